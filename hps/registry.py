@@ -84,6 +84,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "parquet": Ours("hps.models.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
         "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", "pip install torch"),
         "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
+        "hugectr": Ours("hps.models.formats.raw_dumps:HugectrDump"),
         "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
         "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
         "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", "pip install 'hps-server[import]'"),

@@ -19,7 +19,8 @@ def import_command(
         typer.Argument(
             metavar="SOURCE",
             help="A .npz, .npy, .safetensors, .pt, .pth, .bin or .parquet file, a directory of .npy or .parquet files, or what "
-            "a trainer wrote: a directory of torch.distributed.checkpoint, dynamicemb, TorchEasyRec or SOK.",
+            "a trainer wrote: a directory of torch.distributed.checkpoint, dynamicemb, TorchEasyRec, SOK or HugeCTR's "
+            "embedding_dump.",
             show_default=False,
         ),
     ],
@@ -56,7 +57,7 @@ def import_command(
         str | None,
         typer.Option(
             "--format",
-            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, torcheasyrec, torcheasyrec_delta or sok. "
+            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, hugectr, torcheasyrec, torcheasyrec_delta or sok. "
             "Default: by the names of the files.",
         ),
     ] = None,

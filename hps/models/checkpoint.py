@@ -29,6 +29,7 @@ _FORMATS = {
 
 _LAYOUTS = {
     "dcp": re.compile(r"\.metadata|__\d+_\d+\.distcp"),
+    "hugectr": re.compile(r"meta_data|(key|weight)\d+"),
     "dynamicemb": re.compile(r".+_emb_(keys|values)\.rank_\d+\.world_size_\d+|.+_opt_args\.json"),
     "torcheasyrec": re.compile(r"sparse_(embeddings|dynamic_embedding)-\d+-of-\d+\.(npz|json)"),
     "torcheasyrec_delta": re.compile(r".+_step_\d+(_rank_\d+_of_\d+)?\.parquet"),
@@ -36,6 +37,7 @@ _LAYOUTS = {
 }
 """Formats of trainers by the names of their files, which lie in one directory."""
 
+_COLLECTION = re.compile(r"embedding_collection_\d+")  # a directory of HugeCTR's, in that of its dump
 _FILES = LocalFileSystem()
 
 
@@ -54,7 +56,7 @@ class Checkpoint:
     """
 
     def __init__(self, place: str | os.PathLike[str], file_format: str | None = None, keys: str | None = None) -> None:
-        path = local_path(os.fspath(place))
+        path = _collection_in(local_path(os.fspath(place)))
         held = [os.path.join(path, name) for name in _entries(path)] if os.path.isdir(path) else [path]
         if not (os.path.exists(path) and (held or _layout_of(path, file_format))):
             raise ModelFileNotFoundError(
@@ -157,7 +159,7 @@ def find_tables(
     Args:
         delta: accept tables without rows, and a checkpoint that has none of the tables.
     """
-    path = local_path(os.fspath(source))
+    path = _collection_in(local_path(os.fspath(source)))
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
     whole = None
@@ -212,6 +214,7 @@ def is_checkpoint(path: str) -> bool:
     """Whether a path is a file or a directory with files of a known format."""
     if os.path.isfile(path):
         return True
+    path = _collection_in(path)
     return os.path.isdir(path) and (_layout_of(path) is not None or any(_format(name) for name in os.listdir(path)))
 
 
@@ -228,7 +231,7 @@ def tables_pattern(source: str) -> str | None:
         name for name, info in held.items() if len(info.shape) == 2 and ("float" in info.dtype or info.dtype in VECTOR_DTYPES)
     ]
     named = [name for name in wide if "emb" in name.lower()] or wide
-    one = "vectors" in held or (os.path.isdir(source) and _layout_of(source) is None)
+    one = "vectors" in held or (os.path.isdir(source) and _layout_of(_collection_in(source)) is None)
     if len(named) < 2 or one:  # one table, perhaps with keys
         return None
     prefix = _common(named)
@@ -250,6 +253,18 @@ def _tables(arrays: ArraySource) -> list[str]:
     names = [info.name for info in arrays.arrays()]
     paired = {keys for name in names if (keys := arrays.keys_of(name)) is not None}
     return [name for name in names if name not in paired]
+
+
+def _collection_in(path: str) -> str:
+    """Return the directory of the embedding collection in a dump of HugeCTR; every other path as it is.
+
+    Raises:
+        ModelFileError: there are several.
+    """
+    found = [name for name in _FILES.list(path) if _COLLECTION.fullmatch(name)] if os.path.isdir(path) else []
+    if len(found) > 1:
+        raise ModelFileError(f"importing {path}: got {', '.join(sorted(found)[:8])}, expected one; import each by itself")
+    return os.path.join(path, found[0]) if found else path
 
 
 def _layout_of(path: str, file_format: str | None = None) -> str | None:

@@ -1,14 +1,15 @@
 """Writes tables as trainers do, by the layouts in their sources; only `torchrec_checkpoint` runs the libraries, for a while.
 
 The sources: NVIDIA/recsys-examples 43465ae (dynamicemb), alibaba/TorchEasyRec 54cac31 and, for `dynamicemb_evicted`, its pull
-request 638, NVIDIA-Merlin/HugeCTR 2f2016f (SOK).
+request 638, NVIDIA-Merlin/HugeCTR 2f2016f (SOK, embedding collections).
 """
 
 import io
 import json
 import pickle
+import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,35 @@ def save_sok(path: Path, tables: Mapping[str, Rows]) -> Path:
         for name, kind, array in (("key", 0, keys), ("weight", 1, vectors), ("Adam-m", 2, vectors)):
             head = b"".rjust(256) + kind.to_bytes(4, "big") + b"m".rjust(32) + codes[array.dtype.name].to_bytes(4, "big")
             (path / f"{table}-{name}").write_bytes(head + array.tobytes())
+    return path
+
+
+def save_hugectr(
+    path: Path, tables: Sequence[Rows], *, ids: Sequence[int] | None = None, split: int = 0, half: int = 0
+) -> Path:
+    """Write what `Model.embedding_dump(path)` of one embedding collection does; keys of uint32 or int64.
+
+    Args:
+        ids: of the tables in `meta_data`, where tables were chosen by their names.
+        split: rows of the first of two processes; the second one's weights lie where HugeCTR puts them.
+        half: what `meta_data` says of the vectors: 0 float32, 1 float16.
+    """
+    place = path / "embedding_collection_0"
+    place.mkdir(parents=True, exist_ok=True)
+    numbers = range(len(tables)) if ids is None else ids
+    kinds = (int(tables[0][0].dtype == np.int64), half, 0, 0)
+    meta = struct.pack(f"<5i{len(tables)}i", len(tables), *kinds, *numbers)
+    meta += struct.pack(f"<{len(tables)}Q", *[keys.size for keys, _ in tables])
+    (place / "meta_data").write_bytes(meta + struct.pack(f"<{len(tables)}i", *[vectors.shape[1] for _, vectors in tables]))
+    for number, (keys, vectors) in enumerate(tables):
+        for name, kind, array in (("key", 1, keys), ("weight", 2, vectors)):
+            with (place / f"{name}{number}").open("wb") as file:
+                file.write(struct.pack("<32i", kind, number, *[0] * 30))
+                file.write(array[: split or None].tobytes())
+                if split:
+                    offset = split * keys.itemsize * (1 if kind == 1 else vectors.shape[1] * 4)
+                    file.seek(128 + offset)
+                    file.write(array[split:].tobytes())
     return path
 
 

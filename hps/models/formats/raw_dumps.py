@@ -1,4 +1,4 @@
-"""Dumps of tables as raw rows: a file of keys beside a file of vectors, which dynamicemb and SOK write.
+"""Dumps of tables as raw rows: a file of keys beside a file of vectors, which dynamicemb, SOK and HugeCTR write.
 
 dynamicemb (NVIDIA/recsys-examples, `dynamicemb/batched_dynamicemb_tables.py`): `<table>_emb_keys.rank_R.world_size_W` has int64
 keys and `<table>_emb_values.rank_R.world_size_W` float32 vectors, without headers. Scores, optimizer states and counters lie in
@@ -7,6 +7,11 @@ files of their own. `<table>_opt_args.json` describes the table.
 SOK (NVIDIA-Merlin/HugeCTR, `sparse_operation_kit/dump_load.py`): `<table>-key` and `<table>-weight` begin with 296 bytes: a
 name (256 bytes, padded with spaces on the left), the kind of the file (4 bytes), the name of an optimizer's state (32), the
 code of a dtype (4). Integers of the header are big-endian, those of the rows little-endian.
+
+HugeCTR (`Model.embedding_dump`, `embedding_storage/weight_io/parameter_IO.cpp`, 22.11 and later): `key<N>` and `weight<N>` of
+table N of an embedding collection begin with 128 bytes, of which the first 8 are two int32: the kind of the file (1: keys, 2:
+vectors) and N. `meta_data` has five int32, the first of which are the number of tables, the kind of keys (0: uint32, 1: int64)
+and of vectors (0: float32, 1: float16), and then of all tables the numbers (int32), rows (uint64) and widths (int32).
 """
 
 import json
@@ -26,6 +31,12 @@ _NARROW = re.compile(r"b?float16|bf16|fp16|half|float64|fp64|double|u?int8|fp8|f
 _SOK_HEAD_BYTES, _SOK_KIND_AT, _SOK_DTYPE_AT = 296, 256, 292
 _SOK_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
 _MOST_JSON_BYTES = 1 << 20
+_HUGECTR_HEAD_BYTES, _HUGECTR_META_BYTES, _HUGECTR_TABLE_BYTES = 128, 20, 16
+_MOST_HUGECTR_TABLES = 1 << 20
+_SEVERAL_PROCESSES = (
+    "HugeCTR puts the weights of the second process at a wrong place, so that no dump of several processes can be read: dump "
+    "from a training of one process"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,74 @@ class DynamicembDump(RawDump):
                         f"importing {file}: it says {name} {value!r}, expected a dump of float32; the layout of other dumps "
                         "is not known here: load it into a table of float32 and dump that"
                     )
+
+
+class HugectrDump(RawDump):
+    """What `Model.embedding_dump` writes into the directory of an embedding collection; table N is called `table<N>`."""
+
+    def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
+        there = {os.path.basename(file): file for file in self.files}
+        if (meta := there.pop("meta_data", None)) is None:
+            raise ModelFileError(f"importing {self.path}: got no meta_data beside the files of keys and weights; copy it, too")
+        dtype, sizes = self._read_meta(meta)
+        expected = {f"{kind}{number}" for kind in ("key", "weight") for number in range(len(sizes))}
+        if wrong := sorted(expected ^ there.keys()):
+            got = "no" if wrong[0] in expected else "a file"
+            raise ModelFileError(
+                f"importing {self.path}: got {got} {wrong[0]} for {len(sizes)} tables in meta_data, expected key0 to "
+                f"key{len(sizes) - 1} and weight0 to weight{len(sizes) - 1}; copy all files of one dump"
+            )
+        found = {}
+        for number, (rows, dim) in enumerate(sizes):
+            keys = _Part(there[f"key{number}"], dtype, _HUGECTR_HEAD_BYTES)
+            vectors = _Part(there[f"weight{number}"], "<f4", _HUGECTR_HEAD_BYTES)
+            for kind, part, size in ((1, keys, rows * keys.itemsize), (2, vectors, rows * dim * vectors.itemsize)):
+                _check_hugectr_head(part.file, kind, number)
+                if part.size_bytes != size:
+                    reason = _SEVERAL_PROCESSES if kind == 2 and part.size_bytes > size else "a file is cut short"
+                    raise ModelFileError(
+                        f"importing {part.file}: got {part.size_bytes} bytes behind its head, expected {size} for {rows} rows "
+                        f"of width {dim} in meta_data; {reason}, or they are of different dumps"
+                    )
+            found[f"table{number}"] = [(keys, vectors)]
+        return found
+
+    def _read_meta(self, file: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the dtype of keys, and rows and width of each table."""
+        with reading(file), open(file, "rb") as stream:
+            head = np.frombuffer(stream.read(_HUGECTR_META_BYTES), "<i4")
+            count, key_kind, vector_kind = head[:3].tolist()
+            expected = _HUGECTR_META_BYTES + _HUGECTR_TABLE_BYTES * count
+            if not 0 < count <= _MOST_HUGECTR_TABLES or os.path.getsize(file) != expected:
+                raise ValueError(f"got {os.path.getsize(file)} bytes for {count} tables, expected {expected}")
+            numbers, rows, widths = (
+                np.frombuffer(stream.read(count * np.dtype(kind).itemsize), kind).tolist() for kind in ("<i4", "<u8", "<i4")
+            )
+            if key_kind not in (0, 1) or vector_kind not in (0, 1) or min(widths) < 1:
+                raise ValueError(
+                    f"got kinds {key_kind} and {vector_kind} and a width of {min(widths)}, expected 0 or 1, and at least 1"
+                )
+        if vector_kind == 1:
+            raise ModelFileError(
+                f"importing {file}: it says float16, as of a training with use_mixed_precision, of which HugeCTR writes what "
+                "lies beyond the end of its memory; expected float32: dump from a training without it"
+            )
+        if numbers != list(range(count)):
+            raise ModelFileError(
+                f"importing {file}: got tables {', '.join(map(str, numbers[:30]))}, expected 0 to {count - 1}: of chosen tables"
+                f" HugeCTR names these, but writes the rows of the first {count}; dump all tables (no table_names)"
+            )
+        return "<i8" if key_kind else "<u4", list(zip(rows, widths, strict=True))
+
+
+def _check_hugectr_head(file: str, kind: int, number: int) -> None:
+    with reading(file), open(file, "rb") as stream:
+        head = stream.read(_HUGECTR_HEAD_BYTES)
+        if len(head) < _HUGECTR_HEAD_BYTES:
+            raise ValueError(f"got {len(head)} bytes, expected a head of {_HUGECTR_HEAD_BYTES}")
+        got = np.frombuffer(head[:8], "<i4").tolist()
+        if got != [kind, number]:
+            raise ValueError(f"got kind {got[0]} and table {got[1]} in its head, expected kind {kind} and table {number}")
 
 
 class SokDump(RawDump):

@@ -1,7 +1,7 @@
 """What trainers write, as sources of `hps import`: which tables and rows they give, and which files they refuse.
 
 Distributed checkpoints of one rank are written here by torch. The other files are written by the layouts in the sources of
-torch, dynamicemb, TorchEasyRec and SOK, of which the latter need a GPU (see `tests/tables/trainer_dumps.py`).
+torch, dynamicemb, TorchEasyRec, SOK and HugeCTR, of which the latter need a GPU (see `tests/tables/trainer_dumps.py`).
 """
 
 import os
@@ -21,13 +21,14 @@ import torch.distributed.checkpoint as dcp
 
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.models import deltas
-from hps.models.checkpoint import Checkpoint, find_table, find_tables, list_arrays
+from hps.models.checkpoint import Checkpoint, find_table, find_tables, is_checkpoint, list_arrays, tables_pattern
 from hps.models.formats.base import ArrayInfo, ArraySource
 from hps.testing.sources import ArraySourceContract, Save
 from tests.tables.trainer_dumps import (
     TORCHREC_TABLES,
     save_delta,
     save_dynamicemb,
+    save_hugectr,
     save_sok,
     save_torcheasyrec,
     sharded_checkpoint,
@@ -82,6 +83,17 @@ class TestTrainersFormats(ArraySourceContract):
     @pytest.fixture(params=SAVERS)
     def save(self, request: pytest.FixtureRequest) -> Save:
         return lambda path, keys, vectors: SAVERS[request.param](path / request.param, {"item": (keys, vectors)}, world=1)
+
+    def open(self, path: Path) -> ArraySource:
+        return Checkpoint(path).arrays
+
+
+class TestHugectr(ArraySourceContract):
+    keys, vectors = "table0.keys", "table0"
+
+    @pytest.fixture
+    def save(self) -> Save:
+        return lambda path, keys, vectors: save_hugectr(path / "dump", [(keys, vectors)])
 
     def open(self, path: Path) -> ArraySource:
         return Checkpoint(path).arrays
@@ -236,6 +248,67 @@ def test_sok_keys_of_every_dtype(kind: str, tmp_path: Path) -> None:
     vectors = np.arange(6).reshape(3, 2)
     save_sok(tmp_path, {"a": (keys, vectors.astype(np.float16)), "b": (keys, vectors.astype(np.float64))})
     assert read(tmp_path) == dict.fromkeys("ab", content(keys, vectors.astype(np.float32)))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32])
+def test_embedding_collections_of_hugectr(kind: Any, tmp_path: Path) -> None:
+    large = np.array([3, np.iinfo(kind).max, 0, 7, 8], kind)
+    tables = [(large, USERS[1]), (np.arange(8).astype(kind), ITEMS[1])]
+    dump = save_hugectr(tmp_path, tables)
+    for source in (dump, dump / "embedding_collection_0"):
+        assert read(source) == {f"table{nth}": content(*rows) for nth, rows in enumerate(tables)}
+        assert (is_checkpoint(str(source)), tables_pattern(str(source))) == (True, "table*")
+    assert read(dump, file_format="hugectr").keys() == {"table0", "table1"}
+
+
+def of_hugectr(name: str, at: int, value: bytes) -> Callable[[Path], object]:
+    return changed(f"embedding_collection_0/{name}", lambda whole: whole[:at] + value + whole[at + len(value) :])
+
+
+SEVERAL = "HugeCTR puts the weights of the second process at a wrong place"
+TWO = [(KEYS[:5], USERS[1]), (KEYS, ITEMS[1])]
+
+
+@pytest.mark.parametrize(
+    ("options", "damage", "message"),
+    [
+        (
+            {"split": 1},
+            None,
+            f"weight0: got 96 bytes behind its head, expected 40 for 5 rows of width 2 in meta_data; {SEVERAL}",
+        ),
+        ({"split": 4}, None, SEVERAL),
+        (
+            {"ids": [1, 2]},
+            None,
+            r"got tables 1, 2, expected 0 to 1: of chosen tables HugeCTR names these, but writes",
+        ),
+        ({"half": 1}, None, "it says float16, as of a training with use_mixed_precision"),
+        ({"half": 2}, None, "got kinds 1 and 2"),
+        ({}, of_hugectr("key1", 4, b"\0"), "key1: .*got kind 1 and table 0 in its head, expected kind 1 and table 1"),
+        ({}, of_hugectr("weight1", 0, b"\1"), "weight1: .*got kind 1 and table 1 in its head, expected kind 2 and table 1"),
+        ({}, of_hugectr("meta_data", 0, b"\3"), "got 52 bytes for 3 tables, expected 68"),
+        ({}, of_hugectr("meta_data", 28, b"\4"), "key0: got 40 bytes behind its head, expected 32 for 4 rows of width 2"),
+        ({}, of_hugectr("meta_data", 44, b"\1"), "weight0: got 40 bytes behind its head, expected 20"),
+        ({}, changed("embedding_collection_0/key1", lambda whole: whole[:-8]), "key1: got 56 bytes .*; a file is cut short"),
+        ({}, removed("*/weight1"), "got no weight1 for 2 tables in meta_data, expected key0 to key1 and weight0 to weight1"),
+        ({}, removed("*/meta_data"), "got no meta_data beside the files of keys and weights"),
+        ({}, lambda path: (path / "embedding_collection_0/key2").touch(), "got a file key2 for 2 tables in meta_data"),
+        (
+            {},
+            lambda path: (path / "embedding_collection_1").mkdir(),
+            "got embedding_collection_0, embedding_collection_1, expected one; import each by itself",
+        ),
+    ],
+)
+def test_a_dump_of_hugectr_that_holds_other_rows_than_it_says_is_refused(
+    options: dict[str, Any], damage: Any, message: str, tmp_path: Path
+) -> None:
+    source = save_hugectr(tmp_path / "dump", TWO, **options)
+    if damage is not None:
+        damage(source)
+    with pytest.raises(ModelFileError, match=message):
+        read(source)
 
 
 def test_static_tables_of_torcheasyrec_get_row_numbers_over_all_ranks(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 from tests.tables import table_files
 from tests.tables.sparse_models import chunks_of
 from tests.tables.table_loads import Events
+from tests.tables.trainer_dumps import save_hugectr
 
 Array = np.ndarray[Any, Any]
 Save = Callable[[Path, Array, Array], Path]
@@ -186,7 +187,7 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
         ("s3://bucket/table.npz", None, ModelFileNotFoundError, "copy a remote source first"),
         ("empty", None, ModelFileNotFoundError, "it is an empty directory"),
         ("table.csv", None, ModelFileError, r"got table\.csv, expected a name .* one of: \.npy, \.npz, \.safet.*--format"),
-        ("table.csv", "csv", ConfigError, "got 'csv', expected one of: dcp, dynamicemb, npy, npz, parquet, "),
+        ("table.csv", "csv", ConfigError, "got 'csv', expected one of: dcp, dynamicemb, hugectr, npy, npz, parquet, "),
         ("dir.npz", None, ModelFileError, r"got a\.npz, expected .* a directory of \.npy or of Parquet files alone"),
         ("dir.npz", "npz", ModelFileError, r"dir\.npz: .*directory"),
         ("both", None, ModelFileError, r"got a\.npy, b\.parquet, expected .* alone; say the format with --format"),
@@ -354,6 +355,19 @@ def test_all_tables_of_a_checkpoint_are_served_by_the_configuration_that_the_imp
             vectors, found = server.lookup(np.arange(len(weight) + 1), "dlrm-1_0", table, return_found=True)
             assert np.array_equal(vectors[:-1], weight)
             assert found.tolist() == [True] * len(weight) + [False]
+
+
+def test_the_command_imports_and_serves_an_embedding_collection_of_hugectr(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    tables = [(random.permutation(90)[:40], random.random((40, 4), np.float32)), (np.arange(30), np.ones((30, 8), np.float32))]
+    save_hugectr(tmp_path / "dump", tables)
+    listed = run("import", "--list", tmp_path / "dump").stdout.splitlines()
+    assert listed[:2] == ["table0 (40, 4) float32", "table0.keys (40,) int64"]
+    done = run("import", tmp_path / "dump", tmp_path / "shop", "--tables", "*")
+    assert done.exit_code == 0, done.stderr
+    with hps.HPS(tmp_path / "shop" / "ps.json") as server:
+        for nth, (keys, vectors) in enumerate(tables):
+            assert np.array_equal(server.lookup(keys, "shop", f"table{nth}"), vectors)
 
 
 def _stored(tmp_path: Path, **arrays: Array) -> Path:

@@ -14,7 +14,7 @@ _HEAD = """# Python API
 Everything that `import hps` and `import hps.torch` offer, from the docstrings. Names that are not on this page may change
 without notice.
 """
-_TORCH = "Layers for PyTorch ([torch.md](torch.md)); wants `pip install 'hps-server[torch]'`."
+_TORCH = "Layers for PyTorch ([torch.md](torch.md)); wants `pip install '.[torch]'`."
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
 _ENTRY = re.compile(r"([\w*]+(?:, [\w*]+)*): (.*)", re.DOTALL)
 

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 
 from hps.errors import ConfigError, HPSError, MissingDependencyError
 
-_CORE = "pip install hps-server"
+
+def install_hint(extra: str = "") -> str:
+    """Say how to install hps with an extra. It is on no index yet, so this names what works: a clone, or a wheel."""
+    what = f"'.[{extra}]'" if extra else "."
+    return f"pip install {what} in the clone of hps (with its wheel, write the wheel's file instead of the dot)"
+
+
+_CORE = install_hint()
 
 
 class Ours(NamedTuple):
@@ -27,7 +34,7 @@ class Ours(NamedTuple):
 
     Attributes:
         target: `module:attribute`.
-        hint: package to install if the import fails.
+        hint: how to install what it needs, if the import fails.
         section: for a database: the configuration section that may select it.
         spellings: other spellings of the configuration value, including HugeCTR's.
     """
@@ -40,7 +47,7 @@ class Ours(NamedTuple):
 
 IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
     "cache": {
-        "cuda": Ours("hps.cache.cuda.cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
+        "cuda": Ours("hps.cache.cuda.cache:CupyCache", install_hint("cuda13") + "; cuda12 for CUDA 12"),
         "cpu": Ours("hps.cache.cpu.cache:NumpyCache"),
     },
     "cache_plan": {
@@ -61,38 +68,38 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
     "filesystem": {
         "": Ours("hps.filesystems.local:LocalFileSystem"),
         "file": Ours("hps.filesystems.local:LocalFileSystem"),
-        "hdfs": Ours("hps.filesystems.hdfs:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
+        "hdfs": Ours("hps.filesystems.hdfs:HdfsFileSystem", install_hint("hdfs")),
         "s3": Ours("hps.filesystems.s3:S3FileSystem"),
         "s3a": Ours("hps.filesystems.s3:S3FileSystem"),
-        "gs": Ours("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),
+        "gs": Ours("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
     },
     "update_log": {
         "kafka_message_queue": Ours(
-            "hps.updates.kafka:KafkaLog", "pip install 'hps-server[kafka]'", "update_source", ("kafka_mq", "kafka")
+            "hps.updates.kafka:KafkaLog", install_hint("kafka"), "update_source", ("kafka_mq", "kafka")
         ),
         "redis_stream": Ours("hps.updates.redis_streams:RedisStreamLog", _CORE, "update_source", ("redis_streams",)),
     },
     "update_log_writer": {
-        "kafka_message_queue": Ours("hps.updates.kafka:KafkaWriter", "pip install 'hps-server[kafka]'"),
+        "kafka_message_queue": Ours("hps.updates.kafka:KafkaWriter", install_hint("kafka")),
         "redis_stream": Ours("hps.updates.redis_streams:RedisStreamWriter"),
     },
     "format": {
         "npy": Ours("hps.models.formats.numpy_files:NpyFiles"),
         "npz": Ours("hps.models.formats.numpy_files:NpzArchive"),
-        "safetensors": Ours("hps.models.formats.safetensors_files:SafetensorsFile", "pip install 'hps-server[import]'"),
-        "torch": Ours("hps.models.formats.torch_state:TorchState", "pip install torch"),
-        "parquet": Ours("hps.models.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
-        "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", "pip install torch"),
+        "safetensors": Ours("hps.models.formats.safetensors_files:SafetensorsFile", install_hint("import")),
+        "torch": Ours("hps.models.formats.torch_state:TorchState", install_hint("torch")),
+        "parquet": Ours("hps.models.formats.parquet:ParquetFiles", install_hint("import")),
+        "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", install_hint("torch")),
         "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
         "hugectr": Ours("hps.models.formats.raw_dumps:HugectrDump"),
         "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
         "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
-        "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", "pip install 'hps-server[import]'"),
+        "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
     },
     "network": {
-        "pt2": Ours("hps.networks.torch_networks:ExportedProgram", "pip install 'hps-server[torch]'"),
-        "torchscript": Ours("hps.networks.torch_networks:TorchScript", "pip install 'hps-server[torch]'"),
-        "onnx": Ours("hps.networks.onnx_runtime:OnnxNetwork", "pip install 'hps-server[onnx]'"),
+        "pt2": Ours("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
+        "torchscript": Ours("hps.networks.torch_networks:TorchScript", install_hint("torch")),
+        "onnx": Ours("hps.networks.onnx_runtime:OnnxNetwork", install_hint("onnx")),
     },
 }
 _BASES = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hps.errors import InvalidInputError, MissingDependencyError
+from hps.registry import install_hint
 
 if TYPE_CHECKING:
     from hps.planning.forecast import TableForecast
@@ -90,7 +91,7 @@ def _figure(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError(f"drawing {path}: {error}; pip install 'hps-server[plot]'") from error
+        raise MissingDependencyError(f"drawing {path}: {error}; {install_hint('plot')}") from error
     return Figure(figsize=(8, 5), layout="constrained")
 
 

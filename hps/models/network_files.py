@@ -65,8 +65,8 @@ class NetworkFiles:
         if code is not None:
             raise ModelFileError(
                 f"opening the network {code}: got machine code (a package of AOTInductor), which may do whatever the server "
-                "may; expected a program of torch.export, or, if you trust whoever writes the files, model_source.trust: true in "
-                "the configuration"
+                "may; expected a program of torch.export, or, if you trust whoever writes the files, model_source.trust: true "
+                "in the configuration"
             )
         return contents
 

@@ -21,6 +21,7 @@ from hps.profiling.http_load import LoadResult
 from hps.profiling.keys import MOST_ROWS, KeyPool
 from hps.profiling.profile import Row, compare
 from hps.profiling.times import TimeHistogram
+from hps.registry import install_hint
 from hps.statistics.tracing import STAGES, traced
 from hps.tensors.bags import Bags
 from hps.types import KeyArray
@@ -243,7 +244,5 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise MissingDependencyError(
-            "keys on the device: CuPy is needed and not installed; pip install 'hps-server[cuda12]'"
-        ) from error
+        raise MissingDependencyError(f"keys on the device: CuPy is needed: {error}; {install_hint('cuda12')}") from error
     return cupy

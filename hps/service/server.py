@@ -28,6 +28,7 @@ from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.regions.layout import FrontDescriptors
 from hps.regions.sharing import default_fronts, share
+from hps.registry import install_hint
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import exposures, is_loopback
 from hps.service.fronts.front import BACKLOG, Front
@@ -154,7 +155,7 @@ def _check_grpc() -> None:
     try:
         import hps.service.fronts.grpc_calls  # noqa: F401 - by the fronts
     except ImportError as error:
-        raise MissingDependencyError(f"serving gRPC: {error}; pip install 'hps-server[grpc]'") from error
+        raise MissingDependencyError(f"serving gRPC: {error}; {install_hint('grpc')}") from error
 
 
 class _Uvicorn(uvicorn.Server):

@@ -26,6 +26,7 @@ from typing import Self
 from urllib.parse import quote, urlencode, urlsplit
 from xml.sax.saxutils import escape
 
+from hps.registry import install_hint
 from tests.servers.program import Program
 from tests.servers.redis_server import listens
 
@@ -50,7 +51,7 @@ def jars_directory() -> Path:
 def what_is_missing() -> str | None:
     """Why no HDFS can be started here, and the cure; None where it can."""
     if importlib.util.find_spec("hdfs_native") is None:
-        return "hdfs_native is not installed: pip install 'hps-server[hdfs]'"
+        return f"hdfs_native is not installed: {install_hint('hdfs')}"
     if shutil.which("java") is None:
         return "there is no java: run .ci/hdfs-jars"
     if not any(jars_directory().glob("hadoop-hdfs-*.jar")):

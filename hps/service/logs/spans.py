@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from hps.configuration.load import Configuration
 from hps.ground.workers import new_thread
+from hps.registry import install_hint
 from hps.statistics.tracing import LookupTrace
 from hps.version import __version__
 
@@ -142,5 +143,5 @@ def spans_of(configuration: Configuration) -> RequestSpans | None:
         return None if spans.disabled else spans
     except ImportError as error:
         what = "no traces are sent to service.otlp_endpoint"  # the endpoint may contain a password
-        _log.warning("%s: %s; install the exporter: pip install 'hps-server[otel]'", what, error)
+        _log.warning("%s: %s; install the exporter: %s", what, error, install_hint("otel"))
         return None

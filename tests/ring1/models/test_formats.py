@@ -319,10 +319,10 @@ def test_part_files_of_other_columns_or_widths_are_refused_by_name(tmp_path: Pat
 @pytest.mark.parametrize(
     ("engine", "module", "name", "hint"),
     [
-        ("torch", "hps.models.formats.torch_state", "torch", "pip install torch"),
-        ("pyarrow", "hps.models.formats.parquet", "parquet", r"hps-server\[import\]"),
-        ("safetensors", "hps.models.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
-        ("ml_dtypes", "hps.models.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
+        ("torch", "hps.models.formats.torch_state", "torch", r"pip install '\.\[torch\]'"),
+        ("pyarrow", "hps.models.formats.parquet", "parquet", r"pip install '\.\[import\]'"),
+        ("safetensors", "hps.models.formats.safetensors_files", "safetensors", r"pip install '\.\[import\]'"),
+        ("ml_dtypes", "hps.models.formats.safetensors_files", "safetensors", r"pip install '\.\[import\]'"),
     ],
 )
 def test_a_missing_package_is_named_with_what_to_install(

@@ -16,7 +16,7 @@ from hps.models.read_ahead import read_ahead
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
-from hps.registry import IMPLEMENTATIONS
+from hps.registry import IMPLEMENTATIONS, install_hint
 
 DIM = 8
 
@@ -70,8 +70,8 @@ def test_an_unknown_scheme_names_those_known(source: str) -> None:
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "abc", ("hps.no_such_module:Thing", "pip install 'hps-server[abc]'"))
-    with pytest.raises(MissingDependencyError, match=r"hps-server\[abc\]"):
+    monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "abc", ("hps.no_such_module:Thing", install_hint("abc")))
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[abc\]' in the clone"):
         ModelSources().locate("abc://host/m")
 
 

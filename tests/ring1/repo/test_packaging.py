@@ -1,6 +1,62 @@
+import re
+import subprocess
+import tomllib
+
+import pytest
+
+from hps.registry import IMPLEMENTATIONS, install_hint
 from tests import ROOT
 
 
 def test_top_level_cuda_folder_is_no_package():
     # NVIDIA's namespace package `cuda`, which CuPy imports, must not be shadowed.
     assert not (ROOT / "cuda" / "__init__.py").exists()
+
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OF_HPS = re.compile(
+    r"""pip install [^\n`]{0,40}?(hps-server|hps_server\b(?!-))|hps-server\[|pip install (?:-e )?'?\.\[([\w,]+)\]"""
+)
+"""Advice to install hps from an index, where it is not, and with extras from a clone."""
+
+
+def advice(text: str) -> tuple[list[str], set[str]]:
+    found = list(OF_HPS.finditer(text))
+    return [one[0] for one in found if one[2] is None], {extra for one in found for extra in (one[2] or "").split(",") if extra}
+
+
+def test_nothing_tells_to_install_what_no_index_has() -> None:
+    """Errors get their advice from one function; pages and errors name extras that exist."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    read = [ROOT / one for one in listed.stdout.split("\n") if one.endswith((".py", ".md", ".sh", ".yaml", ".yml"))]
+    for path in read:
+        name = str(path.relative_to(ROOT))
+        if not path.is_file() or name.startswith(("tests/ring1/repo/test_packaging.py", "CHANGELOG.md")):
+            continue
+        index, extras = advice(path.read_text())
+        assert (name, index, extras - {*EXTRAS}) == (name, [], set())
+        assert not (name.startswith("hps/") and extras), f"{name}: expected registry.install_hint"
+    assert len(read) > 500
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("pip install 'hps-server[torch]'", ["pip install 'hps-server"]),
+        ("pip install hps-server", ["pip install hps-server"]),
+        ("wants hps-server[torch]", ["hps-server["]),
+        ("pip install '.[torch,grpc]'", []),
+    ],
+)
+def test_such_advice_is_found(text: str, found: list[str]) -> None:
+    assert advice(text) == (found, set() if found else {"torch", "grpc"})
+
+
+def test_hints_of_implementations_name_extras_that_exist() -> None:
+    hints = {one.hint for kind in IMPLEMENTATIONS.values() for one in kind.values()}
+    assert hints >= {install_hint(), install_hint("torch"), install_hint("hdfs")}
+    for hint in hints - {install_hint()}:
+        assert advice(hint)[1] <= {*EXTRAS}, hint
+        assert advice(hint)[1], hint

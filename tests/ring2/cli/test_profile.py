@@ -15,6 +15,7 @@ from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
 from hps.profiling import service as profiling
+from hps.registry import install_hint
 from hps.testing.waiting import wait_until
 from tests.ring1.cli.test_cli import run
 from tests.servers.certificates import Authority
@@ -165,7 +166,7 @@ def test_wrong_input_has_its_exit_code(config, service):
             assert (result.exit_code, problem in result.output) == (code, True), (target, options, result.output)
     if find_spec("cupy") is None:
         result = run("profile", config, *QUICK, "--on-device")
-        assert (result.exit_code, "hps-server[cuda12]" in result.output) == (2, True)
+        assert (result.exit_code, install_hint("cuda12") in result.output) == (2, True)
 
 
 def test_several_processes_profile_a_server_with_tls_and_their_results_are_added(document, tmp_path, monkeypatch):

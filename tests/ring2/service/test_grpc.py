@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 from tritonclient.utils import InferenceServerException
 
+from hps.registry import install_hint
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.certificates import Authority, Pair
 from tests.servers.child_processes import ChildProcesses
@@ -284,4 +285,4 @@ def test_a_missing_package_is_named(children: ChildProcesses, tmp_path) -> None:
     process = children.start(sys.executable, "-c", code, *arguments, real=True)  # a forked one has imported it
     _, text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode
-    assert "pip install 'hps-server[grpc]'" in text
+    assert install_hint("grpc") in text

@@ -47,6 +47,7 @@ class FakeParameterServer:
         on_lookup: called at the start of every lookup; may wait or raise.
         lookups: how many lookups started.
         closed: whether it was closed.
+        degraded: what it says that lookups do without.
     """
 
     def __init__(self, model: str, tables: Sequence[TableSpec]) -> None:
@@ -58,6 +59,7 @@ class FakeParameterServer:
         self.records = False
         self.lookups = 0
         self.closed = False
+        self.degraded: list[str] = []
         self._deployment = FakeDeployment(tuple(tables))
         self.live = LiveModels({model: self._deployment})  # type: ignore[dict-item]
 

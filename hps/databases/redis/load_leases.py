@@ -70,7 +70,7 @@ class LoadLeases:
         layout = table.layout
         if layout.tag not in self._claimed:
             return False
-        self._renew(layout, "loading")
+        self._renew(layout, "load")
         return True
 
     def advance(self, table: RedisTable, rows_done: int) -> None:
@@ -132,7 +132,7 @@ class LoadLeases:
         Raises:
             DatabaseError: the lease has run out and another process has it, or Redis failed.
         """
-        self._renew(table.layout, "filling")
+        self._renew(table.layout, "copy")
 
     def end_copy(self, table: RedisTable, outcome: CopyOutcome) -> None:
         """As `SharedDatabase.end_copy`. Partitions that lost rows since the claim have other incarnations than the note."""
@@ -244,12 +244,12 @@ class LoadLeases:
         held: bool = see.reply == self._token.encode()
         return held
 
-    def _renew(self, layout: RedisLayout, doing: str) -> None:
+    def _renew(self, layout: RedisLayout, work: str) -> None:
         renewed = self._nodes.ask(layout.slot, "EVAL", _RENEW, 1, layout.lease, self._token, self._lease_ms)
         if not renewed and not self._acquire(layout):
             raise DatabaseError(
-                f"redis: {doing} table {layout.tag}: this process was silent for more than {self._lease_ms / 1000:g} s, so "
-                "another one has taken that over; load the table again"
+                f"redis: {work} of table {layout.tag}: this process was silent for more than {self._lease_ms / 1000:g} s, so "
+                f"another one has taken the {work} over; load the table again"
             )
 
     def _release(self, layout: RedisLayout) -> None:

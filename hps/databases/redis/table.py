@@ -15,7 +15,7 @@ from hps.databases.redis.authority import TableAuthority
 from hps.databases.redis.catalog import Catalog, fresh, lost
 from hps.databases.redis.codec import Bytes, group_by_partition
 from hps.databases.redis.layout import KeyPartition, RedisLayout
-from hps.databases.redis.marks import FOLLOWING, Mark, Process, alone, counts, may_promote, ordered, parse, taken
+from hps.databases.redis.marks import FOLLOWING, LOADING, Mark, Process, alone, counts, may_promote, ordered, parse, taken
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.overflow import Overflow
 from hps.databases.redis.requests import (
@@ -271,10 +271,13 @@ class RedisTable:
         Raises:
             DatabaseError: the table is unusable, and there is no database below.
         """
-        if self.loading and not loading and self.below.process().base is None:
-            raise DatabaseError(f"redis: table {self.layout.tag} is being loaded by this process; try again when it is whole")
+        alone = self.below.process().base is None
+        if self.loading and not loading and alone:
+            marks = [parse(text) for text in self._catalog.marks(self.layout, deadline) or [b""]]
+            if any(mark is None or mark.base == LOADING for mark in marks):
+                raise DatabaseError(f"redis: table {self.layout.tag} is being loaded here; try again when it is whole")
+            self.loading, self.marks = False, None  # another process has taken the load over, and ended it
         if self.marks is None:
-            alone = self.below.process().base is None
             if alone or time.monotonic() >= self._looked_at + _LOOK_S:
                 self.look(deadline)
             if self.marks is None and alone:

@@ -78,7 +78,8 @@ function take(answer) {
   while (samples.length > 2 && samples[1].at <= at - WINDOW_S) samples.shift();
   document.body.classList.remove("old");
   const before = samples[0].answer, seconds = Math.max(answer.at_s - before.at_s, 1e-9);
-  state(answer.service.ready ? "ready" : "not ready", answer.service.ready ? "good" : "bad");
+  const { ready, degraded } = answer.service;
+  state(!ready ? "not ready" : degraded ? "degraded" : "ready", !ready ? "bad" : degraded ? "fair" : "good");
   $("about").textContent = answer.server
     ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;
   show($("tiles"), ...tiles(overview(answer, before, seconds)));
@@ -260,8 +261,9 @@ function http(answer, before, seconds) {
 }
 
 function problems(answer) {
-  if (!answer.problems.length) return h("p.soft", {}, "None since the start.");
-  return h("div.card", {}, h("div.scroll", { tabIndex: 0 }, h("table", {}, h("tbody", {}, ...answer.problems.map((one) => h("tr", {},
+  const { degraded } = answer.service, now = degraded ? [h("p.fair", {}, `Now: ${degraded}`)] : [];
+  if (!answer.problems.length) return h(`p.${degraded ? "fair" : "soft"}`, {}, degraded || "None since the start.");
+  return h("div.card", {}, ...now, h("div.scroll", { tabIndex: 0 }, h("table", {}, h("tbody", {}, ...answer.problems.map((one) => h("tr", {},
     cell(new Date(1000 * one.time_s).toLocaleTimeString()), h(`td.${one.level === "warning" ? "fair" : "bad"}`, {}, one.level),
     cell(one.count > 1 ? `${one.count} times` : ""), cell(one.text, "text")))))));
 }

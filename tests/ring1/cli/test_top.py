@@ -25,7 +25,7 @@ def answer(at_s, done):
     stages = dict.fromkeys(("query", "volatile_db", "insert"), latency)
     model = ModelStatistics("m", "1", (("1", "serving"),), 0.0, latency, stages, 4, 1, tables)
     server = ServerStatistics("0", 0.0, 1 << 28, (model,), (), {}, {})
-    service = {"ready": True, "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
+    service = {"ready": True, "degraded": "", "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
     return {"at_s": at_s, "server": asdict(server), "service": service, "models": [], "problems": []}
 
 
@@ -41,3 +41,12 @@ def test_no_figure_is_cut(width):
     assert "2 fronts: 40 connections, 3 lookups under way, 65.5 kB held for clients" in text
     assert (LONG in text) == (width > 160)  # else it is folded
     assert "persistent" not in text
+    assert "degraded" not in text
+
+
+def test_what_lookups_do_without_is_shown_below_the_state():
+    screen = Console(width=120, record=True, file=io.StringIO())
+    now = answer(2.0, 2000)
+    now["service"]["degraded"] = "redis_cluster is away"
+    screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+    assert screen.export_text().splitlines()[1] == "degraded: redis_cluster is away"

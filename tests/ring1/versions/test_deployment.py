@@ -209,7 +209,8 @@ def test_databases_are_loaded_unless_they_keep_their_rows(
     content["volatile_db"] = {"type": "hash_map", **volatile}
     if persistent is not None:
         content["persistent_db"] = {"type": "rocks_db", "path": str(tmp_path / "db"), **persistent}
-    chain, targets = open_databases(load_configuration(content), Metrics())
+    chain, current = open_databases(load_configuration(content), Metrics())
+    targets = current()
     try:
         assert [[one.kind for one in some] for some in (targets.load, targets.keep)] == [load, keep]
         assert {one.kind for one in chain.databases} == {*load, *keep}

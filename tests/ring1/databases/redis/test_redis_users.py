@@ -90,6 +90,7 @@ def test_the_last_user_drops_a_table_and_nothing_of_it_is_left(shared: SharedRed
     with pytest.raises(UnknownTableError):
         fetched(first, TAG, KEYS, DIM)
     assert second.claim_load(TAG, "v1", 500) == 0
+    second.finish_load(TAG)
     assert fetched(second, TAG, KEYS, DIM)[0].tolist() == VECTORS.tolist()
     assert second.discard_table(TAG)
     assert shared.all_keys() == set()

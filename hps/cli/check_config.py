@@ -123,6 +123,8 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
             report.updates = _updates(report.whole, [row.table for row in report.rows])
         except errors.ConfigError as error:
             report.findings += [CheckResult("wrong", error.source, problem) for problem in error.problems]
+        except errors.MissingDependencyError as error:
+            report.findings.append(CheckResult("wrong", "update_source.type", str(error)))
     if reach_s:
         from hps.versions.preflight import preflight
 
@@ -160,9 +162,10 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
 
     configuration, places = part.configuration, part.places
     catalog = ModelCatalog(configuration, sources)
+    of_files = errors.ModelFileError, errors.UnknownVersionError, errors.MissingDependencyError
     try:
         catalog.scan()
-    except errors.ModelFileError as error:
+    except of_files as error:
         report.findings.append(_file_problem("model_repository", error))
         catalog = ModelCatalog(configuration.model_copy(update={"model_repository": ""}), sources)
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
@@ -170,7 +173,7 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
         for name in catalog.names:
             try:
                 versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
-            except (errors.ModelFileError, errors.UnknownVersionError) as error:
+            except of_files as error:
                 report.findings.append(_file_problem(places.get(name, name), error))
                 continue
             wrong_width = name in part.widthless
@@ -185,13 +188,13 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
         for place, sized in networks:
             try:
                 sized.result()
-            except errors.ModelFileError as error:
+            except of_files as error:
                 report.findings.append(_file_problem(f"{place}.dense", error))
         for j, model, table, check in checks:
             try:
                 dim, rows = check.result()
                 report.rows.append(_Row(model, replace(table, dim=dim), j, rows, rows * (8 + 4 * dim)))
-            except errors.ModelFileError as error:
+            except of_files as error:
                 where = f"{places.get(model.model, model.model)}.sparse_files[{j}]"
                 report.findings.append(_file_problem(where, error))
         for name in (name for name in places if name in part.widthless):

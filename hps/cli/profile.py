@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hps.types import KeyArray
 
 EXAMPLE = "Example: `hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
+_BATCH = 1000
 _STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "outside of stages"}
 
 
@@ -35,7 +36,10 @@ def profile_command(
     ],
     model: Annotated[str, typer.Option(help="Name of the model; required if there are several.", show_default=False)] = "",
     table: Annotated[list[str] | None, typer.Option(help="Look up in this table; may be repeated. Default: all.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Keys per table of a lookup; repeat for more rows.")] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Keys per table of a lookup; repeat for more rows. Default: 1000, or as many as the model takes."),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Threads; of a server, connections.")] = 4,
     rate: Annotated[
         list[float] | None,
@@ -103,8 +107,8 @@ def profile_command(
         from hps.profiling.service import Service
 
         workload = Workload(distribution, alpha, hot_key_percentage, hot_key_coverage, seed)
-        batches, rates = batch or [1000], [*(rate or ())] or [None]
-        _check(batches, rates, bags, json_file, picture)
+        rates = [*(rate or ())] or [None]
+        _check(batch or (), rates, bags, json_file, picture)
         asked: Service | InProcess
         if "://" not in target:
             from hps.configuration.load import load_configuration
@@ -117,6 +121,7 @@ def profile_command(
             asked = Service(target, token, model, table or (), bags, processes, certificate)
         else:
             raise errors.InvalidInputError("profiling a server: --device and --on-device are for a CONFIG")
+        batches = batch or [_default_batch(asked.most_keys, len(asked.tables), bags)]
         drawn = _keys(asked, workload, keys, rows)
         profile = Profile(
             target,
@@ -151,6 +156,14 @@ def profile_command(
         for text in profile.missed:
             typer.echo(f"missed: {text}", err=True)
         raise typer.Exit(1)
+
+
+def _default_batch(most_keys: int, tables: int, bags: int) -> int:
+    """Return the keys per table of a lookup that a model takes, in whole bags; at most 1000."""
+    from hps.configuration.load import ServiceConfig
+
+    size = min(_BATCH, most_keys, max(1, ServiceConfig().max_keys_per_request // tables))
+    return max(size - size % bags, bags) if bags else size
 
 
 def _check(

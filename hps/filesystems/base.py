@@ -1,11 +1,18 @@
 """The contract of a file system for sparse model files."""
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+
+
+def without_secrets(uri: str) -> str:
+    """Return an address for messages: without credentials, and without the query of an https address."""
+    place = re.sub(r"//(?:[^/]*|[^/]*:.*)@", "//...@", uri, flags=re.DOTALL)
+    return re.sub(r"[?#].*", "?...", place, flags=re.DOTALL) if place[:5].lower() == "https" else place
 
 
 @dataclass(frozen=True, slots=True)

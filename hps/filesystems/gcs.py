@@ -23,7 +23,7 @@ from requests.adapters import HTTPAdapter
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileWriter, replaced
+from hps.filesystems.base import FileStatus, FileWriter, replaced, without_secrets
 from hps.filesystems.gcs_errors import FAILURES, gcs_failure, unusable_credentials
 from hps.filesystems.object_store import (
     ObjectAddress,
@@ -31,7 +31,6 @@ from hps.filesystems.object_store import (
     ObjectWriter,
     RangeRefusedError,
     range_mismatch,
-    without_secrets,
 )
 from hps.filesystems.retries import ReadTarget, within
 from hps.ground.workers import call_in_thread

@@ -38,12 +38,6 @@ class ObjectAddress:
         return f"{self.key}/" if self.key else ""
 
 
-def without_secrets(uri: str) -> str:
-    """Return an address for messages: without credentials, and without the query of an https address."""
-    place = re.sub(r"//(?:[^/]*|[^/]*:.*)@", "//...@", uri, flags=re.DOTALL)
-    return re.sub(r"[?#].*", "?...", place, flags=re.DOTALL) if place[:5].lower() == "https" else place
-
-
 class RangeRefusedError(Exception):
     """The store refused a range: the object is gone, has another version, or ends before the range begins."""
 

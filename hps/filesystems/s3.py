@@ -13,14 +13,13 @@ from botocore.exceptions import ClientError
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileWriter, replaced
+from hps.filesystems.base import FileStatus, FileWriter, replaced, without_secrets
 from hps.filesystems.object_store import (
     ObjectAddress,
     ObjectStore,
     ObjectWriter,
     RangeRefusedError,
     range_mismatch,
-    without_secrets,
 )
 from hps.filesystems.retries import ReadTarget
 from hps.filesystems.s3_errors import FAILURES, error_code, s3_failure

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
-from hps.filesystems.base import FileSystem
+from hps.filesystems.base import FileSystem, without_secrets
 from hps.registry import implementation, is_registered, names
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: C:\models is a path
@@ -19,6 +19,9 @@ _HTTPS_HOSTS = {
     "storage.googleapis.com": "gs",
     "storage.cloud.google.com": "gs",
 }
+
+_STORES = {"s3": ("s3", "s3_endpoint_url"), "s3a": ("s3", "s3_endpoint_url"), "gs": ("gs", "gcs_endpoint_url")}
+_SERVER = re.compile(r"(?:(\w+)://+)?(?:(https?)://+)?([^/@?#\s]+?)(:\d+)?(?:/+([^?#@]*))?", re.IGNORECASE)
 
 
 class ModelSources:
@@ -48,7 +51,7 @@ class ModelSources:
             MissingDependencyError: the scheme's package is not installed.
         """
         match = _SCHEME.match(source)
-        scheme = match[1].lower() if match else ""
+        scheme = written = match[1].lower() if match else ""
         if scheme == "https":
             scheme = _vendor(source)
         elif (
@@ -57,12 +60,16 @@ class ModelSources:
             and os.path.exists(source)
         ):
             scheme = ""
-        if not is_registered("filesystem", scheme):
+        is_known = is_registered("filesystem", scheme)
+        advice = _endpoint_within(source) if written in _STORES or not is_known else ""
+        if not is_known:
             schemes = ", ".join(f"{name}://" for name in sorted(names("filesystem")) if name)
             raise ModelFileError(
-                f"opening sparse model {source}: got scheme {scheme!r}, expected a local path or one of: {schemes}, or the "
-                "https address of an S3 or GCS object"
+                f"opening sparse model {without_secrets(source)}: got scheme {scheme!r}, expected a local path or one of: "
+                f"{schemes}, or the https address of an S3 or GCS object{advice}"
             )
+        if advice:
+            raise ModelFileError(f"opening sparse model {source}: got a server's address, expected an object's{advice}")
         filesystem = self._filesystem(scheme)
         if filesystem.is_local:
             return filesystem, source if scheme else os.path.abspath(source)
@@ -79,3 +86,27 @@ def _vendor(source: str) -> str:
     """Return the scheme for the vendor of an https address; `https` if unknown."""
     host = (urlsplit(source).hostname or "").lower()
     return next((scheme for end, scheme in _HTTPS_HOSTS.items() if host == end or host.endswith(f".{end}")), "https")
+
+
+def _endpoint_within(source: str) -> str:
+    """Return how to write an address that names a server, as Triton's do; empty if it names none, or may carry secrets.
+
+    s3://host:port/bucket/key, s3://https://host:port/bucket/key, https://host:port/bucket/key
+    """
+    match = _SERVER.fullmatch(source)
+    if match is None:
+        return ""
+    scheme, protocol, host, port, path = ((one or "") for one in match.groups())
+    if scheme.lower() in ("http", "https"):
+        scheme, protocol = "", scheme
+    if not protocol and not port:
+        return f"; write gs://{host}/{path}" if scheme.lower() == "gcs" else ""
+    if scheme and protocol and (vendor := _vendor(inner := source[len(scheme) + 3 :])) in _STORES:
+        return f"; write {inner}" if vendor == _STORES.get(scheme.lower(), ("",))[0] else ""
+    if scheme and scheme.lower() not in (*_STORES, "gcs"):
+        return ""
+    stores = [_STORES[one] for one in ([{"gcs": "gs"}.get(scheme.lower(), scheme.lower())] if scheme else ["s3", "gs"])]
+    endpoint = f"{(protocol or 'http').lower()}://{host}{port}"
+    return "; set " + ", or ".join(
+        f'model_source.{key} to "{endpoint}" and write {name}://{path or "bucket/key"}' for name, key in stores
+    )

@@ -9,6 +9,7 @@ import onnxruntime
 from hps.configuration.load import network_threads
 from hps.errors import ModelFileError
 from hps.networks.base import Network, NetworkTensor, Tensor, refuse_inputs
+from hps.networks.onnx_messages import refuse_external_data
 
 _TYPES = {
     "tensor(float)": "float32",
@@ -35,6 +36,7 @@ class OnnxNetwork(Network):
     def open(
         cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
     ) -> Self:
+        refuse_external_data(name, content)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = network_threads()

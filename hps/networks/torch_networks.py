@@ -26,9 +26,11 @@ from hps.networks.torch_programs import NATIVE, REFUSED_OPERATORS, REFUSED_SPACE
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
 _MOST_SIZES = 10_000
+_DOT = r"[\s\\]*\.[\s\\]*"
 _FORBIDDEN: Final = re.compile(
-    rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops\.({REFUSED_SPACES.pattern})\.|classes\.(dist\w*|c10d|profiler)\b)".encode()
+    rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops{_DOT}({REFUSED_SPACES.pattern}){_DOT})".encode()
 )
+_FORBIDDEN_CLASSES: Final = re.compile(rf"\bclasses{_DOT}(dist\w*|c10d|profiler)\b".encode())
 """What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
 
 _SCRIPT: Final = re.compile(
@@ -182,7 +184,8 @@ class TorchScript(_TorchNetwork):
         for one in found:
             if not _SCRIPT.fullmatch(one):
                 refuse_member(name, one)
-        forbidden = next(filter(None, (_FORBIDDEN.search(found[one]) for one in codes)), None)
+        searched = [(one, _FORBIDDEN) for one in codes] + [(one, _FORBIDDEN_CLASSES) for one in found if "." in one]
+        forbidden = next(filter(None, (pattern.search(found[one]) for one, pattern in searched)), None)
         if forbidden is not None:
             raise ModelFileError(
                 f"opening the network {name}: its code has {forbidden[0].decode()!r}, expected arithmetic alone"

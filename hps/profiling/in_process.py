@@ -67,6 +67,11 @@ class InProcess:
         self._device_id, self._hotness = device_id, hotness
         self._cupy = _cupy() if on_device else None
 
+    @property
+    def most_keys(self) -> int:
+        """Maximum number of keys of each table in a lookup."""
+        return min(spec.max_keys for spec in self._specs.values())
+
     def known_keys(self) -> dict[str, tuple[int, KeyArray | None]]:
         """Return the number of keys in each table's model files, and the keys: (rows,) int64; None if it is a delta version.
 

@@ -92,6 +92,9 @@ class Service:
             may need the others.
         certificate: PEM file with the certificate and key of this client.
 
+    Attributes:
+        most_keys: maximum number of keys of each table in a request.
+
     Raises:
         InvalidInputError: the URL or the token is wrong, or the model has no such table.
         UnknownModelError: the server has no such model, or several and none was named.
@@ -114,11 +117,13 @@ class Service:
         self._encoder = Encoder(token)
         self._hotness, self._processes = hotness, processes or max(1, available_processors() // 2)
         self.model = model or self._only_model()
-        dims = {one["name"]: one["dim"] for one in self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]}
+        known = self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]
+        dims = {one["name"]: one["dim"] for one in known}
         if unknown := [name for name in tables if name not in dims]:
             raise errors.InvalidInputError(f"profiling model {self.model!r}: got tables {unknown}, expected of {list(dims)}")
         self.tables = list(tables or dims)
         self._dims = dims
+        self.most_keys = min(one["max_keys"] for one in known if one["name"] in self.tables)
 
     def known_keys(self) -> dict[str, tuple[int, None]]:
         """Return the number of keys in each table's model files, 0 if the server does not say. It never lists the keys."""

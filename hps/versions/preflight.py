@@ -6,17 +6,20 @@ Every place has the same timeout. A check that exceeds it is abandoned together 
 import posixpath
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration
+from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
+from hps.databases.base import Database
 from hps.errors import HPSError, ModelSourceError
 from hps.ground.workers import call_in_thread
 from hps.models.sources import ModelSources
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.types import CheckResult, TableSpec
+from hps.updates.base import UpdateLog
 from hps.versions.deployment import cache_capacities, is_static, not_shared, usable_sharing, why_unavailable
 from hps.versions.live_updates import LiveUpdates, topic_of
 
@@ -61,13 +64,10 @@ def _checks(
         tier = getattr(configuration, section)
         if tier.type != "disabled":
             stored = {table.stored_as(tier.row_dtype): size for table, size in sizes.items()}
-            checks[section] = partial(implementation("database", tier.type).probe, tier, stored)
+            checks[section] = partial(_database, tier, stored)
     source = configuration.update_source
     if source.type != "null":
-        updates = LiveUpdates(configuration, Metrics())
-        updates.close()
-        topics = list(dict.fromkeys(topic_of(table) for table in tables if updates.follows(table)))
-        checks["update_source"] = partial(implementation("update_log", source.type).probe, source, topics, timeout_s / 2)
+        checks["update_source"] = partial(_log, configuration, tables, timeout_s)
     for place in _remote_places(configuration, sources):
         checks[place] = partial(_listed, place, sources)
     checks["device"] = partial(_device, configuration, tables)
@@ -77,12 +77,33 @@ def _checks(
 
 
 def _remote_places(configuration: Configuration, sources: ModelSources) -> list[str]:
-    """List the directories of model files in object stores and HDFS, each once."""
+    """List the directories of model files in object stores and HDFS, and those that cannot be found, each once."""
+
+    def is_local(place: str) -> bool:
+        try:
+            return sources.locate(place)[0].is_local
+        except HPSError:
+            return False
+
     places = [configuration.model_repository] if configuration.model_repository else []
     for model in configuration.models:
         files = [] if model.version_path else [*model.sparse_files, *(f for one in model.versions for f in one.sparse_files)]
         places += [model.version_path] if model.version_path else [posixpath.dirname(one.rstrip("/")) for one in files]
-    return [place for place in dict.fromkeys(places) if place and not sources.locate(place)[0].is_local]
+    return [place for place in dict.fromkeys(places) if place and not is_local(place)]
+
+
+def _database(tier: VolatileDbConfig | PersistentDbConfig, stored: Mapping[TableSpec, int]) -> list[CheckResult]:
+    database: type[Database] = implementation("database", tier.type)
+    return database.probe(tier, stored)
+
+
+def _log(configuration: Configuration, tables: Iterable[TableSpec], timeout_s: float) -> list[CheckResult]:
+    updates = LiveUpdates(configuration, Metrics())
+    updates.close()
+    topics = list(dict.fromkeys(topic_of(table) for table in tables if updates.follows(table)))
+    source = configuration.update_source
+    log: type[UpdateLog] = implementation("update_log", source.type)
+    return log.probe(source, topics, timeout_s / 2)
 
 
 def _listed(place: str, sources: ModelSources) -> list[CheckResult]:

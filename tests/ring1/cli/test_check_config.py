@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from hps.cli.app import app
 from hps.models.writer import write_sparse_model
+from hps.registry import IMPLEMENTATIONS, install_hint
 from tests.servers.certificates import Authority
 from tests.servers.redis_server import free_ports
 from tests.servers.running_service import document_of, model_of
@@ -81,6 +82,39 @@ def test_a_repository_that_is_not_there_hides_nothing(tmp_path: Path, content: d
     (tmp_path / "item" / "key").unlink()
     code, found = findings(written(tmp_path, content | {"model_repository": str(tmp_path / "gone"), "device": "gpu"}))
     assert (code, set(found)) == (2, {"device", "model_repository", "models[0].sparse_files[1]"})
+
+
+@pytest.mark.parametrize("connect", [[], ["--connect"]], ids=["files", "connect"])
+def test_a_package_that_is_missing_hides_nothing(
+    tmp_path: Path, content: dict[str, Any], connect: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, name in (("filesystem", "hdfs"), ("filesystem", "gs"), ("update_log", "kafka_message_queue")):
+        known = IMPLEMENTATIONS[kind][name]
+        monkeypatch.setitem(IMPLEMENTATIONS[kind], name, known._replace(target="hps.no_such_module:Thing"))
+    (tmp_path / "item" / "key").unlink()
+    [model] = content["models"]
+    places = ["hdfs://nn/m/user", "gs://b/m/user", "s3://localhost:9000/b/m/user"]
+    content["models"] += [{**model, "model": f"m{i}", "sparse_files": [one] * 2} for i, one in enumerate(places)]
+    content["models"].append({**model, "model": "versions", "version_path": "hdfs://nn/m", "sparse_files": ["user", "item"]})
+    content |= {"update_source": {"type": "kafka", "brokers": "127.0.0.1:1"}, "model_repository": "gs://b/repository"}
+    code, found = findings(written(tmp_path, content), *connect)
+    assert code == 2
+    hdfs, gcs, kafka = (install_hint(extra) for extra in ("hdfs", "gcs", "kafka"))
+    wanted = {
+        "models[0].sparse_files[1]": "item",
+        "models[1]": hdfs,
+        "models[2]": gcs,
+        "models[3].sparse_files[0]": 'model_source.s3_endpoint_url to "http://localhost:9000"',
+        "models[4]": hdfs,
+        "model_repository": gcs,
+        "update_source.type": kafka,
+    }
+    if connect:
+        wanted |= {"hdfs://nn/m": hdfs, "gs://b/m": gcs, "gs://b/repository": gcs, "s3://localhost:9000/b/m": "s3_endpoint_url"}
+        wanted |= {"update_source": kafka}
+        assert found["service.port"][0][0] == "good"
+    for where, text in wanted.items():
+        assert any(level == "wrong" and text in said for level, said in found.get(where, ())), (where, found.get(where), found)
 
 
 def test_each_file_of_a_network_is_looked_for(tmp_path: Path, content: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Which file system a path or URI belongs to, and what one of another machine is asked."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,58 @@ def test_an_unknown_scheme_names_those_known(source: str) -> None:
     with pytest.raises(ModelFileError, match="expected a local path or one of") as caught:
         ModelSources().locate(source)
     assert all(text in str(caught.value) for text in (source, "file://", "hdfs://", "s3://", "gs://"))
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "endpoint", "place"),
+    [
+        ("s3://localhost:9000/models/m", "s3", "http://localhost:9000", "s3://models/m"),
+        ("s3a://10.0.0.7:9000/models", "s3", "http://10.0.0.7:9000", "s3://models"),
+        ("s3://[::1]:9000/models/m", "s3", "http://[::1]:9000", "s3://models/m"),
+        ("s3://https://minio.example:9000/models/m", "s3", "https://minio.example:9000", "s3://models/m"),
+        ("S3://HTTP://minio//models/m", "s3", "http://minio", "s3://models/m"),
+        ("https://minio:9000/models/m", "s3", "https://minio:9000", "s3://models/m"),
+        ("http://minio:9000", "s3", "http://minio:9000", "s3://bucket/key"),
+        ("https://minio:9000/models/m", "gcs", "https://minio:9000", "gs://models/m"),
+        ("gs://localhost:4443/models/m", "gcs", "http://localhost:4443", "gs://models/m"),
+        ("gs://https://emulator/models/m", "gcs", "https://emulator", "gs://models/m"),
+        ("gcs://localhost:4443/models/m", "gcs", "http://localhost:4443", "gs://models/m"),
+    ],
+)
+def test_an_address_that_names_a_server_gets_the_setting_to_write(source: str, key: str, endpoint: str, place: str) -> None:
+    """Triton writes them so. What the error says is followed here."""
+    with pytest.raises(ModelFileError, match="model_source") as caught:
+        ModelSources().locate(source)
+    assert f'model_source.{key}_endpoint_url to "{endpoint}" and write {place}' in str(caught.value)
+    settings = ModelSourceConfig(**{f"{key}_endpoint_url": endpoint})
+    filesystem, found = ModelSources(settings).locate(place)
+    assert (found, filesystem.settings) == (place, settings)
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("s3://https://s3.eu-west-1.amazonaws.com/bucket/m", "write https://s3.eu-west-1.amazonaws.com/bucket/m"),
+        ("gs://https://storage.googleapis.com/bucket/m", "write https://storage.googleapis.com/bucket/m"),
+        ("gcs://bucket/m", "write gs://bucket/m"),
+    ],
+)
+def test_an_address_within_an_address_is_taken_out(source: str, advice: str) -> None:
+    with pytest.raises(ModelFileError, match=f"; {re.escape(advice)}$"):
+        ModelSources().locate(source)
+    ModelSources().locate(advice.removeprefix("write "))
+
+
+@pytest.mark.parametrize("source", ["https://key:se/cret@minio:9000/b/m", "https://minio:9000/b/m?X-Amz-Signature=secret"])
+def test_secrets_in_an_address_of_a_server_are_not_repeated(source: str) -> None:
+    with pytest.raises(ModelFileError, match="got scheme 'https'") as caught:
+        ModelSources().locate(source)
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["s3://bucket/a:9000/m", "gs://bucket/https://x", "s3://my.dotted.bucket/m"])
+def test_keys_may_look_like_anything(source: str) -> None:
+    assert ModelSources().locate(source)[1] == source
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

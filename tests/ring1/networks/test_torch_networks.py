@@ -193,12 +193,9 @@ def test_what_is_no_program_is_refused() -> None:
 
 
 def test_operators_that_nothing_registers_are_named() -> None:
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(plain())) as whole, zipfile.ZipFile(file, "w") as changed:
-        for one in whole.namelist():
-            changed.writestr(one, re.sub(rb"torch\.ops\.aten\.\w+", b"torch.ops.ours.rank", whole.read(one)))
+    content = changed(plain(), lambda _, held: re.sub(rb"torch\.ops\.aten\.\w+", b"torch.ops.ours.rank", held))
     with pytest.raises(hps.ModelFileError, match=r"got operator ours\.rank, which nothing here registers"):
-        opened(file.getvalue())
+        opened(content)
 
 
 def scripted(module: nn.Module) -> bytes:
@@ -253,6 +250,46 @@ def test_torchscript_that_does_more_than_arithmetic_is_refused_unread(
     with pytest.raises(hps.ModelFileError, match="its code has 'save', expected arithmetic alone"):
         opened(scripted(module()), engine=TorchScript)
     assert not list(tmp_path.iterdir())
+
+
+def changed(content: bytes, change: Callable[[str, bytes], bytes], **more: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as whole, zipfile.ZipFile(file, "w") as written:
+        for one in whole.namelist():
+            written.writestr(one, change(one, whole.read(one)))
+        for one, held in more.items():
+            written.writestr(one, held)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ops.hps.lookup(a)",
+        "ops.c10d.send_([a])",
+        "torch.from_file(a)",
+        "__torch__.torch.classes.c10d.Store(a)",
+        "rpc_sync(a)",
+        "ops .\\\n hps . lookup(a)",
+    ],
+)
+def test_torchscript_that_reaches_tables_files_or_machines_is_refused_unread(call: str) -> None:
+    content = changed(scripted(Plain()), lambda name, held: held + f"\n# {call}\n".encode() if name.endswith(".py") else held)
+    with pytest.raises(hps.ModelFileError, match=r"its code has '.*', expected arithmetic alone"):
+        opened(content, engine=TorchScript)
+
+
+def test_objects_of_classes_that_reach_machines_are_refused_unread() -> None:
+    named = b"c__torch__.torch.classes.dist_rpc\nWorkerInfo\n"
+    content = changed(scripted(Plain()), lambda name, held: named + held if name.endswith("/data.pkl") else held)
+    with pytest.raises(hps.ModelFileError, match=r"its code has 'classes\.dist_rpc', expected arithmetic alone"):
+        opened(content, engine=TorchScript)
+
+
+@pytest.mark.parametrize("member", ["archive/model.json", "archive/Code/x.py", "archive/bytecode.pkl", "archive/x.so"])
+def test_members_that_are_none_of_torchscript_are_refused_by_name(member: str) -> None:
+    with pytest.raises(hps.ModelFileError, match=f"got '{member.removeprefix('archive/')}' in its archive"):
+        opened(changed(scripted(Plain()), lambda _, held: held, **{member: b"{}"}), engine=TorchScript)
 
 
 @pytest.mark.parametrize("saved", [Plain(), Plain().state_dict()], ids=["module", "weights"])

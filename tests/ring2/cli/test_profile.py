@@ -169,6 +169,13 @@ def test_wrong_input_has_its_exit_code(config, service):
         assert (result.exit_code, install_hint("cuda12") in result.output) == (2, True)
 
 
+def test_a_server_of_small_batches_is_profiled_without_a_size(document, tmp_path):
+    [model] = document["models"]
+    with running_service({**document, "models": [{**model, "max_batch_size": 8}]}) as service:
+        found = profiled(tmp_path, service.url, "--seconds", "0.05", "--warmup", "0", "--concurrency", "1")
+    assert [(row["batch"], row["failures"]) for row in found["rows"]] == [(8, {})]
+
+
 def test_several_processes_profile_a_server_with_tls_and_their_results_are_added(document, tmp_path, monkeypatch):
     authority = Authority(tmp_path)
     pair, own = authority.sign("localhost"), authority.sign("someone")

@@ -1,0 +1,83 @@
+"""ONNX files, read as messages before ONNX Runtime opens them: their tensors have to be in the file.
+
+ONNX lets a tensor name another file (`external_data`). ONNX Runtime opens it, relative to the working directory of the process,
+so whoever writes a network could read files of the server by its scores. Numbers of fields are those of onnx.proto.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from hps.errors import ModelFileError
+
+_NAME, _EXTERNAL, _LOCATION = 8, 13, 14  # of TensorProto
+_INSIDE: Final[dict[str, dict[int, str]]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {},
+}
+"""By message, the fields that hold tensors, or messages with tensors."""
+
+
+def refuse_external_data(name: str, content: bytes) -> None:
+    """Check that a network has all its tensors in its file.
+
+    Raises:
+        ModelFileError: a tensor is in another file; or the file is no ONNX.
+    """
+    if content[4:8] == b"ORTM":
+        raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: got ONNX Runtime's own format")
+    stack = [("model", memoryview(content))]
+    try:
+        while stack:
+            message, held = stack.pop()
+            tensor, is_outside = "", False
+            for number, value in _fields(held):
+                if message == "tensor":
+                    is_outside |= number == _EXTERNAL or (number == _LOCATION and value != 0)
+                    tensor = bytes(value).decode(errors="replace") if number == _NAME and not isinstance(value, int) else tensor
+                elif number in _INSIDE[message] and not isinstance(value, int):
+                    stack.append((_INSIDE[message][number], value))
+            if is_outside:
+                raise ModelFileError(
+                    f"opening the network {name}: got tensor {tensor[:100]!r} in another file (external_data), expected all "
+                    "tensors in the file: save it without external data"
+                )
+    except (IndexError, ValueError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: its messages are broken off") from error
+
+
+def _fields(held: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Yield the number and value of each field: a number, or the bytes of a text or message."""
+    place = 0
+    while place < len(held):
+        tag, place = _number(held, place)
+        kind = tag & 7
+        if kind == 0:
+            value, place = _number(held, place)
+            yield tag >> 3, value
+            continue
+        size, place = _number(held, place) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), place)
+        if size < 0 or place + size > len(held):  # groups are none of ONNX
+            raise ValueError(f"a field of kind {kind} has {size} bytes")
+        yield tag >> 3, held[place : place + size]
+        place += size
+
+
+def _number(held: memoryview, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = held[place]
+        value |= (byte & 127) << shift
+        place += 1
+        if byte < 128:
+            return value, place
+        if shift > 63:
+            raise ValueError("a number has more than 10 bytes")
+        shift += 7

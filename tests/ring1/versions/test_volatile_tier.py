@@ -150,44 +150,41 @@ def test_a_database_that_keeps_its_rows_is_not_filled(make: Callable[..., Tier])
     assert (one.shared.ended, one.tier.degraded) == ([], [])
 
 
-@pytest.mark.parametrize("during", [False, True])
 def test_rows_that_are_modified_after_the_scan_began_are_copied_as_they_are_now(
-    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, during: bool
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scan of a memory database is of the moment in which it began; its pieces are read later."""
     monkeypatch.setattr(volatile_tier, "_PIECE_ROWS", 30)
     one = make()
     one.shared.lose(TABLE.tag)
-    stored = one.shared.copy_rows
-
-    def copy(tag: str, keys: np.ndarray, vectors: np.ndarray) -> bool:
-        if len(one.shared.copied) == 1 and during:  # the copy of this piece keeps modifications waiting: they are in others
-            raise DatabaseError("interrupted")
-        return stored(tag, keys, vectors)
-
-    monkeypatch.setattr(one.shared, "copy_rows", copy)
-    tend = one.tier.tend
-    pace = volatile_tier.Pace.rest
+    pause = volatile_tier.Pace.rest
 
     def rest(self: Any) -> None:
-        pace(self)
+        pause(self)
         if len(one.shared.copied) == 1:
             one.chain.insert(TABLE, KEYS[50:51], vectors_of(KEYS[50:51], 1), lambda written: None)
             one.chain.delete(TABLE, KEYS[60:61], lambda written: None)
 
     monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
-    if during:
-        with pytest.raises(DatabaseError):
-            tend()
-        assert one.shared.ended == ["interrupted"]
-        assert TABLE.tag in one.chain.left_out
-        return
-    tend()
+    one.tier.tend()
     expected = {key: vectors_of(KEYS[key : key + 1], key == 50)[0].tolist() for key in KEYS.tolist() if key != 60}
-    found = {
-        int(key): row.tolist() for keys, rows in one.shared.scan(TABLE.tag, 1000) for key, row in zip(keys, rows, strict=True)
-    }
-    assert found == expected
+    scanned = one.shared.scan(TABLE.tag, 1000)
+    assert {int(key): row.tolist() for keys, rows in scanned for key, row in zip(keys, rows, strict=True)} == expected
+
+
+def test_a_copy_that_fails_is_tried_again_and_the_table_stays_left_out(
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make()
+    one.shared.lose(TABLE.tag)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.shared, "copy_rows", lambda *arguments: refuse())
+        with pytest.raises(DatabaseError):
+            one.tier.tend()
+    assert (one.shared.ended, one.chain.left_out) == (["interrupted"], [TABLE.tag])
+    assert one.tier.degraded
+    one.tier.tend()
+    assert (one.shared.ended[1:], one.chain.left_out, one.tier.degraded) == (["complete"], [], [])
 
 
 def test_the_end_of_the_process_ends_a_copy(make: Callable[..., Tier]) -> None:

@@ -261,7 +261,10 @@ class Search:
         else:
             mark = marks.taken(known, me, _fresh(state))
             if state.mark == known:
-                yield f"{i} takes the pen to fill", _changed(state._replace(mark=mark), i, known=mark, pen=True, fill=("send", row))
+                yield (
+                    f"{i} takes the pen to fill",
+                    _changed(state._replace(mark=mark), i, known=mark, pen=True, fill=("send", row)),
+                )
             else:
                 yield f"{i} looks before it fills", self._looked(state, i)
             if state.budget[FAILURES]:

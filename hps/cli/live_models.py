@@ -190,7 +190,10 @@ def refresh_command(
     token_file: TokenFile = None,
     cert: Certificate = None,
 ) -> None:
-    """Refresh the vectors in MODEL's embedding caches from the databases, on every device."""
+    """Refresh the vectors in MODEL's embedding caches from the databases, on every device.
+
+    First fills its tables in the volatile database again, at full speed, where that lost rows.
+    """
     with console.reported():
         _change(model, "refresh", {}, no_wait, running_server(url, token, token_file, cert))
 
@@ -245,6 +248,9 @@ def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: 
     typer.echo(f"{model}: {state} ({verb}, {loaded}{change['seconds']:.1f} s){pinned}")
     if pin and "problem" in pin:
         typer.echo(f"{model}: {pin['problem']}")
+    if "degraded" in change:
+        once = "" if verb == "refresh" else f"; `hps refresh {model}` fills what lost rows at once"
+        typer.echo(f"{model}: degraded: {change['degraded']}{once}")
 
 
 def _change_fleet(model: str, change: str, version: str, no_wait: bool, server: "Client") -> None:

@@ -346,7 +346,7 @@ class DatabaseChain:
 
     def filling(self, table: TableSpec) -> AbstractContextManager[None]:
         """Keep modifications of a table waiting until the block ends, after a running one; see `TableFence.filling_next`."""
-        return self._fences[table.tag].filling_next(self._modification_timeout_s)
+        return self.fence(table).filling_next(self._modification_timeout_s)
 
     @property
     def quarantined(self) -> list[str]:
@@ -442,8 +442,15 @@ class DatabaseChain:
             yield
 
     def fence(self, table: TableSpec) -> TableFence:
-        """Return the fence that guards copies of this table's vectors to an upper tier."""
-        return self._fences[table.tag]
+        """Return the fence that guards copies of this table's vectors to an upper tier.
+
+        Raises:
+            UnknownTableError: the table was dropped.
+        """
+        try:
+            return self._fences[table.tag]
+        except KeyError:
+            raise UnknownTableError(f"copying rows of table {table.tag}: it was dropped meanwhile") from None
 
     def fetch(
         self,

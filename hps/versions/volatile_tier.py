@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext, suppress
 
 from hps.databases.away import AwayDatabase
 from hps.databases.base import CopyOutcome, Database, SharedDatabase
-from hps.errors import DatabaseError
+from hps.errors import DatabaseError, HPSError, NotReadyError
 from hps.ground.pacing import paced
 from hps.ground.workers import PeriodicTask, Stop
 from hps.lookup.chain import DatabaseChain
@@ -26,6 +26,8 @@ EVERY_S = 2.0
 
 _PIECE_ROWS = 8192  # copied at once: up to 50 ms of Redis' time, for which a modification of the table may wait
 _PIECE_BYTES = 2 << 20  # upper bound on the same
+_MOST_LOOKED = 64  # tables at once, each two round trips
+_LOOK_S = 1.0  # between two looks whether this was closed
 _SHARE = 0.5  # of the time, for filling beside lookups; all of it without
 
 
@@ -60,6 +62,8 @@ class VolatileTier:
         self._working = threading.Lock()
         self._silent = ""  # why the last look failed
         self._lacking: dict[str, str] = {}  # by tag: what is done about its rows
+        self._urgent = 0  # calls of `fill`
+        self._looked = 0  # tables
         self._stop = Stop()
         self._task: PeriodicTask | None = None
 
@@ -91,12 +95,36 @@ class VolatileTier:
             NotReadyError: this was closed.
         """
         with self._working:
-            self._look(self._deployments(), _SHARE)
+            self._look(self._next())
 
     def fill(self, deployment: Deployment) -> None:
-        """Fill the tables of a deployment that lack rows, without pauses; return when done, or the database does not answer."""
-        with self._working, suppress(DatabaseError):  # `degraded` tells it
-            self._look([deployment] if deployment.chain is self._chain else [], 1.0)
+        """Fill the tables of a deployment that lack rows, without pauses; return when done, or the database does not answer.
+
+        A copy that runs goes on without pauses.
+
+        Raises:
+            NotReadyError: this was closed.
+        """
+        self._urgent += 1
+        try:
+            while not self._working.acquire(timeout=_LOOK_S):
+                if self._stop.is_set():
+                    raise NotReadyError("filling the volatile database: the parameter server is being closed")
+            try:
+                with suppress(DatabaseError):  # `degraded` tells it
+                    self._look(_tables_of([deployment] if deployment.chain is self._chain else []))
+            finally:
+                self._working.release()
+        finally:
+            self._urgent -= 1
+
+    def _next(self) -> list[tuple[Deployment, int]]:
+        """Return the tables to look at: all while some lack rows, else a bounded number at a time, in turn."""
+        tables = _tables_of(self._deployments())
+        if len(tables) <= _MOST_LOOKED or self.degraded:
+            return tables
+        start, self._looked = self._looked % len(tables), self._looked + _MOST_LOOKED
+        return (tables + tables)[start : start + _MOST_LOOKED]
 
     def _keys_looked_up(self) -> int:
         tables = (table for one in self._live.all() for table in one.tables)
@@ -107,13 +135,18 @@ class VolatileTier:
         found = self._live.all() + [kept for name in names for kept in self._live.kept(name)]
         return [one for one in found if one.chain is self._chain]
 
-    def _look(self, deployments: list[Deployment], share: float) -> None:
+    def _look(self, tables: list[tuple[Deployment, int]]) -> None:
         try:
             if self._chain.away:
                 self._take_in()
-            for deployment in deployments:
-                for index in range(len(deployment.tables)):
-                    self._look_at(deployment, index, share)
+            for deployment, index in tables:
+                tag = deployment.tables[index].tag
+                try:
+                    self._look_at(deployment, index)
+                except (DatabaseError, NotReadyError):
+                    raise
+                except HPSError as error:  # of this table alone
+                    self._lacking[tag] = f"it lost its rows, and filling it failed: {error}"
         except DatabaseError as error:
             if self._chain.away:
                 self._chain.away = str(error)
@@ -134,7 +167,7 @@ class VolatileTier:
             self._chain.take_in()
         _log.info("the volatile database is taken in again")
 
-    def _look_at(self, deployment: Deployment, index: int, share: float) -> None:
+    def _look_at(self, deployment: Deployment, index: int) -> None:
         table, database, targets = deployment.tables[index], self._chain.volatile, self._targets()
         below = next((one for one in self._chain.databases if one.persistent), None)
         if not isinstance(database, SharedDatabase) or (below is not None and not self._chain.admit(table)):
@@ -151,7 +184,7 @@ class VolatileTier:
             if not database.claim_copy(stored.tag, deployment.fingerprints[index], round(rows)):
                 self._lacking[table.tag] = "it lost its rows, and another process fills it again"
                 return
-            self._fill(table, below, database, deployment.rows[index], round(rows), Pace(share, self._stop.wait))
+            self._fill(table, below, database, deployment.rows[index], round(rows))
             self._whole(table)
 
     def _whole(self, table: TableSpec) -> None:
@@ -169,13 +202,13 @@ class VolatileTier:
         self._load_again(deployment, index)
         self._whole(table)
 
-    def _fill(self, table: TableSpec, below: Database, database: SharedDatabase, total: int, rows: int, pace: Pace) -> None:
+    def _fill(self, table: TableSpec, below: Database, database: SharedDatabase, total: int, rows: int) -> None:
         """Copy the rows of a table, or the first ones in the order of the database below, under a claim."""
         _log.warning("%s: %s lost its rows; filling it again from %s", table.tag, database.kind, below.kind)
         tag, done = database.stored(table).tag, 0
         outcome: CopyOutcome = "interrupted"
         try:
-            with closing(self._pieces(table, below, database, pace)) as pieces:
+            with closing(self._pieces(table, below, database)) as pieces:
                 for keys, vectors in pieces:
                     count = keys.size if rows >= total else min(keys.size, rows - done)
                     if not database.copy_rows(tag, keys[:count], vectors[:count]):
@@ -193,25 +226,30 @@ class VolatileTier:
             _log.info("%s: filling %s again: %s after %d rows%s", table.tag, database.kind, outcome, done, refused)
 
     def _pieces(
-        self, table: TableSpec, below: Database, database: Database, pace: Pace
+        self, table: TableSpec, below: Database, database: Database
     ) -> Generator[tuple[KeyArray, RowArray], None, None]:
         """Yield current rows of the database below; modifications wait until the next piece is asked for."""
         source, row_dtype = DatabaseRows(below, table), database.stored(table).row_dtype
         fence = self._chain.fence(table)
         began = fence.token()
         chunks = source.chunks(max(1, min(_PIECE_ROWS, _PIECE_BYTES // (8 + 4 * table.width))), row_dtype)
-        share, lookups = pace.share, self._keys_looked_up()
+        pace, lookups = Pace(_SHARE, self._stop.wait), self._keys_looked_up()
         while True:
             before, lookups = lookups, self._keys_looked_up()
-            pace.share = share if lookups > before else 1.0
+            beside = lookups > before and not self._urgent
+            pace.share = _SHARE if beside else 1.0
             pace.rest()
             with self._chain.filling(table):
-                with paced() if lookups > before else nullcontext():
+                with paced() if beside else nullcontext():
                     piece = next(chunks, None)
                 if piece is None:
                     return
                 # The scan may have begun before a modification, and not see it.
                 yield piece if fence.is_current(began) else source.read(piece[0], row_dtype)
+
+
+def _tables_of(deployments: list[Deployment]) -> list[tuple[Deployment, int]]:
+    return [(one, index) for one in deployments for index in range(len(one.tables))]
 
 
 def load_again(catalog: ModelCatalog, targets: Callable[[], LoadTargets], deployment: Deployment, index: int) -> None:

@@ -8,6 +8,8 @@ A process must never answer with a value whose write had returned before another
 
 With `applies`, the writes are those of a log instead: every process makes all of them, in their order, at its own pace, and
 after a kill begins with the last one again. Then no process may answer with a value that comes before one that it has made.
+
+With `fills`, processes copy the row of their RocksDB into Redis, between their modifications.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,6 +38,7 @@ class Node(NamedTuple):
     fetch: tuple[int, int, bool] | None = None  # row that was read, values forbidden when it began, whether it may promote
     promotion: int | None = None
     healing: bool = False
+    fill: tuple[str, int] | None = None  # stage, row
     applied: bool = False  # whether it has begun the change after its position since it was started
 
 
@@ -53,7 +56,7 @@ class WrongAnswer(Exception):
     """A process answered with a value that is older than a write that it has acknowledged."""
 
 
-WRITES, FETCHES, FAILURES, LOSSES, CRASHES, COPIES, REFUSALS, APPLIES = range(8)
+WRITES, FETCHES, FAILURES, LOSSES, CRASHES, COPIES, REFUSALS, APPLIES, FILLS = range(9)
 
 
 class Search:
@@ -95,6 +98,7 @@ class Search:
                 continue
             yield from self._lookups(state, i, node)
             yield from self._modifications(state, i, node)
+            yield from self._fills(state, i, node)
             if node.quarantined and not node.write and not node.healing:
                 gone = _changed(state._replace(mark=None, row=ABSENT), i, known=None, pen=False, healing=True)
                 yield f"{i} drops", gone
@@ -126,6 +130,8 @@ class Search:
                         f"{i} is killed while it sends",
                         _late(dead, "write", node.known, self._stored(state, i, node.write[1])),
                     )
+                if node.fill and node.fill[0] == "send" and node.known and marks.may_promote(node.known, self._me(node)):
+                    yield f"{i} is killed while it fills", _late(dead, "write", node.known, node.fill[1])
             if state.budget[COPIES] and (node.token or not node.up):
                 copy = Node(*node[:4])
                 yield f"{i} is copied", _spent(state, COPIES)._replace(nodes=(*state.nodes, copy))
@@ -193,6 +199,8 @@ class Search:
         return state
 
     def _modifications(self, state: State, i: int, node: Node) -> Iterator[tuple[str, State]]:
+        if node.fill:
+            return
         if node.write is None:
             if state.budget[WRITES] and not node.healing:
                 yield f"{i} begins to write {state.writes}", self._begun(state, i, node)
@@ -227,6 +235,41 @@ class Search:
         if state.budget[FAILURES]:
             failed = _late(_spent(state, FAILURES), "write", node.known, self._stored(state, i, value))
             yield f"{i} fails to write {value}", _changed(failed, i, quarantined=True, pen=False)
+
+    def _fills(self, state: State, i: int, node: Node) -> Iterator[tuple[str, State]]:
+        """The steps of a copy, which keeps modifications of this process waiting; one that fails is given up."""
+        if node.fill is None:
+            if state.budget[FILLS] and node.write is None and not node.healing:
+                yield f"{i} begins to fill", _changed(_spent(state, FILLS), i, fill=("take", node.row))
+            return
+        (stage, row), me, known = node.fill, self._me(node), node.known
+        if known is None or (stage == "send" and not marks.may_promote(known, me)):
+            yield f"{i} does not fill", _changed(state, i, fill=None)
+            return
+        if stage == "send":
+            if state.mark == known:
+                yield f"{i} fills", _changed(state._replace(row=row), i, fill=None)
+            else:
+                yield f"{i} is refused a fill", _changed(self._looked(_changed(state, i, pen=False), i), i, fill=("take", row))
+            if state.budget[FAILURES]:
+                failed = _late(_spent(state, FAILURES), "write", known, row)
+                yield f"{i} fails to fill", _changed(failed, i, pen=False, fill=None)
+        elif node.token is not None and node.token not in known.writers:
+            yield f"{i} looks before it fills", self._looked(state, i)
+        elif node.pen:
+            yield f"{i} sends a fill", _changed(state, i, fill=("send", row))
+        else:
+            mark = marks.taken(known, me, _fresh(state))
+            if state.mark == known:
+                yield (
+                    f"{i} takes the pen to fill",
+                    _changed(state._replace(mark=mark), i, known=mark, pen=True, fill=("send", row)),
+                )
+            else:
+                yield f"{i} looks before it fills", self._looked(state, i)
+            if state.budget[FAILURES]:
+                failed = _late(_spent(state, FAILURES), "change", known, mark)
+                yield f"{i} fails to take the pen to fill", _changed(failed, i, pen=False, fill=None)
 
     def _begun(self, state: State, i: int, node: Node) -> State:
         value = state.writes
@@ -269,7 +312,7 @@ def start(processes: int, **budget: int) -> State:
     """Processes that are up and have modified nothing; Redis holds the row of the model files."""
     mark = Mark("i", "g", "b")
     nodes = tuple(Node(up=True, known=mark) for _ in range(processes))
-    names = ("writes", "fetches", "failures", "losses", "crashes", "copies", "refusals", "applies")
+    names = ("writes", "fetches", "failures", "losses", "crashes", "copies", "refusals", "applies", "fills")
     counts = [budget.pop(name, 0) for name in names]
     return State(mark, 0, (), nodes, 1, 1, tuple(counts))
 

@@ -157,7 +157,7 @@ class RedisTable:
         usable = True
         for start in range(0, keys.size, self._batch):
             batch = keys[start : start + self._batch]
-            self._write(batch, storing, f"filling table {self.layout.tag} with {batch.size} keys")
+            self._write(batch, storing, f"filling table {self.layout.tag} with {batch.size} keys", copying=True)
             usable = usable and self.marks is not None
         return usable and not left
 
@@ -419,13 +419,15 @@ class RedisTable:
             _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
         return sum(max(0, one.reply or 0) for one in promotions)
 
-    def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> list[Request]:
+    def _write(
+        self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False, copying: bool = False
+    ) -> list[Request]:
         """Run guarded requests from `make` until every partition accepts them; return the accepted ones, in order."""
         deadline = self._deadline(keys)
         todo, done = self._shares(keys), list[Request]()
         attempts = 0
         while True:
-            marks = self._taken([partition for partition, _ in todo], deadline, loading=loading)
+            marks = self._taken([partition for partition, _ in todo], deadline, loading=loading, copying=copying)
             if marks is None:
                 return done
             shares = [
@@ -460,17 +462,19 @@ class RedisTable:
             self._overflow.resolve(partition, call.reply)
         return refused
 
-    def _taken(self, partitions: list[KeyPartition], deadline: float, *, loading: bool) -> list[bytes] | None:
+    def _taken(
+        self, partitions: list[KeyPartition], deadline: float, *, loading: bool, copying: bool = False
+    ) -> list[bytes] | None:
         """Return marks under which this process may write to these partitions, creating them if necessary; None if it may not.
 
-        The first modification enters this process among the writers of all partitions, whatever it writes.
+        The first modification enters this process among the writers of all partitions, whatever it writes. A copy of rows
+        is none: where a modification is missing here, the rows go first.
         """
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; try again")
         try:
-            me = self.below.process()
-            first = self._unmodified or me.base is None
-            self._unmodified = self._unmodified and me.token is None and not loading  # a copy of rows modifies nothing
+            first = not copying and (self._unmodified or self.below.process().base is None)
+            self._unmodified = self._unmodified and copying
             for _ in range(_TAKES):
                 marks, me = self._usable(deadline, loading=loading), self.below.process()
                 if marks is None:

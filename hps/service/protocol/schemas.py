@@ -391,6 +391,9 @@ class ChangeAnswer(BaseModel):
     pinned: PinStatus | None = Field(
         default=None, description="The pin that it made, until it is ended by `deploy` or `unpin`."
     )
+    degraded: str | None = Field(
+        default=None, description="What lookups do without after the change, as in `/v2/health/ready`; absent if nothing."
+    )
 
 
 class VersionStatus(BaseModel):

@@ -53,13 +53,13 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         change = await change_model(server.live, name, doing, request.scope, partial(call, server), detail=detail, wait=wait)
         if change.under_way:
             response.status_code = 202
-        return _answer(change)
+        return _answer(change, lifecycle.degraded)
 
     @router.get("/models", responses={status: responses[status] for status in (401, 503)}, response_model_exclude_none=True)
     async def list_models() -> schemas.ModelList:
         """List all models and versions, their sizes in each tier, and their changes."""
-        models = await threads.run(_models, lifecycle)
-        return schemas.ModelList(models=models, changes=[_answer(one) for one in lifecycle.live.requested.values()])
+        models, degraded = await threads.run(_models, lifecycle), lifecycle.degraded
+        return schemas.ModelList(models=models, changes=[_answer(one, degraded) for one in lifecycle.live.requested.values()])
 
     @router.get("/updates", responses={status: responses[status] for status in (401, 503)})
     async def list_updates() -> schemas.UpdateList:
@@ -140,7 +140,10 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
 
     @router.post("/models/{model}/refresh", **changing)
     async def refresh(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
-        """Reread the vectors of all resident keys of a model, on every device."""
+        """Reread the vectors of all resident keys of a model, on every device.
+
+        First fills its tables in the volatile database again, at full speed, where that lost rows.
+        """
 
         def call(server: HPS) -> str:
             server.refresh(model)
@@ -167,7 +170,7 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def _answer(change: Change) -> schemas.ChangeAnswer:
+def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
     under_way = change.under_way
     loading = next((one for one in list(change.tables.values()) if one.load and one.state == "loading"), None)
     return schemas.ChangeAnswer(
@@ -183,6 +186,7 @@ def _answer(change: Change) -> schemas.ChangeAnswer:
         table=table_status(loading) if under_way and loading else None,
         rows=change.rows_loaded,
         pinned=_pin(change.pin),
+        degraded=(None if under_way else degraded) or None,
     )
 
 

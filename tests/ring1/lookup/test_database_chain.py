@@ -3,6 +3,7 @@ import threading
 import numpy as np
 import pytest
 
+from hps.databases.away import AwayDatabase
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
@@ -13,6 +14,7 @@ from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.fakes.shared_memory_database import SharedMemoryDatabase
 
 TABLE = TableSpec("model", "table", 4, 0.5, 1000)
 
@@ -389,3 +391,63 @@ def test_calls_are_let_through_or_refused(failures: int, events: list[str | bool
         else:
             clock.now = event
     assert breaker.is_open is is_open
+
+
+def test_a_table_that_is_left_out_is_neither_read_nor_promoted_above_but_written(make):
+    host = make(promote=True)
+    host.put(host.persistent, [1, 2])
+    host.put(host.volatile, [1], version=7)  # would be wrong
+    host.chain.leave_out(TABLE)
+    for _ in range(2):
+        host.check(1, 0)
+    assert host.chain.drain(PATIENCE_S)
+    assert "fetch" not in host.volatile.calls
+    assert host.resident(host.volatile) == [1]
+    assert [state.read for state in host.chain.tiers(TABLE)] == [False, True]
+    assert [state.read for state in host.chain.tiers()] == [True, True]
+    assert host.chain.locate(TABLE, np.array([1]), np.zeros((1, 4), np.float32)) == "persistent_db"
+    host.insert(3)
+    host.chain.read_again(TABLE)
+    host.check(1, 3)
+    assert host.resident(host.volatile) == [1]
+
+
+def test_a_modification_of_a_table_that_is_not_open_above_is_recorded_and_its_rows_there_go(make):
+    """A database that comes back with its rows has those from before the modification."""
+    persistent = PersistentMemoryDatabase()
+    host = make(volatile=False, persistent=persistent)
+    metrics, above = Metrics(), FaultyDatabase(MemoryDatabase())
+    above.open_table(TABLE.tag, 4)
+    host.put(above, [1, 2])
+    chain = DatabaseChain(AwayDatabase("redis", None, "gone"), persistent, metrics=metrics, breaker=never_open, away="gone")
+    chain.open_table(TABLE)
+    persistent.insert(TABLE.tag, np.array([1, 2]), vectors_of([1, 2]))
+    token = persistent.writer_token(TABLE.tag)
+    assert chain.databases == [persistent]
+    chain.insert(TABLE, np.array([1]), vectors_of([1], 5), lambda written: None)
+    assert persistent.writer_token(TABLE.tag) != token
+    assert chain.quarantined == [TABLE.tag]
+    chain.take_in(above)
+    assert chain.databases == [above, persistent]
+    chain.read_again(TABLE)
+    assert chain.left_out == [TABLE.tag], "it must be admitted first"
+    above.failing.add("drop_table")
+    assert not chain.admit(TABLE)
+    above.failing.clear()
+    assert chain.admit(TABLE)
+    assert host.resident(above) == []
+    chain.read_again(TABLE)
+    assert (chain.left_out, chain.quarantined) == ([], [])
+    chain.insert(TABLE, np.array([2]), vectors_of([2], 6), lambda written: None)
+    assert host.resident(above) == [2]
+
+
+def test_only_a_shared_database_above_a_persistent_one_is_put_away(make):
+    assert not make().chain.put_away("full"), "it is of this process"
+    alone = DatabaseChain(SharedMemoryDatabase(), None, metrics=Metrics())
+    assert not alone.put_away("full"), "it is the only holder of rows"
+    chain = DatabaseChain(SharedMemoryDatabase(), PersistentMemoryDatabase(), metrics=Metrics())
+    assert chain.put_away("full")
+    assert (chain.away, len(chain.databases), len(chain.tiers())) == ("full", 1, 2)
+    chain.take_in()
+    assert (chain.away, len(chain.databases)) == ("", 2)

@@ -78,3 +78,29 @@ def test_modifications_take_turns():
         order.append("again")
     thread.join()
     assert order == ["waited", "again"]
+
+
+def test_a_fill_of_current_rows_waits_for_a_modification_and_keeps_the_next_one_waiting():
+    fence, entered = TableFence(), threading.Event()
+    done = []
+
+    def fill():
+        with fence.filling_next(PATIENCE_S):
+            entered.set()
+            done.append("fill")
+
+    with fence.modifying(1):
+        thread = threading.Thread(target=fill)
+        thread.start()
+        assert not entered.is_set()
+        with pytest.raises(DatabaseTimeoutError), fence.filling_next(0.01):
+            pass
+        done.append("modification")
+    thread.join(PATIENCE_S)
+    assert done == ["modification", "fill"]
+    with fence.filling_next(1), pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):
+        pass
+    with pytest.raises(RuntimeError), fence.filling_next(1):
+        raise RuntimeError
+    with fence.modifying(1):
+        pass

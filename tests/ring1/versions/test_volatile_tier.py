@@ -9,7 +9,7 @@ import pytest
 
 from hps.databases.away import AwayDatabase
 from hps.databases.base import Database
-from hps.errors import DatabaseError, NotReadyError
+from hps.errors import DatabaseError, ModelFileError, NotReadyError
 from hps.lookup.chain import DatabaseChain
 from hps.models.table_load import LoadTargets
 from hps.statistics.metrics import Metrics
@@ -150,44 +150,41 @@ def test_a_database_that_keeps_its_rows_is_not_filled(make: Callable[..., Tier])
     assert (one.shared.ended, one.tier.degraded) == ([], [])
 
 
-@pytest.mark.parametrize("during", [False, True])
 def test_rows_that_are_modified_after_the_scan_began_are_copied_as_they_are_now(
-    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch, during: bool
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scan of a memory database is of the moment in which it began; its pieces are read later."""
     monkeypatch.setattr(volatile_tier, "_PIECE_ROWS", 30)
     one = make()
     one.shared.lose(TABLE.tag)
-    stored = one.shared.copy_rows
-
-    def copy(tag: str, keys: np.ndarray, vectors: np.ndarray) -> bool:
-        if len(one.shared.copied) == 1 and during:  # the copy of this piece keeps modifications waiting: they are in others
-            raise DatabaseError("interrupted")
-        return stored(tag, keys, vectors)
-
-    monkeypatch.setattr(one.shared, "copy_rows", copy)
-    tend = one.tier.tend
-    pace = volatile_tier.Pace.rest
+    pause = volatile_tier.Pace.rest
 
     def rest(self: Any) -> None:
-        pace(self)
+        pause(self)
         if len(one.shared.copied) == 1:
             one.chain.insert(TABLE, KEYS[50:51], vectors_of(KEYS[50:51], 1), lambda written: None)
             one.chain.delete(TABLE, KEYS[60:61], lambda written: None)
 
     monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
-    if during:
-        with pytest.raises(DatabaseError):
-            tend()
-        assert one.shared.ended == ["interrupted"]
-        assert TABLE.tag in one.chain.left_out
-        return
-    tend()
+    one.tier.tend()
     expected = {key: vectors_of(KEYS[key : key + 1], key == 50)[0].tolist() for key in KEYS.tolist() if key != 60}
-    found = {
-        int(key): row.tolist() for keys, rows in one.shared.scan(TABLE.tag, 1000) for key, row in zip(keys, rows, strict=True)
-    }
-    assert found == expected
+    scanned = one.shared.scan(TABLE.tag, 1000)
+    assert {int(key): row.tolist() for keys, rows in scanned for key, row in zip(keys, rows, strict=True)} == expected
+
+
+def test_a_copy_that_fails_is_tried_again_and_the_table_stays_left_out(
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make()
+    one.shared.lose(TABLE.tag)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.shared, "copy_rows", lambda *arguments: refuse())
+        with pytest.raises(DatabaseError):
+            one.tier.tend()
+    assert (one.shared.ended, one.chain.left_out) == (["interrupted"], [TABLE.tag])
+    assert one.tier.degraded
+    one.tier.tend()
+    assert (one.shared.ended[1:], one.chain.left_out, one.tier.degraded) == (["complete"], [], [])
 
 
 def test_the_end_of_the_process_ends_a_copy(make: Callable[..., Tier]) -> None:
@@ -242,3 +239,71 @@ def test_a_database_that_failed_a_deployment_is_taken_in_with_the_tables_that_ca
     assert (one.chain.away, one.tier.degraded) == ("", [])
     assert one.shared.above == [(OTHER.tag, one.persistent)], "the other table was open all the while"
     assert one.shared.size(OTHER.tag) == 100
+
+
+def test_many_tables_are_looked_at_in_turn_and_all_once_one_lacks_rows(
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volatile_tier, "_MOST_LOOKED", 2)
+    one = make()
+    tables = [TABLE, *(TableSpec("model", f"t{number}", 4, 0.0, 1) for number in range(4))]
+    for table in tables[1:]:
+        one.chain.open_table(table)
+    one.deployment.tables, one.deployment.rows, one.deployment.fingerprints = tuple(tables), (100,) * 5, ("f",) * 5
+    seen: list[str] = []
+    lacks = one.shared.lacks_rows
+    monkeypatch.setattr(one.shared, "lacks_rows", lambda tag: (seen.append(tag), lacks(tag))[1])
+    for _ in range(5):
+        one.tier.tend()
+    assert sorted(seen) == sorted(2 * [table.tag for table in tables])
+    one.shared.lose(tables[0].tag)
+    one.shared.claimed = True
+    for _ in range(3):
+        one.tier.tend()
+    seen.clear()
+    one.tier.tend()
+    assert sorted(seen) == sorted(table.tag for table in tables)
+
+
+def test_a_table_whose_files_cannot_be_loaded_again_does_not_keep_others_from_it(
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make(below=False)
+    one.chain.open_table(OTHER)
+    one.deployment.tables, one.deployment.rows, one.deployment.fingerprints = (TABLE, OTHER), (100, 100), ("f", "g")
+    one.deployment.log_starts = (None, None)
+
+    def load(deployment: Any, index: int) -> None:
+        one.loaded.append(index)
+        if index == 0:
+            raise ModelFileError("it is gone")
+
+    tier = VolatileTier(one.chain, one.live, lambda: LoadTargets((one.shared,)), refuse, load)
+    for table in (TABLE, OTHER):
+        one.shared.lose(table.tag)
+    tier.tend()
+    assert one.loaded == [0, 1]
+    (text,) = tier.degraded
+    assert text.endswith("it lost its rows, and filling it failed: it is gone")
+    one.shared.lacking.clear()
+    tier.tend()
+    assert tier.degraded == []
+
+
+def test_a_table_that_is_dropped_while_it_is_filled_ends_its_copy(
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volatile_tier, "_PIECE_ROWS", 30)
+    one = make()
+    one.shared.lose(TABLE.tag)
+    pause = volatile_tier.Pace.rest
+
+    def rest(self: Any) -> None:
+        pause(self)
+        if one.shared.copied:
+            one.chain.release_table(TABLE, everywhere=True)
+            one.live.all = list
+
+    monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
+    one.tier.tend()
+    assert (one.shared.copied, one.shared.ended, one.tier.degraded) == ([30], ["interrupted"], [])

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 import hps
+from hps.cli.app import app
 from hps.databases.redis.layout import RedisLayout
 from hps.errors import DatabaseError, HPSError
 from hps.testing.waiting import wait_until
@@ -81,6 +83,12 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
         yield Fleet(tmp_path, servers)
 
 
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def whole(*servers: hps.HPS) -> Callable[[], bool]:
     return lambda: not any(server.degraded for server in servers)
 
@@ -110,9 +118,14 @@ def test_health_page_and_metrics_say_that_redis_is_away(fleet: Fleet) -> None:
         assert "hps_degraded 1" in metrics
         (line,) = [one for one in metrics.splitlines() if re.match('hps_tier_available.*"read".*volatile_db', one)]
         assert line.endswith(" 0")
+        output = run("deploy", "ranker", "--url", service.url).output
+        assert "ranker: degraded: redis_cluster is away" in output
+        assert "`hps refresh ranker` fills what lost rows at once" in output
+        assert "degraded: redis_cluster is away" in run("top", service.url, "--once", "--interval", "0.3").output
         fleet.redis.start()
         wait_until(lambda: service.client.get("/v2/health/ready").json() == {"ready": True}, "it is whole")
         assert "hps_degraded 0" in service.client.get("/metrics").text
+        assert "degraded" not in run("refresh", "ranker", "--url", service.url).output
 
 
 def test_a_write_without_redis_is_not_answered_with_the_older_row_that_redis_comes_back_with(fleet: Fleet) -> None:

@@ -344,3 +344,124 @@ def test_a_modified_delta_is_no_longer_what_redis_was_loaded_with(opened, versio
         out, found = np.empty((1, ITEM_DIM), np.float32), np.zeros(1, np.bool_)
         redis.fetch(spec("2").tag, ITEM_KEYS[:1], out, found)
         assert not found[0] or out.tobytes() == ITEM_VECTORS[9].tobytes()
+
+
+@pytest.fixture
+def above(node, tmp_path):
+    """Make databases, each as of a process with all rows in a RocksDB of its own below; return both."""
+    with ExitStack() as stack:
+
+        def make(name, **settings):
+            rocks = stack.enter_context(closing(RocksDatabase(str(tmp_path / name))))
+            rocks.open_table(TAG, DIM)
+            if rocks.load_record(TAG) is None:
+                rocks.load_chunk(TAG, KEYS, VECTORS, LoadRecord("v1", 600, 600, checksum="sum"))
+            redis = node(**settings)
+            redis.stand_above(TAG, rocks)
+            return redis, rocks
+
+        yield make
+
+
+def copies(database, keys=KEYS, outcome="complete"):
+    stored = database.copy_rows(TAG, keys, vectors_of(keys, DIM))
+    database.end_copy(TAG, outcome if stored else "refused")
+    return stored
+
+
+def test_a_table_that_lost_its_rows_is_copied_by_one_process_and_whole_for_all(above, node, client):
+    first, second = (above(name)[0] for name in "ab")
+    loads(first)
+    for _ in range(2):
+        assert not first.lacks_rows(TAG)
+        assert not first.claim_copy(TAG, "v1", 600)
+        client.flushall()
+        for database in (first, second):
+            assert database.lacks_rows(TAG)
+            database.open_table(TAG, DIM)
+            assert database.lacks_rows(TAG)
+        assert first.claim_copy(TAG, "v1", 600)
+        assert not second.claim_copy(TAG, "v1", 600)
+        assert copies(first)
+        for database in (first, second):
+            holds(database, 600)
+    assert loads(node()) == 600, "a process with nothing below finds it loaded"
+
+
+def test_another_process_copies_when_one_dies_that_did(above, client):
+    first, second = above("a", lease_s=0.3)[0], above("b")[0]
+    assert first.claim_copy(TAG, "v1", 600)
+    first.copy_rows(TAG, KEYS[:100], VECTORS[:100])
+    wait_until(lambda: second.claim_copy(TAG, "v1", 600), "its lease runs out")
+    with pytest.raises(DatabaseError, match="another one has taken the copy over"):
+        first.copy_rows(TAG, KEYS[100:200], VECTORS[100:200])
+    first.end_copy(TAG, "interrupted")
+    assert copies(second)
+    holds(first, 600)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_copy_replaces_no_row_that_another_process_has_modified(above, before):
+    (first, _), (second, rocks) = above("a"), above("b")
+    assert first.claim_copy(TAG, "v1", 600)
+    if not before:
+        assert first.copy_rows(TAG, KEYS[:300], VECTORS[:300])
+    newer = vectors_of(KEYS[:1], DIM, 9)
+    rocks.insert(TAG, KEYS[:1], newer)
+    second.insert(TAG, KEYS[:1], newer)
+    assert not copies(first)
+    np.testing.assert_array_equal(fetched(second, TAG, KEYS[:1], DIM)[0], newer)
+    assert not first.lacks_rows(TAG), "it is not tried again and again"
+    assert second.lacks_rows(TAG), "the process that modified it may"
+    assert second.claim_copy(TAG, "v1", 600)
+    rows = VECTORS.copy()
+    rows[0] = newer
+    assert second.copy_rows(TAG, KEYS, rows)
+    second.end_copy(TAG, "complete")
+    np.testing.assert_array_equal(fetched(second, TAG, KEYS, DIM)[0], rows)
+
+
+def test_the_first_modification_after_a_copy_leaves_the_other_rows(above, client):
+    """A copy modifies nothing: the process is entered among the writers by its first modification, as without a copy."""
+    first, rocks = above("a")
+    assert first.claim_copy(TAG, "v1", 600)
+    assert copies(first)
+    newer = vectors_of(KEYS[:1], DIM, 9)
+    rocks.insert(TAG, KEYS[:1], newer)
+    first.insert(TAG, KEYS[:1], newer)
+    out, found = fetched(first, TAG, KEYS, DIM)
+    assert found.all()
+    np.testing.assert_array_equal(out[0], newer[0])
+    assert not first.lacks_rows(TAG)
+
+
+def test_rows_that_are_lost_during_a_copy_are_not_said_to_be_there(above, client):
+    first = above("a")[0]
+    assert first.claim_copy(TAG, "v1", 600)
+    assert first.copy_rows(TAG, KEYS[:300], VECTORS[:300])
+    client.flushall()
+    first.open_table(TAG, DIM)
+    assert copies(first, KEYS[300:])
+    assert first.lacks_rows(TAG)
+
+
+def test_lookups_here_fail_while_this_process_loads_a_table_again_with_nothing_below(node, client):
+    first, second = node(), node()
+    loads(first)
+    client.flushall()
+    assert first.lacks_rows(TAG)
+    assert not first.holds_writes(TAG)
+    assert first.claim_load(TAG, "v1", 600) == 0
+    chunk(first, 0, 300)
+    for database in (first, second):
+        with pytest.raises(DatabaseError, match=r"is being loaded|is not what it was"):
+            fetched(database, TAG, KEYS, DIM)
+        with pytest.raises(DatabaseError):
+            database.insert(TAG, KEYS[:1], VECTORS[:1])
+    chunk(first, 300, 600)
+    first.finish_load(TAG)
+    for database in (first, second):
+        holds(database, 600)
+        assert not database.lacks_rows(TAG)
+    first.insert(TAG, KEYS[:1], VECTORS[:1])
+    assert first.holds_writes(TAG)

@@ -158,14 +158,16 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
     """Add every table of the configuration, and the problems of its files."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hps.versions.catalog import ModelCatalog
+    from hps.types import CheckResult
+    from hps.versions.catalog import ModelCatalog, absent_models
 
     configuration, places = part.configuration, part.places
-    catalog = ModelCatalog(configuration, sources)
+    catalog, unlisted = ModelCatalog(configuration, sources), False
     of_files = errors.ModelFileError, errors.UnknownVersionError, errors.MissingDependencyError
     try:
         catalog.scan()
     except of_files as error:
+        unlisted = True
         report.findings.append(_file_problem("model_repository", error))
         catalog = ModelCatalog(configuration.model_copy(update={"model_repository": ""}), sources)
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
@@ -185,6 +187,8 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
             with_network = [version.network for version in versions if version.network is not None]
             networks += [(places.get(name, name), pool.submit(one.size_bytes, sources)) for one in with_network]
         report.findings += [_file_problem(name, error) for name, error in catalog.problems.items()]
+        if report.whole and not unlisted and (lack := absent_models(configuration.service, catalog)):
+            report.findings.append(CheckResult("wrong", "model_repository", lack))
         for place, sized in networks:
             try:
                 sized.result()

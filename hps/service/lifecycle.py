@@ -19,6 +19,7 @@ from hps.ground.progress import FailureProgress, LogProgress, Progress, time_tex
 from hps.ground.workers import new_thread
 from hps.parameter_server import HPS
 from hps.service.readiness import Readiness
+from hps.versions.catalog import absent_models, may_be_empty
 from hps.versions.changes import cause_of
 from hps.versions.deployment import choose_cache, served_kernels
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
@@ -112,6 +113,8 @@ class Lifecycle:
         for model in configuration.models if self._owned else ():
             if self._loads(model.model):
                 self.live.want(model)
+        self._found: set[str] = set()  # names that the catalog has had when models were looked for
+        self._broken: set[str] = set()  # names whose entries in the repository were wrong when models were looked for
         self._absent: set[str] = set()  # names that `load_models` has, and the catalog has not
         self._lack = ""  # what was looked for, and found, where models are lacking
         self._blocked = "the service is starting"  # why no request at all is answered
@@ -123,9 +126,9 @@ class Lifecycle:
 
     @property
     def settled(self) -> bool:
-        """Whether lookups are answered for every model that has not failed."""
+        """Whether lookups are answered for every model that has not failed, and for one at least."""
         blocked = self.leaving or self._blocked or self._lacking() or self.unpublished() or self.live.refused()
-        return not blocked and (self._all_tried or not self.states.summary())
+        return not blocked and (not self.states.summary() or (self._all_tried and bool(self.live.serving)))
 
     @property
     def blocked(self) -> str:
@@ -137,7 +140,7 @@ class Lifecycle:
     def not_ready_reason(self) -> str:
         """Why lookups of some models are not answered, or soon will not be; empty if all are."""
         reason = self.blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
-        return reason or self._lacking() or self.unpublished() or self.live.refused()
+        return reason or self._lacking() or self._left_out() or self.unpublished() or self.live.refused()
 
     @property
     def degraded(self) -> str:
@@ -269,7 +272,7 @@ class Lifecycle:
         seconds, names = time.monotonic() - started, ", ".join(server.models)
         if errors:
             _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names or "no model", self.states.summary())
-        elif not self._lacking():  # which is logged when they are looked for
+        elif not (self._lacking() or self._left_out()):  # which is logged when they are looked for
             _log.info("ready after %.1f s: %s", seconds, names)
         self._all_tried = True
         self._tend(server)
@@ -280,16 +283,18 @@ class Lifecycle:
         while not self._stopping.is_set():
             states = {life.state for life in server.live.models()}
             now = time.monotonic()
-            if lack := self._lacking():
+            lacking = self._lacking()
+            if not lacking and states <= {"serving"}:
+                with self._changing:
+                    if not self._blocked:
+                        self.serving = server
+            if lack := (lacking and self._lack) or self._left_out():
                 if find_at == math.inf:
                     pause_s *= random.uniform(0.75, 1.0)
                     find_at, pause_s = now + pause_s, min(2 * pause_s, LONGEST_RETRY_S)
                     _log.error("%s; looking again in %s", lack, time_text(find_at - now))
-            elif states <= {"serving"}:
-                pause_s = self._first_retry_s
-                with self._changing:
-                    if not self._blocked:
-                        self.serving = server
+            else:
+                find_at, pause_s = math.inf, self._first_retry_s
             if find_at <= now:
                 self._find_models(server)
                 find_at = math.inf
@@ -370,8 +375,6 @@ class Lifecycle:
         except BaseException:
             server.close()
             raise
-        for name, problem in server.catalog.problems.items():
-            _log.error("model %s of the repository is left out: %s", name, problem)
 
     def _insisted(self, call: Callable[[], _T], *, versioned: bool = False) -> _T:
         """Call until it succeeds, with rising pauses; raise what does not pass by itself.
@@ -397,22 +400,28 @@ class Lifecycle:
         """Wait for the models of the catalog to serve, and find out which of those that should are not there."""
         known = {life.name for life in server.live.models()}
         for name in names:
-            if self._loads(name) and name not in known:
+            if self._loads(name) and name not in known | self._found:  # what others have undeployed stays so
                 server.live.want(server.catalog.model(name))
+        self._found.update(names)
+        self._broken = {name for name in server.catalog.problems if self._loads(name)} | (self._broken & {*names})
         self._absent = {*self.configuration.service.load_models} - {"*", *names}
-        self._lack = ""
-        if self._absent or not server.live.models():
-            self._lack = server.catalog.explain_no_models(*sorted(self._absent))
+        self._lack = absent_models(self.configuration.service, server.catalog)
 
     def _lacking(self) -> str:
         """Why a model that should be in service is neither that nor awaited; empty if none is lacking."""
-        settings, known = self.configuration.service, {life.name for life in self.live.models()}
         if not self._owned or self._blocked:
             return ""
-        if self._absent - known:
-            return self._lack
-        none_wanted = settings.allow_empty or (settings.model_control_mode == "explicit" and not settings.load_models)
-        return "" if known or none_wanted else self._lack or "no model is in service"
+        known = {life.name for life in self.live.models()}
+        if self._absent - known or not (known or may_be_empty(self.configuration.service)):
+            return self._lack or "no model is in service"
+        return ""
+
+    def _left_out(self) -> str:
+        """Which models are left out since their entries were wrong when models were looked for; empty if none is."""
+        if (server := self.opened) is None or not self._broken:
+            return ""
+        problems, missing = server.catalog.problems, sorted(self._broken - {*server.live.serving})
+        return "; ".join(f"model {name!r} is left out: {problems.get(name) or self.states.reason(name)}" for name in missing)
 
     def _find_models(self, server: HPS) -> None:
         """Look for models that are lacking, which somebody may have put there meanwhile."""

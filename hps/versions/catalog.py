@@ -7,7 +7,7 @@ from functools import partial
 
 from pydantic_core import PydanticCustomError
 
-from hps.configuration.load import Configuration, DenseConfig, ModelConfig, load_configuration
+from hps.configuration.load import Configuration, DenseConfig, ModelConfig, ServiceConfig, load_configuration
 from hps.configuration.models import check_tables
 from hps.errors import ConflictError, HPSError, ModelFileError, UnknownModelError, UnknownVersionError
 from hps.models.deltas import HeldTable, TableSource, fingerprints_of
@@ -94,7 +94,7 @@ class ModelCatalog:
         away = {name: model for name, model in (self._found or {}).items() if self.fleet.shown(name) and name not in problems}
         self._found, self.problems = {**away, **found}, problems
 
-    def explain_no_models(self, *wanted: str) -> str:
+    def explain_no_models(self, wanted: Sequence[str] = ()) -> str:
         """Say what was looked for, where, and what was found, as there is no model to serve, or none of these names."""
         return explain_no_models(self._repository, self._sources, wanted, self.problems)
 
@@ -303,6 +303,19 @@ class ModelCatalog:
         return set(files), lambda version: replace(
             files[version], updates=log_starts_beside(files[version].sparse_files, self._sources)
         )
+
+
+def absent_models(service: ServiceConfig, catalog: ModelCatalog) -> str:
+    """Say why a service has not all the models that it should load at its start; empty if it has."""
+    names = catalog.names
+    if absent := sorted({*service.load_models} - {"*", *names}):
+        return catalog.explain_no_models(absent)
+    return "" if names or may_be_empty(service) else catalog.explain_no_models()
+
+
+def may_be_empty(service: ServiceConfig) -> bool:
+    """Whether a service is ready without any model: it says so, or clients load its models."""
+    return service.allow_empty or (service.model_control_mode == "explicit" and not service.load_models)
 
 
 def _network(dense: DenseConfig | None) -> NetworkFiles | None:

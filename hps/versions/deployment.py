@@ -952,7 +952,7 @@ def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) 
     for section in (configuration.volatile_db, configuration.persistent_db):
         if section.type != "disabled":
             found += implementation("database", section.type).kernels(section)
-    if not all(is_direct(model, cache_class) for model in configuration.models):
+    if configuration.model_repository or not all(is_direct(model, cache_class) for model in configuration.models):
         found += [*cache_class.kernels(), *places_kernels()]
     found += row_kernels(table.row_dtype for model in configuration.models for table in model.tables)
     return list(dict.fromkeys(found))

@@ -1,6 +1,7 @@
 """The kernels' sources: assembled whole, headed as the house wants it, and accepted by the CUDA compiler."""
 
 import importlib
+import itertools
 import math
 import re
 
@@ -136,6 +137,10 @@ def test_keys_of_one_device_spread_over_the_whole_near_table_of_another(devices:
     assert homes.max() < 2 * mean
 
 
+OF_NO_TABLE = "unique", "mark_heads", "rank_sorted", "scatter", "number", "pool_rest"
+"""Kernels of lookups that read no table of the cache."""
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared: bool):
@@ -143,7 +148,7 @@ def test_kernels_of_tables_know_whether_devices_share_them(static: bool, shared:
     made = kernels.lookup_kernels(rows, kind) + kernels.link_kernels(rows, kind) + kernels.modification_kernels(rows, kind)
     made += [kernels.pool_kernel("pool", Shape.of(rows, kernels.ALIGNED), arithmetic, kind) for arithmetic in Arithmetic]
     for kernel in made:
-        assert ("SHARED" in dict(kernel.constants)) == (shared and kernel.name not in ("unique", "scatter"))
+        assert ("SHARED" in dict(kernel.constants)) == (shared and kernel.name not in OF_NO_TABLE)
     for kernel in kernels.near_kernels(rows):  # of those, promotions alone read the shared table
         assert ("SHARED" in dict(kernel.constants)) == (kernel.name == "promote")
 
@@ -195,6 +200,32 @@ def test_what_is_compiled_ahead_writes_aligned_float32(tables):
     ahead = [*kernels.lookup_kernels(tables), *kernels.link_kernels(tables)]
     assert not [kernel for kernel in ahead if "OUT" in dict(kernel.constants)]
     assert kernels.query_kernel(aligned) in ahead
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tables", [[Rows(128)], [Rows(7, INT8)], [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8), Rows(32)]])
+def test_whatever_tables_are_asked_for_their_kernels_are_compiled_ahead(tables, static: bool):
+    """Rows and bags, of any of the tables, also of one table twice, with outputs as the service has them."""
+    kind = kernels.Kind(static=static)
+    ahead = [*kernels.lookup_kernels(tables, kind), *kernels.link_kernels(tables, kind)]
+    asked = [asked for count in (1, 2, 3, 4) for asked in itertools.product(range(len(tables)), repeat=count)]
+    for shape in {kernels.shape_of(tables, one, kernels.ALIGNED) for one in asked}:
+        needed = [kernels.query_kernel(shape, kind), *(kernels.answer_kernel(name, shape, kind) for name in kernels.ANSWERS)]
+        needed += [kernels.pool_kernel(name, shape, one, kind) for name in kernels.POOLS for one in Arithmetic]
+        assert not set(needed) - set(ahead)
+    fronts = Shape.of(tables, kernels.ALIGNED)._replace(segments=kernels.SEGMENTS_AT_ONCE)  # of the loop that answers fronts
+    assert kernels.query_kernel(fronts, kind) in ahead
+    assert {kernels.UNIQUE, kernels.MARK_HEADS, kernels.RANK_SORTED_KERNEL} <= set(ahead)
+
+
+def test_the_shape_of_several_tables_can_do_what_each_of_them_needs():
+    tables = [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8)]
+    shape = kernels.shape_of(tables, (0, 1), kernels.ALIGNED)
+    for one in tables:
+        assert one.dim % shape.unit == 0
+        assert (shape.widest >= one.dim, shape.most_words >= one.width) == (True, True)
+        assert shape.formats >> one.dtype & 1
+    assert kernels.shape_of(tables, (1,), kernels.ALIGNED) == Shape.of([tables[1]], kernels.ALIGNED)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,36 @@ def test_a_package_that_is_missing_hides_nothing(
         assert any(level == "wrong" and text in said for level, said in found.get(where, ())), (where, found.get(where), found)
 
 
+@pytest.mark.parametrize(
+    ("service", "said"),
+    [
+        ({}, "no model to serve: looked in {} for <model>/model.json, got 1 directory: old (config.pbtxt)"),
+        ({"model_control_mode": "explicit", "load_models": ["shop", "news"]}, "no model news, shop (service.load_models)"),
+        ({"model_control_mode": "explicit"}, ""),
+        ({"allow_empty": True}, ""),
+    ],
+)
+def test_a_repository_without_models_is_wrong_unless_that_is_meant(tmp_path: Path, service: dict[str, Any], said: str) -> None:
+    repository = tmp_path / "models"
+    (repository / "old").mkdir(parents=True)
+    (repository / "old" / "config.pbtxt").touch()
+    path = written(tmp_path, document_of(model_repository=str(repository), service=service))
+    for more in ((), ("--connect",)):
+        code, found = findings(path, *more)
+        assert code == (2 if said else 0)
+        assert [one for one in found.get("model_repository", []) if one[0] == "wrong"] == (
+            [("wrong", found["model_repository"][0][1])] if said else []
+        )
+        assert said.format(repository) in str(found)
+    if said:
+        assert "--allow-empty" in run(path).stderr
+
+
+def test_no_model_at_all_is_no_configuration(tmp_path: Path) -> None:
+    code, found = findings(written(tmp_path, document_of(service={"allow_empty": True})))
+    assert (code, set(found)) == (2, {"models"})
+
+
 def test_each_file_of_a_network_is_looked_for(tmp_path: Path, content: dict[str, Any]) -> None:
     x = {"dtype": "int64", "shape": [-1]}
     programs = [{"file": str(tmp_path / "keys"), "inputs": ["x"], "outputs": ["k"]}]

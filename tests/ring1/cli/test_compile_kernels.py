@@ -14,7 +14,7 @@ from tests.servers.running_service import document_of, model_of
 
 MODEL = model_of("m", ["t.model"], {"t": 16}, gpucache=False)
 CONFIG = document_of(MODEL, volatile_db={"type": "disabled"}, persistent_db={"type": "disabled"})
-"""The kernels of loads alone."""
+"""Neither databases nor caches."""
 
 
 def test_an_unknown_architecture_is_refused_before_anything_is_compiled(tmp_path):

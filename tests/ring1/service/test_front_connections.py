@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hps.errors import NotReadyError
 from hps.regions import layout
 from hps.regions.layout import FAILED, RETIRED
 from hps.service.fronts import exchange
@@ -371,6 +372,60 @@ async def test_a_lookup_that_takes_too_long_is_refused_and_its_slot_comes_back_l
     await finish(owner, client, other)
     owner.complete(job)
     await clean(front)
+
+
+@beside(playing)
+async def test_a_front_does_not_pass_the_question_on_before_its_owner_has_answered_it(scene, front, owner, /, monkeypatch):
+    """The owner's application would say that it is ready."""
+
+    def asked(client, *_, **__):
+        client.relay(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        client.relayed(True)
+
+    monkeypatch.setattr(front.owner, "ask", asked)
+    client = await scene.connect()
+
+    async def answer(path="/v2/health/ready"):
+        client.send(b"GET %s HTTP/1.1\r\n\r\n" % path.encode())
+        status, _, body = await client.answer()
+        return status, json.loads(body)["error"] if body else ""
+
+    paths = "/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/1/ready"
+    for first in (1000, 2000):
+        await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+        assert [await answer(path) for path in paths] == [(200, "")] * 3
+        owner = scene.another_owner(first)  # whose loop does not run yet
+        assert (await answer())[0] == 503
+        owner.publish(m=owner.deploy())
+        for path in paths:
+            status, said = await answer(path)
+            assert (status, "is being started again" in said) == (503, True)
+        assert (await answer("/v1/models"))[0] == 200
+        owner.publish(blocked="compiling kernels, 42 %")
+        client.send(*request([1]))
+        status, _, body = await client.answer()
+        assert (status, "the parameter server is not ready: compiling kernels, 42 %" in json.loads(body)["error"]) == (
+            503,
+            True,
+        )
+        owner.publish(m=owner.deploy())
+        owner.start()
+    await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+    assert front.exchange.slots.used == 0
+
+
+@beside(playing)
+async def test_a_front_is_not_ready_while_its_owner_answers_nothing(scene, front, owner, /, monkeypatch):
+    await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+    clock = clock_of(monkeypatch)
+    owner.stop()  # its loop alone: it hangs
+    for _ in range(2):
+        front.check_ready("/v2/health/ready")
+        clock.now += SETTINGS["request_timeout_s"]
+    front.check_ready("/v2/models/m")
+    clock.now += 1
+    with pytest.raises(NotReadyError, match=f"has not answered this front for {2 * SETTINGS['request_timeout_s'] + 1:.0f} s"):
+        front.check_ready("/v2/health/ready")
 
 
 @beside(playing)

@@ -9,11 +9,12 @@ from functools import partial
 
 import pytest
 
-from hps.errors import InvalidInputError
+from hps.configuration.load import ServiceConfig
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError
 from hps.ground.log_limits import LineLimit, OnceAMinute
 from hps.service.logs import changes
 from hps.service.logs.lines import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
-from hps.service.logs.requests import Served, request_id
+from hps.service.logs.requests import RequestLog, Served, request_id
 from hps.testing.waiting import wait_until_async
 from tests.fakes.clock import Clock
 from tests.servers.on_loop import beside
@@ -139,6 +140,36 @@ def test_each_message_passes_once_a_minute_with_the_number_left_out_and_errors_a
         log(minute + 59.9, "b %d")
     more = "({} more since the last such line)".format
     assert said == ["a 7", "b 7", "c 7", "a 7"] + 2 * [f"a 7 {more(2)}", f"b 7 {more(1)}", "c 7", "a 7"]
+
+
+def test_requests_that_find_a_service_not_ready_have_one_line_a_second(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hps.access")
+    clock = Clock()
+    monkeypatch.setattr("hps.service.logs.requests.LineLimit", partial(LineLimit, clock=clock))
+
+    def request(error=None, path="/v2/models/m/infer", status=200):
+        served, scope = Served(), {"path": path, "method": "POST"}
+        served.id = b"x"
+        log.begin(served, scope, {})
+        if error is not None:
+            served.failed(error)
+            status = 503
+        log.end(served, scope, "r", status, 0.1)
+
+    for lines in (10, 1, 0):
+        log = RequestLog(ServiceConfig(access_log_per_s=lines), None)
+        for second in (0.0, 1.0):
+            clock.now += 1 + second
+            caplog.clear()
+            request(NotReadyError("compiling kernels, 42 %"), "/v2/health/ready")  # which monitoring repeats
+            for _ in range(5):
+                request(NotReadyError("compiling kernels, 42 %"))
+            assert len(caplog.records) == min(lines, 1)
+            request(DatabaseError("Redis is away"))
+            request()
+        found = [one.fields for one in caplog.records]
+        assert [one["status"] for one in found] == {10: [503, 503, 200], 1: [503], 0: []}[lines]
+        assert lines < 10 or [one.get("left_out") for one in found] == [None, 4, None]
 
 
 @pytest.fixture

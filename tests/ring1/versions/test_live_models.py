@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import hps
+from hps.errors import DatabaseLockedError
 from hps.ground.workers import THREADS
 from hps.statistics.series import Models
 from hps.testing.waiting import wait_until
-from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
 from tests.fakes.clock import Clock
 from tests.fakes.fake_deployment import ENTRY, FakeDeployment, fake
 
@@ -87,6 +88,38 @@ def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> 
             assert [one.version for one in closing.result(30)] == ["2"]
         finally:
             busy.released.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "of_files", "of_versions"),
+    [
+        (hps.ConfigError("ps.json", ["wrong"]), False, False),
+        (hps.MissingDependencyError("no torch"), False, False),
+        (ZeroDivisionError("a bug"), False, False),
+        (hps.CapacityError("does not fit"), False, False),
+        (hps.DeviceError("no such device"), False, False),
+        (hps.DatabaseError("Redis does not answer"), True, True),
+        (hps.DatabaseTimeoutError("Redis is slow"), True, True),
+        (DatabaseLockedError("the replica before this one still stops"), True, True),
+        (hps.DatabaseCorruptError("damaged"), False, False),
+        (hps.TableWidthError("another width"), False, False),
+        (hps.UpdateLogError("Kafka does not answer"), True, True),
+        (hps.ModelSourceError("the object store does not answer"), True, True),
+        (hps.ModelFileChangedError("replaced while it was read"), True, True),
+        (hps.NotReadyError("another change"), True, True),
+        (hps.ModelFileNotFoundError("a path that nobody corrects, or a version that is away for a moment"), False, True),
+        (hps.ModelFileError("other sizes, or a version that is being copied"), False, True),
+        (hps.UnknownVersionError("no version"), False, True),
+        (hps.UnknownModelError("no such model"), False, False),
+    ],
+)
+def test_what_may_pass_by_itself(error: Exception, of_files: bool, of_versions: bool) -> None:
+    assert (may_pass(error), may_pass(error, versioned=True)) == (of_files, of_versions)
+    for versioned in (False, True):
+        live = LiveModels()
+        live.want(ENTRY.model_copy(update={"version_path": "/shop" if versioned else ""}))
+        live.failed("m", error)
+        assert (live.due() != {}) == may_pass(error, versioned=versioned)
 
 
 PASSING = (hps.ModelSourceError, hps.ModelFileChangedError, hps.DatabaseTimeoutError, hps.UnknownTableError, hps.NotReadyError)

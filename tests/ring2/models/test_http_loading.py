@@ -15,7 +15,7 @@ from hps.errors import DatabaseLockedError, ModelSourceError
 from hps.service.lifecycle import Lifecycle
 from hps.testing.waiting import wait_until
 from tests.fakes.gated_file_system import WAIT_S, gates
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
+from tests.servers.running_service import RunningService, document_of, model_of, samples
 
 DIM = 62  # 256 bytes a row: a chunk of 16 MiB has 65,536 rows
 ROWS = 96_000

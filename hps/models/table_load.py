@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from hps.databases.base import UNBOUNDED_ROWS, Database, LoadRecord
+from hps.databases.base import UNBOUNDED_ROWS, Database, LoadRecord, PersistentDatabase
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
@@ -136,6 +136,28 @@ class TableLoad:
         """Rows of the files; an upper bound for a delta."""
         return self._model.rows
 
+    def make_way(self) -> None:
+        """Drop tables that cannot be opened for these files: those of another width, and with `force` all, also damaged ones.
+
+        A width that the files fit replaces rows that were loaded from other files, as another version does; rows of unknown
+        origin (HugeCTR's) stay unless forced.
+
+        Raises:
+            ModelFileError: the files are not those that were opened: nothing is dropped.
+        """
+        for database in self._targets.load:
+            stored = database.stored(self._table)
+            if isinstance(database, PersistentDatabase) and database.must_drop(
+                stored.tag, stored.width, force=self._targets.force
+            ):
+                self._model.verify()  # before a database loses what it has
+                _log.warning(
+                    "Table: %s; %s drops what it holds, of another width or by force, and loads it anew.",
+                    self._tag,
+                    database.kind,
+                )
+                database.drop_table(stored.tag)
+
     def run(self) -> LoadReport:
         """Load the databases.
 
@@ -145,6 +167,7 @@ class TableLoad:
         """
         started = time.monotonic()
         databases = self._targets.load
+        self.make_way()
         for database in self._targets.keep:
             self._check_kept(database)
         for database in databases:

@@ -554,6 +554,7 @@ def deploy(
     try:
         reports = []
         for table, load, old in zip(tables, loads, carried, strict=True):
+            load.make_way()
             chain.open_table(table)
             reports.append(load.run())
             if old is not None and not targets.load:  # a stochastic model, whose databases hold online writes alone

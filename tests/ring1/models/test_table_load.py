@@ -24,7 +24,15 @@ from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.databases.rocks_db.load_records import LoadRecords
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelFileNotFoundError,
+    TableWidthError,
+)
 from hps.models.files import extended, open_sparse_model
 from hps.models.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
@@ -631,3 +639,110 @@ def test_the_command_line_loads_again_when_forced(configuration: dict[str, Any],
         with closing(RocksDatabase(configuration["persistent_db"]["path"])) as database:
             assert held(database) == (FILES if said != "nothing to do" else updated)
             updated = update(database)
+
+
+# -- tables that cannot be opened --------------------------------------------------------------------------------------
+
+
+def wider_model(place: Path, dim: int = DIM + 3) -> FloatArray:
+    """Write files of the same keys with other vectors, and return these."""
+    vectors = np.arange(ROWS * dim, dtype=np.float32).reshape(ROWS, dim)
+    write_sparse_model(place, [(KEYS, vectors)])
+    return vectors
+
+
+def vectors_in(database: RocksDatabase, dim: int) -> FloatArray:
+    out, found = np.zeros((ROWS, dim), np.float32), np.zeros(ROWS, np.bool_)
+    assert database.fetch(TAG, KEYS, out, found) == ROWS
+    return out
+
+
+@pytest.mark.parametrize("round_trips", [1, 2])
+def test_another_width_replaces_the_table(source: str, tmp_path: Path, round_trips: int) -> None:
+    path = tmp_path / "rocksdb"
+    vectors = wider_model(tmp_path / "wider")
+    wider = replace(TABLE, dim=DIM + 3)
+    for _ in range(round_trips):
+        for table, place, expected in ((TABLE, source, None), (wider, str(tmp_path / "wider"), vectors)):
+            with closing(RocksDatabase(path, num_threads=2)) as database:
+                load_table(table, place, [database])
+                held_vectors = vectors_in(database, table.dim)
+                if expected is not None:
+                    np.testing.assert_array_equal(held_vectors, expected)
+
+
+def test_another_width_replaces_nothing_unless_the_files_have_it(source: str, rocks: RocksDatabase, tmp_path: Path) -> None:
+    load_table(TABLE, source, [rocks])
+    before = vectors_in(rocks, DIM)
+    rocks.close()
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        with pytest.raises(ModelFileError):
+            load_table(replace(TABLE, dim=DIM + 3), source, [database])
+        database.open_table(TAG, DIM)
+        np.testing.assert_array_equal(vectors_in(database, DIM), before)
+
+
+@pytest.mark.parametrize("killed", ["mark_dropped", "remove", "advance"])
+def test_a_table_that_was_making_way_is_whole_after_a_kill(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    class Killed(BaseException): ...
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    path, wider = tmp_path / "rocksdb", replace(TABLE, dim=DIM + 3)
+    vectors = wider_model(tmp_path / "wider")
+    with closing(RocksDatabase(path, num_threads=2)) as database:
+        load_table(TABLE, source, [database])
+    with closing(RocksDatabase(path, num_threads=2)) as database, monkeypatch.context() as patch:
+        patch.setattr(LoadRecords, killed, kill)
+        with pytest.raises(Killed):
+            load_table(wider, str(tmp_path / "wider"), [database])
+    with closing(RocksDatabase(path, num_threads=2)) as database:
+        load_table(wider, str(tmp_path / "wider"), [database])
+        np.testing.assert_array_equal(vectors_in(database, wider.dim), vectors)
+
+
+def test_rows_of_unknown_origin_and_another_width_are_replaced_by_force_alone(
+    source: str, rocks: RocksDatabase, tmp_path: Path
+) -> None:
+    """They may be HugeCTR's, which the files do not have."""
+    rocks.open_table(TAG, DIM)
+    rocks.insert(TAG, KEYS, VECTORS)
+    rocks.close()
+    vectors, place = wider_model(tmp_path / "wider"), str(tmp_path / "wider")
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        with pytest.raises(TableWidthError, match=r"hps load CONFIG --force"):
+            load_table(replace(TABLE, dim=DIM + 3), place, [database])
+        load_table(replace(TABLE, dim=DIM + 3), place, [database], force=True)
+        np.testing.assert_array_equal(vectors_in(database, DIM + 3), vectors)
+
+
+def test_a_table_without_the_rows_of_its_record_is_loaded_again(source: str, rocks: RocksDatabase) -> None:
+    load_table(TABLE, source, [rocks])
+    record = rocks.load_record(TAG)
+    assert record is not None
+    rocks.drop_table(TAG)
+    rocks.open_table(TAG, DIM)
+    rocks.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
+    rocks.close()
+    refused = pytest.raises(DatabaseCorruptError, match=r"and none is there.*hps load CONFIG --force")
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database, refused:
+        database.open_table(TAG, DIM)
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        load_table(TABLE, source, [database], force=True)
+        np.testing.assert_array_equal(vectors_in(database, DIM), VECTORS)
+
+
+@pytest.mark.parametrize("what", [b"hps-server/load/", b"hps-server/positions/"])
+def test_damaged_records_are_replaced_by_force(source: str, rocks: RocksDatabase, what: bytes) -> None:
+    load_table(TABLE, source, [rocks])
+    rocks._engine.write({"default": ([what + TAG.encode()], [b"?"])}, {}, "damaging")
+    rocks.close()
+    refused = pytest.raises(DatabaseCorruptError, match=r"hps load CONFIG --force")
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database, refused:
+        load_table(TABLE, source, [database])
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        load_table(TABLE, source, [database], force=True)
+        np.testing.assert_array_equal(vectors_in(database, DIM), VECTORS)

@@ -537,6 +537,7 @@ def deploy(
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     carried = carried or [None] * len(tables)
+    targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
     loads = [
         TableLoad(table, source, targets, progress, old)
         for table, source, old in zip(tables, version.sources, carried, strict=True)

@@ -746,3 +746,53 @@ def test_damaged_records_are_replaced_by_force(source: str, rocks: RocksDatabase
     with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
         load_table(TABLE, source, [database], force=True)
         np.testing.assert_array_equal(vectors_in(database, DIM), VECTORS)
+
+
+# -- rows that are not finite ------------------------------------------------------------------------------------------
+
+
+def model_with(place: Path, *wrong: tuple[int, float]) -> str:
+    """Write the files with these values as the last elements of rows."""
+    vectors = VECTORS.copy()
+    for row, value in wrong:
+        vectors[row, -1] = value
+    write_sparse_model(place, [(KEYS, vectors)], overwrite=True)
+    return str(place)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_more_rows_that_are_not_finite_than_allowed_are_refused_and_no_row_stays(
+    tmp_path: Path, volatile: Memory, persistent: Persistent, value: float
+) -> None:
+    source = model_with(tmp_path / "wrong", (0, value), (ROWS - 1, value))
+    for allowed in (0, 1):
+        refused = rf"loading table {TAG} from {source}: 2 of {ROWS} rows .* that of key {KEYS[0]}; expected at most {allowed}"
+        with pytest.raises(ModelFileError, match=refused):
+            load_table(TABLE, source, [volatile, persistent], max_nonfinite_rows=allowed)
+        assert (held(volatile), held(persistent), persistent.load_record(TAG)) == ({}, {}, None)
+    report = load_table(TABLE, source, [volatile, persistent], max_nonfinite_rows=2)
+    assert (report.nonfinite_rows, len(held(persistent))) == (2, ROWS)
+
+
+def test_the_largest_finite_rows_are_finite(tmp_path: Path, persistent: Persistent) -> None:
+    largest = float(np.finfo(np.float32).max)
+    source = model_with(tmp_path / "large", *((row, largest) for row in range(ROWS)))
+    assert load_table(TABLE, source, [persistent]).nonfinite_rows == 0
+
+
+def test_the_rows_that_an_interrupted_load_left_are_counted(tmp_path: Path, persistent: Persistent) -> None:
+    source = model_with(tmp_path / "wrong", (0, np.nan))
+    persistent.before_chunk = failing_at(2 * CHUNK_ROWS, DatabaseError("the disk failed"))
+    with pytest.raises(DatabaseError):
+        load_table(TABLE, source, [persistent])
+    persistent.before_chunk = lambda row: None
+    assert record_of(persistent).rows_done > 0
+    with pytest.raises(ModelFileError, match=rf"1 of {ROWS} rows have an infinity or NaN, the first that of key {KEYS[0]};"):
+        load_table(TABLE, source, [persistent])
+
+
+def test_rows_that_caches_alone_hold_are_counted(tmp_path: Path) -> None:
+    source = model_with(tmp_path / "wrong", (ROWS - 1, np.nan))
+    with pytest.raises(ModelFileError, match=rf"1 of {ROWS} rows have an infinity or NaN"):
+        load_table(TABLE, source, [])
+    assert load_table(TABLE, source, [], max_nonfinite_rows=1).nonfinite_rows == 1

@@ -1,6 +1,7 @@
 """`hps load`: load model files into databases that outlive the process."""
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,7 @@ def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "Lo
     model = version.config
     if model.embedding_cache_type == "stochastic":
         return [f"{model.model}: embedding_cache_type stochastic uses no database"]
-    lines = []
+    lines, targets = [], replace(targets, max_nonfinite_rows=model.max_nonfinite_rows)
     for database in targets.load if targets.force else ():
         _empty_shared(database, [database.stored(table).tag for table in model.tables])
     changes = FormatChanges()

@@ -281,6 +281,7 @@ class ModelConfig(Section):
         VersionPolicy, SkipValidation, BeforeValidator(_policy), PlainSerializer(VersionPolicy.as_written)
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
+    max_nonfinite_rows: NonNegative = 0
 
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64

@@ -581,6 +581,15 @@ class PersistentDatabase(Database):
     directory: Path | None = None
     """Local directory that lasts as long as the tables, where files of callers may stand; None if there is none."""
 
+    def must_drop(self, tag: str, dim: int, *, force: bool = False) -> bool:
+        """Return whether a table, not open here, must be dropped before it is loaded: it was loaded with another width.
+
+        Args:
+            dim: of the table to be loaded.
+            force: also if it is damaged, or its rows may be of other origin than files.
+        """
+        return False
+
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:
         """Read a whole database that no process writes to, without changing it.

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from hps.databases.base import UNBOUNDED_ROWS, CopyOutcome, Database, LoadRecord, SharedDatabase
+from hps.databases.base import UNBOUNDED_ROWS, CopyOutcome, Database, LoadRecord, PersistentDatabase, SharedDatabase
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
@@ -39,6 +39,7 @@ class LoadTargets:
         initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load, from the first row on.
         int32_keys: refuse keys outside [0, 2^32) (`supportlonglong: false`).
         force: empty the databases before loading. The caller empties a shared one, whose rows others may use.
+        max_nonfinite_rows: refuse a table with more rows that have an infinity or NaN.
     """
 
     load: tuple[Database, ...] = ()
@@ -47,6 +48,7 @@ class LoadTargets:
     int32_keys: bool = False
     sources: ModelSources = field(default_factory=ModelSources)
     force: bool = False
+    max_nonfinite_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class LoadReport:
             by others), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
             must then be refreshed before it serves.
         complete: a database holds every row, and evicts none.
+        nonfinite_rows: read rows with an infinity or NaN.
     """
 
     tag: str
@@ -84,6 +87,34 @@ class LoadReport:
     loads: tuple[DatabaseLoad, ...]
     differs: bool = False
     complete: bool = False
+    nonfinite_rows: int = 0
+
+
+class NonfiniteRows:
+    """Counts rows with an infinity or NaN. *One thread.*
+
+    Attributes:
+        rows: how many were read.
+        first_key: of the first one.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.first_key: int | None = None
+
+    def add(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        elements = vectors.reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(np.dot(elements, elements)):  # reads as fast as memory allows; a sum takes three times as long
+                return
+        wrong = ~np.isfinite(vectors).all(axis=1)
+        if self.first_key is None and wrong.any():
+            self.first_key = int(keys[np.argmax(wrong)])
+        self.rows += int(np.count_nonzero(wrong))
 
 
 class TableLoad:
@@ -132,6 +163,7 @@ class TableLoad:
         self._targets = targets
         self._progress = progress or NoProgress()
         self._carried = carried
+        self._nonfinite = NonfiniteRows()
         self._watched = False  # whether the files may change without another version
         self._has_authority = any(one.persistent for one in (*targets.load, *targets.keep))
         self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
@@ -141,15 +173,39 @@ class TableLoad:
         """Rows of the files; an upper bound for a delta."""
         return self._model.rows
 
+    def make_way(self) -> None:
+        """Drop tables that cannot be opened for these files: those of another width, and with `force` all, also damaged ones.
+
+        A width that the files fit replaces rows that were loaded from other files, as another version does; rows of unknown
+        origin (HugeCTR's) stay unless forced.
+
+        Raises:
+            ModelFileError: the files are not those that were opened: nothing is dropped.
+        """
+        for database in self._targets.load:
+            stored = database.stored(self._table)
+            if isinstance(database, PersistentDatabase) and database.must_drop(
+                stored.tag, stored.width, force=self._targets.force
+            ):
+                self._model.verify()  # before a database loses what it has
+                _log.warning(
+                    "Table: %s; %s drops what it holds, of another width or by force, and loads it anew.",
+                    self._tag,
+                    database.kind,
+                )
+                database.drop_table(stored.tag)
+
     def run(self) -> LoadReport:
         """Load the databases.
 
         Raises:
-            ModelFileError: the files changed meanwhile, or cannot be read. A database never takes a part for the whole.
+            ModelFileError: the files changed meanwhile, cannot be read, or have too many rows that are not finite. A database
+                never takes a part for the whole, and keeps no row of a refused table.
             DatabaseError: a database failed, or one to keep holds only a part of a model.
         """
         started = time.monotonic()
         databases = self._targets.load
+        self.make_way()
         for database in self._targets.keep:
             self._check_kept(database)
         for database in databases:
@@ -184,14 +240,34 @@ class TableLoad:
             if authority and copied and not database.persistent:
                 loads[i] = self._copied(authority, database, differs)
             self._log_loaded(database, loads[i])
-        if not (databases or self._targets.keep) and isinstance(self._model, SparseModel) and self._model.is_summed:
-            self._model.check_content(self._checksum(self._model, 0, self._model.rows))  # caches alone read it, and in part
+        if not (databases or self._targets.keep):
+            self._check_for_caches()
         complete = authority or self._complete(loads)
         source: WarmUpSource = self._model
         if complete and isinstance(self._model, DeltaModel):
             source = DatabaseRows(complete, self._table)
         seconds = time.monotonic() - started
-        return LoadReport(self._tag, source, self._model.fingerprint, seconds, tuple(loads), differs, complete is not None)
+        return LoadReport(
+            self._tag,
+            source,
+            self._model.fingerprint,
+            seconds,
+            tuple(loads),
+            differs,
+            complete is not None,
+            self._nonfinite.rows,
+        )
+
+    def _check_for_caches(self) -> None:
+        """Read all rows of which caches alone hold some, so that none is served of files that are refused."""
+        if isinstance(self._model, DeltaModel):
+            for keys, vectors in Merge(self._model).chunks():
+                self._nonfinite.add(keys, vectors)
+        else:
+            checksum = self._counted(self._model, 0, self._model.rows)
+            if self._model.is_summed:
+                self._model.check_content(checksum)
+        self._check_finite()
 
     def _complete(self, loads: Sequence[DatabaseLoad]) -> Database | None:
         """Return a volatile database that holds every row and evicts none, if any."""
@@ -338,13 +414,17 @@ class TableLoad:
         first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
         self._progress.start(self._tag, last - first, (last - first) * model.row_bytes)
         feeds = [self._feed(database, load) for database, load in targets]
+        self._nonfinite = NonfiniteRows()
+        self._counted(model, 0, first)  # what an interrupted load left
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
+                self._nonfinite.add(keys, vectors)
                 exact, rows = self._rows_of(keys, vectors)
                 for feed in feeds:
                     feed.add(start, keys, vectors, exact if feed.is_exact else rows)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
+        self._check_finite([database for database, _ in targets])
         for (database, _), feed in zip(targets, feeds, strict=True):
             feed.end()
             self._finish(database)
@@ -368,9 +448,11 @@ class TableLoad:
                 _log.info("Table: %s; %s has the rows that it does not change.", self._tag, database.kind)
             self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
             feed, merge = self._feed(database, replace(load, first_row=0), base), Merge(model, base)
+            self._nonfinite = NonfiniteRows()
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:
+                    self._nonfinite.add(keys, vectors)
                     exact, rows = self._rows_of(keys, vectors)
                     feed.add(0, keys, vectors, exact if feed.is_exact else rows)
                     self._progress.advance(self._tag, keys.size)
@@ -379,6 +461,7 @@ class TableLoad:
             _log.info("Table: %s; its base was modified while it was copied; reading the base's files.", self._tag)
             self._empty(database)
         self._check_at_rest(model)
+        self._check_finite([database])
         feed.end()
         self._finish(database)
         if database.persistent:
@@ -462,6 +545,35 @@ class TableLoad:
             for database, _ in targets:
                 self._empty(database)
             raise
+
+    def _check_finite(self, databases: Sequence[Database] = ()) -> None:
+        """Refuse a table with too many rows that are not finite, and drop it.
+
+        Raises:
+            ModelFileError: it has.
+        """
+        found, allowed = self._nonfinite, self._targets.max_nonfinite_rows
+        if not found.rows:
+            return
+        what = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
+        if found.rows <= allowed:
+            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, what, allowed)
+            return
+        for database in databases:
+            database.drop_table(self._tag_in(database))
+        raise ModelFileError(
+            f"loading table {self._tag} from {self._model.place}: {what}; expected at most {allowed}: it is not served. Write "
+            "the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
+        )
+
+    def _counted(self, model: SparseModel, first: int, last: int) -> str:
+        """Count the rows of [first, last) that are not finite; return the checksum."""
+        checksum = ""
+        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
+            for _, keys, vectors in chunks:
+                self._nonfinite.add(keys, vectors)
+                checksum = extended(checksum, keys, vectors)
+        return checksum
 
     def _checksum(self, model: SparseModel, first: int, last: int) -> str:
         """Read rows [first, last) and compute their checksum."""

@@ -132,7 +132,7 @@ class DatabaseContract:
     def test_rows_of_fewer_bits_come_back_bit_for_bit(self, database: Database, row_dtype: str, dim: int) -> None:
         """As words that may look like any float: loaded, inserted, promoted, scanned and fetched."""
         keys, tag = distinct_keys(900), TableSpec("shop", "item", dim, 0.0, 100, row_dtype=row_dtype).tag
-        values = np.random.default_rng(11).standard_normal((900, dim)) * 10.0 ** np.arange(-6, 3).repeat(100)[:, None]
+        values = np.random.default_rng(11).standard_normal((900, dim)) * 10.0 ** np.linspace(-1, 3, 9).repeat(100)[:, None]
         rows = encode("storing", values.astype(np.float32), row_dtype)
         width = row_width(dim, row_dtype)
         database.open_table(tag, width)

@@ -544,6 +544,7 @@ def deploy(
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     carried = carried or [None] * len(tables)
+    targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
     loads = [
         TableLoad(table, source, targets, progress, old)
         for table, source, old in zip(tables, version.sources, carried, strict=True)
@@ -563,6 +564,7 @@ def deploy(
     try:
         reports = []
         for table, load, old in zip(tables, loads, carried, strict=True):
+            load.make_way()
             chain.open_table(table, volatile=opens)
             reports.append(load.run())
             if old is not None and not targets.load:  # a stochastic model, whose databases hold online writes alone

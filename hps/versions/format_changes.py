@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from hps.configuration.load import ModelConfig
 from hps.databases.base import Database, SharedDatabase
-from hps.errors import ConflictError, DatabaseError, TableWidthError
+from hps.errors import ConflictError, DatabaseCorruptError, DatabaseError, TableWidthError
 from hps.models.carried_rows import CarriedTable
 from hps.types import KeyArray, TableSpec
 from hps.versions.deployment import Deployment
@@ -136,7 +136,7 @@ def _is_whole(table: TableSpec, fingerprint: str, database: Database) -> bool:
     """Whether a persistent database has all rows of these files in a table."""
     if table.tag not in database.tags():
         return False
-    with suppress(TableWidthError):
+    with suppress(TableWidthError, DatabaseCorruptError):
         database.open_table(table.tag, table.width)
         record = database.load_record(table.tag)
         return record is not None and record.complete and record.fingerprint == fingerprint

@@ -9,7 +9,7 @@ from itertools import count
 from hps.configuration.load import ModelConfig
 from hps.configuration.models import FIRST_VERSION
 from hps.databases.base import Database, LoadRecord, SharedDatabase
-from hps.errors import ConflictError, DatabaseError, TableWidthError
+from hps.errors import ConflictError, DatabaseCorruptError, DatabaseError, TableWidthError
 from hps.lookup.chain import DatabaseChain
 from hps.models.files import joint_fingerprint
 from hps.types import ROW_DTYPES, TableSpec, all_formats, row_dtype_of, split_tag
@@ -117,7 +117,7 @@ def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], databas
     records: list[LoadRecord] = []
     for table in config.tables:
         stored = database.stored(replace(table, slot=slot))
-        with suppress(TableWidthError):
+        with suppress(TableWidthError, DatabaseCorruptError):
             if database.persistent:
                 database.open_table(stored.tag, stored.width)
             if record := database.load_record(stored.tag):

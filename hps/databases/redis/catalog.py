@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hps.databases.base import LoadRecord, LogPosition, Partition
+from hps.databases.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition
 from hps.databases.redis.layout import ANY_KEY, KeyPartition, RedisLayout, partition_number, tag_of
 from hps.databases.redis.marks import Mark, Process, opened, parse, rows_lost
 from hps.databases.redis.nodes import RedisNodes
@@ -92,7 +92,7 @@ class Catalog:
         if held != layout.dim:
             raise TableWidthError(
                 f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {held}, which it holds; "
-                "drop the table first, or give it another name"
+                f"give the table another name, or: {LOAD_AGAIN}"
             )
         self._check_partitions(layout, int(about.get(b"num_partitions", len(layout.partitions))))
 
@@ -267,7 +267,7 @@ class Catalog:
             if row and len(row[1]) != 4 * layout.dim:
                 raise TableWidthError(
                     f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements ({4 * layout.dim} bytes), "
-                    f"expected ones of {len(row[1])} bytes, which it holds; drop the table first, or correct the width"
+                    f"expected ones of {len(row[1])} bytes, which it holds; correct the width, or: {LOAD_AGAIN}"
                 )
 
 
@@ -297,5 +297,5 @@ def _parse_note(text: bytes | None, layout: RedisLayout) -> LoadNote | None:
         return LoadNote(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise DatabaseCorruptError(
-            f"redis: table {layout.tag}: its note of a load is {text[:80]!r} ({error}); drop the table and load it again"
+            f"redis: table {layout.tag}: its note of a load is {text[:80]!r} ({error}). {LOAD_AGAIN}"
         ) from error

@@ -21,7 +21,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.base import LogPosition, Partition
+from hps.databases.base import LOAD_AGAIN, LogPosition, Partition
 from hps.databases.rocks_db.engine import DEFAULT, Engine
 from hps.errors import DatabaseCorruptError
 from hps.ground.hashing import mix, scale
@@ -94,8 +94,7 @@ class ChangeOrder:
             self.positions = {Partition(name): LogPosition(*of) for name, of in json.loads(positions or "{}").items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseCorruptError(
-                f"{doing} in {engine.path}: got {positions!r} and {highest!r}, expected positions and a sequence; drop the "
-                "table and load it again"
+                f"{doing} in {engine.path}: got {positions!r} and {highest!r}, expected positions and a sequence. {LOAD_AGAIN}"
             ) from error
 
     @property

@@ -61,6 +61,7 @@ from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
 from hps.errors import (
+    DatabaseCorruptError,
     DatabaseError,
     DatabaseTimeoutError,
     InvalidInputError,
@@ -261,12 +262,10 @@ class RocksDatabase(PersistentDatabase):
                 with closing(cls(path, read_only=True, num_threads=1, load_timeout_s=0)) as database:
                     held = set(database.tags())
                     for spec in tables:
-                        if spec.tag not in held:
-                            continue
-                        if config.read_only:
+                        if spec.tag in held and not (
+                            config.initialize_after_startup and database.must_drop(spec.tag, spec.width)
+                        ):
                             database.open_table(spec.tag, spec.width)
-                        else:
-                            database.check_width(spec.tag, spec.width)
         except DatabaseError as error:
             return [CheckResult("unreachable" if holder else "wrong", where, str(error))]
         there = sum(spec.tag in held for spec in tables)
@@ -299,22 +298,48 @@ class RocksDatabase(PersistentDatabase):
             self._recover()
         with self._calls, self._tables_lock:
             table = self._tables.get(tag)
-            held = table.dim if table else self._width(tag)
-            if held not in (dim, None):
-                raise TableWidthError(
-                    f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. "
-                    "Correct the configured width, or drop the table and load it again"
-                )
+            if table is None:
+                self._width(tag, dim)
+            elif table.dim != dim:
+                raise self._other_width(tag, table.dim, dim)
             if table is None:
                 self._tables[tag] = self._make_table(tag, dim)
 
-    def _width(self, tag: str) -> int | None:
-        if self._engine.family(tag) is not None:
-            return width_of(self._engine, tag)
-        self._drop_families(tag)  # an earlier release dropped the table without its times
-        self._engine.create(tag)
-        self._seal_now()
-        return None
+    def _width(self, tag: str, dim: int) -> None:
+        """Create a table unless it is there; check that it can be opened with this width."""
+        if self._engine.family(tag) is None:
+            self._drop_families(tag)  # an earlier release dropped the table without its times
+            self._engine.create(tag)
+            self._seal_now()
+        elif (held := width_of(self._engine, tag)) not in (dim, None):
+            raise self._other_width(tag, held, dim)
+        elif held is None and (lack := self._lack(tag)) and self._is_whole(tag):
+            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {lack}. {LOAD_AGAIN}")
+
+    def _other_width(self, tag: str, held: int | None, dim: int) -> TableWidthError:
+        return TableWidthError(
+            f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. Correct the configured "
+            f"width, or load other rows: {LOAD_AGAIN}"
+        )
+
+    def _is_whole(self, tag: str) -> bool:
+        record = self._records.get(tag)
+        return record is not None and record.complete
+
+    def must_drop(self, tag: str, dim: int, *, force: bool = False) -> bool:
+        with self._calls, self._tables_lock:
+            if tag == DEFAULT or tag in self._tables or self._engine.family(tag) is None:
+                return False
+            if force:
+                return True
+            try:
+                recorded = self._records.get(tag) is not None
+                self._width(tag, dim)
+            except TableWidthError:
+                return recorded
+            except DatabaseCorruptError:
+                return False
+            return False
 
     def _await_table(self, tag: str) -> None:
         """Wait until a table that another process is loading is whole: the view is renewed when that process has written.
@@ -325,11 +350,17 @@ class RocksDatabase(PersistentDatabase):
             DatabaseError: it has no rows, although its load record says so, or it has none.
         """
         doing, give_up = f"opening table {tag} in {self.path} with read_only", time.monotonic() + self._load_timeout_s
-        while lack := self._lack(tag):
+        while True:
+            with self._calls:
+                lack = self._lack(tag)
+            if not lack:
+                return
             seen = self._view.files if self._view else None
             writer, changed = _writer_of(self.path), directory.files_of(self.path) != seen
             if not (writer or changed):
-                return self._refuse_lack(tag, doing, lack)
+                with self._calls:
+                    self._refuse_lack(tag, doing, lack)
+                return
             if time.monotonic() >= give_up:
                 who = f"process {writer}" if writer > 0 else "another process"
                 raise DatabaseTimeoutError(
@@ -340,7 +371,6 @@ class RocksDatabase(PersistentDatabase):
                 self._renew_view(doing)
             else:
                 time.sleep(_LOAD_POLL_S)
-        return None
 
     def _refuse_lack(self, tag: str, doing: str, lack: str) -> None:
         if self._engine.family(tag) is None:
@@ -352,19 +382,18 @@ class RocksDatabase(PersistentDatabase):
 
     def _lack(self, tag: str) -> str:
         """Say why a table cannot be the whole of what was loaded; empty if it can."""
-        with self._calls:
-            if tag in self._tables:
-                return ""
-            if self._engine.family(tag) is None:
-                return "it is not there"
-            record = self._records.get(tag)
-            if record is None:
-                return "it has no rows, and no load of it is recorded" if self._is_empty(tag) else ""
-            if not record.complete:
-                return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
-            if record.rows_total and not record.modified and self._is_empty(tag):
-                return f"its load record says that it has {record.rows_total} rows, and none is there"
+        if tag in self._tables:
             return ""
+        if self._engine.family(tag) is None:
+            return "it is not there"
+        record = self._records.get(tag)
+        if record is None:
+            return "it has no rows, and no load of it is recorded" if self._is_empty(tag) else ""
+        if not record.complete:
+            return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
+        if record.rows_total and not record.modified and self._is_empty(tag):
+            return f"its load record says that it has {record.rows_total} rows, and none is there"
+        return ""
 
     def _is_empty(self, tag: str) -> bool:
         return not self._engine.read_keys(self._engine.family(tag), b"", 1, f"opening table {tag}")

@@ -55,12 +55,16 @@ class Files(NamedTuple):
 
     manifest: str = ""
     identity: tuple[int, ...] = ()  # inode, size and time of the MANIFEST
-    newest_log: int = -1
-    log_bytes: int = 0
+    logs: tuple[int, ...] = ()  # numbers, ascending
+    log_bytes: int = 0  # of the newest
 
     @property
     def list_of_files(self) -> tuple[str, tuple[int, ...]]:
         return self.manifest, self.identity
+
+    @property
+    def names(self) -> tuple[object, ...]:
+        return self[:-1]
 
 
 def files_of(path: Path) -> Files:
@@ -68,11 +72,11 @@ def files_of(path: Path) -> Files:
     try:
         name = (path / _CURRENT).read_text().strip()
         there = os.stat(path / name)
-        newest = max((logs := logs_in(path)), default=-1)
-        size = os.stat(path / logs[newest]).st_size if logs else 0
+        logs = logs_in(path)
+        size = os.stat(path / logs[max(logs)]).st_size if logs else 0
     except (OSError, ValueError):  # none is there, or it is just being replaced
         return Files()
-    return Files(name, (there.st_ino, there.st_size, there.st_mtime_ns), newest, size)
+    return Files(name, (there.st_ino, there.st_size, there.st_mtime_ns), tuple(sorted(logs)), size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +319,7 @@ def settled(path: Path, attempt: Callable[[], _Result]) -> _Result:
         except DatabaseTimeoutError:
             raise
         except DatabaseError as error:
-            if files_of(path).list_of_files == before.list_of_files:
+            if files_of(path).names == before.names:  # RocksDB deletes logs some time after it has changed its list
                 raise
             if time.monotonic() >= give_up:
                 raise DatabaseTimeoutError(
@@ -343,9 +347,10 @@ def _link_files(path: Path, view: Path, ends: dict[str, int], *, held: bool) -> 
             if state.manifest:
                 (view / state.manifest).write_bytes(manifest)
                 names = {name for name in names if not name.startswith("MANIFEST-")}
+            newest = max(state.logs, default=-1)
             for number, name in logs_in(path).items():
-                if number >= state.newest_log:  # a later one may say what the list of files does not have yet
-                    ends[name] = min(ends.get(name, state.log_bytes), state.log_bytes if number == state.newest_log else 0)
+                if number >= newest:  # a later one may say what the list of files does not have yet
+                    ends[name] = min(ends.get(name, state.log_bytes), state.log_bytes if number == newest else 0)
         if state.manifest:
             (view / _CURRENT).write_text(state.manifest + "\n")
         else:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from hps.databases.base import DatabaseReport, TableCheck
+from hps.databases.base import LOAD_AGAIN, DatabaseReport, TableCheck
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import DEFAULT, Engine, after
 from hps.databases.rocks_db.table import width_of
@@ -31,7 +31,7 @@ def inspect(path: Path) -> DatabaseReport:
     for table in report.tables:
         if table.damage:
             report.damages.append(f"table {table.tag}: {table.damage}")
-            report.cures.append(f"table {table.tag}: {_LOAD_AGAIN}, or drop the table and load it alone")
+            report.cures.append(f"table {table.tag}: {_LOAD_AGAIN}, or only the table. {LOAD_AGAIN}")
     return report
 
 

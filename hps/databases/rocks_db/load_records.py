@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, replace
 
-from hps.databases.base import LoadRecord
+from hps.databases.base import LOAD_AGAIN, LoadRecord
 from hps.databases.rocks_db.change_order import log_records
 from hps.databases.rocks_db.engine import DEFAULT, Engine, after
 from hps.errors import DatabaseCorruptError
@@ -33,9 +33,7 @@ class LoadRecords:
         try:
             return LoadRecord(**json.loads(data), loaded_at_us=int(loaded_at or 0))
         except (ValueError, TypeError) as error:
-            raise DatabaseCorruptError(
-                f"{doing}: got {data[:100]!r}, expected a load record; drop the table and load it again"
-            ) from error
+            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {LOAD_AGAIN}") from error
 
     def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
         """Store that more of the files is loaded, durably on return.

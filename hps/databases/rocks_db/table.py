@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.base import LoadRecord, LogPosition, Partition, RowChanges
+from hps.databases.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
 from hps.databases.rocks_db.change_order import DOUBTFUL, LATEST, OLDER, ChangeOrder
 from hps.databases.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.databases.rocks_db.load_records import LoadRecords
@@ -227,7 +227,7 @@ class RocksTable:
         return DatabaseCorruptError(
             f"reading table {self.tag} in {self._engine.path}: the row of key {name} has a vector of {len(value)} bytes, "
             f"expected keys of {_KEY_BYTES} and vectors of {4 * self.dim} bytes. Something else wrote it: insert the key "
-            "again, or drop the table and load it again"
+            f"again, or: {LOAD_AGAIN}"
         )
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def width_of(engine: Engine, tag: str) -> int | None:
     if len(key) != _KEY_BYTES or len(value) % 4 or not value:
         raise DatabaseCorruptError(
             f"opening table {tag} in {engine.path}: its first row has a key of {len(key)} bytes and a value of {len(value)}, "
-            f"expected {_KEY_BYTES} and a multiple of 4. Drop the table and load it again (a table of 32-bit keys, too)"
+            f"expected {_KEY_BYTES} and a multiple of 4 (also if its keys had 32 bits). {LOAD_AGAIN}"
         )
     return len(value) // 4
 

@@ -18,7 +18,7 @@ def test_int8_is_codes_zeros_a_scale_and_an_offset():
     assert decode(row[None], 5, "int8").tolist() == [(codes * 0.5 - 3).tolist()]
 
 
-@pytest.mark.parametrize("elements", [[-0.0], [-0.0, -0.0, -0.0], [-0.0, 255.0], [255.0, -0.0, 0.0], [-1e-9, 1.0], [-1e-9]])
+@pytest.mark.parametrize("elements", [[-0.0], [-0.0, -0.0, -0.0], [-0.0, 255.0], [255.0, -0.0, 0.0], [-1e-9, 1.0]])
 def test_int8_has_one_zero(elements: list[float]):
     """A decoded element is a sum with a product, which is +0: an offset of -0 would become 0 when the row is encoded again."""
     [row] = encode("testing", np.array([elements], np.float32), "int8")
@@ -49,3 +49,25 @@ def test_a_row_that_does_not_fit_is_refused_by_its_key(row_dtype: str, refused: 
             encode("testing", vectors, row_dtype)
         rows = np.zeros((3, 2), np.float32)
         assert encode_rows(vectors, rows, ROW_DTYPES.index(row_dtype)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row_dtype", "refused", "held"),
+    [
+        ("int8", [1e-9, 1e-6], [0.0, 1e-2, 1.0]),
+        ("float16", [1e-9, 1e-7], [0.0, 2.0**-24, 2.0**-21, 1e-6]),
+        ("bfloat16", [1e-40, 1e-45], [0.0, 1e-38, 2.0**-133]),
+    ],
+)
+def test_a_row_that_is_too_small_is_refused_by_its_key(row_dtype: str, refused: list[float], held: list[float]):
+    """Its elements would all be 0, or one number."""
+    keys, vectors = np.array([11, 22, 33]), np.ones((3, 3), np.float32)
+    for size in held:
+        vectors[1] = np.array([-size, 0, size])
+        encode("testing", vectors, row_dtype, keys)
+    for size in refused:
+        vectors[1] = np.array([-size, size / 3, size])
+        with pytest.raises(
+            InvalidInputError, match=rf"testing: the elements of key 22, up to \S+, are too small for row_dtype {row_dtype}"
+        ):
+            encode("testing", vectors, row_dtype, keys)

@@ -72,6 +72,22 @@ def test_a_delta_equals_a_version_with_all_rows_wherever_its_base_comes_from(
     assert versions.expected("2")[int(KEYS[106])] == CHANGE.rows[1][6].tobytes()  # deleted and changed: it is there
 
 
+@pytest.mark.parametrize("loaded", [[], ["1"]])
+def test_a_delta_with_rows_that_are_not_finite_is_refused(
+    versions: Versions, persistent: Any, loaded: list[str], tmp_path: Path
+) -> None:
+    keys, vectors = rows_of(3, seed=9)
+    vectors[1, 0] = np.nan
+    wrong = versions.add(Change((keys, vectors), NO_KEYS))
+    for one in loaded:
+        versions.load(one, [persistent])
+    refused = pytest.raises(ModelFileError, match=rf"1 of \d+ rows have an infinity or NaN, the first that of key {keys[1]};")
+    for targets in ([persistent], []):
+        with refused:
+            versions.load(wrong, targets)
+    assert held_of(persistent, wrong) == {}
+
+
 def modify(persistent: Any) -> None:
     persistent.insert(spec("1").tag, KEYS[:1], np.full((1, DIM), 9, np.float32))
 

@@ -24,7 +24,15 @@ from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.databases.rocks_db.load_records import LoadRecords
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelFileNotFoundError,
+    TableWidthError,
+)
 from hps.models.files import extended, open_sparse_model
 from hps.models.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
@@ -631,3 +639,160 @@ def test_the_command_line_loads_again_when_forced(configuration: dict[str, Any],
         with closing(RocksDatabase(configuration["persistent_db"]["path"])) as database:
             assert held(database) == (FILES if said != "nothing to do" else updated)
             updated = update(database)
+
+
+# -- tables that cannot be opened --------------------------------------------------------------------------------------
+
+
+def wider_model(place: Path, dim: int = DIM + 3) -> FloatArray:
+    """Write files of the same keys with other vectors, and return these."""
+    vectors = np.arange(ROWS * dim, dtype=np.float32).reshape(ROWS, dim)
+    write_sparse_model(place, [(KEYS, vectors)])
+    return vectors
+
+
+def vectors_in(database: RocksDatabase, dim: int) -> FloatArray:
+    out, found = np.zeros((ROWS, dim), np.float32), np.zeros(ROWS, np.bool_)
+    assert database.fetch(TAG, KEYS, out, found) == ROWS
+    return out
+
+
+@pytest.mark.parametrize("round_trips", [1, 2])
+def test_another_width_replaces_the_table(source: str, tmp_path: Path, round_trips: int) -> None:
+    path = tmp_path / "rocksdb"
+    vectors = wider_model(tmp_path / "wider")
+    wider = replace(TABLE, dim=DIM + 3)
+    for _ in range(round_trips):
+        for table, place, expected in ((TABLE, source, None), (wider, str(tmp_path / "wider"), vectors)):
+            with closing(RocksDatabase(path, num_threads=2)) as database:
+                load_table(table, place, [database])
+                held_vectors = vectors_in(database, table.dim)
+                if expected is not None:
+                    np.testing.assert_array_equal(held_vectors, expected)
+
+
+def test_another_width_replaces_nothing_unless_the_files_have_it(source: str, rocks: RocksDatabase, tmp_path: Path) -> None:
+    load_table(TABLE, source, [rocks])
+    before = vectors_in(rocks, DIM)
+    rocks.close()
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        with pytest.raises(ModelFileError):
+            load_table(replace(TABLE, dim=DIM + 3), source, [database])
+        database.open_table(TAG, DIM)
+        np.testing.assert_array_equal(vectors_in(database, DIM), before)
+
+
+@pytest.mark.parametrize("killed", ["mark_dropped", "remove", "advance"])
+def test_a_table_that_was_making_way_is_whole_after_a_kill(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    class Killed(BaseException): ...
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    path, wider = tmp_path / "rocksdb", replace(TABLE, dim=DIM + 3)
+    vectors = wider_model(tmp_path / "wider")
+    with closing(RocksDatabase(path, num_threads=2)) as database:
+        load_table(TABLE, source, [database])
+    with closing(RocksDatabase(path, num_threads=2)) as database, monkeypatch.context() as patch:
+        patch.setattr(LoadRecords, killed, kill)
+        with pytest.raises(Killed):
+            load_table(wider, str(tmp_path / "wider"), [database])
+    with closing(RocksDatabase(path, num_threads=2)) as database:
+        load_table(wider, str(tmp_path / "wider"), [database])
+        np.testing.assert_array_equal(vectors_in(database, wider.dim), vectors)
+
+
+def test_rows_of_unknown_origin_and_another_width_are_replaced_by_force_alone(
+    source: str, rocks: RocksDatabase, tmp_path: Path
+) -> None:
+    """They may be HugeCTR's, which the files do not have."""
+    rocks.open_table(TAG, DIM)
+    rocks.insert(TAG, KEYS, VECTORS)
+    rocks.close()
+    vectors, place = wider_model(tmp_path / "wider"), str(tmp_path / "wider")
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        with pytest.raises(TableWidthError, match=r"hps load CONFIG --force"):
+            load_table(replace(TABLE, dim=DIM + 3), place, [database])
+        load_table(replace(TABLE, dim=DIM + 3), place, [database], force=True)
+        np.testing.assert_array_equal(vectors_in(database, DIM + 3), vectors)
+
+
+def test_a_table_without_the_rows_of_its_record_is_loaded_again(source: str, rocks: RocksDatabase) -> None:
+    load_table(TABLE, source, [rocks])
+    record = rocks.load_record(TAG)
+    assert record is not None
+    rocks.drop_table(TAG)
+    rocks.open_table(TAG, DIM)
+    rocks.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
+    rocks.close()
+    refused = pytest.raises(DatabaseCorruptError, match=r"and none is there.*hps load CONFIG --force")
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database, refused:
+        database.open_table(TAG, DIM)
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        load_table(TABLE, source, [database], force=True)
+        np.testing.assert_array_equal(vectors_in(database, DIM), VECTORS)
+
+
+@pytest.mark.parametrize("what", [b"hps-server/load/", b"hps-server/positions/"])
+def test_damaged_records_are_replaced_by_force(source: str, rocks: RocksDatabase, what: bytes) -> None:
+    load_table(TABLE, source, [rocks])
+    rocks._engine.write({"default": ([what + TAG.encode()], [b"?"])}, {}, "damaging")
+    rocks.close()
+    refused = pytest.raises(DatabaseCorruptError, match=r"hps load CONFIG --force")
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database, refused:
+        load_table(TABLE, source, [database])
+    with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
+        load_table(TABLE, source, [database], force=True)
+        np.testing.assert_array_equal(vectors_in(database, DIM), VECTORS)
+
+
+# -- rows that are not finite ------------------------------------------------------------------------------------------
+
+
+def model_with(place: Path, *wrong: tuple[int, float]) -> str:
+    """Write the files with these values as the last elements of rows."""
+    vectors = VECTORS.copy()
+    for row, value in wrong:
+        vectors[row, -1] = value
+    write_sparse_model(place, [(KEYS, vectors)], overwrite=True)
+    return str(place)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_more_rows_that_are_not_finite_than_allowed_are_refused_and_no_row_stays(
+    tmp_path: Path, volatile: Memory, persistent: Persistent, value: float
+) -> None:
+    source = model_with(tmp_path / "wrong", (0, value), (ROWS - 1, value))
+    for allowed in (0, 1):
+        refused = rf"loading table {TAG} from {source}: 2 of {ROWS} rows .* that of key {KEYS[0]}; expected at most {allowed}"
+        with pytest.raises(ModelFileError, match=refused):
+            load_table(TABLE, source, [volatile, persistent], max_nonfinite_rows=allowed)
+        assert (held(volatile), held(persistent), persistent.load_record(TAG)) == ({}, {}, None)
+    report = load_table(TABLE, source, [volatile, persistent], max_nonfinite_rows=2)
+    assert (report.nonfinite_rows, len(held(persistent))) == (2, ROWS)
+
+
+def test_the_largest_finite_rows_are_finite(tmp_path: Path, persistent: Persistent) -> None:
+    largest = float(np.finfo(np.float32).max)
+    source = model_with(tmp_path / "large", *((row, largest) for row in range(ROWS)))
+    assert load_table(TABLE, source, [persistent]).nonfinite_rows == 0
+
+
+def test_the_rows_that_an_interrupted_load_left_are_counted(tmp_path: Path, persistent: Persistent) -> None:
+    source = model_with(tmp_path / "wrong", (0, np.nan))
+    persistent.before_chunk = failing_at(2 * CHUNK_ROWS, DatabaseError("the disk failed"))
+    with pytest.raises(DatabaseError):
+        load_table(TABLE, source, [persistent])
+    persistent.before_chunk = lambda row: None
+    assert record_of(persistent).rows_done > 0
+    with pytest.raises(ModelFileError, match=rf"1 of {ROWS} rows have an infinity or NaN, the first that of key {KEYS[0]};"):
+        load_table(TABLE, source, [persistent])
+
+
+def test_rows_that_caches_alone_hold_are_counted(tmp_path: Path) -> None:
+    source = model_with(tmp_path / "wrong", (ROWS - 1, np.nan))
+    with pytest.raises(ModelFileError, match=rf"1 of {ROWS} rows have an infinity or NaN"):
+        load_table(TABLE, source, [])
+    assert load_table(TABLE, source, [], max_nonfinite_rows=1).nonfinite_rows == 1

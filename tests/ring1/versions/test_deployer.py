@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hps
@@ -159,6 +160,28 @@ def entry(**settings: Any) -> ModelConfig:
 
 SAME: list[dict[str, Any]] = [{"sparse_files": ["c", "d"]}, {"keep_versions": 5}, {"version_policy": {"all": {}}}]
 SAME += [{}, {"version_path": "somewhere"}]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_version_that_is_not_finite_is_not_served_and_the_one_before_goes_on(
+    document: Make, home: Path, persistent: bool
+) -> None:
+    with hps.HPS(document(persistent, gpucache=False)) as server:
+        write(home, 4, content=np.nan)
+        for _ in range(2):
+            with pytest.raises(hps.ModelFileError, match="100 of 100 rows have an infinity or NaN"):
+                server.deploy("ranker", "4")
+            assert (served(server), states(server)) == (3, [("3", "serving")])
+            assert held(server) == {"3"}
+        write(home, 4)
+        server.deploy("ranker", "4")
+        assert served(server) == 4
+        server.unpin("ranker")
+    write(home, 5, content=np.inf)
+    with pytest.raises(hps.ModelFileError, match="max_nonfinite_rows"):
+        hps.HPS(document(persistent, gpucache=False))
+    with hps.HPS(document(persistent, gpucache=False, max_nonfinite_rows=100)) as server:
+        assert server.model("ranker").version == "5"
 
 
 @pytest.mark.parametrize("settings", [*SAME, {"gpucacheper": 0.25}, {"max_batch_size": 7}, {"row_dtype": "int8"}])

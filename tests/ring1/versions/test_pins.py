@@ -104,7 +104,7 @@ KEYS = np.arange(100)
 Make = Callable[..., dict[str, Any]]
 
 
-def write(directory: Path, version: int, content: int | None = None) -> None:
+def write(directory: Path, version: int, content: float | None = None) -> None:
     """Write a version whose vectors say which one it is, or the content."""
     vectors = np.full((KEYS.size, 4), content or version, np.float32)
     hps.write_sparse_model(directory / str(version) / "item", (KEYS, vectors), overwrite=True)

@@ -19,6 +19,7 @@ from hps.databases.rocks_db import directory, engine
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import Engine
 from hps.databases.rocks_db.load_records import LoadRecords
+from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs
 from hps.errors import (
     CapacityError,
     DatabaseCorruptError,
@@ -132,7 +133,10 @@ def test_a_table_that_hugectr_wrote_is_read_and_changed_and_can_be_read_by_it_ag
 
 def test_tables_with_32_bit_keys_are_refused_by_name(path: Path):
     as_hugectr_writes(path, TAG, {b"\1\0\0\0": bytes(8)})
-    with pytest.raises(DatabaseCorruptError, match=rf"(?s){TAG}.*key of 4 bytes.*32-bit"), opened(path, 2):
+    with (
+        pytest.raises(DatabaseCorruptError, match=rf"(?s){TAG}.*key of 4 bytes.*32 bits.*hps load CONFIG --force"),
+        opened(path, 2),
+    ):
         pass
 
 
@@ -269,7 +273,7 @@ def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path)
     other[b"hps-server/load/" + TAG.encode()] = b'{"fingerprint": "x"}'
     other.close()
     with opened(path, 2) as database:
-        with pytest.raises(DatabaseCorruptError, match=rf"(?s)record of table {TAG}.*drop the table"):
+        with pytest.raises(DatabaseCorruptError, match=rf"(?s)record of table {TAG}.*hps load CONFIG --force"):
             database.load_record(TAG)
         database.drop_table(TAG)
         database.open_table(TAG, 2)
@@ -460,6 +464,21 @@ def test_a_table_that_is_replaced_while_a_view_is_made_is_whole(filled: Path, mo
         with opened(filled, read_only=True) as reader:
             whole = next(looks) > look
             assert_holds(reader, ROWS[:2000], 1 if whole else 0)
+
+
+def test_a_log_that_is_deleted_while_a_view_is_made_is_not_missed(filled: Path, monkeypatch: pytest.MonkeyPatch):
+    """RocksDB deletes logs later than it changes its list of files."""
+    (filled / "000001.log").write_bytes(b"")
+
+    def deleting(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
+        if (filled / "000001.log").exists():
+            (filled / "000001.log").unlink()
+            raise DatabaseError("000001.log: no such file")
+        return check_logs(path, oldest_needed)
+
+    monkeypatch.setattr("hps.databases.rocks_db.database.check_logs", deleting)
+    with opened(filled, read_only=True) as reader:
+        assert_holds(reader, ROWS)
 
 
 def test_read_only_waits_for_a_load_that_is_running(filled: Path, monkeypatch: pytest.MonkeyPatch):

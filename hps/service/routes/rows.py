@@ -91,15 +91,16 @@ class RowRoutes:
             RequestError: 405, the route has no such method.
             InvalidInputError: the query has parameters other than `version`.
         """
-        methods = ("GET", "DELETE") if target.route == ROW else ("POST", "DELETE")
+        methods = ("GET", "HEAD", "DELETE") if target.route == ROW else ("POST", "DELETE")
         if scope["method"] not in methods:
-            got = f"got {scope['method']} {scope['path'][:300]}"
-            raise RequestError(405, f"{got}, expected {' or '.join(methods)}", (b"allow", ", ".join(methods).encode()))
+            got, allowed = f"got {scope['method']} {scope['path'][:300]}", ", ".join(methods)
+            raise RequestError(405, f"{got}, expected {allowed}", (b"allow", allowed.encode()))
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         version = query.pop("version", None)
         if query:
             raise InvalidInputError(f"reading the query: got {next(iter(query))[:120]!r}, expected 'version' or nothing")
-        return RowRequest(target, scope["method"], version, who)
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server sends no body to HEAD
+        return RowRequest(target, method, version, who)
 
     async def answer(self, request: RowRequest, headers: Mapping[bytes, bytes], body: bytes | bytearray) -> HTTPAnswer:
         """Read or write the requested rows.

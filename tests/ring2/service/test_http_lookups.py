@@ -103,7 +103,8 @@ def test_head_is_answered_as_get_without_a_body(service):
     """On one connection, so that a body would be the next answer."""
     ready = "/v2/health/ready", "/v2/models/ranker/ready", "/v2/models/ranker/versions/1/ready"
     with service.connect() as connection:
-        for path in ("/v2/health/live", *ready, "/v2/health/ready?strict=false", "/v2", "/v2/models/nope/ready", "/", "/none"):
+        others = "/v2/health/live", "/v2/health/ready?strict=false", "/v2", "/v2/models/nope/ready", "/", "/none"
+        for path in (*ready, *others, "/v1/models/ranker/tables/user/rows/7", "/v1/models/ranker/tables/user/rows/x"):
             expected = service.client.get(path)
             for _ in range(2):
                 connection.sendall(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())

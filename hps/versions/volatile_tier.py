@@ -28,7 +28,7 @@ _PIECE_ROWS = 8192  # copied at once: up to 50 ms of Redis' time, for which a mo
 _PIECE_BYTES = 2 << 20  # upper bound on the same
 _MOST_LOOKED = 64  # tables at once, each two round trips
 _LOOK_S = 1.0  # between two looks whether this was closed
-_SHARE = 0.5  # of the time, for filling beside lookups; all of it without
+_SHARE = 0.67  # of the time, for filling beside lookups; all of it without
 
 
 class VolatileTier:

@@ -13,7 +13,7 @@ Starts: the same configuration with Redis away, and without Redis, in turn, Rock
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,47 +132,50 @@ class _Lookups:
 
 
 def _fills(report: Report, place: Path, redis: RedisServer, rows: int, phase_s: float, rounds: int) -> None:
-    began = time.perf_counter()
-    server = hps.HPS(_document(place, redis))
-    load_s = time.perf_counter() - began
-    report.add({"phase": "load", "rows": rows}, {"seconds": load_s})
-    try:
-        with redis.client() as client, hps.HPS(_document(_beside(place), None)) as alone:
-
-            def whole() -> bool:
-                return not server.degraded and sum(client.hlen(key) for key in client.scan_iter("hps_et{*}v")) == rows
-
-            def filled(how: Callable[[], object]) -> float:
-                client.flushall()
-                began = time.perf_counter()
-                how()
-                wait_until(whole, "Redis is filled")
-                return time.perf_counter() - began
-
-            found: dict[str, list[dict[str, float]]] = {}
-            for _ in range(rounds):
-                for phase, one in (("redis whole", server), ("rocks_db alone", alone)):
-                    with _Lookups(one, rows) as lookups:
-                        time.sleep(phase_s)
-                    found.setdefault(phase, []).append(lookups.figures())
-                for phase, how in (("filled", lambda: None), ("filled by refresh", lambda: server.refresh("m"))):
-                    with _Lookups(server, rows) as lookups:
-                        seconds = filled(how)
-                    figures = {"seconds": seconds, "to_load": seconds / load_s, **lookups.figures()}
-                    for other, short in (("redis whole", "redis"), ("rocks_db alone", "rocks_db")):
-                        for name in ("p50", "p99", "mean"):
-                            figures[f"{name}_to_{short}"] = figures[f"{name}_ms"] / found[other][-1][f"{name}_ms"]
+    found: dict[str, list[dict[str, float]]] = {}
+    with redis.client() as client, hps.HPS(_document(_beside(place), None)) as alone:
+        for _ in range(rounds):
+            client.flushall()
+            began = time.perf_counter()
+            with hps.HPS(_document(place, redis)) as server:
+                found.setdefault("load", []).append({"seconds": time.perf_counter() - began})
+                for phase, figures in _round(server, alone, client, rows, phase_s, found["load"][-1]["seconds"]):
                     found.setdefault(phase, []).append(figures)
-                seconds = filled(lambda: None)
-                found.setdefault("filled without lookups", []).append({"seconds": seconds, "to_load": seconds / load_s})
                 _check(server, np.arange(0, KEYS))
-            for phase, each in found.items():
-                report.add(
-                    {"phase": phase, "rows": rows, "rounds": rounds},
-                    {name: float(np.median([one[name] for one in each])) for name in each[0]},
-                )
-    finally:
-        server.close()
+    for phase, each in found.items():
+        medians = {name: float(np.median([one[name] for one in each])) for name in each[0]}
+        report.add({"phase": phase, "rows": rows, "rounds": rounds}, medians)
+
+
+def _round(
+    server: hps.HPS, alone: hps.HPS, client: Any, rows: int, phase_s: float, load_s: float
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield phases and their figures."""
+
+    def whole() -> bool:
+        return not server.degraded and sum(client.hlen(key) for key in client.scan_iter("hps_et{*}v")) == rows
+
+    def filled(how: Callable[[], object]) -> dict[str, float]:
+        client.flushall()
+        began = time.perf_counter()
+        how()
+        wait_until(whole, "Redis is filled")
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "to_load": seconds / load_s}
+
+    before: dict[str, dict[str, float]] = {}
+    for phase, one in (("redis", server), ("rocks_db", alone)):
+        with _Lookups(one, rows) as lookups:
+            time.sleep(phase_s)
+        before[phase] = lookups.figures()
+        yield phase, before[phase]
+    for phase, how in (("filled", lambda: None), ("filled by refresh", lambda: server.refresh("m"))):
+        with _Lookups(server, rows) as lookups:
+            figures = filled(how) | lookups.figures()
+        for other, known in before.items():
+            figures |= {f"{name}_to_{other}": figures[f"{name}_ms"] / known[f"{name}_ms"] for name in ("p50", "p99", "mean")}
+        yield phase, figures
+    yield "filled without lookups", filled(lambda: None)
 
 
 def _beside(place: Path) -> Path:

@@ -319,6 +319,36 @@ def redis_changes() -> list[str]:
     return _table(("", "lookups fail, s", "slowest lookup, ms", "errors"), *rows)
 
 
+def redis_filled() -> list[str]:
+    """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
+    names = {
+        "redis": "Redis whole",
+        "rocks_db": "RocksDB alone",
+        "filled": "while Redis is filled",
+        "filled by refresh": "the same, by `hps refresh`",
+        "filled without lookups": "filled without lookups",
+    }
+    rows = []
+    for phase, name in names.items():
+        one = figures("volatile_tier", phase=phase)
+        lookups = [f"{one[f'{which}_ms']:.1f}" if "p50_ms" in one else "" for which in ("p50", "p99")]
+        ratios = [f"{one[f'{which}_to_rocks_db']:.2f}" if "p50_to_rocks_db" in one else "" for which in ("p50", "p99")]
+        fill = [f"{one['seconds']:.1f}", f"{one['to_load']:.2f}"] if "to_load" in one else ["", ""]
+        rows.append((name, *lookups, *ratios, *fill))
+    head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
+    return _table(head, *rows)
+
+
+def redis_starts() -> list[str]:
+    """Starts with Redis away, beside starts without it."""
+    one = figures("volatile_tier", phase="starts")
+    rows = [
+        (name, *(f"{1e3 * one[f'{which}_{what}_s']:.0f}" for what in ("p50", "max")))
+        for which, name in (("away", "Redis away"), ("none", "no Redis configured"))
+    ]
+    return _table(("a start, ms", "median", "slowest"), *rows)
+
+
 def redis_memory() -> list[str]:
     """Bytes of a row, measured and planned."""
     rows = []
@@ -966,6 +996,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "redis-cluster": redis_cluster,
     "redis-changes": redis_changes,
     "redis-memory": redis_memory,
+    "redis-filled": redis_filled,
+    "redis-starts": redis_starts,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
     "gpu-insertions": gpu_insertions,

@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext, suppress
 
 from hps.databases.away import AwayDatabase
 from hps.databases.base import CopyOutcome, Database, SharedDatabase
-from hps.errors import DatabaseError, HPSError, NotReadyError
+from hps.errors import ConflictError, DatabaseError, HPSError, NotReadyError
 from hps.ground.pacing import paced
 from hps.ground.workers import PeriodicTask, Stop
 from hps.lookup.chain import DatabaseChain
@@ -82,8 +82,9 @@ class VolatileTier:
     def degraded(self) -> list[str]:
         """What lookups do without, and what is done about it; empty if nothing."""
         volatile = self._chain.volatile
-        if volatile is not None and (away := self._chain.away or self._silent):
-            return [f"{volatile.kind} is away: {away}; it is tried again every {EVERY_S:g} s"]
+        if volatile is not None and (self._chain.away or self._silent):
+            what = f"is away: {self._chain.away}" if self._chain.away else f"fails: {self._silent}"
+            return [f"{volatile.kind} {what}; it is tried again every {EVERY_S:g} s"]
         found = dict.fromkeys(self._chain.left_out, "it is about to be taken in") | self._lacking
         return [f"table {tag} in the volatile database: {text}" for tag, text in sorted(found.items())]
 
@@ -257,16 +258,16 @@ def load_again(catalog: ModelCatalog, targets: Callable[[], LoadTargets], deploy
 
     Raises:
         ModelFileError: they cannot be read.
-        DatabaseError: they are others by now, or online writes are among the rows that were not lost.
+        ConflictError: they are others by now, or online writes are among the rows that were not lost.
     """
     table = deployment.tables[index]
     doing = f"loading table {table.tag} again"
     version = catalog.version(deployment.config.model, deployment.version, lambda version: [])
     if catalog.fingerprints(version)[index] != deployment.fingerprints[index]:
-        raise DatabaseError(f"{doing}: its files are others than those that were loaded; deploy the model")
+        raise ConflictError(f"{doing}: its files are others than those that were loaded; deploy the model")
     databases = [one for one in targets().load if isinstance(one, SharedDatabase)]
     if any(one.holds_writes(one.stored(table).tag) for one in databases):
-        raise DatabaseError(
+        raise ConflictError(
             f"{doing}: only a part of it was lost, and the rest has online writes, which the files would replace; deploy the "
             "model with force, which gives them up"
         )

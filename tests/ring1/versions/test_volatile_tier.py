@@ -1,5 +1,6 @@
 """What is done about a volatile database that is away or lacks rows, decided with databases on dicts."""
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from hps.errors import DatabaseError, ModelFileError, NotReadyError
 from hps.lookup.chain import DatabaseChain
 from hps.models.table_load import LoadTargets
 from hps.statistics.metrics import Metrics
+from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from hps.versions import volatile_tier
 from hps.versions.volatile_tier import VolatileTier
@@ -219,7 +221,7 @@ def test_a_database_that_stops_answering_is_said_until_it_answers(
     with pytest.raises(DatabaseError):
         one.tier.tend()
     one.tier.fill(one.deployment)  # what a refresh asks for goes on without it
-    assert one.tier.degraded == ["shared_memory is away: refused again; it is tried again every 2 s"]
+    assert one.tier.degraded == ["shared_memory fails: refused again; it is tried again every 2 s"]
     monkeypatch.setattr(one.shared, "lacks_rows", answers)
     one.tier.tend()
     assert one.tier.degraded == []
@@ -307,3 +309,27 @@ def test_a_table_that_is_dropped_while_it_is_filled_ends_its_copy(
     monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
     one.tier.tend()
     assert (one.shared.copied, one.shared.ended, one.tier.degraded) == ([30], ["interrupted"], [])
+
+
+def test_a_copy_rests_beside_lookups_and_goes_on_at_once_without_or_when_it_is_asked_for(
+    make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volatile_tier, "_PIECE_ROWS", 20)
+    one = make()
+    one.shared.lose(TABLE.tag)
+    shares: list[float] = []
+    asking = threading.Thread(target=one.tier.fill, args=(one.deployment,))
+
+    def rest(self: Any) -> None:
+        shares.append(self.share)
+        if len(shares) < 5:
+            one.chain.metrics.table("model", "table").keys += 1  # a lookup
+        if len(shares) == 3:
+            asking.start()
+            wait_until(lambda: one.tier._urgent, "a refresh asks for it")
+
+    monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
+    one.tier.tend()
+    asking.join(PATIENCE_S)
+    assert shares == [1.0, volatile_tier._SHARE, volatile_tier._SHARE, 1.0, 1.0, 1.0]
+    assert one.shared.size(TABLE.tag) == 100

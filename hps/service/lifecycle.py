@@ -173,7 +173,7 @@ class Lifecycle:
 
     def start(self) -> None:
         if self.opened is not None:
-            compile_kernels(*served_kernels(self.opened.config, self.opened.cache_class))
+            compile_kernels(*served_kernels(self.configuration, self.opened.cache_class))
             for tell in self.on_open:
                 tell(self.opened)
             self._block("")

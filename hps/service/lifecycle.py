@@ -127,8 +127,9 @@ class Lifecycle:
     @property
     def settled(self) -> bool:
         """Whether lookups are answered for every model that has not failed, and for one at least."""
-        blocked = self.leaving or self._blocked or self._lacking() or self.unpublished() or self.live.refused()
-        return not blocked and (not self.states.summary() or (self._all_tried and bool(self.live.serving)))
+        blocked = self.leaving or self._blocked or self.unpublished() or self.live.refused()
+        some = self.live.serving or not self._owned or may_be_empty(self.configuration.service)
+        return not blocked and bool(some) and (self._all_tried or not self.states.summary())
 
     @property
     def blocked(self) -> str:
@@ -175,7 +176,7 @@ class Lifecycle:
 
     def start(self) -> None:
         if self.opened is not None:
-            compile_kernels(*served_kernels(self.opened.config, self.opened.cache_class))
+            compile_kernels(*served_kernels(self.configuration, self.opened.cache_class))
             for tell in self.on_open:
                 tell(self.opened)
             self._block("")
@@ -420,8 +421,11 @@ class Lifecycle:
         """Which models are left out since their entries were wrong when models were looked for; empty if none is."""
         if (server := self.opened) is None or not self._broken:
             return ""
-        problems, missing = server.catalog.problems, sorted(self._broken - {*server.live.serving})
-        return "; ".join(f"model {name!r} is left out: {problems.get(name) or self.states.reason(name)}" for name in missing)
+        reasons = {}
+        for name in sorted(self._broken - {*server.live.serving}):
+            coming = "" if name in self._found else "it is looked for"  # between finding it and awaiting it
+            reasons[name] = server.catalog.problems.get(name) or self.states.reason(name) or coming
+        return "; ".join(f"model {name!r} is left out: {reason}" for name, reason in reasons.items() if reason)
 
     def _find_models(self, server: HPS) -> None:
         """Look for models that are lacking, which somebody may have put there meanwhile."""

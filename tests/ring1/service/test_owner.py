@@ -11,12 +11,14 @@ from hps.cache.cpu.batches import NumpyBatches
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import NotReadyError
 from hps.lookup.session import CachedSession
+from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.exchange import D_IN_FLIGHT, D_SERIAL, D_TIMES, MOST_DEPLOYMENTS, T_HITS, T_KEYS
 from hps.service.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.service.owner import _Served
 from hps.service.refusals import Refusals
 from hps.statistics.times import LOOKUP_BOUNDS_NS
+from hps.testing.waiting import wait_until
 from tests.fakes.region_front import RegionFront, tables_of
 from tests.servers.running_service import document_of, model_of, running_service
 
@@ -155,3 +157,38 @@ WRONG = {
 def test_what_is_no_figures_is_left_out(key):
     for value in WRONG[key]:
         assert not are_figures(figures() | {key: value})
+
+
+def test_a_version_that_fronts_cannot_name_is_not_ready(tmp_path, monkeypatch):
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
+
+    def full(*_):
+        raise hps.HPSError("serving model 'm': fronts know at most 256 deployments")
+
+    with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
+        server, paths = (
+            service.app.lifecycle.opened,
+            ("/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/1/ready"),
+        )
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(Board, "add", full)
+                server.deploy("m", force=True)
+                for path in paths:
+                    answer = service.client.get(path)
+                    assert (answer.status_code, "too many deployments" in answer.text) == (503, True)
+                assert not service.app.lifecycle.settled
+            service.app.link.publish()
+            assert [service.client.get(path).status_code for path in paths] == [200] * 3
+            assert service.client.post("/v1/models/m/lookup", json={"tables": {"t": [1]}}).status_code == 200
+
+
+def test_a_service_is_not_ready_while_its_loops_do_not_know_a_front(tmp_path):
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
+    with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
+        lifecycle, memory = service.app.lifecycle, service.front.exchange.region
+        epoch = memory[layout.OWNER_EPOCH]
+        memory[layout.OWNER_EPOCH] = epoch + 1
+        assert lifecycle.not_ready_reason == "front 0 is being connected"
+        memory[layout.OWNER_EPOCH] = epoch
+        wait_until(lambda: not lifecycle.not_ready_reason, "it is ready again")

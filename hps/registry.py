@@ -85,6 +85,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", "pip install torch"),
         "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
         "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
+        "int32_keys": Ours("hps.models.formats.raw_dumps:Int32Keys"),
         "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
         "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", "pip install 'hps-server[import]'"),
     },

@@ -56,7 +56,7 @@ def import_command(
         str | None,
         typer.Option(
             "--format",
-            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, torcheasyrec, torcheasyrec_delta or sok. "
+            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, torcheasyrec, torcheasyrec_delta, sok or int32_keys. "
             "Default: by the names of the files.",
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Dumps of tables as raw rows: a file of keys beside a file of vectors, which dynamicemb and SOK write.
+"""Dumps of tables as raw rows: a file of keys beside a file of vectors, which dynamicemb, SOK and HugeCTR write.
 
 dynamicemb (NVIDIA/recsys-examples, `dynamicemb/batched_dynamicemb_tables.py`): `<table>_emb_keys.rank_R.world_size_W` has int64
 keys and `<table>_emb_values.rank_R.world_size_W` float32 vectors, without headers. Scores, optimizer states and counters lie in
@@ -172,6 +172,17 @@ class SokDump(RawDump):
                 )
             found[table] = [(_sok_part(pair[0], 0, "iu"), _sok_part(pair[1], 1, "f"))]
         return found
+
+
+class Int32Keys(RawDump):
+    """HugeCTR's two files of a table, `key` and `emb_vector`, with keys of 4 bytes: unsigned, as its int32 keys are."""
+
+    def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
+        there = {os.path.basename(file): file for file in self.files}
+        missing = [name for name in ("key", "emb_vector") if name not in there]
+        if missing:
+            raise ModelFileError(f"importing {self.path}: {' and '.join(missing)} not found, expected key and emb_vector")
+        return {"emb_vector": [(_Part(there["key"], "<u4"), _Part(there["emb_vector"], "<f4"))]}
 
 
 def _sok_part(file: str, kind: int, types: str) -> _Part:

@@ -93,6 +93,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
         "hugectr": Ours("hps.models.formats.raw_dumps:HugectrDump"),
         "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
+        "int32_keys": Ours("hps.models.formats.raw_dumps:Int32Keys"),
         "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
         "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
     },

@@ -25,6 +25,7 @@ storing them; `finish` adds the vectors of the remaining keys, from scratch memo
 only when the lookup is finished.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +53,28 @@ MOST_SHARERS = 15
 
 MOST_SHARED_ROWS = (1 << 31) - 1
 """Maximum number of rows of a table that devices share; kernels number them by 31 bits."""
+
+
+_SET_ROWS = 14  # of a set on the CPU, and of a pair of buckets on a GPU
+
+
+def resident_rows(rows: int, capacity_rows: int) -> int:
+    """Return how many rows of a table a cache that is not static comes to hold, if all of them are asked for.
+
+    Keys fall to sets at random, so that the number of a set's keys has a Poisson distribution; what a set has no room for is
+    missing. With room for as many rows as the table has, 0.894 of them are resident; 3.9 of a million are missing only with
+    room for 3.7 times as many.
+    """
+    sets = -(-capacity_rows // _SET_ROWS)
+    if not rows or not sets:
+        return 0
+    mean = rows / sets
+    probability, fewer, held = math.exp(-mean), math.exp(-mean), 0.0  # of no key, of at most that many
+    for count in range(1, _SET_ROWS + 1):
+        probability *= mean / count
+        fewer += probability
+        held += count * probability
+    return min(rows, round(sets * (held + _SET_ROWS * (1 - fewer))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -244,11 +245,12 @@ def _doubts(configuration: "Configuration") -> dict[str, str]:
         if model.gpucache and model.hit_rate_threshold <= 0:
             text = "0 or less, so keys that are not cached yet get the default vector; above 1, no key of a table does"
             found[f"models[{i}].hit_rate_threshold"] = text
-        elif model.gpucache and "hit_rate_threshold" not in model.model_fields_set:
+        elif model.gpucache and model.hit_rate_threshold <= 1:
+            most = max(table.max_keys for table in model.tables)
+            others = math.floor((1 - model.hit_rate_threshold) * most + 1e-9)
             found[f"models[{i}].hit_rate_threshold"] = (
-                f"not set, so {model.hit_rate_threshold:g} as in HugeCTR: where that share of a table's keys in a lookup is "
-                "cached, the others get the default vector and are fetched afterwards; set it above 1 for complete answers, "
-                "or to this value"
+                f"{model.hit_rate_threshold:g}, so up to {others:,} of {most:,} keys of a table in a lookup get the default "
+                "vector although they exist, and are fetched afterwards; set it above 1, or leave it out, for complete answers"
             )
     if persistent.type == "disabled" and volatile.type != "disabled":
         lost = "without a persistent_db, rows that are"
@@ -285,9 +287,8 @@ def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
 def _print_summary(configuration: "Configuration", report: _Report) -> None:
     rows = []
     for model, table, place, count, size_bytes in report.rows:
-        share = model.gpucacheper if model.gpucache else 0.0
         vectors = size_bytes - 8 * (count or 0)
-        figures = (f"{count:,}", f"{vectors / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
+        figures = (f"{count:,}", f"{vectors / 1e6:,.1f}", f"{_cached_rows(model, count):,}") if count else ("?",) * 3
         dim = str(table.dim) if table.row_dtype == "float32" else f"{table.dim} ({table.row_dtype})"
         rows.append((model.model, model.version, table.table_name, str(place), figures[0], dim, *figures[1:]))
     names = ("model", "version", "table", "id")
@@ -300,6 +301,16 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
     if report.updates:
         typer.echo(report.updates)
     typer.echo(f"serves on {service.scheme}://{service.host}:{service.port}")
+
+
+def _cached_rows(model: "ModelConfig", rows: int) -> int:
+    """Return the rows of a table that a cache comes to hold."""
+    from hps.cache.base import resident_rows
+    from hps.versions.deployment import is_static
+
+    if not model.gpucache or is_static(model):
+        return rows if model.gpucache else 0
+    return resident_rows(rows, math.ceil(model.gpucacheper * rows))
 
 
 def _as_json(path: Path, report: _Report, code: int) -> dict[str, Any]:

@@ -255,8 +255,8 @@ class ModelConfig(Section):
 
     row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: _float32_rows(len(data["sparse_files"])))
     gpucache: Flag = True
-    gpucacheper: Share = 0.2
-    hit_rate_threshold: Real = 0.9
+    gpucacheper: Annotated[Real, Field(ge=0, le=4)] = 0.2
+    hit_rate_threshold: Real = 1.1
     use_static_table: Flag = False
     embedding_cache_type: CacheType = Field(default="dynamic", validate_default=True)
     init_ec: Flag = True

@@ -137,7 +137,6 @@ class SessionSettings:
     Attributes:
         hit_rate_threshold: a lookup whose hit rate of a table reaches it is answered at once, with defaults for the missing
             keys, which are fetched in the background. Above 1, every lookup is complete.
-        threshold_is_default: the model sets no threshold; the first lookup that it leaves incomplete is logged.
         workspaces: maximum number of concurrent lookups.
         workspace_timeout_s: time limit of a lookup for one of them to become free.
         insert_queue_length: maximum number of batches of missing keys queued for insertion.
@@ -147,8 +146,7 @@ class SessionSettings:
         miss_paths: by table, see `Session.miss_paths`.
     """
 
-    hit_rate_threshold: float = 0.9
-    threshold_is_default: bool = False
+    hit_rate_threshold: float = 1.1
     workspaces: int = 1
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
@@ -206,7 +204,6 @@ class CachedSession:
         self._chain = chain
         self._coalescer = coalescer
         self._threshold = settings.hit_rate_threshold
-        self._tells_of_threshold = settings.threshold_is_default
         self.miss_paths = settings.miss_paths
         self._metrics = metrics
         self._max_keys = [table.max_keys for table in self.tables]
@@ -414,8 +411,6 @@ class CachedSession:
                 self._fetch_now(missed)
         if deferred:
             current.deferred += sum(by_table[table] for table in deferred)
-            if self._tells_of_threshold:
-                self._tell_of_threshold(self.tables[next(iter(deferred))])
             with self._metrics.lock:
                 for segment, missing in zip(segments, counts, strict=True):
                     if segment.table in deferred:
@@ -424,17 +419,6 @@ class CachedSession:
                 for segment, missing in zip(segments, counts, strict=True):
                     if segment.table in deferred:
                         trace.of(self.tables[segment.table].table_name).deferred += missing
-
-    def _tell_of_threshold(self, table: TableSpec) -> None:
-        self._tells_of_threshold = False
-        _log.warning(
-            "model %r sets no hit_rate_threshold, so HugeCTR's default holds: where at least %g %% of a table's keys in a "
-            "lookup are cached, as now of table %r, the others get the default vector and are fetched afterwards; set it above "
-            "1 for complete answers",
-            table.model_name,
-            100 * self._threshold,
-            table.table_name,
-        )
 
     def _fetch_now(self, missed: MissedKeys) -> None:
         table, keys = self.tables[missed.segment.table], missed.keys

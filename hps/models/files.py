@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,9 @@ CHUNK_BYTES = 16 << 20
 
 _KEY_BYTES = 8
 _UINT32_KEYS = 1 << 32
+HEAD_BYTES = 4 << 10  # of a file, to recognise other formats by
+_FEWEST_HALVES = 8  # fewer keys may look like anything
+_NPY = b"\x93NUMPY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +172,12 @@ class SparseModel:
         The latter costs one pass over `key`, which is a small part of the model.
 
         Raises:
-            ModelFileError: a file changed, or a key is outside [0, 2^32).
+            ModelFileError: a file changed, is of another format, or a key is outside [0, 2^32).
         """
         self.keys.verify()
         self.vectors.verify()
+        if other := _other_format(self.place, [_head(self.keys), b""], certain=True):  # sizes tell .npy files of vectors
+            raise ModelFileError(f"reading {self.place}: {other}")
         for start, keys in self.keys.key_chunks() if self.int32_keys else ():
             if keys.min() < 0 or keys.max() >= _UINT32_KEYS:
                 row = int(np.argmax((keys < 0) | (keys >= _UINT32_KEYS)))
@@ -214,6 +219,10 @@ def open_sparse_model(
     except ModelFileNotFoundError as error:
         raise _missing(filesystem, place, error) from error
     key_bytes, vector_bytes = (file.size_bytes for file in files)
+    if key_bytes and vector_bytes != key_bytes // _KEY_BYTES * dim * 4:
+        fits = key_bytes % 4 == 0 and vector_bytes == key_bytes * dim
+        if other := _other_format(place, [_head(file) for file in files], fits=fits):
+            raise ModelFileError(f"opening sparse model {place}: {other}")
     if (key_bytes == 0 and not delta) or key_bytes % _KEY_BYTES:
         raise ModelFileError(f"opening {key_path}: got {key_bytes} bytes, expected {_KEY_BYTES} (an int64) for every row")
     rows = key_bytes // _KEY_BYTES
@@ -245,13 +254,16 @@ def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | No
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.
-        ModelFileError: the files fit no dimension.
+        ModelFileError: the files fit no dimension, or are of another format.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(path_or_uri))
     try:
-        key_bytes, vector_bytes = (filesystem.status(within(place, name)).size_bytes for name in ("key", "emb_vector"))
+        files = [open_file(filesystem, within(place, name), {}) for name in ("key", "emb_vector")]
     except ModelFileNotFoundError as error:
         raise _missing(filesystem, place, error) from error
+    key_bytes, vector_bytes = (file.size_bytes for file in files)
+    if other := _other_format(place, [_head(file) for file in files]):
+        raise ModelFileError(f"opening sparse model {place}: {other}")
     rows, rest = divmod(key_bytes, _KEY_BYTES)
     dim, more = divmod(vector_bytes, max(rows, 1) * 4)
     if rest or more or not rows or not dim:
@@ -294,6 +306,38 @@ def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
     """
     before = int(checksum[:8] or "0", 16), int(checksum[8:] or "0", 16)
     return f"{zlib.crc32(keys.data.cast('B'), before[0]):08x}{zlib.crc32(vectors.data.cast('B'), before[1]):08x}"
+
+
+def _head(file: OpenedFile) -> bytes:
+    """Read the beginning of a file."""
+    head = bytearray(min(file.size_bytes, HEAD_BYTES))
+    if head:
+        file.read(0, memoryview(head))
+    return bytes(head)
+
+
+def _other_format(place: str, heads: Sequence[bytes], *, fits: bool = False, certain: bool = False) -> str:
+    """Say that the files of a table are .npy files, or that keys have 4 bytes, and what to do; empty if they seem right.
+
+    Small int64 keys would repeat 0 as int32, and random ones would be negative: they are taken for int32 if those are neither.
+
+    Args:
+        heads: the beginnings of `key` and `emb_vector`.
+        fits: whether there are as many keys of 4 bytes as vectors.
+        certain: say so of keys only if they also ascend, so that no pair of numbers in one int64 is refused.
+    """
+    names = [name for name, head in zip(("key", "emb_vector"), heads, strict=True) if head.startswith(_NPY)]
+    if names:
+        what = f"{' and '.join(names)} are .npy files, expected raw rows"
+        return f"{what}. `hps import {place} DESTINATION --format npy` converts them"
+    halves = np.frombuffer(heads[0][: len(heads[0]) // 4 * 4], "<i4").astype(np.int64)
+    if halves.size < _FEWEST_HALVES or halves.min() < 0:
+        return ""
+    ascend = bool((np.diff(halves) > 0).all())
+    if not (ascend or (not certain and np.unique(halves).size == halves.size)):
+        return ""
+    what = "as many keys of 4 bytes (int32) as vectors" if fits else "keys that are int32"
+    return f"got {what}, expected 8 bytes (int64). `hps import {place} DESTINATION --format int32_keys` converts them"
 
 
 def _names(filesystem: FileSystem, place: str) -> list[str]:

@@ -710,7 +710,6 @@ def _sessions(
     coalescer = FetchCoalescer(chain.fetch, chain.metrics)
     settings = SessionSettings(
         hit_rate_threshold=config.hit_rate_threshold,
-        threshold_is_default="hit_rate_threshold" not in config.model_fields_set,
         workspaces=config.num_of_worker_buffer_in_pool,
         workspace_timeout_s=config.workspace_timeout_s,
         insert_queue_length=config.insert_queue_length,

@@ -253,6 +253,17 @@ class SokDump(RawDump):
         return found
 
 
+class Int32Keys(RawDump):
+    """HugeCTR's two files of a table, `key` and `emb_vector`, with keys of 4 bytes: unsigned, as its int32 keys are."""
+
+    def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
+        there = {os.path.basename(file): file for file in self.files}
+        missing = [name for name in ("key", "emb_vector") if name not in there]
+        if missing:
+            raise ModelFileError(f"importing {self.path}: {' and '.join(missing)} not found, expected key and emb_vector")
+        return {"emb_vector": [(_Part(there["key"], "<u4"), _Part(there["emb_vector"], "<f4"))]}
+
+
 def _sok_part(file: str, kind: int, types: str) -> _Part:
     """Read the header of a file of SOK."""
     with reading(file), open(file, "rb") as stream:

@@ -1,6 +1,7 @@
 """The NumPy embedding cache: the contract, and what is its own."""
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, resident_rows
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
@@ -28,7 +29,7 @@ from hps.testing.caches import (
     vectors_of,
 )
 from hps.testing.waiting import PATIENCE_S
-from hps.types import ROW_DTYPES
+from hps.types import ROW_DTYPES, TableSpec
 
 
 class TestNumpyCache(VersionedCacheContract):
@@ -217,3 +218,17 @@ def test_vectors_in_the_place_of_rows_are_refused(row_dtype: str):
         cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32))
     assert not cache.dump(0).size
     cache.close()
+
+
+@pytest.mark.parametrize(("rows", "share"), [(7_000, 1.0), (7_000, 2.0), (7_000, 0.5), (50_000, 1.0), (14, 1.0), (7_000, 4.0)])
+def test_a_cache_comes_to_hold_what_is_said(rows: int, share: float) -> None:
+    """0.894 of the rows with room for as many, since sets overflow by chance; what does not fit is missing for ever."""
+    capacity = math.ceil(share * rows)
+    cache = NumpyCache.create([TableSpec("shop", "item", 4, 0.0, rows)], [capacity], 0)
+    keys = np.arange(rows, dtype=np.int64)
+    for _ in range(3):
+        cache.insert(0, keys, np.ones((rows, 4), np.float32))
+    said = resident_rows(rows, capacity)
+    assert abs(cache.stats(0).resident_rows - said) <= max(4 * math.sqrt(rows) / 4, 4)
+    assert said == rows or share < 4
+    assert resident_rows(0, capacity) == resident_rows(rows, 0) == 0

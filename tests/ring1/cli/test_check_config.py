@@ -210,19 +210,21 @@ def test_what_is_allowed_and_hardly_meant_is_a_warning(
     assert found[where][0][0] == "warning"
 
 
-def test_the_default_threshold_of_a_cache_is_a_warning(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_a_threshold_that_leaves_answers_incomplete_is_a_warning_in_keys(tmp_path: Path, content: dict[str, Any]) -> None:
     first = content["models"][0]
     del first["hit_rate_threshold"]
+    first |= {"max_batch_size": 100, "maxnum_catfeature_query_per_table_per_sample": [3, 10]}
     content["models"] = [
-        {**first, "model": "chosen", "hit_rate_threshold": 0.9},
-        {**first, "model": "without_cache", "gpucache": False},
         {**first, "model": "default"},
+        {**first, "model": "without_cache", "gpucache": False, "hit_rate_threshold": 0.9},
+        {**first, "model": "chosen", "hit_rate_threshold": 0.9},
+        {**first, "model": "one", "hit_rate_threshold": 1},
     ]
     code, found = findings(written(tmp_path, content))
-    assert (code, list(found)) == (0, ["models[2].hit_rate_threshold"])
+    assert (code, list(found)) == (0, ["models[2].hit_rate_threshold", "models[3].hit_rate_threshold"])
     [(level, text)] = found["models[2].hit_rate_threshold"]
     assert level == "warning"
-    assert "not set, so 0.9 as in HugeCTR" in text
+    assert "0.9, so up to 100 of 1,000 keys of a table in a lookup get the default vector although they exist" in text
 
 
 def test_a_file_that_is_no_json_is_reported_as_json(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
 
 
 def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
-    """test_config_documentation.py holds all others."""
+    """But for hit_rate_threshold. test_config_documentation.py holds all others."""
     said = (
-        "max_batch_size=64 gpucache=True hit_rate_threshold=0.9 gpucacheper=0.2 num_of_worker_buffer_in_pool=1 "
+        "max_batch_size=64 gpucache=True gpucacheper=0.2 num_of_worker_buffer_in_pool=1 "
         "num_of_refresher_buffer_in_pool=1 thread_pool_size=16 cache_refresh_percentage_per_iteration=0.0 refresh_delay=0.0 "
         "refresh_interval=0.0 use_static_table=False embedding_cache_type=dynamic use_context_stream=True "
         "use_hctr_cache_implementation=True init_ec=True enable_pagelock=False fp8_quant=False"

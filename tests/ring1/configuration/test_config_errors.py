@@ -55,7 +55,7 @@ MODEL_VALUES = [
     ("max_batch_size", True, "got true, expected a whole number"),
     ("max_batch_size", "8 samples", 'got "8 samples", expected a whole number'),
     ("max_batch_size", "1_000", 'got "1_000", expected a whole number'),
-    ("gpucacheper", 1.5, "got 1.5, expected at most 1"),
+    ("gpucacheper", 4.5, "got 4.5, expected at most 4"),
     ("gpucacheper", -0.1, "got -0.1, expected at least 0"),
     ("gpucacheper", float("nan"), "got nan, expected a finite number"),
     ("hit_rate_threshold", float("inf"), "got inf, expected a finite number"),
@@ -251,7 +251,7 @@ def test_a_mistake_is_one_problem(source: dict[str, Any], problem: str) -> None:
 def test_all_problems_are_in_one_report() -> None:
     first = {
         "embedding_vecsize_per_table": [0, 32, "wide"],
-        "gpucacheper": 2,
+        "gpucacheper": 5,
         "max_batchsize": 3,
         "embedding_table_names": ["user", "user", "?"],
     }
@@ -276,7 +276,7 @@ def test_all_problems_are_in_one_report() -> None:
 
 def test_the_message_holds_the_source_and_every_problem(tmp_path: Path) -> None:
     path = tmp_path / "ps.json"
-    path.write_text(json.dumps(document({"gpucacheper": 2, "max_batch_size": 0})))
+    path.write_text(json.dumps(document({"gpucacheper": 5, "max_batch_size": 0})))
     with pytest.raises(ConfigError) as caught:
         load_configuration(path)
     first, *lines = str(caught.value).splitlines()

@@ -250,7 +250,11 @@ def test_loading_changes_no_struct() -> None:
         ),
         ({"device_id": 3}, {}, "inference_params_array[0].device_id: got 3, expected one of the deployed_devices"),
         ({"deployed_devices": []}, {}, "inference_params_array[0].deployed_de ... empty list, expected at least one element"),
-        ({"cache_size_percentage": 2}, {}, "inference_params_array[0].cache_size_percentage: got 2, expected at most 1"),
+        (
+            {"cache_size_percentage": 5},
+            {},
+            "inference_params_array[0].cache_size_percentage: got 5, ... for 5 %",
+        ),
         ({"i64_input_key": "long"}, {}, 'inference_params_array[0].i64_input_key: got "long", expected true or false'),
         (
             {},

@@ -125,18 +125,6 @@ def test_at_the_threshold_of_a_table_missing_keys_get_defaults_now_and_vectors_l
     served.check(served.lookup({0: [1, 2, 3]}))
 
 
-@pytest.mark.parametrize(("default", "lines"), [(True, 1), (False, 0)])
-def test_a_default_threshold_that_leaves_an_answer_incomplete_is_logged_once(serve, caplog, default, lines):
-    served = serve(hit_rate_threshold=0.5, threshold_is_default=default)
-    served.lookup({0: [1], 1: [1, 2]})
-    served.lookup({0: [1, 2, 3]})  # complete
-    assert "hit_rate_threshold" not in caplog.text
-    for key in (4, 5, 6):
-        served.lookup({0: [1, key], 1: [1, 2, key]})
-    assert caplog.text.count("model 'model' sets no hit_rate_threshold") == lines
-    assert caplog.text.count("at least 50 %") == lines
-
-
 def test_key_that_waits_for_insertion_is_not_queued_again(serve):
     served = serve(hit_rate_threshold=0.0)
     served.database.gate = threading.Event()

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from hps.cli.app import app
 from hps.errors import (
     HPSError,
     InvalidDtypeError,
@@ -21,7 +23,8 @@ from hps.errors import (
     ModelFileNotFoundError,
 )
 from hps.ground.hashing import mix
-from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model, stored_shape
+from hps.models.importing import import_model
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray
@@ -222,6 +225,81 @@ def test_a_key_that_32_bit_serving_cannot_have_is_refused_before_the_first_row(
     message = rf"{path}/key: row {row} has key {key}, but supportlonglong=false .*set supportlonglong to true"
     with pytest.raises(ModelFileError, match=message):
         next(chunks_of(open_sparse_model(path, DIM, int32_keys=True), 1))
+
+
+# -- files of other formats --------------------------------------------------------------------------------------------
+
+
+def with_int32_keys(directory: Path, keys: KeyArray, dim: int = DIM) -> tuple[Path, FloatArray]:
+    vectors = np.arange(keys.size * dim, dtype=np.float32).reshape(-1, dim)
+    write_raw(directory, keys, vectors)
+    (directory / "key").write_bytes(keys.astype("<u4").tobytes())
+    return directory, vectors
+
+
+@pytest.mark.parametrize("rows", [8, 9, 5000])
+@pytest.mark.parametrize("order", ["ascending", "shuffled"])
+def test_keys_of_4_bytes_are_recognised_and_the_advice_converts_them(tmp_path: Path, rows: int, order: str) -> None:
+    keys = np.arange(rows, dtype=np.int64) * 3
+    if order == "shuffled":
+        np.random.default_rng(1).shuffle(keys)
+    place, vectors = with_int32_keys(tmp_path / "narrow", keys)
+    advice = f"hps import {place} DESTINATION --format int32_keys"
+    with pytest.raises(ModelFileError, match=rf"as many keys of 4 bytes .*{advice}"):
+        open_sparse_model(place, DIM)
+    with pytest.raises(ModelFileError, match=rf"keys that are int32.*{advice}"):
+        stored_shape(place)  # what `hps init` writes
+    if order == "ascending" and rows % 2 == 0:  # as many bytes as half the rows of twice the width have
+        with pytest.raises(ModelFileError, match=advice):
+            open_sparse_model(place, 2 * DIM).verify()
+    result = CliRunner().invoke(app, advice.replace("DESTINATION", str(tmp_path / "wide")).split()[1:])
+    assert result.exit_code == 0, result.output
+    wide = open_sparse_model(tmp_path / "wide", DIM)
+    wide.verify()
+    assert (tmp_path / "wide" / "key").read_bytes() == keys.tobytes()
+    assert (tmp_path / "wide" / "emb_vector").read_bytes() == vectors.tobytes()
+
+
+def test_unsigned_keys_of_4_bytes_stay_positive(tmp_path: Path) -> None:
+    keys = np.array([1, 2**31, 2**32 - 1])
+    place, _ = with_int32_keys(tmp_path / "narrow", keys)
+    import_model(place, tmp_path / "wide", file_format="int32_keys")
+    assert (tmp_path / "wide" / "key").read_bytes() == keys.tobytes()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        np.arange(1000),
+        np.arange(1000) * 2**33,
+        np.arange(1000) - 500,
+        np.arange(1000) * np.int64(-7046029254386353131),
+        np.arange(1000) << 32 | np.arange(1000)[::-1],
+        np.array([7]),
+        np.array([5, 2**40 + 3]),
+    ],
+)
+def test_keys_of_8_bytes_are_not_taken_for_narrower_ones(tmp_path: Path, keys: KeyArray) -> None:
+    place = write_raw(tmp_path / "model", keys, np.ones((keys.size, DIM), np.float32))
+    open_sparse_model(place, DIM).verify()
+    if keys.size < 3 or (keys < 2**32).all() or (keys < 0).any():
+        assert stored_shape(place) == (DIM, keys.size)
+
+
+@pytest.mark.parametrize("names", [["key"], ["emb_vector"], ["key", "emb_vector"]])
+def test_npy_files_under_hugectrs_names_are_recognised(tmp_path: Path, names: list[str]) -> None:
+    keys, vectors = np.arange(100), np.ones((100, DIM), np.float32)
+    place = write_raw(tmp_path / "model", keys, vectors)
+    for name in names:
+        with open(place / name, "wb") as file:
+            np.save(file, keys if name == "key" else vectors)
+    for refused in (lambda: open_sparse_model(place, DIM), lambda: stored_shape(place)):
+        with pytest.raises(ModelFileError, match=rf"{' and '.join(names)} are .npy files.*--format npy"):
+            refused()
+    if len(names) == 2:
+        result = CliRunner().invoke(app, ["import", str(place), str(tmp_path / "raw"), "--format", "npy"])
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / "raw" / "key").read_bytes() == keys.tobytes()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -57,8 +57,8 @@ def import_command(
         str | None,
         typer.Option(
             "--format",
-            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, hugectr, torcheasyrec, torcheasyrec_delta, sok or int32_keys. "
-            "Default: by the names of the files.",
+            help="npy, npz, safetensors, torch, parquet, dcp, dynamicemb, hugectr, torcheasyrec, torcheasyrec_delta, sok or "
+            "int32_keys. Default: by the names of the files.",
         ),
     ] = None,
     dim: Annotated[

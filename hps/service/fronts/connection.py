@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from hps.errors import HPSError
 from hps.service.fronts.answers import EncodedAnswer, Plan
 from hps.service.fronts.connections import TOO_MANY, ClientConnection
-from hps.service.fronts.heads import MAX_HEAD_BYTES, MAX_HEADERS, Chunks, Head, MalformedRequestError, answer_head, read_head
+from hps.service.fronts.heads import (
+    CACHED_HEAD_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    Chunks,
+    Head,
+    MalformedRequestError,
+    answer_head,
+    read_head,
+)
 from hps.service.fronts.lookups import FrontVersion
 from hps.service.fronts.proxy import Upstream, forwarded
 from hps.service.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
@@ -24,11 +33,13 @@ if TYPE_CHECKING:
     from hps.service.fronts.pending import Lookup
 
 _FIRST_BUFFER_BYTES: Final = 8192
+_MOST_BUFFER_BYTES: Final = MAX_HEAD_BYTES + _FIRST_BUFFER_BYTES
 _TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
 _LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
 _FIRST_REQUEST_S: Final = 0.5
+_REST_S: Final = 1.0  # without a request, after which a connection keeps nothing of the last one
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -54,8 +65,8 @@ class Connection(ClientConnection):
     """One connection. *Used only by its event loop.*
 
     Requests are served one at a time, in order: what follows stays in the buffer, and is not read once that is full. Keys of
-    binary requests are received in the slot that the owner reads.
-
+    binary requests are received in the slot that the owner reads. Room in the buffer beyond the first 8 KB is counted as memory
+    held for the client, and given back with the request.
     """
 
     def __init__(self, front: "Front") -> None:
@@ -107,16 +118,15 @@ class Connection(ClientConnection):
             self.front.exchange.release(self._slot)
             self._slot = -1
         self.hold(0)
+        self._at = self._have = 0
+        self._rest()
         self._out.clear()
 
     def get_buffer(self, hint: int) -> memoryview:
         if self._fill:
             return self._fill
         if self._have == len(self._buffer):
-            if self._at:
-                self._compact()
-            elif len(self._buffer) <= MAX_HEAD_BYTES:
-                self._grow()
+            self._compact()
         return self._view[self._have :]
 
     def buffer_updated(self, count: int) -> None:
@@ -130,7 +140,7 @@ class Connection(ClientConnection):
             self._at = self._have = 0
         elif not self._busy:
             self._advance()
-        elif self._have == len(self._buffer) and not self._at and len(self._buffer) > MAX_HEAD_BYTES:
+        elif self._have == len(self._buffer) and not self._at:
             self._pause_reading()
 
     def eof_received(self) -> bool:
@@ -157,10 +167,35 @@ class Connection(ClientConnection):
         self._buffer[:rest] = self._buffer[self._at : self._have]
         self._at, self._have = 0, rest
 
-    def _grow(self) -> None:
-        buffer = bytearray(4 * len(self._buffer))
+    def _make_room(self) -> None:
+        """Make room for more of a head or JSON part, of which the buffer may be full.
+
+        Raises:
+            OverloadedError: there is no memory for it.
+        """
+        if self._have < len(self._buffer):
+            return
+        if self._at:
+            self._compact()
+            return
+        size = min(4 * len(self._buffer), _MOST_BUFFER_BYTES)
+        self.front.memory.take(size - len(self._buffer), "reading the head of the request", spare=True)
+        self.note_sizes(size, 0)
+        self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        buffer = bytearray(size)
         buffer[: self._have] = self._view[: self._have]
         self._buffer, self._view = buffer, memoryview(buffer)
+
+    def _rest(self) -> None:
+        """Give back what was kept for a request."""
+        self._raw, self._target, self._served = b"", None, cast(Served, None)
+        if (more := len(self._buffer) - _FIRST_BUFFER_BYTES) > 0:
+            self._compact()
+            if self._have < _FIRST_BUFFER_BYTES:
+                self.front.memory.held -= more
+                self._resize(_FIRST_BUFFER_BYTES)
 
     def _pause_reading(self) -> None:
         if not self._reading_paused:
@@ -211,6 +246,7 @@ class Connection(ClientConnection):
                 raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
             if buffer.count(b"\n", self._at, self._have) > MAX_HEADERS + 1:
                 raise MalformedRequestError(f"reading a request: got more than {MAX_HEADERS} headers")
+            self._make_room()
             return
         if end - self._at > MAX_HEAD_BYTES:
             raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
@@ -253,13 +289,15 @@ class Connection(ClientConnection):
         text_bytes = self.front.text_bytes(head)
         if text_bytes >= 0 and self._may_take_slot(head.length):  # a binary lookup: its keys go to a slot
             if there < text_bytes:
+                self._make_room()
                 return
             text = bytes(self._view[self._at : self._at + text_bytes])
             target = cast(LookupTarget, self._target)
             lookup = self.front.planned(self, target, self._served, text, head.length)
             if lookup is not None and lookup.plan is not None:
                 self._lookup, self._last = lookup, None
-                if not (self.certificate or head.expects_continue) and (page := self.front.page_if_same(head.headers)) >= 0:
+                again = len(self._raw) <= CACHED_HEAD_BYTES and not (self.certificate or head.expects_continue)
+                if again and (page := self.front.page_if_same(head.headers)) >= 0:
                     self._last = Beginning(self._raw + text, head, target, lookup.version, text, lookup.plan, page)
                 self._at += text_bytes
                 self._left -= text_bytes
@@ -475,8 +513,8 @@ class Connection(ClientConnection):
         self._since = None
         self.hold(0)
         self._busy = True
-        self._lingering = unread and not isinstance(error, MalformedRequestError)
-        close = unread or isinstance(error, MalformedRequestError)
+        close = unread or self._head is None or isinstance(error, MalformedRequestError)
+        self._lingering = close and not isinstance(error, MalformedRequestError)
         self.answer(self.front.error_answer(error, self.client, self._head, self._served), close=close)
 
     def relay(self, data: bytes) -> None:
@@ -543,8 +581,10 @@ class Connection(ClientConnection):
         status, self._status = self._status, 0
         self._served.bytes_out = self._bytes_out
         self._finish(status)
+        self.note_sizes(len(self._raw) + self._served.bytes_in, self._bytes_out)
         self._busy, self._bytes_out = False, 0
         self._idle_since = time.monotonic()
+        self._rest()
         if self._lingering:
             self._since = None
             self._resume_reading()
@@ -639,8 +679,10 @@ class Connection(ClientConnection):
                 self._abort("headers", f"they did not arrive within {request_s:g} s (service.request_timeout_s)")
             else:
                 self.transport.abort()  # no request has begun
-        elif self.idle and self.completed and now - self._idle_since > keep_alive_s:
-            self.close()
+        elif self.idle and self.completed and now - self._idle_since > _REST_S:
+            self._last = None
+            if now - self._idle_since > keep_alive_s:
+                self.close()
 
     def _abort(self, reason: str, what: str) -> None:
         self.front.refusals.abort(reason, self.client or "an unknown address", what)

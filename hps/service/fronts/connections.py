@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
 _GOODBYE_S: Final = 0.5
+_MOST_TLS_READ: Final = 1 << 18
+_MOST_TLS_WRITE: Final = 1 << 20
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
 UNREAD_S: Final = 0.4
 """Of an answer without progress from one look to the next, while there is no room for others: these wait for a second."""
@@ -46,6 +48,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self.client = ""
         self.certificate: tuple[str, ...] = ()
         self._tls = tls
+        self._kept_by_tls = 0
         self._socket: asyncio.Transport | None = None  # beneath TLS
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -74,6 +77,20 @@ class ClientConnection(asyncio.BufferedProtocol):
         self.transport.close()
         if self._socket is not None and not self._socket.get_write_buffer_size():
             self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that it keeps beside a few KB of objects and what is counted as held."""
+        return self._kept_by_tls
+
+    def note_sizes(self, received: int, sent: int) -> None:
+        """Note the bytes of a request, or of a part of it, and of its answer: TLS keeps room for what it once had at a time.
+
+        A buffer of uvloop has what was received at a time, and one of OpenSSL what that is not decrypted of, a third larger.
+        """
+        if self._tls is not None:
+            kept = 7 * min(received, _MOST_TLS_READ) // 3 + 4 * min(sent, _MOST_TLS_WRITE) // 3
+            self._kept_by_tls = max(self._kept_by_tls, kept)
 
     @property
     def waiting(self) -> bool:

@@ -16,6 +16,7 @@ from hps.configuration.load import Configuration, ServiceConfig
 from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError
 from hps.ground.bounded_cache import cached_bytes
+from hps.ground.heap import bound_heap
 from hps.regions import layout
 from hps.regions.layout import FrontDescriptors, Memory
 from hps.regions.sharing import body_bytes
@@ -25,6 +26,7 @@ from hps.service.fronts.connections import UNREAD_S, ClientConnection, Connectio
 from hps.service.fronts.exchange import OwnerExchange
 from hps.service.fronts.heads import Head
 from hps.service.fronts.lookups import plan_of
+from hps.service.fronts.owner_health import OwnerHealth
 from hps.service.fronts.pending import Lookup, Requester, decode
 from hps.service.fronts.proxy import OwnerConnections
 from hps.service.fronts.published import Published
@@ -56,6 +58,7 @@ _TICK_S: Final = 0.5
 _FIGURES_S: Final = 0.2
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
+_HEAPS: Final = 2  # one thread serves
 BACKLOG: Final = 2048
 
 
@@ -111,7 +114,8 @@ class Front:
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
         self._new_id = new_ids()
-        self.owner = OwnerConnections(shared.path)
+        self.owner = OwnerConnections(shared.path, self.exchange.away)
+        self.owner_health = OwnerHealth(self.owner, self.check_ready)
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         region = self.exchange.region
@@ -402,7 +406,20 @@ class Front:
             for one in list(self.connections.order):
                 one.end_unread(now - UNREAD_S)
         self.connections.look()
+        self._count_kept()
         self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)
+
+    def _count_kept(self) -> None:
+        """Count what connections keep. Close idle ones while that is more than half of the budget, the longest idle first."""
+        kept = [(one, size) for one in self.connections.order if (size := one.kept_bytes)]
+        total = sum(size for _, size in kept)
+        for one, size in kept:
+            if total <= self.memory.limit // 2:
+                break
+            if one.idle:
+                one.close()
+                total -= size
+        self.memory.kept = total
 
     # -- figures ----------------------------------------------------------------------------------------------------------
 
@@ -419,7 +436,7 @@ class Front:
             "cpu_ns": time.process_time_ns(),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
-            "held_bytes": self.memory.held + self.exchange.slots.used,
+            "held_bytes": self.memory.held + self.memory.kept + self.exchange.slots.used,
             "cached_bytes": cached_bytes(),
         }
 
@@ -443,6 +460,7 @@ class Front:
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
             loop.add_signal_handler(number, lambda: None)
+        bound_heap(_HEAPS)
         gc.collect()  # before connections wait for it
         gc.freeze()
         await self.start(listener, grpc_listener)

@@ -10,12 +10,11 @@ import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from urllib.parse import quote
 
-import httptools
 import orjson
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
@@ -27,7 +26,7 @@ from hps.service.fronts.answers import EncodedAnswer
 from hps.service.fronts.connection import Beginning
 from hps.service.fronts.heads import Headers, given_twice
 from hps.service.fronts.http2 import HTTP2Connection, Stream, literal
-from hps.service.fronts.proxy import Upstream, forwarded
+from hps.service.fronts.proxy import forwarded
 from hps.service.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
 from hps.service.http_metrics import DISCONNECTED
 from hps.service.protocol.grpc_inference import InferAnswer, read_infer_request, stream_head, write_infer_answer
@@ -46,7 +45,10 @@ _ENCODINGS: Final = literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 _UNITS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MOST_TIMEOUT_DIGITS: Final = 8
 _MOST_MESSAGE: Final = 1500
-_WATCH_S: Final = 1.0
+_CALL_BYTES: Final = 4096  # of the objects of a call, beside its headers
+_HEADER_BYTES: Final = 250  # of the objects of a header, beside its text
+_MESSAGE_BYTES: Final = 64  # of the objects of a message, beside its bytes
+_MOST_UNKNOWN: Final = 16  # calls of a connection at a time that need a token and have none
 _CODES: Final = {  # of HTTP's status; see https://grpc.github.io/grpc/core/md_doc_statuscodes.html
     400: 3,  # INVALID_ARGUMENT
     401: 16,  # UNAUTHENTICATED
@@ -66,6 +68,7 @@ _INTERNAL: Final = 13
 _HealthResponse: Final = message("grpc.health.v1.HealthCheckResponse")
 _StreamResponse: Final = message("inference.ModelStreamInferResponse")
 _INFER: Final = "/inference.GRPCInferenceService/ModelInfer"
+_WATCH: Final = "/grpc.health.v1.Health/Watch"
 _LOAD: Final = "/inference.GRPCInferenceService/RepositoryModelLoad"
 _OF_CLIENTS: Final = (_CODES[400], _CODES[404])  # codes that are INTERNAL for a load, as in Triton, whose examples expect it
 
@@ -76,42 +79,6 @@ class CallHead(NamedTuple):
     path: str
     headers: Mapping[bytes, bytes]
     method: str = "POST"
-
-
-class _OwnerAnswer:
-    """Collects an answer of the owner's application. *One request.*
-
-    Args:
-        away: returns why there is no owner.
-    """
-
-    def __init__(self, away: Callable[[], str]) -> None:
-        self._away = away
-        self.found: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self._parser = httptools.HttpResponseParser(self)
-        self._body = bytearray()
-        self.upstream: Upstream | None = None
-
-    def chosen(self, upstream: Upstream) -> None:
-        self.upstream = upstream
-        if self.found.cancelled():
-            upstream.abandon()
-
-    def relay(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def relayed(self, keeps_alive: bool) -> None:
-        self.upstream = None
-        if not self.found.done():
-            self.found.set_result((self._parser.get_status_code(), bytes(self._body)))
-
-    def unrelayed(self, began: bool) -> None:
-        self.upstream = None
-        if not self.found.done():
-            self.found.set_exception(RequestError(503, self._away()))
-
-    def on_body(self, data: bytes) -> None:
-        self._body += data
 
 
 class GrpcCall:
@@ -130,6 +97,7 @@ class GrpcCall:
     _task: asyncio.Task[None] | None = None
     _timer: asyncio.TimerHandle | None = None
     _started = _ended = False  # sent headers; sent trailers, or lost
+    _unknown = False  # one of those that a connection has few of
     _slot = -1
 
     def __init__(self, connection: HTTP2Connection, stream: Stream, headers: Headers) -> None:
@@ -153,6 +121,8 @@ class GrpcCall:
         if headers.get(b":method") != b"POST" or not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             self._end(b"\x08\x03415" + literal(b"content-length", b"0"))
             return
+        size = _CALL_BYTES + sum(_HEADER_BYTES + len(name) + len(value) for name, value in headers.items())
+        self._hold(size, "reading the headers", spare=True)
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
         front, certificate = self.front, self.connection.certificate
@@ -165,6 +135,13 @@ class GrpcCall:
                 self.identity = served.identity
             if self._method.guarded and served.identity is None:  # the owner checks rights of all that are no lookups
                 front.authorization.admit(None, None, headers, certificate)
+        if self.identity is None and (front.authorization.asks or self._method.path == _WATCH):
+            connection = self.connection
+            if connection.unknown >= _MOST_UNKNOWN:
+                limit = f"expected at most {_MOST_UNKNOWN} calls at a time of a connection without a token"
+                raise RequestError(429, f"{self._method.path}: got one more, {limit}; end one, or send a token")
+            connection.unknown += 1
+            self._unknown = True
         if (timeout := headers.get(b"grpc-timeout")) is not None:
             seconds = _seconds(timeout)
             if seconds < self.front.settings.request_timeout_s or self._method.streams:
@@ -218,7 +195,7 @@ class GrpcCall:
             prefix.clear()
             if size > (most := self.front.settings.max_body_bytes):
                 raise too_large(f"got a message of {size} bytes", most)
-            self._hold(size)
+            self._hold(size + _MESSAGE_BYTES)
             if size <= len(data):
                 self._arrived(bytes(data[:size]))
                 return data[size:]
@@ -291,15 +268,15 @@ class GrpcCall:
                 self.fail(InvalidInputError(f"reading the request: it is not a {method.request.DESCRIPTOR.full_name}"))
                 return
             if method.streams:
-                self._hold(-len(data))
+                self._hold(-len(data) - _MESSAGE_BYTES)
                 self.reply(method.each(request))
             else:
                 self._task = self.front.loop.create_task(self._answer(method.answers(self, request)))
 
-    def _hold(self, size: int) -> None:
-        """Hold so many bytes more for messages; if negative, less."""
+    def _hold(self, size: int, what: str = "reading the request", *, spare: bool = False) -> None:
+        """Hold so many bytes more; if negative, less."""
         if size > 0:
-            self.front.memory.take(size, "reading the request")
+            self.front.memory.take(size, what, spare=spare)
         else:
             self.front.memory.held += size
         self._held += size
@@ -358,7 +335,7 @@ class GrpcCall:
         inference, self._inference = self._inference, None
         if inference is not None:
             inference.finish(200)
-            self._hold(-inference.message_bytes)
+            self._hold(-inference.message_bytes - _MESSAGE_BYTES)
 
     def fail(self, error: Exception) -> None:
         """End the call with an error."""
@@ -397,6 +374,8 @@ class GrpcCall:
             self._inference.close()
         self._hold(-self._held)
         self._messages.clear()
+        if self._unknown:
+            self.connection.unknown -= 1
         if self._timer is not None:
             self._timer.cancel()
         if self._slot >= 0:
@@ -417,13 +396,7 @@ class GrpcCall:
         lines = [(name, value) for name, value in self.head.headers.items() if not name.startswith(own)]
         headers = [(b"host", b"hps"), *lines]
         request = forwarded(method, path.encode(), headers, body, self.client, self.connection.certificate)
-        answer = _OwnerAnswer(self.front.exchange.away)
-        self.front.owner.ask(answer, request, head_only=False, chosen=answer.chosen)
-        try:
-            return await answer.found
-        finally:
-            if answer.upstream is not None:
-                answer.upstream.abandon()
+        return await self.front.owner.answer_of(request)
 
     async def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Ask the owner's application for JSON.
@@ -633,15 +606,8 @@ async def _live(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     yield message("inference.ServerLiveResponse")(live=status == 200)
 
 
-async def _is_ready(call: GrpcCall) -> bool:
-    try:
-        return (await call.ask("GET", "/v2/health/ready"))[0] == 200
-    except (RequestError, NotReadyError):
-        return False
-
-
 async def _ready(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
-    yield message("inference.ServerReadyResponse")(ready=await _is_ready(call))
+    yield message("inference.ServerReadyResponse")(ready=await call.front.owner_health.is_ready())
 
 
 async def _model_ready(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
@@ -708,19 +674,20 @@ def _parsed(name: str, found: Any) -> Any:
 async def _check(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
     if request.service and request.service not in _SERVICES:
         raise RequestError(404, f"got service {request.service[:120]!r}, expected one of {', '.join(_SERVICES)}")
-    yield _HealthResponse(status="SERVING" if await _is_ready(call) else "NOT_SERVING")
+    yield _HealthResponse(status=_status(await call.front.owner_health.is_ready()))
 
 
 async def _watch(call: GrpcCall, request: Any) -> AsyncIterator[Any]:
-    before = ""
-    while True:
-        status = "SERVICE_UNKNOWN"
-        if not request.service or request.service in _SERVICES:
-            status = "SERVING" if await _is_ready(call) else "NOT_SERVING"
-        if status != before:
-            yield _HealthResponse(status=status)
-            before = status
-        await asyncio.sleep(_WATCH_S)
+    if request.service and request.service not in _SERVICES:
+        yield _HealthResponse(status="SERVICE_UNKNOWN")
+        await asyncio.Event().wait()  # until the client ends the call
+    async with aclosing(call.front.owner_health.watch()) as found:
+        async for ready in found:
+            yield _HealthResponse(status=_status(ready))
+
+
+def _status(ready: bool) -> str:
+    return "SERVING" if ready else "NOT_SERVING"
 
 
 def _reflect(package: str, request: Any) -> Any:

@@ -13,7 +13,8 @@ from hps.service.targets import lookup_target
 
 MAX_HEAD_BYTES: Final = 65_536
 MAX_HEADERS: Final = 128
-_CACHED_BYTES = 2048
+CACHED_HEAD_BYTES: Final = 2048
+"""Maximum length of a head that is remembered."""
 _LINE_BYTES = 400  # of a header beyond its text: a tuple, two objects, a place in the dict
 _MOST_LENGTH_DIGITS = 19
 _MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
@@ -168,7 +169,7 @@ def read_head(raw: bytes) -> Head:
     Raises:
         MalformedRequestError: it is not one of HTTP/1.1.
     """
-    return _cached(raw) if len(raw) <= _CACHED_BYTES else Head(raw)
+    return _cached(raw) if len(raw) <= CACHED_HEAD_BYTES else Head(raw)
 
 
 def answer_head(

@@ -46,7 +46,10 @@ _SHARE_BYTES: Final = 1 << 17  # of one stream before it is another's turn
 _MOST_CONTROL: Final = 1024  # frames that wait while the client does not read
 _FREE_RESETS: Final = 256  # of a connection that has no answers
 _LEAST_PROGRESS_BYTES: Final = 65_536
-_KNOWN_BLOCKS: Final = 64
+_MOST_KNOWN_BYTES: Final = 1 << 14  # of blocks of headers that are remembered
+_LONGEST_KNOWN: Final = 1024  # block of headers that is
+_KNOWN_BYTES: Final = 250  # of the objects of a header in it, beside its text
+_REST_S: Final = 1.0  # without a stream, after which a connection keeps nothing
 _OTHERS: Final = "it is not read, and other lookups need its memory (service.max_held_bytes)"
 _NAME: Final = re.compile(rb":?[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _ILLEGAL: Final = re.compile(rb"[\r\n\0]").search
@@ -144,6 +147,7 @@ class HTTP2Connection(ClientConnection):
 
     Attributes:
         last: what the last lookup began with.
+        unknown: number of open streams that need a token and have none.
     """
 
     def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, Headers], StreamRequest]) -> None:
@@ -151,7 +155,8 @@ class HTTP2Connection(ClientConnection):
         self._idle_since = self.opened
         self.last: Beginning | None = None
         self._begin = begin
-        self._buffer = bytearray(_BUFFER_BYTES)
+        self.unknown = 0
+        self._buffer = bytearray()  # until something arrives
         self._view = memoryview(self._buffer)
         self._have = 0
         self._greeted = self._gone = self._reading = self._scheduled = False
@@ -160,6 +165,7 @@ class HTTP2Connection(ClientConnection):
         self._ends = self._closing = False  # refuses streams, and closes after the last one; waits for the client to close
         self._decoder = Decoder(_MOST_HEADERS)
         self._known: dict[bytes, Headers] = {}  # blocks of headers that left the decoder's table and its size alone
+        self._known_bytes = 0
         self._block: bytearray | None = None  # headers that are not complete
         self._block_of = (0, 0)
         self._streams: dict[int, Stream] = {}
@@ -202,10 +208,15 @@ class HTTP2Connection(ClientConnection):
         self._unflushed.clear()
 
     def get_buffer(self, hint: int) -> memoryview:
+        if not self._buffer:
+            self._buffer = bytearray(_BUFFER_BYTES)
+            self._view = memoryview(self._buffer)
         return self._view[self._have :]
 
     def buffer_updated(self, count: int) -> None:
         self._have += count
+        if self._tls is not None:
+            self.note_sizes(4 * count if self._have == _BUFFER_BYTES else count, 0)  # it gives at most what there is room for
         self._reading = True
         try:
             self._read()
@@ -356,10 +367,17 @@ class HTTP2Connection(ClientConnection):
         if not all(map(_NAME, found)) or any(map(_ILLEGAL, found.values())):
             raise _ProtocolError(PROTOCOL_ERROR, "got a header that is none (RFC 9113, section 8.2.1)")
         if len(table) != before[0] or (table and table[0] is not before[1]) or self._decoder.header_table_size != before[2]:
-            self._known.clear()
-        elif len(self._known) < _KNOWN_BLOCKS:
-            self._known[block] = found
+            self._forget_blocks()
+        elif len(block) <= _LONGEST_KNOWN:
+            size = 2 * len(block) + sum(_KNOWN_BYTES + len(name) + len(value) for name, value in found.items())
+            if self._known_bytes + size <= _MOST_KNOWN_BYTES:
+                self._known[block] = found
+                self._known_bytes += size
         return found
+
+    def _forget_blocks(self) -> None:
+        self._known.clear()
+        self._known_bytes = 0
 
     def _take_window(self, number: int, payload: memoryview) -> None:
         _check_size(payload, 4)
@@ -493,6 +511,7 @@ class HTTP2Connection(ClientConnection):
                 self._answers += 1
                 done.append(stream)
         if lines:
+            self.note_sizes(0, _TURN_BYTES - left)
             self.transport.writelines(lines)
         for stream in done:
             self._finish(stream)
@@ -536,6 +555,10 @@ class HTTP2Connection(ClientConnection):
     @property
     def idle(self) -> bool:
         return self.waiting
+
+    @property
+    def kept_bytes(self) -> int:
+        return len(self._buffer) + self._known_bytes + super().kept_bytes
 
     @property
     def unread_since(self) -> float:
@@ -610,8 +633,12 @@ class HTTP2Connection(ClientConnection):
                 self._unread, self._unread_since = unread, now
             elif now - self._unread_since > answer_s:
                 self._abort(_no_progress(unread, answer_s))
-        elif not self._streams and now - self._idle_since > (keep_alive_s if self.completed and not self._have else request_s):
-            self.close()
+        elif not self._streams:
+            idle_s = now - self._idle_since
+            if idle_s > _REST_S:
+                self._rest()
+            if idle_s > (keep_alive_s if self.completed and not self._have else request_s):
+                self.close()
         for stream in [*self._streams.values()]:
             stream.request.look(now, request_s)
             if stream.unsent and not self._stalled:
@@ -621,6 +648,14 @@ class HTTP2Connection(ClientConnection):
                 elif now - stream._unread_since > answer_s and stream.id in self._streams:
                     self.front.refusals.abort("answer", self.client or "an unknown address", _no_progress(unread, answer_s))
                     self.reset(stream, CANCEL)
+
+    def _rest(self) -> None:
+        """Give back what was kept for the next stream."""
+        self.last = None
+        self._forget_blocks()
+        if not self._have and self._buffer:
+            self._buffer = bytearray()
+            self._view = memoryview(self._buffer)
 
     def _abort(self, what: str) -> None:
         self.front.refusals.abort("answer", self.client or "an unknown address", what)

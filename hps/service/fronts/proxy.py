@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from hps.service.http_answer import CLIENT, CLIENT_CERTIFICATE
+from hps.service.http_answer import CLIENT, CLIENT_CERTIFICATE, RequestError
 
 _MOST_IDLE = 8
 _CONNECT_S = 1.0
@@ -137,15 +137,53 @@ class Upstream(asyncio.Protocol):
         self._done = True
 
 
+class _WholeAnswer:
+    """Collects an answer of the owner's application. *One request.*
+
+    Args:
+        away: returns why there is no owner.
+    """
+
+    def __init__(self, away: Callable[[], str]) -> None:
+        self._away = away
+        self.found: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = bytearray()
+        self.upstream: Upstream | None = None
+
+    def chosen(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        if self.found.cancelled():
+            upstream.abandon()
+
+    def relay(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def relayed(self, keeps_alive: bool) -> None:
+        self.upstream = None
+        if not self.found.done():
+            self.found.set_result((self._parser.get_status_code(), bytes(self._body)))
+
+    def unrelayed(self, began: bool) -> None:
+        self.upstream = None
+        if not self.found.done():
+            self.found.set_exception(RequestError(503, self._away()))
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+
+
 class OwnerConnections:
     """Connections to the owner's application. *One per event loop.*
 
     Args:
         path: of its unix socket.
+        away: returns why there is no owner.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, away: Callable[[], str]) -> None:
         self._path = path
+        self._away = away
         self._idle: list[Upstream] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -160,6 +198,20 @@ class OwnerConnections:
         task = asyncio.get_running_loop().create_task(self._connect(client, request, head_only, chosen))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def answer_of(self, request: bytes) -> tuple[int, bytes]:
+        """Send a request, and return the status and the body of its answer.
+
+        Raises:
+            RequestError: 503, the owner's application is not there.
+        """
+        answer = _WholeAnswer(self._away)
+        self.ask(answer, request, head_only=False, chosen=answer.chosen)
+        try:
+            return await answer.found
+        finally:
+            if answer.upstream is not None:
+                answer.upstream.abandon()
 
     async def _connect(self, client: Recipient, request: bytes, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
         loop = asyncio.get_running_loop()

@@ -75,7 +75,7 @@ def answer(name: bytes, *lines: bytes) -> bytes:
 async def opened(place: Path) -> AsyncIterator[tuple[Application, OwnerConnections]]:
     application, path = Application(), str(place / "owner.sock")
     server = await asyncio.start_unix_server(application.serve, path)
-    pool = OwnerConnections(path)
+    pool = OwnerConnections(path, str)
     try:
         yield application, pool
     finally:
@@ -170,7 +170,7 @@ async def test_an_application_that_ends_is_told_to_those_who_wait(application: A
 
 def test_an_application_that_is_not_there_is_told(tmp_path: Path) -> None:
     async def main() -> None:
-        pool = OwnerConnections(str(tmp_path / "nowhere"))
+        pool = OwnerConnections(str(tmp_path / "nowhere"), str)
         for _ in range(2):
             lost = Asker(pool, b"a")
             await lost.end()

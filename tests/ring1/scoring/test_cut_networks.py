@@ -251,6 +251,18 @@ def test_another_dtype_is_refused(name: str, dtype: Any) -> None:
         read_request(signature(), {**given, name: given[name].astype(dtype)}, MOST, "m")
 
 
+@pytest.mark.parametrize("names", [("hist", "codes"), ("codes", "hist")])
+def test_no_samples_leave_the_sizes_to_what_is_given_once(names: tuple[str, str]) -> None:
+    said = {"hist": {"dtype": "int64", "shape": [-1, "n"]}, "codes": {"shape": [-1, "n"], "per_request": True}}
+    network = {"format": "onnx", "file": "f", "outputs": ["all"], "sizes": {"n": 2}, "guards": ["n == 2", "samples >= 2"]}
+    ours = signature_of(load_dense({**network, "inputs": {name: said[name] for name in names}}), FakeTables(*DIMS).specs)
+    given = {"hist": np.empty((0, 0), np.int64), "codes": np.ones((1, 7), np.float32)}
+    request = read_request(ours, given, MOST, "m")
+    assert (request.samples, request.sizes) == (0, {"n": 7})
+    with pytest.raises(hps.InvalidInputError, match=r"with n [37], as of another input"):
+        read_request(ours, {**given, "hist": np.empty((2, 3), np.int64), "codes": np.ones((2, 7), np.float32)}, MOST, "m")
+
+
 def test_more_keys_than_the_table_allows_are_refused() -> None:
     ours = signature()
     most = ours.limits[0]

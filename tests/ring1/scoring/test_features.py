@@ -147,6 +147,8 @@ def test_one_column_is_one_value_a_sample() -> None:
 
 def test_with_a_request_index_what_is_given_once_is_given_once() -> None:
     inputs = {**INPUTS, "at": {"request_index": True}}
+    nothing = {"user": np.arange(0), "history": np.arange(0), "history.offsets": np.zeros(1, np.int64)}
+    assert read(arrays(0, **nothing), **inputs).samples == read(arrays(0), **inputs).samples == 0
     assert read(arrays(), **inputs).samples == 3
     with pytest.raises(hps.InvalidInputError, match="got 3 rows of input 'user', expected 1, since the network gets it once"):
         read(arrays(user=np.arange(3)), **inputs)

@@ -85,7 +85,7 @@ def serve(
     Raises:
         ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
         MissingDependencyError: what gRPC needs is not installed.
-        HPSError: the databases could not be opened, or no model could be loaded.
+        HPSError: the databases could not be opened, or no model could be loaded, for a reason that does not pass by itself.
         SystemExit: the same in the process of the owner, which has reported it.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -336,7 +336,9 @@ def pool_kernel(name: str, shape: Shape, arithmetic: Arithmetic, kind: Kind = DY
     rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
     blocks = 1 if name != "pool" or chunks > 2 else 5 if arithmetic is Arithmetic.SUMS else 4
     sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks))
-    does = ("PLAIN", int(arithmetic is Arithmetic.SUMS)), ("MAXIMA", int(arithmetic is Arithmetic.MAXIMA))
+    does: tuple[tuple[str, int], ...] = ()
+    if name != "number":  # which reads no vector
+        does = ("PLAIN", int(arithmetic is Arithmetic.SUMS)), ("MAXIMA", int(arithmetic is Arithmetic.MAXIMA))
     own = kind.constants if name == "pool" else ()
     return Kernel(name, "pool", (*sizes, *does, ("SEGMENTS", shape.segments), *shape.constants, *own))
 

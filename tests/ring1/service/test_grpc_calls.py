@@ -98,6 +98,40 @@ async def test_the_slot_of_a_call_that_is_given_up_is_free_once_the_owner_has_an
 
 
 @beside(playing)
+async def test_a_front_is_ready_to_no_client_before_its_owner_answers_lookups(scene, front, owner, /, monkeypatch):
+    """Whatever the owner's application says."""
+
+    def yes(client, *_, **__):
+        client.relay(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        client.relayed(True)
+
+    monkeypatch.setattr(front.owner, "ask", yes)
+    triton, health = "/inference.GRPCInferenceService/", "/grpc.health.v1.Health/Check"
+    model = pb.ModelReadyRequest(name="m").SerializeToString()
+    asked = [(f"{triton}ServerReady", b""), (f"{triton}ModelReady", model), (health, b"")]  # field 1 is the answer of each
+
+    async def answers():
+        found = []
+        for path, request in asked:
+            caller = await Caller.connected(scene, front)
+            caller.number += 2
+            caller.writer.write(frame(HEADERS, 4, caller.number, call_headers(path)))
+            caller.writer.write(frame(DATA, 1, caller.number, message(request)))
+            while (one := await caller.next()).kind != DATA or one.stream != caller.number:
+                pass
+            found.append(one.payload[5:])
+        return found
+
+    for first in (1000, 2000):
+        await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+        assert await answers() == [b"\x08\x01"] * 3
+        owner = scene.another_owner(first)  # whose loop does not run yet
+        owner.publish(m=owner.deploy())
+        assert await answers() == [b"", b"", b"\x08\x02"]
+        owner.start()
+
+
+@beside(playing)
 async def test_calls_that_are_refused_are_counted_where_no_lookup_begins(scene, front, owner, /):
     caller = await Caller.connected(scene, front)
     for _ in range(2):

@@ -63,6 +63,15 @@ def test_a_repository_without_models_is_not_ready_until_there_is_one(tmp_path):
         becomes_ready(life, "m")
 
 
+def test_a_repository_that_is_missing_may_be_a_volume_that_is_not_mounted_yet(tmp_path):
+    with starting(tmp_path / "volume") as life:
+        says(life, "volume: there is no such file or directory; next try in")
+        (tmp_path / "volume").mkdir()
+        says(life, "got nothing")
+        put(tmp_path / "volume")
+        becomes_ready(life, "m")
+
+
 @pytest.mark.parametrize(
     "service", [{"allow_empty": True}, {"model_control_mode": "explicit"}, {"model_control_mode": "poll", "allow_empty": True}]
 )

@@ -151,9 +151,6 @@ def test_models_to_load_are_checked(document: Callable[..., dict[str, Any]], tmp
     content["service"] = {"load_models": ["simple"]}
     with pytest.raises(hps.ConfigError, match="expected none unless model_control_mode is explicit"):
         hps.load_configuration(content)
-    nowhere = document_of(model_repository=str(tmp_path / "nowhere"))
-    with pytest.raises(hps.ModelFileError, match="nowhere"), running_service(nowhere):
-        pass
 
 
 def test_what_a_client_got_as_configuration_can_be_sent_back(explicit: RunningService) -> None:

@@ -37,6 +37,7 @@ _DOTTED: Final = re.compile(r"(?!__)[A-Za-z0-9_]+(\.(?!__)[A-Za-z0-9_]+)*")
 _NAMES: Final = {"name", "as_name", "forward_arg_names", "user_input_name"}
 _DOTTED_NAMES: Final = {"parameter_name", "buffer_name", "tensor_constant_name", "verifiers", "fqn"}
 _ANYTHING: Final = {"as_string", "as_strings", "torch_version"}
+_FLOATS: Final = {"as_float", "as_floats", "as_float_lists", "real", "imag"}
 _DROPPED: Final = {"metadata", "treespec_namedtuple_fields"}
 _SPECS: Final = {"in_spec", "out_spec"}
 _STRUCTURES: Final = {
@@ -208,7 +209,7 @@ class _Program:
         elif key == "type":  # of a device
             if not re.fullmatch("[a-z]{1,20}", text):
                 self._refuse(key, text)
-        elif key not in _ANYTHING:
+        elif key not in _ANYTHING and not (key in _FLOATS and text in ("Infinity", "-Infinity", "NaN")):
             self._refuse(key, text)
         return text
 

@@ -208,6 +208,21 @@ class Guarded(nn.Module):
         return a.sum(1)
 
 
+class Masked(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        masked = a.masked_fill(b > 1, float("-inf")).masked_fill(b < 0, float("inf"))
+        return torch.where(b == 0, float("nan"), masked).sum(1)
+
+
+def test_floats_that_json_has_no_numbers_for_are_read() -> None:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Masked(), EXAMPLES, dynamic_shapes=({0: SAMPLES}, {0: SAMPLES}), strict=False), file)
+    network = opened(file.getvalue())
+    b = np.array([[1] * 4, [2] * 4, [-1] * 4, [0] * 4], np.float32)
+    found = network.fetch(network.run({"a": network.put(np.ones((4, 4), np.float32)), "b": network.put(b)}))
+    np.testing.assert_array_equal(found["score"], [4, -np.inf, np.inf, np.nan])
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_guards_are_checked_for_every_new_size(strict: bool) -> None:
     """PyTorch gets none of them: its own function of them takes time of guards times inputs."""

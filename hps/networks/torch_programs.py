@@ -101,7 +101,8 @@ def checked_program(name: str, content: bytes) -> CheckedProgram:
         if config := _CONFIGS.fullmatch(member):
             pickled |= _checked_config(name, member, config[1], found)
     said, has_examples = _Program(name), False
-    for member, held in found.items():
+    for member in list(found):
+        held = found.pop(member)
         if member == model:
             written[member] = json.dumps(said.checked(_json(name, member, held))).encode()
         elif _CONFIGS.fullmatch(member) or _TEXTS.fullmatch(member):

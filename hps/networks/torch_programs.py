@@ -48,9 +48,9 @@ _STRUCTURES: Final = {
 _OPERATOR: Final = re.compile(
     r"torch\.ops\.(?!higher_order\.)([A-Za-z]\w*|_quantized)\.((?!__)[A-Za-z_]\w*|__i?(?:and|or|xor|lshift|rshift)__)\.([A-Za-z]\w*)"
 )
-_HIGHER: Final = re.compile(
-    r"torch\.ops\.higher_order\.(cond|while_loop|map|map_impl|scan|associative_scan|invoke_subgraph|wrap_with_autocast|"
-    r"wrap_with_set_grad_enabled)"
+_HIGHER: Final = re.compile(  # those that run graphs of the same program
+    r"torch\.ops\.higher_order\.(cond|while_loop|map|map_impl|scan|associative_scan|invoke_subgraph|wrap|wrap_with_autocast|"
+    r"wrap_with_set_grad_enabled|tag_activation_checkpoint|strict_mode|out_dtype|auto_functionalized(_v2)?|flex_attention)"
 )
 _OF_SIZES: Final = re.compile(
     r"torch\.(sym_(not|float|int|max|min|ite|sum)|_sym_sqrt)|math\.(trunc|floor|ceil|sqrt)|"

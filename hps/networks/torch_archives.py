@@ -8,7 +8,7 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
@@ -64,12 +64,12 @@ def _opened(name: str, content: bytes) -> Iterator[zipfile.ZipFile]:
         ) from error
 
 
-def archive_of(found: Mapping[str, bytes], root: str = "archive/") -> io.BytesIO:
-    """Write members into an archive that PyTorch reads."""
+def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:
+    """Move members into an archive that PyTorch reads: weights are large, so what is written is given back."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        for name, content in found.items():
-            archive.writestr(zipfile.ZipInfo(root + name), content)
+        for name in list(found):
+            archive.writestr(zipfile.ZipInfo(root + name), found.pop(name))
     file.seek(0)
     return file
 

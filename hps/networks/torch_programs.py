@@ -37,6 +37,7 @@ _DOTTED: Final = re.compile(r"(?!__)[A-Za-z0-9_]+(\.(?!__)[A-Za-z0-9_]+)*")
 _NAMES: Final = {"name", "as_name", "forward_arg_names", "user_input_name"}
 _DOTTED_NAMES: Final = {"parameter_name", "buffer_name", "tensor_constant_name", "verifiers", "fqn"}
 _ANYTHING: Final = {"as_string", "as_strings", "torch_version"}
+_FLOATS: Final = {"as_float", "as_floats", "as_float_lists", "real", "imag"}
 _DROPPED: Final = {"metadata", "treespec_namedtuple_fields"}
 _SPECS: Final = {"in_spec", "out_spec"}
 _STRUCTURES: Final = {
@@ -47,9 +48,9 @@ _STRUCTURES: Final = {
 _OPERATOR: Final = re.compile(
     r"torch\.ops\.(?!higher_order\.)([A-Za-z]\w*|_quantized)\.((?!__)[A-Za-z_]\w*|__i?(?:and|or|xor|lshift|rshift)__)\.([A-Za-z]\w*)"
 )
-_HIGHER: Final = re.compile(
-    r"torch\.ops\.higher_order\.(cond|while_loop|map|map_impl|scan|associative_scan|invoke_subgraph|wrap_with_autocast|"
-    r"wrap_with_set_grad_enabled)"
+_HIGHER: Final = re.compile(  # those that run graphs of the same program
+    r"torch\.ops\.higher_order\.(cond|while_loop|map|map_impl|scan|associative_scan|invoke_subgraph|wrap|wrap_with_autocast|"
+    r"wrap_with_set_grad_enabled|tag_activation_checkpoint|strict_mode|out_dtype|auto_functionalized(_v2)?|flex_attention)"
 )
 _OF_SIZES: Final = re.compile(
     r"torch\.(sym_(not|float|int|max|min|ite|sum)|_sym_sqrt)|math\.(trunc|floor|ceil|sqrt)|"
@@ -100,7 +101,8 @@ def checked_program(name: str, content: bytes) -> CheckedProgram:
         if config := _CONFIGS.fullmatch(member):
             pickled |= _checked_config(name, member, config[1], found)
     said, has_examples = _Program(name), False
-    for member, held in found.items():
+    for member in list(found):
+        held = found.pop(member)
         if member == model:
             written[member] = json.dumps(said.checked(_json(name, member, held))).encode()
         elif _CONFIGS.fullmatch(member) or _TEXTS.fullmatch(member):
@@ -208,7 +210,7 @@ class _Program:
         elif key == "type":  # of a device
             if not re.fullmatch("[a-z]{1,20}", text):
                 self._refuse(key, text)
-        elif key not in _ANYTHING:
+        elif key not in _ANYTHING and not (key in _FLOATS and text in ("Infinity", "-Infinity", "NaN")):
             self._refuse(key, text)
         return text
 

@@ -29,6 +29,7 @@ _LIBRARIES: Final = {
 }
 """By format, the library that runs it, and what it takes in RAM once a small network has run: builds for the CPU."""
 _COPIES: Final = {"onnx": 3}  # of the file, on the CPU: ONNX Runtime keeps it, its weights, and those of products packed
+_REWRITTEN: Final = {"pt2", "torchscript"}  # archives that are written anew of what was checked
 _START_S: Final = 120.0  # of a process that imports an engine
 
 
@@ -55,7 +56,7 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
     else:
         yield None, Need("ram", "weights", _COPIES.get(dense.format, 1) * file_bytes)
         yield None, Need("ram", "inputs of batches", (staged + vectors) * (len(config.deployed_device_list) if on_cuda else 1))
-    copies = 2 if on_device else 1  # its content, and the weights before they are moved
+    copies = 1 + on_device + (dense.format in _REWRITTEN)  # its content, what PyTorch reads, the weights before they are moved
     yield None, Need("ram", "the network's files", copies * file_bytes, passing=True)
 
 

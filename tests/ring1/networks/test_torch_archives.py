@@ -25,7 +25,10 @@ def test_members_are_read_without_the_directory_that_they_share_and_written_agai
     content = archive(("m/version", b"1"), ("m/data/0", b"abc"))
     found = members("f", content)
     assert found == {"version": b"1", "data/0": b"abc"}
-    assert members("f", archive_of(found).getvalue()) == found
+    assert members("f", archive_of(dict(found)).getvalue()) == found
+    rest = dict(found)
+    archive_of(rest)
+    assert not rest
     assert members("f", archive(("version", b"1"), ("data/0", b"abc"))) == found
     assert member_names("f", content) == ["m/version", "m/data/0"]
 

@@ -180,6 +180,71 @@ def test_pickles_of_tensors_are_read() -> None:
     np.testing.assert_array_equal(found["score"], [12, 12])
 
 
+def test_archives_of_older_releases_are_read() -> None:
+    """PyTorch 2.6 and 2.7 saved pickles of tensors beside the JSON."""
+    weights, empty, examples = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    torch.save({"weight": nn.Parameter(torch.arange(4.0))}, weights)
+    torch.save({}, empty)
+    torch.save((EXAMPLES, {}), examples)
+    content = archive(
+        {
+            "version": b"8.20",
+            "serialized_exported_program.json": saved()[MODEL],
+            "serialized_state_dict.pt": weights.getvalue(),
+            "serialized_constants.pt": empty.getvalue(),
+            "serialized_example_inputs.pt": examples.getvalue(),
+            "extra_files/readme": b"text",
+        }
+    )
+    network = opened(content)
+    found = network.fetch(network.run({name: network.put(np.ones((2, 4), np.float32)) for name in "ab"}))
+    np.testing.assert_array_equal(found["score"], [12, 12])
+
+
+class Guarded(nn.Module):
+    def forward(self, a: torch.Tensor, *, b: dict[str, torch.Tensor]) -> torch.Tensor:
+        if a.shape[0] > 5 and a.shape[1] + b["c"].shape[1] == 6:
+            return a.sum(1) + b["c"].sum(1)
+        return a.sum(1)
+
+
+class Masked(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        masked = a.masked_fill(b > 1, float("-inf")).masked_fill(b < 0, float("inf"))
+        return torch.where(b == 0, float("nan"), masked).sum(1)
+
+
+def test_floats_that_json_has_no_numbers_for_are_read() -> None:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Masked(), EXAMPLES, dynamic_shapes=({0: SAMPLES}, {0: SAMPLES}), strict=False), file)
+    network = opened(file.getvalue())
+    b = np.array([[1] * 4, [2] * 4, [-1] * 4, [0] * 4], np.float32)
+    found = network.fetch(network.run({"a": network.put(np.ones((4, 4), np.float32)), "b": network.put(b)}))
+    np.testing.assert_array_equal(found["score"], [4, -np.inf, np.inf, np.nan])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_guards_are_checked_for_every_new_size(strict: bool) -> None:
+    """PyTorch gets none of them: its own function of them takes time of guards times inputs."""
+    free, file = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, io.BytesIO()
+    given = (torch.ones(7, 4),), {"b": {"c": torch.ones(7, 2)}}
+    shapes = {"a": free, "b": {"c": free}}
+    torch.export.save(torch.export.export(Guarded(), *given, dynamic_shapes=shapes, strict=strict), file)
+    tensors = NetworkTensor("a", "float32", (-1, -1)), NetworkTensor("c", "float32", (-1, -1))
+    network = ExportedProgram.open("dense.pt2", file.getvalue(), tensors, ("score",), None)
+    ran = []
+    for samples, width, other in [(7, 4, 2), (3, 4, 2), (8, 3, 3), (8, 4, 3), (3, 4, 2), (7, 4, 2), (6, 2, 4)]:
+        sizes = {"a": (samples, width), "c": (samples, other)}
+        inputs = {name: network.put(np.ones(shape, np.float32)) for name, shape in sizes.items()}
+        if samples > 5 and width + other == 6:
+            np.testing.assert_array_equal(network.fetch(network.run(inputs))["score"], np.full(samples, 6, np.float32))
+            ran.append(samples)
+        else:
+            with pytest.raises(ValueError, match=r"^Guard failed: .*size"):
+                network.run(inputs)
+    assert ran == [7, 8, 7, 6]
+
+
 def graph(model: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = model["graph_module"]["graph"]
     return found

@@ -117,6 +117,13 @@ def test_where_nothing_is_kept_inputs_take_those_of_a_full_batch(tmp_path: Path)
     assert found["ram", None, "inputs of batches"] == 64 * (8 * 5 + 4 * 3 + 8 + 4 * DIM)  # keys, ages, indices, vectors
 
 
+@pytest.mark.parametrize(("form", "copies"), [("arrays", 1), ("onnx", 1), ("pt2", 2), ("torchscript", 2)])
+def test_archives_that_are_written_anew_are_there_twice_while_they_are_opened(tmp_path: Path, form: str, copies: int) -> None:
+    config = configuration(tmp_path, engine=form)
+    file_bytes = (tmp_path / "m" / "1" / "dense.json").stat().st_size
+    assert planned(config)["ram", None, "the network's files"] == copies * file_bytes
+
+
 def test_each_device_has_the_network_if_its_engine_runs_there(tmp_path: Path) -> None:
     more = {"max_batch_size": 16, "deployed_device_list": [0, 2]}
     keys, ages, vectors = 8 * 2 * 16, 4 * 3 * 16, 4 * 2 * DIM * 16

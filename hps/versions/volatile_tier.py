@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 EVERY_S = 2.0
 """Seconds between two looks at the volatile database."""
 
-_PIECE_ROWS = 8192  # copied at once: up to 50 ms of Redis' time, for which a modification of the table may wait
-_PIECE_BYTES = 2 << 20  # upper bound on the same
+_PIECE_ROWS = 16_384  # copied at once: up to 50 ms of Redis' time, for which a modification waits; fewer cost Redis more each
+_PIECE_BYTES = 4 << 20  # upper bound on the same
 _MOST_LOOKED = 64  # tables at once, each two round trips
 _LOOK_S = 1.0  # between two looks whether this was closed
 _SHARE = 0.5  # of the time, for filling beside lookups; all of it without

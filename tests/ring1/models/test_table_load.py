@@ -820,3 +820,17 @@ def test_what_errors_say_loads_a_table_again(configuration: dict[str, Any], tmp_
     assert result.exit_code == 0, result.output
     with hps.HPS(configuration) as server:
         assert served(server) == FILES
+
+
+def test_keys_of_4_bytes_are_refused_before_a_database_loses_what_it_has(
+    source: str, tmp_path: Path, persistent: Persistent
+) -> None:
+    """Their files fit half the rows of twice the width."""
+    load_table(TABLE, source, [persistent])
+    (narrow := tmp_path / "narrow").mkdir()
+    (narrow / "key").write_bytes(np.arange(ROWS, dtype=np.int32).tobytes())
+    (narrow / "emb_vector").write_bytes(np.ones((ROWS, DIM // 2), np.float32).tobytes())
+    for databases in ([persistent], []):
+        with pytest.raises(ModelFileError, match=r"keys that are int32.*--format int32_keys"):
+            load_table(TABLE, str(narrow), databases)
+    assert held(persistent) == FILES

@@ -554,6 +554,18 @@ def test_a_probe_takes_another_width_for_good_where_a_load_replaces_it(filled: P
     assert (result.level, f"holds vectors of {DIM} floats" in result.text) == (level, not loads)
 
 
+def test_a_probe_takes_a_table_that_is_still_to_be_loaded_for_good(filled: Path):
+    with opened(filled) as writer:
+        writer.open_table(OTHER, DIM)
+    model, table = OTHER.split(".")[1:]
+    tables = {TableSpec(model, table, DIM, 0.0, 1): 0}
+    assert [one.tag for one in tables] == [OTHER]
+    for read_only, level in ((False, "good"), (True, "wrong")):
+        config = SimpleNamespace(path=str(filled), read_only=read_only, initialize_after_startup=not read_only)
+        [result] = RocksDatabase.probe(config, tables)
+        assert result.level == level, result.text
+
+
 def test_a_probe_does_not_wait_for_a_load_that_is_running(filled: Path):
     config = SimpleNamespace(path=str(filled), read_only=True, initialize_after_startup=False)
     with opened(filled) as writer:

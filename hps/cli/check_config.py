@@ -226,12 +226,14 @@ def _check_table(
 ) -> tuple[int, int]:
     """Return width and rows of a table's files."""
     from hps.models.deltas import open_table_files
-    from hps.models.files import stored_shape
+    from hps.models.files import SparseModel, stored_shape
 
     if wrong_width:
         return stored_shape(source.place, sources)
     files = open_table_files(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
     files.verify()
+    if isinstance(files, SparseModel):
+        files.check_format()
     return table.dim, files.rows
 
 

@@ -166,18 +166,25 @@ class SparseModel:
         """As `OpenedFile.may_change_unseen`, of any file."""
         return self.keys.may_change_unseen() or self.vectors.may_change_unseen()
 
+    def check_format(self) -> None:
+        """Look at the first keys, since keys of 4 bytes fit vectors of twice the width. Sizes tell .npy files of vectors.
+
+        Raises:
+            ModelFileError: the files are of another format.
+        """
+        if other := _other_format(self.place, [_head(self.keys), b""], certain=True):
+            raise ModelFileError(f"reading {self.place}: {other}")
+
     def verify(self) -> None:
         """Check, before any row is used, that the files have not changed since they were opened, and `int32_keys`.
 
         The latter costs one pass over `key`, which is a small part of the model.
 
         Raises:
-            ModelFileError: a file changed, is of another format, or a key is outside [0, 2^32).
+            ModelFileError: a file changed, or a key is outside [0, 2^32).
         """
         self.keys.verify()
         self.vectors.verify()
-        if other := _other_format(self.place, [_head(self.keys), b""], certain=True):  # sizes tell .npy files of vectors
-            raise ModelFileError(f"reading {self.place}: {other}")
         for start, keys in self.keys.key_chunks() if self.int32_keys else ():
             if keys.min() < 0 or keys.max() >= _UINT32_KEYS:
                 row = int(np.argmax((keys < 0) | (keys >= _UINT32_KEYS)))

@@ -187,13 +187,18 @@ class TableLoad:
             if isinstance(database, PersistentDatabase) and database.must_drop(
                 stored.tag, stored.width, force=self._targets.force
             ):
-                self._model.verify()  # before a database loses what it has
+                self._verify()  # before a database loses what it has
                 _log.warning(
                     "Table: %s; %s drops what it holds, of another width or by force, and loads it anew.",
                     self._tag,
                     database.kind,
                 )
                 database.drop_table(stored.tag)
+
+    def _verify(self) -> None:
+        self._model.verify()
+        if isinstance(self._model, SparseModel):
+            self._model.check_format()
 
     def run(self) -> LoadReport:
         """Load the databases.
@@ -214,7 +219,7 @@ class TableLoad:
         authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
         differs = self._carried is not None or (authority is not None and self._differs(authority))
         if not all(self._is_whole(record) for record in records):
-            self._model.verify()  # before a database loses what it has
+            self._verify()  # before a database loses what it has
         self._watched = self._model.may_change_unseen()
         whole = authority is not None and self._is_whole(authority.load_record(self._tag_in(authority)))
         if self._watched and whole and not self._targets.force:
@@ -264,6 +269,7 @@ class TableLoad:
             for keys, vectors in Merge(self._model).chunks():
                 self._nonfinite.add(keys, vectors)
         else:
+            self._model.check_format()
             checksum = self._counted(self._model, 0, self._model.rows)
             if self._model.is_summed:
                 self._model.check_content(checksum)

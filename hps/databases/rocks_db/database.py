@@ -256,18 +256,20 @@ class RocksDatabase(PersistentDatabase):
         if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
             return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
         held: set[str] = set()
+        loads = config.initialize_after_startup
         holder = 0 if config.read_only else _writer_of(path)
         try:
             if config.read_only or (path == place and directory.check_directory(path, read_only=False)):
                 with closing(cls(path, read_only=True, num_threads=1, load_timeout_s=0)) as database:
                     held = set(database.tags())
                     for spec in tables:
-                        if spec.tag in held and not (
-                            config.initialize_after_startup and database.must_drop(spec.tag, spec.width)
-                        ):
+                        if spec.tag in held and config.read_only:
                             database.open_table(spec.tag, spec.width)
+                        elif spec.tag in held and not (loads and database.must_drop(spec.tag, spec.width)):
+                            database.check_table(spec.tag, spec.width)
         except DatabaseError as error:
-            return [CheckResult("unreachable" if holder else "wrong", where, str(error))]
+            passes = holder or isinstance(error, DatabaseTimeoutError)
+            return [CheckResult("unreachable" if passes else "wrong", where, str(error))]
         there = sum(spec.tag in held for spec in tables)
         state = (
             f"{path} holds {there} of {len(tables)} tables" if held else f"{path} would be made" if path != place else f"{path}"
@@ -275,7 +277,7 @@ class RocksDatabase(PersistentDatabase):
         if holder:
             what = f"{state}; process {holder} has it open, and only one may write to it: stop that process first"
             return [CheckResult("unreachable", where, what)]
-        needed = sum(size for spec, size in tables.items() if spec.tag not in held) if config.initialize_after_startup else 0
+        needed = sum(size for spec, size in tables.items() if spec.tag not in held) if loads else 0
         free = shutil.disk_usage(place).free
         room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
         if needed > free:
@@ -325,6 +327,11 @@ class RocksDatabase(PersistentDatabase):
     def _is_whole(self, tag: str) -> bool:
         record = self._records.get(tag)
         return record is not None and record.complete
+
+    def check_table(self, tag: str, dim: int) -> None:
+        """Check that an existing table can be opened with this width, whatever rows it has."""
+        with self._calls, self._tables_lock:
+            self._width(tag, dim)
 
     def must_drop(self, tag: str, dim: int, *, force: bool = False) -> bool:
         with self._calls, self._tables_lock:

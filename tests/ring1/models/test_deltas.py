@@ -18,6 +18,7 @@ from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import CapacityError, DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.ground.rows import encode
 from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
+from hps.models.files import HEAD_BYTES
 from hps.models.repository import VersionFiles, table_sources
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadTargets, TableLoad
@@ -147,7 +148,7 @@ def test_the_rows_that_a_base_shares_do_not_cross_the_network_twice(versions: Ve
             return found
 
         versions.load("1", [persistent], **root)
-        assert read() == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
+        assert read() == {"key": 8 * ROWS + HEAD_BYTES, "emb_vector": 4 * DIM * ROWS}
         report = versions.load("2", [MemoryDatabase(), persistent], **root)
         # 1.5 % of the rows; their keys are read twice
         changed = {"key": 16 * CHANGED.size, "emb_vector": 4 * DIM * CHANGED.size, "deleted": 8 * DELETED.size}

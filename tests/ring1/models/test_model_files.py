@@ -251,11 +251,11 @@ def test_keys_of_4_bytes_are_recognised_and_the_advice_converts_them(tmp_path: P
         stored_shape(place)  # what `hps init` writes
     if order == "ascending" and rows % 2 == 0:  # as many bytes as half the rows of twice the width have
         with pytest.raises(ModelFileError, match=advice):
-            open_sparse_model(place, 2 * DIM).verify()
+            open_sparse_model(place, 2 * DIM).check_format()
     result = CliRunner().invoke(app, advice.replace("DESTINATION", str(tmp_path / "wide")).split()[1:])
     assert result.exit_code == 0, result.output
     wide = open_sparse_model(tmp_path / "wide", DIM)
-    wide.verify()
+    wide.check_format()
     assert (tmp_path / "wide" / "key").read_bytes() == keys.tobytes()
     assert (tmp_path / "wide" / "emb_vector").read_bytes() == vectors.tobytes()
 
@@ -281,7 +281,7 @@ def test_unsigned_keys_of_4_bytes_stay_positive(tmp_path: Path) -> None:
 )
 def test_keys_of_8_bytes_are_not_taken_for_narrower_ones(tmp_path: Path, keys: KeyArray) -> None:
     place = write_raw(tmp_path / "model", keys, np.ones((keys.size, DIM), np.float32))
-    open_sparse_model(place, DIM).verify()
+    open_sparse_model(place, DIM).check_format()
     if keys.size < 3 or (keys < 2**32).all() or (keys < 0).any():
         assert stored_shape(place) == (DIM, keys.size)
 

@@ -4,6 +4,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import shutil
 import threading
 import time
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 import hps
 from hps.cli.app import app
-from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.base import LOAD_AGAIN, Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import DENSE_ROWS
 from hps.databases.rocks_db.database import RocksDatabase
@@ -796,3 +797,40 @@ def test_rows_that_caches_alone_hold_are_counted(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=rf"1 of {ROWS} rows have an infinity or NaN"):
         load_table(TABLE, source, [])
     assert load_table(TABLE, source, [], max_nonfinite_rows=1).nonfinite_rows == 1
+
+
+@pytest.mark.parametrize("what", ["width", "record", "rows"])
+def test_what_errors_say_loads_a_table_again(configuration: dict[str, Any], tmp_path: Path, what: str) -> None:
+    """A table of HugeCTR's with another width, a damaged record, and a table that lost its rows."""
+    (path := tmp_path / "ps.json").write_text(json.dumps(configuration))
+    with closing(RocksDatabase(configuration["persistent_db"]["path"])) as database:
+        if what == "width":
+            database.open_table(TAG, DIM + 1)
+            database.insert(TAG, KEYS, np.ones((ROWS, DIM + 1), np.float32))
+        else:
+            database.open_table(TAG, DIM)
+            record = LoadRecord("x", ROWS, ROWS)
+            database.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
+            if what == "record":
+                database._engine.write({"default": ([b"hps-server/load/" + TAG.encode()], [b"?"])}, {}, "damaging")
+    with pytest.raises(DatabaseError, match=f"{re.escape(LOAD_AGAIN)}"):
+        hps.HPS(configuration)
+    arguments = re.findall("`hps (.*)`", LOAD_AGAIN)[0].replace("CONFIG", str(path)).split()
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    with hps.HPS(configuration) as server:
+        assert served(server) == FILES
+
+
+def test_keys_of_4_bytes_are_refused_before_a_database_loses_what_it_has(
+    source: str, tmp_path: Path, persistent: Persistent
+) -> None:
+    """Their files fit half the rows of twice the width."""
+    load_table(TABLE, source, [persistent])
+    (narrow := tmp_path / "narrow").mkdir()
+    (narrow / "key").write_bytes(np.arange(ROWS, dtype=np.int32).tobytes())
+    (narrow / "emb_vector").write_bytes(np.ones((ROWS, DIM // 2), np.float32).tobytes())
+    for databases in ([persistent], []):
+        with pytest.raises(ModelFileError, match=r"keys that are int32.*--format int32_keys"):
+            load_table(TABLE, str(narrow), databases)
+    assert held(persistent) == FILES

@@ -33,6 +33,7 @@ from hps.errors import (
 from hps.registry import implementation
 from hps.testing.databases import DIM, OTHER, TAG, DatabaseContract, bits, distinct_keys, fetched, vectors_of
 from hps.testing.waiting import wait_until
+from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.tables.rocks_database import assert_holds, insert, load, opened
 
@@ -544,6 +545,35 @@ def test_a_table_that_waits_for_another_state_does_not_change_those_in_use(path:
             reader.open_table("fourth", DIM)
             reader.open_table(TAG, DIM)
             assert_holds(reader, ROWS[:2000], 2)
+
+
+@pytest.mark.parametrize(("loads", "level"), [(True, "good"), (False, "wrong")])
+def test_a_probe_takes_another_width_for_good_where_a_load_replaces_it(filled: Path, loads: bool, level: str):
+    config = SimpleNamespace(path=str(filled), read_only=False, initialize_after_startup=loads)
+    [result] = RocksDatabase.probe(config, {TableSpec("shop", "item", DIM + 1, 0.0, 1): 0})
+    assert (result.level, f"holds vectors of {DIM} floats" in result.text) == (level, not loads)
+
+
+def test_a_probe_takes_a_table_that_is_still_to_be_loaded_for_good(filled: Path):
+    with opened(filled) as writer:
+        writer.open_table(OTHER, DIM)
+    model, table = OTHER.split(".")[1:]
+    tables = {TableSpec(model, table, DIM, 0.0, 1): 0}
+    assert [one.tag for one in tables] == [OTHER]
+    for read_only, level in ((False, "good"), (True, "wrong")):
+        config = SimpleNamespace(path=str(filled), read_only=read_only, initialize_after_startup=not read_only)
+        [result] = RocksDatabase.probe(config, tables)
+        assert result.level == level, result.text
+
+
+def test_a_probe_does_not_wait_for_a_load_that_is_running(filled: Path):
+    config = SimpleNamespace(path=str(filled), read_only=True, initialize_after_startup=False)
+    with opened(filled) as writer:
+        replaced(writer, 1, 500)
+        [result] = RocksDatabase.probe(config, {TableSpec("shop", "item", DIM, 0.0, 1): 0})
+    assert result.level == "unreachable"
+    assert "500 of 2000 rows" in result.text
+    assert "is running" in result.text
 
 
 def test_read_only_of_no_database_is_refused_and_makes_none(path: Path):

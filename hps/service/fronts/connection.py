@@ -492,6 +492,8 @@ class Connection(ClientConnection):
             return
         if self._fill:
             self._left = len(self._fill)
+        elif self._head is None:
+            self._at = self._have = 0  # nobody knows where the next request begins
         elif self._left > 0:
             here = min(self._left, self._have - self._at)
             self._at, self._left = self._at + here, self._left - here

@@ -368,7 +368,7 @@ class HTTP2Connection(ClientConnection):
         if len(table) != before[0] or (table and table[0] is not before[1]) or self._decoder.header_table_size != before[2]:
             self._forget_blocks()
         elif len(block) <= _LONGEST_KNOWN:
-            size = 2 * len(block) + sum(_KNOWN_BYTES + len(name) + len(value) for name, value in found.items())
+            size = 400 + 2 * len(block) + sum(_KNOWN_BYTES + len(name) + len(value) for name, value in found.items())
             if self._known_bytes + size <= _MOST_KNOWN_BYTES:
                 self._known[block] = found
                 self._known_bytes += size

@@ -34,7 +34,6 @@ from hps.errors import (
     UnknownTableError,
     UnknownVersionError,
 )
-from hps.ground.heap import trim_heap
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.workers import new_thread
 from hps.statistics.metrics import TIERS
@@ -643,4 +642,3 @@ class LiveModels:
                     model.versions.append(_Version(deployment, "kept"))
                 self._forget_gone(name)
             self._changed.notify_all()
-        trim_heap()  # a network and its program are many objects of all sizes

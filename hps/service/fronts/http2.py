@@ -510,7 +510,8 @@ class HTTP2Connection(ClientConnection):
                 self._answers += 1
                 done.append(stream)
         if lines:
-            self.note_sizes(0, _TURN_BYTES - left)
+            if self._tls is not None:
+                self.note_sizes(0, _TURN_BYTES - left)
             self.transport.writelines(lines)
         for stream in done:
             self._finish(stream)

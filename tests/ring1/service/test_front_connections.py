@@ -614,9 +614,7 @@ async def test_idle_connections_that_keep_more_than_half_of_the_budget_are_close
     await wait_until_async(lambda: len(front.connections.order) == 3, "they are connected")
     first, second, third = front.connections.order
     for one in (first, second, third):
-        one._tls = object()
         one.note_sizes(30_000, 30_000)
-        one._tls = None
     assert first.kept_bytes == 70_000 + 40_000
     front.memory.limit_to(6 * 110_000)
     front._count_kept()

@@ -1,7 +1,7 @@
 """The C library's heap: what is freed goes back to the system, rather than waiting in a process that serves for months.
 
-By default glibc takes the largest block that was ever freed, up to 32 MB, as the size from which blocks are mapped on their own. All
-smaller ones lie in heaps, one for up to eight threads a processor, that shrink at their ends alone: one small object behind many
+By default glibc takes the largest block that was ever freed, up to 32 MB, as the size from which blocks are mapped on their
+own. Smaller ones lie in heaps, up to eight for each processor, that shrink at their ends alone: one small object behind many
 large ones keeps their memory.
 Source: mallopt(3) and malloc_trim(3).
 """

@@ -22,6 +22,7 @@ import uvloop
 from hps.configuration.load import Configuration, ServiceConfig, default_network_threads, load_configuration
 from hps.configuration.tokens import load_tokens
 from hps.errors import ConfigError, MissingDependencyError
+from hps.ground.heap import bound_heap
 from hps.ground.log_limits import OnceAMinute
 from hps.ground.progress import Progress
 from hps.ground.workers import new_thread
@@ -42,6 +43,7 @@ from hps.service.reload import compare
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.5
 _OWN_KEEP_ALIVE_S: Final = 3600  # of fronts
+_HEAPS: Final = 8  # of an owner: threads that fetch and load take memory at the same time
 
 logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
@@ -111,6 +113,7 @@ def serve(
         url: str | None = None,
     ) -> bool:
         if shared is not None:
+            bound_heap(_HEAPS)
             default_network_threads(1)  # threads of a network's operators would wait for busy processors
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)

@@ -30,6 +30,7 @@ from hps.errors import (
     UnknownDeviceError,
     UnknownTableError,
 )
+from hps.ground.heap import trim_heap
 from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.numba_kernels import compile_kernels
 from hps.ground.open_calls import OpenCalls
@@ -461,6 +462,7 @@ class Deployment:
             return True
         if self.network is not None:
             self.network.close()
+            trim_heap()  # of programs and of what was read to load them
         try:
             for table in self.tables:
                 self.chain.release_table(table, everywhere=tables == "drop")

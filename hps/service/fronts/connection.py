@@ -180,7 +180,8 @@ class Connection(ClientConnection):
             return
         size = min(4 * len(self._buffer), _MOST_BUFFER_BYTES)
         self.front.memory.take(size - len(self._buffer), "reading the head of the request", spare=True)
-        self.note_sizes(size, 0)
+        if self._tls is not None:
+            self.note_sizes(size, 0)
         self._resize(size)
 
     def _resize(self, size: int) -> None:
@@ -497,6 +498,8 @@ class Connection(ClientConnection):
             return
         if self._fill:
             self._left = len(self._fill)
+        elif self._head is None:
+            self._at = self._have = 0  # nobody knows where the next request begins
         elif self._left > 0:
             here = min(self._left, self._have - self._at)
             self._at, self._left = self._at + here, self._left - here
@@ -581,7 +584,8 @@ class Connection(ClientConnection):
         status, self._status = self._status, 0
         self._served.bytes_out = self._bytes_out
         self._finish(status)
-        self.note_sizes(len(self._raw) + self._served.bytes_in, self._bytes_out)
+        if self._tls is not None:
+            self.note_sizes(len(self._raw) + self._served.bytes_in, self._bytes_out)
         self._busy, self._bytes_out = False, 0
         self._idle_since = time.monotonic()
         self._rest()

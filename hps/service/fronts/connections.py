@@ -84,13 +84,12 @@ class ClientConnection(asyncio.BufferedProtocol):
         return self._kept_by_tls
 
     def note_sizes(self, received: int, sent: int) -> None:
-        """Note the bytes of a request, or of a part of it, and of its answer: TLS keeps room for what it once had at a time.
+        """Note the bytes of a request, or of a part of it, and of its answer within TLS, which keeps room for them.
 
         A buffer of uvloop has what was received at a time, and one of OpenSSL what that is not decrypted of, a third larger.
         """
-        if self._tls is not None:
-            kept = 7 * min(received, _MOST_TLS_READ) // 3 + 4 * min(sent, _MOST_TLS_WRITE) // 3
-            self._kept_by_tls = max(self._kept_by_tls, kept)
+        kept = 7 * min(received, _MOST_TLS_READ) // 3 + 4 * min(sent, _MOST_TLS_WRITE) // 3
+        self._kept_by_tls = max(self._kept_by_tls, kept)
 
     @property
     def waiting(self) -> bool:

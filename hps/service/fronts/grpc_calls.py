@@ -121,8 +121,7 @@ class GrpcCall:
         if headers.get(b":method") != b"POST" or not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             self._end(b"\x08\x03415" + literal(b"content-length", b"0"))
             return
-        size = _CALL_BYTES + sum(_HEADER_BYTES + len(name) + len(value) for name, value in headers.items())
-        self._hold(size, "reading the headers", spare=True)
+        self._hold(call_bytes(headers), "reading the headers", spare=True)
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
         front, certificate = self.front, self.connection.certificate
@@ -561,6 +560,11 @@ _answer_of = BoundedCache(
     write_infer_answer,
     lambda answer, text: 1000 + len(text) + sum(map(len, answer.heads)) + 80 * len(answer.heads),
 )
+
+
+def call_bytes(headers: Mapping[bytes, bytes]) -> int:
+    """Return an upper bound on what a call takes beside its messages."""
+    return _CALL_BYTES + sum(_HEADER_BYTES + len(name) + len(value) for name, value in headers.items())
 
 
 def _seconds(timeout: bytes) -> float:

@@ -369,7 +369,7 @@ class HTTP2Connection(ClientConnection):
         if len(table) != before[0] or (table and table[0] is not before[1]) or self._decoder.header_table_size != before[2]:
             self._forget_blocks()
         elif len(block) <= _LONGEST_KNOWN:
-            size = 2 * len(block) + sum(_KNOWN_BYTES + len(name) + len(value) for name, value in found.items())
+            size = 400 + 2 * len(block) + sum(_KNOWN_BYTES + len(name) + len(value) for name, value in found.items())
             if self._known_bytes + size <= _MOST_KNOWN_BYTES:
                 self._known[block] = found
                 self._known_bytes += size
@@ -511,7 +511,8 @@ class HTTP2Connection(ClientConnection):
                 self._answers += 1
                 done.append(stream)
         if lines:
-            self.note_sizes(0, _TURN_BYTES - left)
+            if self._tls is not None:
+                self.note_sizes(0, _TURN_BYTES - left)
             self.transport.writelines(lines)
         for stream in done:
             self._finish(stream)

@@ -592,3 +592,111 @@ async def test_json_above_64_kib_is_refused_if_its_parsing_takes_too_much_memory
         status, _, body = await client.answer()
         assert (status, b"parsing the request" in body) == (expected, expected != 200)
         assert front.memory.held == 0
+
+
+# -- what a connection keeps ----------------------------------------------------------------------------------------------
+
+
+def head_of(size, path="/v2/health/live"):
+    line = b"GET %s HTTP/1.1\r\nx: " % path.encode()
+    return line + b"y" * (size - len(line) - 4) + b"\r\n\r\n"
+
+
+def connection_of(front):
+    [connection] = front.connections.order
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("size", "held"), [(8000, 0), (8200, 3 * 8192), (32_700, 3 * 8192), (33_000, 65_536), (65_536, 65_536)]
+)
+@beside(playing)
+async def test_room_for_a_head_is_held_until_its_answer(scene, front, owner, /, size, held):
+    client = await scene.connect()
+    for _ in range(2):
+        head = head_of(size)
+        client.send(head[:-1])
+        await wait_until_async(lambda: front.connections.order and connection_of(front)._have == size - 1, "the head is there")
+        assert front.memory.held == held
+        client.send(head[-1:])
+        assert await client.status() == 200
+        assert (front.memory.held, len(connection_of(front)._buffer)) == (0, 8192)
+    client.send(head_of(size)[:-1])
+    await wait_until_async(lambda: connection_of(front)._have == size - 1, "the head is there")
+    client.reset()
+    await wait_until_async(lambda: not front.connections.order, "the connection is closed")
+    assert front.memory.held == 0
+
+
+@beside(playing)
+async def test_a_large_head_is_refused_without_memory_and_spares_the_last_quarter(scene, front, owner, /):
+    front.memory.limit_to(4 * 3 * 8192)
+    for held, status in ((2 * 3 * 8192, 200), (2 * 3 * 8192 + 1, 503)):
+        front.memory.held = held
+        client = await scene.connect()
+        client.send(head_of(20_000))
+        assert await client.status() == status
+        assert front.memory.held == held
+    assert await client.reader.read() == b""  # nobody knows where the next request begins
+    small = await scene.connect()
+    small.send(head_of(1000))
+    assert await small.status() == 200
+
+
+@beside(playing)
+async def test_requests_behind_one_that_is_under_way_get_no_more_room(scene, front, owner, /):
+    client, job = await ask(scene, owner)
+    requests = [request(range(LARGE + nth)) for nth in range(8)]
+    client.send(*[piece for one in requests for piece in one], head_of(60_000))
+    connection = connection_of(front)
+    await wait_until_async(lambda: connection._reading_paused, "the buffer is full")
+    assert (front.memory.held, len(connection._buffer)) == (0, 8192)
+    await finish(owner, client, job)
+    for nth in range(len(requests)):
+        job = await owner.job()
+        assert len(owner.keys(job)) == LARGE + nth
+        await finish(owner, client, job)
+    assert await client.status() == 200
+    assert (front.memory.held, len(connection._buffer)) == (0, 8192)
+
+
+@beside(playing)
+async def test_an_idle_connection_keeps_nothing_of_its_requests(scene, front, owner, /):
+    client = await scene.connect()
+    await served(scene, owner, client, range(LARGE), range(7, 7 + LARGE))
+    connection = connection_of(front)
+    assert connection._last is not None
+    assert [connection._raw, connection._target, connection._served] == [b"", None, None]
+    connection.look(connection._idle_since + 1, 30, 30, 75)
+    assert connection._last is not None
+    connection.look(connection._idle_since + 1.1, 30, 30, 75)
+    assert connection._last is None
+    await served(scene, owner, client, range(LARGE))
+
+
+@beside(playing)
+async def test_a_long_head_is_not_kept_for_the_next_request(scene, front, owner, /):
+    client = await scene.connect()
+    head, body = request(range(LARGE), "x: " + "y" * 3000)
+    client.send(head, body)
+    await finish(owner, client, await owner.job())
+    assert connection_of(front)._last is None
+
+
+@beside(playing)
+async def test_idle_connections_that_keep_more_than_half_of_the_budget_are_closed(scene, front, owner, /):
+    clients = [await scene.connect() for _ in range(3)]
+    await wait_until_async(lambda: len(front.connections.order) == 3, "they are connected")
+    first, second, third = front.connections.order
+    for one in (first, second, third):
+        one.note_sizes(30_000, 30_000)
+    assert first.kept_bytes == 70_000 + 40_000
+    front.memory.limit_to(6 * 110_000)
+    front._count_kept()
+    assert front.memory.kept == 3 * 110_000
+    front.memory.limit_to(4 * 110_000)
+    front._count_kept()
+    assert front.memory.kept == 2 * 110_000
+    await wait_until_async(lambda: first not in front.connections.order, "the first is closed")
+    assert [*front.connections.order] == [second, third]
+    assert len(clients) == 3

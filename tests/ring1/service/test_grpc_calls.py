@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hpack import Encoder
+from hpack import Decoder, Encoder
 from tritonclient.grpc import service_pb2 as pb
 
-from hps.service.fronts.grpc_calls import grpc_connection
+from hps.service.fronts.grpc_calls import _MESSAGE_BYTES, call_bytes, grpc_connection
 from hps.service.server import listen
 from hps.testing.waiting import wait_until_async
 from tests.servers.front_service import DIM, vectors_of
@@ -57,6 +57,11 @@ class Caller:
     async def next(self):
         word, flags, number = struct.unpack(">IBI", await self.reader.readexactly(9))
         return Frame(word & 255, flags, number, await self.reader.readexactly(word >> 8))
+
+    async def next_of(self, kind):
+        while (one := await self.next()).kind != kind:
+            pass
+        return one
 
     async def checked(self, keys=range(LARGE)):
         data = b""
@@ -177,12 +182,13 @@ async def test_the_slot_of_an_answer_that_is_not_read_is_free_when_its_client_le
 @pytest.mark.parametrize(("part", "how"), [(3, "reset"), (5, "connection"), (100, "reset"), (100, "connection")])
 @beside(playing)
 async def test_a_message_that_never_ends_is_forgotten_with_its_call(scene, front, owner, /, part, how):
-    streams = lambda: [one for connection in front.connections.order for one in connection._streams]  # noqa: E731
-    held = len(body_of(range(LARGE))) - 5 if part >= 5 else 0
+    streams = lambda: [one for connection in front.connections.order for one in connection._streams.values()]  # noqa: E731
+    size = len(body_of(range(LARGE))) - 5 + _MESSAGE_BYTES if part >= 5 else 0
+    held = lambda: sum(call_bytes(one.request.head.headers) for one in streams()) + size  # noqa: E731
     for _ in range(2):
         caller = await Caller.connected(scene, front)
         caller.call(part=part)
-        await wait_until_async(lambda: streams() and front.memory.held == held, "a part has arrived")
+        await wait_until_async(lambda: streams() and front.memory.held == held(), "a part has arrived")
         caller.leave(how)
         await wait_until_async(lambda: not streams(), "the call has ended")
         assert is_clean(front)
@@ -198,4 +204,53 @@ async def test_a_stream_holds_no_message_that_is_answered(scene, front, owner, /
         caller.writer.write(frame(DATA, 0, caller.number, message(b"\x3a\0")))  # list_services
         while (await caller.next()).kind != DATA:
             pass
-        assert front.memory.held == 0
+        [connection] = front.connections.order
+        [stream] = connection._streams.values()
+        assert front.memory.held == call_bytes(stream.request.head.headers)
+
+
+WATCH = "/grpc.health.v1.Health/Watch"
+
+
+def status_of(one):
+    return dict(Decoder().decode(one.payload)).get("grpc-status")
+
+
+async def watched(caller):
+    """Watch, and return how the call ended; None if it goes on."""
+    caller.number += 2
+    headers = call_headers(WATCH)
+    caller.writer.write(frame(HEADERS, 4, caller.number, headers) + frame(DATA, 1, caller.number, message(b"")))
+    while (one := await caller.next()).stream != caller.number:
+        pass
+    return status_of(one) if one.flags & 1 else None
+
+
+@beside(playing)
+async def test_a_connection_without_a_token_watches_with_few_calls(scene, front, owner, /):
+    for _ in range(2):
+        caller = await Caller.connected(scene, front)
+        assert [await watched(caller) for _ in range(16)] == [None] * 16
+        assert [await watched(caller) for _ in range(3)] == ["8"] * 3
+        assert front.owner_health.watchers == 16
+        caller.writer.write(frame(RESET, 0, 1, struct.pack(">I", 8)) + frame(RESET, 0, 3, struct.pack(">I", 8)))
+        await wait_until_async(lambda: front.owner_health.watchers == 14, "two have ended")
+        assert [await watched(caller) for _ in range(3)] == [None, None, "8"]
+        caller.leave("connection")
+        await wait_until_async(lambda: not front.owner_health.watchers, "all have ended")
+    assert is_clean(front)
+
+
+@beside(playing)
+async def test_calls_count_by_their_headers_until_they_end(scene, front, owner, /):
+    caller = await Caller.connected(scene, front)
+    for size, nth in ((1, 1), (10_000, 2), (10_000, 3)):
+        caller.call(part=7, x_more="y" * size)
+        held = 4096 * nth + 10_000 * (nth - 1)
+        await wait_until_async(lambda: front.memory.held > held, "the headers are there")  # noqa: B023
+        assert front.memory.held < held + 12_000
+    front.memory.limit_to(front.memory.held * 4 // 3 + 4096)
+    caller.call(part=7)
+    assert status_of(await caller.next_of(HEADERS)) == "14"
+    caller.leave("connection")
+    await wait_until_async(lambda: is_clean(front), "nothing is held")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hps.ground.bounded_cache import size_of
 from hps.service.fronts.http2 import CALM, COMPRESSION_ERROR, HTTP2Connection, Stream, literal
 from tests.servers.http2_peer import KINDS, PREFACE, Frame, call_headers, frame, settings
 
@@ -321,11 +322,52 @@ def test_a_table_that_the_client_empties_knows_nothing_more(desk: Desk) -> None:
 
 
 def test_headers_that_repeat_are_decoded_once_and_only_so_many_are_kept(desk: Desk) -> None:
+    before = desk.connection.kept_bytes
     for _ in range(2):
         assert paths(desk, *(b"\x04\x03/%02d" % nth for nth in range(66))) == [f"/{nth:02}" for nth in range(66)]
-    assert len(desk.connection._known) == 64
     same = [desk.requests[number].headers is desk.requests[number + 132].headers for number in (1, 131)]
     assert same == [True, False]
+    assert size_of(desk.connection._known) <= desk.connection.kept_bytes - before <= 1 << 14
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [literal(b"x", b"%04d" % nth + b"y" * 14_000) for nth in range(64)],
+        [literal(b"x%d" % nth, b"y" * 900) for nth in range(64)],
+        [b"".join(literal(b"%c%c" % (97 + nth // 26, 97 + nth % 26), b"") for nth in range(100))],
+    ],
+    ids=["long", "many", "small"],
+)
+def test_headers_that_never_repeat_leave_little(desk: Desk, blocks: list[bytes]) -> None:
+    for block in blocks:
+        desk.ask(2 * len(desk.requests) + 1, block)
+        desk.answer(2 * len(desk.requests) - 1)
+        desk.sent()
+    assert size_of(desk.connection._known) <= 1 << 14
+
+
+def test_a_connection_without_a_call_keeps_nothing_after_a_second(desk: Desk) -> None:
+    desk.ask(1)
+    desk.answer(1)
+    assert desk.connection.kept_bytes > 1 << 16
+    now = desk.connection._idle_since
+    desk.connection.look(now + 1, 30, 30, 75)
+    assert desk.connection.kept_bytes > 1 << 16
+    desk.connection.look(now + 1.1, 30, 30, 75)
+    assert desk.connection.kept_bytes == 0
+    desk.ask(3)  # and it answers as before
+    desk.answer(3)
+    assert desk.requests[3].told == ["end", "closed"]
+
+
+def test_a_part_of_a_frame_stays_until_the_rest_arrives(desk: Desk) -> None:
+    whole = frame(HEADERS, 5, 1, call_headers())
+    desk.receive(whole[:5])
+    desk.connection.look(desk.connection._idle_since + 2, 30, 30, 75)
+    assert desk.connection.kept_bytes == 1 << 16
+    desk.receive(whole[5:])
+    assert desk.requests[1].told == ["end"]
 
 
 def test_an_answer_keeps_within_the_windows_of_its_stream_and_of_the_connection(desk: Desk) -> None:

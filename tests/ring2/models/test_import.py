@@ -187,7 +187,12 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
         ("s3://bucket/table.npz", None, ModelFileNotFoundError, "copy a remote source first"),
         ("empty", None, ModelFileNotFoundError, "it is an empty directory"),
         ("table.csv", None, ModelFileError, r"got table\.csv, expected a name .* one of: \.npy, \.npz, \.safet.*--format"),
-        ("table.csv", "csv", ConfigError, "got 'csv', expected one of: dcp, dynamicemb, hugectr, int32_keys, npy, npz, parquet, "),
+        (
+            "table.csv",
+            "csv",
+            ConfigError,
+            "got 'csv', expected one of: dcp, dynamicemb, hugectr, int32_keys, npy, npz, parquet, ",
+        ),
         ("dir.npz", None, ModelFileError, r"got a\.npz, expected .* a directory of \.npy or of Parquet files alone"),
         ("dir.npz", "npz", ModelFileError, r"dir\.npz: .*directory"),
         ("both", None, ModelFileError, r"got a\.npy, b\.parquet, expected .* alone; say the format with --format"),

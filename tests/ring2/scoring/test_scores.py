@@ -21,6 +21,7 @@ import hps
 from hps.lookup.session import CachedSession
 from hps.scoring.scorer import Scorer
 from hps.testing.waiting import PATIENCE_S, wait_until
+from hps.versions import deployment
 from tests.fakes import entry_points
 from tests.fakes.networks import ArrayNetwork
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
@@ -100,6 +101,20 @@ def model_json(place: Path, **more: Any) -> None:
 def ask(server: hps.HPS, keys: Any = (1, 2, 3), **more: Any) -> str:
     ages = np.arange(len(keys), dtype=np.float32)
     return check(server.score("m", {"item": np.asarray(keys), "age": ages}, **more), keys, ages)
+
+
+def test_the_heap_is_trimmed_when_a_network_ends(
+    repository: Path, opened: list[ArrayNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[list[bool]] = []
+    monkeypatch.setattr(deployment, "trim_heap", lambda: ended.append([one.closed for one in opened]))
+    with hps.HPS(document(repository)) as server:
+        assert ask(server) == "1"
+        server.undeploy("m")
+        assert ended == [[True]]
+        server.deploy("m", "1")
+        server.undeploy("m")
+        assert ended == [[True], [True, True]]
 
 
 def test_deploying_and_rolling_back_move_tables_and_network(repository: Path, opened: list[ArrayNetwork]) -> None:

@@ -212,7 +212,7 @@ class TestErrors:
                 for call in calls:
                     call.cancel()
         np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([4]))), vectors_of(0, [4]))
-        wait_until(lambda: service.figure("hps_http_held_bytes") == held, "the slots are free")
+        wait_until(lambda: service.figure("hps_http_held_bytes") <= held, "the slots are free")
 
 
 def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp_path) -> None:

@@ -21,9 +21,9 @@ until they stay, and a row for which they do not becomes that of its middle.
 
 **What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or whose offset or scale would be
 beyond float16's range (65,504); for the 16 bits a finite element that would become infinite. They keep infinities, NaN and
-subnormals. A row that is too small for a format, so that it would come back off by more than a 16th of its largest element, is
-refused, too: an element of 1e-9 is 0 in float16, as is the scale of a row of such elements. Ranges of normal numbers are never
-that far off: int8's half and quarter of a scale are a 170th.
+subnormals, and round what is smaller to 0, as IEEE 754 and every framework do. int8 has no such rule to rely on: a row whose
+range is so small that its scale is a subnormal of float16, or 0, is refused if it would come back off by more than a 16th of
+its largest element. Scales that are normal numbers are never that far off: half and a quarter of one are a 170th.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,8 +41,6 @@ from hps.types import ROW_DTYPES, FloatArray, row_width
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(len(ROW_DTYPES))
 _TRIES = 8
 _LARGEST_LOSS = 1 / 16  # of a row's largest element
-_SMALL_HALF = np.int32(0x35000000)  # 2^-21: below, half a step of float16's subnormals is more than that
-_SMALL_BFLOAT = np.int32(0x00080000)  # 2^-130, likewise of bfloat16's
 
 _carray = cast(Any, numba).carray  # its types want pointers of ctypes
 _VECTORS = read_only(float32[:, ::1])
@@ -184,9 +182,9 @@ def _write_settled(vector: Any, codes: Any, again: Any, coded: Any) -> tuple[Any
 
 
 @njit()
-def _is_lost(vector: Any, row: int, again: Any, dtype: int) -> bool:
+def _is_flattened(vector: Any, row: int, again: Any) -> bool:
     """Return whether a row, given by address, stands for a vector that is far off; `again` is scratch of as many elements."""
-    decode_row(row, address_of(again), vector.size, dtype)
+    decode_row(row, address_of(again), vector.size, INT8)
     largest = error = np.float64(0.0)  # a float32 of a 16th of a subnormal would be rounded
     for j in range(vector.size):
         largest = max(largest, abs(np.float64(vector[j])))
@@ -220,21 +218,19 @@ def encode_rows(vectors: FloatArray, rows: FloatArray, dtype: int) -> Any:
                 largest = max(largest, bits[j] & np.int32(0x7FFFFFFF))
             if largest >= np.int32(0x7F800000) or scale & np.uint32(0x7C00) == 0x7C00 or offset & np.uint32(0x7C00) == 0x7C00:
                 return i
-            if scale & np.uint32(0x7C00) == 0 and _is_lost(vector, start, again, dtype):
+            if scale & np.uint32(0x7C00) == 0 and _is_flattened(vector, start, again):
                 return i
             continue
         words[rows.shape[1] - 1] = 0
         halves = _carray(pointer_to(start), (dim,), uint16)
         bits = vector.view(np.int32)
-        lost, largest = False, np.int32(0)
+        lost = False
         for j in range(dim):
-            largest = max(largest, bits[j] & np.int32(0x7FFFFFFF))
             half = half_of(vector[j]) if dtype == FLOAT16 else _bfloat_of(vector[j])
             halves[j] = half
             infinite = half & np.uint32(0x7FFF) == (0x7C00 if dtype == FLOAT16 else 0x7F80)
             lost = lost or (infinite and bits[j] & np.int32(0x7FFFFFFF) != np.int32(0x7F800000))
-        small = largest < (_SMALL_HALF if dtype == FLOAT16 else _SMALL_BFLOAT)
-        if lost or (small and _is_lost(vector, start, again, dtype)):
+        if lost:
             return i
     return n
 
@@ -292,8 +288,8 @@ def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> 
             worst = int(np.argmax(np.abs(held.astype(np.float64) - vector)))
             raise InvalidInputError(
                 f"{what}: the elements of {where}, up to {abs(vector[place]):.3g}, are too small for row_dtype {row_dtype}: "
-                f"element {worst}, {vector[worst]:.3g}, would be {held[worst]:.3g}. Store the table as "
-                f"{'float32' if row_dtype == 'bfloat16' else 'bfloat16 or float32'}, or write such rows as 0"
+                f"element {worst}, {vector[worst]:.3g}, would be {held[worst]:.3g}. Store the table as bfloat16 or float32, or "
+                "write such rows as 0"
             )
         raise InvalidInputError(
             f"{what}: got {vector[place]} as element {place} of {where}, which row_dtype {row_dtype} cannot hold; correct it, "

@@ -47,12 +47,12 @@ def vectors(draw: st.DrawFn, largest: float = 65504.0) -> FloatArray:
     return np.clip(made, -largest, largest).astype(np.float32)
 
 
-def held(own: FloatArray, row_dtype: str) -> FloatArray:
-    """The rows that are not too small for a format."""
+def held(own: FloatArray) -> FloatArray:
+    """The rows whose range is not too small for int8."""
     kept = np.zeros(len(own), bool)
     for i in range(len(own)):
         with suppress(InvalidInputError):
-            kept[i] = len(encode("x", own[i : i + 1], row_dtype)) > 0
+            kept[i] = len(encode("x", own[i : i + 1], "int8")) > 0
     return own[kept]
 
 
@@ -61,7 +61,7 @@ class TestEncoding:
     @given(own=vectors())
     @settings(max_examples=100)
     def test_rows_that_are_decoded_and_encoded_stay(self, row_dtype: str, own: FloatArray) -> None:
-        own = held(own, row_dtype)
+        own = held(own) if row_dtype == "int8" else own
         rows = encode("x", own, row_dtype)
         assert rows.shape == (len(own), row_width(own.shape[1], row_dtype))
         again = encode("x", decode(rows, own.shape[1], row_dtype), row_dtype)
@@ -78,23 +78,22 @@ class TestEncoding:
             end = rows.shape[1] * 4 - (4 if row_dtype == "int8" else 0)
             assert not rows.view(np.uint8)[:, used:end].any()
 
-    @pytest.mark.parametrize("row_dtype", FEWER_BITS)
     @given(own=vectors())
     @settings(max_examples=100)
-    def test_a_row_is_off_by_a_16th_of_its_largest_element_or_refused(self, row_dtype: str, own: FloatArray) -> None:
+    def test_an_int8_row_is_off_by_a_16th_of_its_largest_element_or_refused(self, own: FloatArray) -> None:
         for row in own:
             largest = np.abs(row.astype(np.float64)).max()
-            if not held(row[None], row_dtype).size:
-                assert largest < {"float16": 1e-6, "bfloat16": 1e-38, "int8": 1e-3}[row_dtype]
+            if not held(row[None]).size:
+                assert largest < 1e-3
                 continue
-            got = decode(encode("x", row[None], row_dtype), row.size, row_dtype)
+            got = decode(encode("x", row[None], "int8"), row.size, "int8")
             assert np.abs(got - row.astype(np.float64)).max() <= largest / 16
 
     @given(own=vectors())
     @settings(max_examples=100)
     def test_int8_is_off_by_a_step_and_what_float16_rounds(self, own: FloatArray) -> None:
         """By most half a step, a quarter at the ends, and what float16 rounds of the offset and of 255 scales."""
-        own = held(own, "int8")
+        own = held(own)
         low, high = own.min(axis=1).astype(np.float64), own.max(axis=1).astype(np.float64)
         rounded = np.maximum(np.abs(low), np.abs(high)) * 2.0**-11 + 2.0**-24  # half a unit of float16, and its subnormals
         step = (high - low + rounded) / 255 * (1 + 2.0**-10) + 2.0**-24
@@ -104,13 +103,12 @@ class TestEncoding:
 
     @given(own=vectors())
     def test_float16_is_what_numpy_makes(self, own: FloatArray) -> None:
-        own = held(own, "float16")
         got = decode(encode("x", own, "float16"), own.shape[1], "float16")
         np.testing.assert_array_equal(bits(got), bits(own.astype(np.float16).astype(np.float32)))
 
     @given(own=vectors(largest=float.fromhex("0x1.fep127")))
     def test_bfloat16_is_what_pytorch_makes(self, own: FloatArray) -> None:
-        torch, own = pytest.importorskip("torch"), held(own, "bfloat16")
+        torch = pytest.importorskip("torch")
         got = decode(encode("x", own, "bfloat16"), own.shape[1], "bfloat16")
         np.testing.assert_array_equal(bits(got), bits(torch.from_numpy(own).bfloat16().float().numpy()))
 

@@ -35,7 +35,8 @@ class Node(NamedTuple):
     unmodified: bool = True
     quarantined: bool = False
     write: tuple[str, int, int, bool] | None = None  # stage, value, values that had returned when it began, whether the first
-    fetch: tuple[int, int, bool] | None = None  # row that was read, values forbidden when it began, whether it may promote
+    # Of a fetch: row that was read, values forbidden when it began, whether it may promote, mark that was known then.
+    fetch: tuple[int, int, bool, Mark | None] | None = None
     promotion: int | None = None
     healing: bool = False
     fill: tuple[str, int] | None = None  # stage, row
@@ -169,7 +170,7 @@ class Search:
         if node.fetch:
             yield f"{i} answers", self._answered(state, i, node, *node.fetch)
         elif state.budget[FETCHES] and not node.quarantined:
-            begun = (state.row, node.forbidden, node.write is None)
+            begun = (state.row, node.forbidden, node.write is None, node.known)
             yield f"{i} reads {state.row}", _changed(_spent(state, FETCHES), i, fetch=begun)
         if node.promotion is not None and not node.write and not node.quarantined:
             value = node.promotion
@@ -180,15 +181,17 @@ class Search:
                     failed = _late(_spent(done, FAILURES), "promotion", node.known, value)
                     yield f"{i} fails to promote {value}", _changed(failed, i, quarantined=True, pen=False)
 
-    def _answered(self, state: State, i: int, node: Node, row: int, forbidden: int, promotes: bool) -> State:
+    def _answered(
+        self, state: State, i: int, node: Node, row: int, forbidden: int, promotes: bool, known: Mark | None
+    ) -> State:
         state = _changed(state, i, fetch=None)
-        if node.known is None:  # it was dropped meanwhile
+        if node.known is None or known is None:  # it was dropped meanwhile
             row = ABSENT
-        elif state.mark != node.known:
-            if not marks.counts(state.mark, self._me(node), node.known):
+        elif state.mark != known:
+            if not marks.counts(state.mark, self._me(node), known):
                 row = ABSENT
                 state = self._looked(state, i)
-            else:
+            elif node.known == known:
                 state = _changed(state, i, known=state.mark, pen=False)
         if row == ABSENT:
             row = node.row
@@ -249,8 +252,11 @@ class Search:
         if stage == "send":
             if state.mark == known:
                 yield f"{i} fills", _changed(state._replace(row=row), i, fill=None)
+            elif state.budget[REFUSALS]:
+                again = _changed(_spent(state, REFUSALS), i, pen=False, fill=("take", row))
+                yield f"{i} is refused a fill", self._looked(again, i)
             else:
-                yield f"{i} is refused a fill", _changed(self._looked(_changed(state, i, pen=False), i), i, fill=("take", row))
+                yield f"{i} gives up a fill", _changed(state, i, pen=False, fill=None)
             if state.budget[FAILURES]:
                 failed = _late(_spent(state, FAILURES), "write", known, row)
                 yield f"{i} fails to fill", _changed(failed, i, pen=False, fill=None)
@@ -278,7 +284,7 @@ class Search:
     def _writing(self, state: State, i: int, node: Node, value: int, before: int) -> State:
         token = node.token or _fresh(state)()
         write = ("take", value, before, node.unmodified)
-        fetch = node.fetch and (*node.fetch[:2], False)
+        fetch = node.fetch and (*node.fetch[:2], False, node.fetch[3])
         return _changed(state, i, row=value, token=token, write=write, fetch=fetch, promotion=None, unmodified=False)
 
     def _stored(self, state: State, i: int, value: int) -> int:
@@ -336,7 +342,7 @@ def _late(state: State, kind: str, mark: Mark | None, value: Any) -> State:
 def _fresh(state: State) -> Callable[[], str]:
     """Texts that stand nowhere in the state: nobody can tell them from ones that were never used."""
     used: set[str | None] = set()
-    held = [state.mark, *(node.known for node in state.nodes)]
+    held = [state.mark, *(node.known for node in state.nodes), *(node.fetch[3] for node in state.nodes if node.fetch)]
     for message in state.late:
         held += [part for part in message if isinstance(part, Mark)]
     for mark in held:

@@ -32,7 +32,7 @@ def tables() -> dict[str, np.ndarray]:
 def server(tmp_path: Path, tables: dict[str, np.ndarray]) -> Iterator[hps.HPS]:
     for name, rows in tables.items():
         hps.write_sparse_model(tmp_path / name, (np.arange(ROWS), rows[:-1]))
-    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT], **SETTINGS)
+    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT] * len(DIMS), **SETTINGS)
     with hps.HPS(document_of(model, device="cuda")) as server:
         yield server
 
@@ -108,7 +108,7 @@ def test_a_compiled_layer_answers_on_the_gpu(server: hps.HPS, tables: dict[str, 
 def test_layers_over_http_answer_tensors_of_the_gpu_there(tmp_path: Path, tables: dict[str, np.ndarray]) -> None:
     for name, rows in tables.items():
         hps.write_sparse_model(tmp_path / name, (np.arange(ROWS), rows[:-1]))
-    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT])
+    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT] * len(DIMS))
     with ServedProcess(document_of(model, device="cpu"), tmp_path) as served:
         layer = LookupLayer(served.url, "m", "a", DIMS["a"])
         bag = EmbeddingBag(served.url, "m", "b", DIMS["b"], mode="sum", include_last_offset=True)

@@ -23,16 +23,15 @@ def test_free_pages_between_blocks_that_stay_go_back(nth: int) -> None:
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    large, small = [], []
-    for _ in range(2000):
-        large.append(library.malloc(20_000))
-        ctypes.memset(large[-1], 1, 20_000)
-        small.append(library.malloc(64))
-    for one in large:
-        library.free(one)
+    blocks = [library.malloc(20_000) for _ in range(2000)]
+    for one in blocks:
+        ctypes.memset(one, 1, 20_000)
+    for i, one in enumerate(blocks):
+        if i % 10:
+            library.free(one)
     before = resident()
     trim_heap()
     after = resident()
-    for one in small:
+    for one in blocks[::10]:
         library.free(one)
     assert before - after > 20 * MB

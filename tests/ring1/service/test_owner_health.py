@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
+from hps.errors import NotReadyError
 from hps.service.fronts import owner_health
 from hps.service.fronts.owner_health import OwnerHealth
 from hps.service.http_answer import RequestError
@@ -17,12 +18,18 @@ class Owner:
 
     Attributes:
         ready: None: nobody is there.
+        answers: whether it answers lookups of this front; if not, it is not asked.
         asked: number of questions.
     """
 
     def __init__(self) -> None:
         self.ready: bool | None = True
+        self.answers = True
         self.asked = 0
+
+    def check_ready(self, path: str) -> None:
+        if not self.answers:
+            raise NotReadyError(path)
 
     async def answer_of(self, request: bytes) -> tuple[int, bytes]:
         assert request.startswith(b"GET /v2/health/ready HTTP/1.1\r\n")
@@ -55,7 +62,7 @@ class Watcher:
 async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_health, "_POLL_S", 0.001)
     owner = Owner()
-    health = OwnerHealth(owner)  # type: ignore[arg-type]
+    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(500)]
     wanted = []
     for ready in (True, False, None, True):
@@ -75,7 +82,7 @@ async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch
 async def test_many_that_come_at_once_take_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_health, "_POLL_S", 1000)
     owner = Owner()
-    health = OwnerHealth(owner)  # type: ignore[arg-type]
+    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(4000)]
     await wait_until_async(lambda: all(one.seen == [True] for one in watchers), "all know it")
     late = Watcher(health)
@@ -94,10 +101,20 @@ async def test_many_that_come_at_once_take_one_question(monkeypatch: pytest.Monk
 async def test_the_owner_is_asked_by_nobody_once_the_last_watcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_health, "_POLL_S", 0.001)
     owner = Owner()
-    health = OwnerHealth(owner)  # type: ignore[arg-type]
+    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     before = len(asyncio.all_tasks())
     watcher = Watcher(health)
     await wait_until_async(lambda: owner.asked > 1, "it is asked")
     await watcher.end()
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == before
+
+
+@beside()
+async def test_an_owner_that_answers_no_lookups_of_this_front_is_not_ready() -> None:
+    owner = Owner()
+    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    assert await health.is_ready()
+    owner.answers = False
+    assert not await health.is_ready()
+    assert owner.asked == 1

@@ -197,7 +197,7 @@ def test_a_load_into_a_table_that_is_dropped_meanwhile_fails(node):
 def test_a_note_that_cannot_be_read_is_an_error(node, client):
     database = node()
     client.hset(f"hps_et{{{TAG}}}m", "loaded", "{}")
-    with pytest.raises(DatabaseCorruptError, match="drop the table"):
+    with pytest.raises(DatabaseCorruptError, match="Load its model again with `hps load"):
         database.claim_load(TAG, "v1", 600)
 
 

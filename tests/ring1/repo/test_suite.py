@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests import ROOT
 from tests.ledger import read_durations
+from tests.nightly.mutants import named_bugs
 
 TESTS = ROOT / "tests"
 RINGS = ("ring1", "ring2", "nightly", "gpu")
@@ -66,3 +67,9 @@ def test_ring_1_keeps_its_budget() -> None:
     )
     total = sum(file.total_s for file in taken.values())
     assert total <= RING_1_BUDGET_S, f"ring 1 takes {total:.0f} CPU-s, expected at most {RING_1_BUDGET_S}"
+
+
+def test_each_named_bug_has_its_place_and_its_tests() -> None:
+    bugs, stale = named_bugs()
+    assert bugs
+    assert not stale

@@ -32,7 +32,9 @@ def tables() -> dict[str, np.ndarray]:
 def server(tmp_path: Path, tables: dict[str, np.ndarray]) -> Iterator[hps.HPS]:
     for name, rows in tables.items():
         hps.write_sparse_model(tmp_path / name, (np.arange(ROWS), rows[:-1]))
-    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT] * len(DIMS), **SETTINGS)
+    model = model_of(
+        "m", [tmp_path / name for name in DIMS], DIMS, default_value_for_each_table=[ABSENT] * len(DIMS), **SETTINGS
+    )
     with hps.HPS(document_of(model, device="cuda")) as server:
         yield server
 

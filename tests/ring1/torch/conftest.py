@@ -38,7 +38,12 @@ def configuration(directory: Path, **more: Any) -> tuple[dict[str, Any], dict[st
         hps.write_sparse_model(directory / name, (np.arange(ROWS), rows))
         tables[name] = torch.from_numpy(np.vstack([rows, np.full((1, dim), DEFAULT, np.float32)]))
     model = model_of(
-        "m", [directory / name for name in DIMS], DIMS, default_value_for_each_table=[DEFAULT] * len(DIMS), hit_rate_threshold=1.1, **more
+        "m",
+        [directory / name for name in DIMS],
+        DIMS,
+        default_value_for_each_table=[DEFAULT] * len(DIMS),
+        hit_rate_threshold=1.1,
+        **more,
     )
     return document_of(model), tables
 

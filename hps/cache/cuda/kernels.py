@@ -401,22 +401,24 @@ def scatter_kernel(shape: Shape) -> Kernel:
 def shape_of(tables: Sequence[Rows], asked: Sequence[int], outputs: int) -> Shape:
     """Return the shape of a launch for some of a cache's tables.
 
-    Several tables take the shape of all of them, whichever they are: it can do all that theirs could, and it is compiled, where
-    the shapes of all the subsets of tables of different widths would be too many to compile before the first lookup.
+    Tables of different rows take the shape of all of the cache's, whichever they are: it can do all that theirs could, and it is
+    compiled, where the shapes of all their subsets would be too many to compile before the first lookup.
 
     Args:
         tables: all tables of the cache.
         asked: the table of each segment.
         outputs: see `outputs_code`.
     """
-    if len(asked) == 1:
-        return Shape.of([tables[asked[0]]], outputs)
-    return Shape.of(tables, outputs)._replace(segments=SEGMENTS_AT_ONCE)
+    alike = len({tables[one] for one in asked}) == 1
+    shape = Shape.of([tables[asked[0]]] if alike else tables, outputs)
+    return shape if len(asked) == 1 else shape._replace(segments=SEGMENTS_AT_ONCE)
 
 
 def _shapes(tables: Sequence[Rows]) -> list[Shape]:
     """Return the shapes of lookups of one segment, and of several, with aligned outputs."""
-    return [*(Shape.of([rows], ALIGNED) for rows in sorted(set(tables))), shape_of(tables, (0, 0), ALIGNED)]
+    places = [tables.index(rows) for rows in sorted(set(tables))]
+    asked = [*((place,) * times for place in places for times in (1, 2)), range(len(tables))]
+    return list(dict.fromkeys(shape_of(tables, one, ALIGNED) for one in asked))
 
 
 def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:

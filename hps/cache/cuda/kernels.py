@@ -401,8 +401,8 @@ def scatter_kernel(shape: Shape) -> Kernel:
 def shape_of(tables: Sequence[Rows], asked: Sequence[int], outputs: int) -> Shape:
     """Return the shape of a launch for some of a cache's tables.
 
-    Tables of different rows take the shape of all of the cache's, whichever they are: it can do all that theirs could, and it is
-    compiled, where the shapes of all their subsets would be too many to compile before the first lookup.
+    Tables of different rows take the shape of all of the cache's, whichever they are: it can do all that theirs could, and it
+    is compiled, where the shapes of all their subsets would be too many to compile before the first lookup.
 
     Args:
         tables: all tables of the cache.

@@ -31,7 +31,7 @@ KEYS = np.array([5, -6, 2**62, 7, 0, 9, 13, 8], np.int64)
 
 def vectors(rng: np.random.Generator, rows: int, dim: int) -> Array:
     """Vectors of many magnitudes, around 0 and far from it."""
-    spread = rng.normal(size=(rows, dim)) * 10.0 ** rng.integers(-6, 3, (rows, 1))
+    spread = rng.normal(size=(rows, dim)) * 10.0 ** rng.integers(-2, 3, (rows, 1))
     return (spread + rng.normal(size=(rows, 1)) * 10.0 ** rng.integers(-6, 3, (rows, 1))).astype(np.float32)
 
 

@@ -70,9 +70,9 @@ def _check_size(node: ast.expr, text: str) -> None:
         case ast.Call(ast.Name("Symbol"), [ast.Constant(str(symbol))], options) if _SYMBOL.fullmatch(symbol):
             below = [one.value for one in options]  # what sympy assumes of it
         case ast.Call(ast.Name("Float"), [ast.Constant(str(number))], options) if _NUMBER.fullmatch(number):
-            for one in options:
-                if not isinstance(one.value, ast.Constant) or not 0 <= int(one.value.value) <= _MOST_PRECISION:
-                    raise ValueError(f"got {text[:200]!r}, expected floats of at most {_MOST_PRECISION} bits")
+            said = [one.value.value for one in options if isinstance(one.value, ast.Constant)]
+            if len(said) < len(options) or not all(isinstance(one, int) and 0 <= one <= _MOST_PRECISION for one in said):
+                raise ValueError(f"got {text[:200]!r}, expected floats of at most {_MOST_PRECISION} bits")
             return
         case ast.Call(ast.Name("Piecewise"), [*pairs], []):
             below = [part for one in pairs for part in (one.elts if isinstance(one, ast.Tuple) else [one])]

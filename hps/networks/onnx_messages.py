@@ -58,6 +58,8 @@ def _fields(held: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     place = 0
     while place < len(held):
         tag, place = _number(held, place)
+        if tag >> 32:  # protobuf drops the bits above, and finds another field
+            raise ValueError(f"a field has number {tag >> 3}")
         kind = tag & 7
         if kind == 0:
             value, place = _number(held, place)

@@ -10,11 +10,13 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NoReturn
 
 from hps.errors import ModelFileError
 
 _MOST_UNPACKED: Final = 64 << 20  # beyond the size of the archive: PyTorch compresses code alone
+_PIECE_BYTES: Final = 1 << 20
 
 _PLAIN: Final = re.compile(r"[^\x00-\x1f\\\"']{1,1000}")
 
@@ -40,7 +42,7 @@ def members(name: str, content: bytes) -> dict[str, bytes]:
         listed = [one for one in archive.infolist() if not one.is_dir()]
         if sum(one.file_size for one in listed) > len(content) + _MOST_UNPACKED:
             raise ModelFileError(f"opening the network {name}: got members of far more bytes than the file has")
-        found = {one.filename: archive.read(one) for one in listed}
+        found = {one.filename: _read(archive, one) for one in listed}
     root = next(iter(found), "").partition("/")[0] + "/"
     if all(one.startswith(root) for one in found):
         found = {one.removeprefix(root): held for one, held in found.items()}
@@ -62,6 +64,16 @@ def _opened(name: str, content: bytes) -> Iterator[zipfile.ZipFile]:
             f"opening the network {name}: got a file that is no archive of PyTorch ({error}), expected what torch.export.save "
             "or torch.jit.save writes"
         ) from error
+
+
+def _read(archive: zipfile.ZipFile, listed: zipfile.ZipInfo) -> bytes:
+    """Read a member in pieces: `ZipFile.read` expands all that is packed, whatever size the member is said to have."""
+    if listed.compress_type == zipfile.ZIP_STORED:
+        return archive.read(listed)
+    if listed.compress_type != zipfile.ZIP_DEFLATED:  # others expand a piece without a bound
+        raise ValueError(f"{listed.filename!r} is compressed by method {listed.compress_type}")
+    with archive.open(listed) as file:
+        return b"".join(iter(partial(file.read, _PIECE_BYTES), b""))
 
 
 def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 _MOST_CHARACTERS: Final = 10_000
-_MOST_POWER: Final = 64  # an integer to any power takes any memory
+_MOST_POWER: Final = 64  # an integer to any power takes any memory; so does a power of powers, or a text times an integer
+_MOST_PRECISION: Final = 1000
 _SYMBOL: Final = re.compile(r"[a-z]{1,4}[0-9]{1,6}")
 _NUMBER: Final = re.compile(r"-?[0-9.]{1,40}(e[+-]?[0-9]{1,3})?")
 _CONSTANTS: Final = {"true", "false", "oo", "int_oo", "inf", "nan"}
@@ -45,7 +46,7 @@ _OF_TORCH: Final = {  # torch.utils._sympy.functions
 _OF_MATH: Final = {"floor", "ceil", "trunc", "sqrt", "log2", "isnan"}
 _BUILTINS: Final = {"max": max, "min": min, "abs": abs, "int": int, "float": float, "round": round}
 _OF_TENSORS: Final = {"size", "stride", "storage_offset"}
-_BINARY: Final = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_BINARY: Final = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 _UNARY: Final = (ast.USub, ast.UAdd, ast.Not)
 _COMPARISONS: Final = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
@@ -69,10 +70,14 @@ def _check_size(node: ast.expr, text: str) -> None:
         case ast.Call(ast.Name("Symbol"), [ast.Constant(str(symbol))], options) if _SYMBOL.fullmatch(symbol):
             below = [one.value for one in options]  # what sympy assumes of it
         case ast.Call(ast.Name("Float"), [ast.Constant(str(number))], options) if _NUMBER.fullmatch(number):
-            below = [one.value for one in options]
+            said = [one.value.value for one in options if isinstance(one.value, ast.Constant)]
+            if len(said) < len(options) or not all(isinstance(one, int) and 0 <= one <= _MOST_PRECISION for one in said):
+                raise ValueError(f"got {text[:200]!r}, expected floats of at most {_MOST_PRECISION} bits")
+            return
+        case ast.Call(ast.Name("Piecewise"), [*pairs], []):
+            below = [part for one in pairs for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
         case ast.Call(ast.Name(name), [*below], []) if name in _OF_SYMPY or name in _OF_TORCH:
-            if name in _POWERS and len(below) == 2:
-                _refuse_power(below[1], text)
+            pass
         case ast.Name(name) if _SYMBOL.fullmatch(name) or name in _CONSTANTS:
             return
         case _:
@@ -102,26 +107,37 @@ def compiled_guards(texts: Sequence[str], places: Mapping[Path, int]) -> Callabl
     return first_failed
 
 
-def _of_places(node: ast.expr, text: str, places: Mapping[Path, int]) -> ast.expr:
-    """Return a guard with `given[place]` for each input."""
+def _of_places(node: ast.expr, text: str, places: Mapping[Path, int], *, whole: bool = False) -> ast.expr:
+    """Return a guard with `given[place]` for each input.
+
+    Args:
+        whole: whether the node may be a text or all sizes of a tensor: what Python would repeat where it is multiplied.
+    """
     match node:
         case ast.Subscript() if (path := _path(node)) is not None:
             if path not in places:
                 raise ValueError(f"got guard {text[:200]!r}, expected conditions on inputs: it has none at {list(path)}")
             return ast.Subscript(ast.Name("given", ast.Load()), ast.Constant(places[path]), ast.Load())
         case ast.Subscript(value, ast.Constant(int())) if isinstance(value, ast.Call):
-            return ast.Subscript(_of_places(value, text, places), node.slice, ast.Load())
+            return ast.Subscript(_of_places(value, text, places, whole=True), node.slice, ast.Load())
         case ast.Call(ast.Attribute(ast.Subscript() as tensor, name), [], []) if name in _OF_TENSORS:
+            if name != "storage_offset" and not whole:
+                raise ValueError(f"got guard {text[:200]!r}, expected conditions on sizes: {name}() needs an index")
             return ast.Call(ast.Attribute(_of_places(tensor, text, places), name, ast.Load()), [], [])
+        case ast.Call(ast.Name("float"), [ast.Constant(str(number))], []) if number in ("inf", "-inf", "nan"):
+            return node
         case ast.Call(ast.Attribute(ast.Name("math"), name) | ast.Name(name) as called, [*below], []) if name in (
             _OF_MATH if isinstance(called, ast.Attribute) else _BUILTINS
         ):
             return ast.Call(called, [_of_places(one, text, places) for one in below], [])
-        case ast.Attribute(ast.Name("math"), "inf") | ast.Constant(str()):
+        case ast.Attribute(ast.Name("math"), "inf"):
+            return node
+        case ast.Constant(str()) if whole:
             return node
         case ast.IfExp(test, then, other):
             return ast.IfExp(*(_of_places(one, text, places) for one in (test, then, other)))
-    below = [_of_places(one, text, places) for one in _arithmetic(node, text)]
+    compared = isinstance(node, ast.Compare)
+    below = [_of_places(one, text, places, whole=compared) for one in _arithmetic(node, text)]
     match node:
         case ast.BinOp(op=op):
             return ast.BinOp(below[0], op, below[1])
@@ -148,9 +164,6 @@ def _arithmetic(node: ast.expr, text: str) -> list[ast.expr]:
     match node:
         case ast.Constant(bool() | int() | float()):
             return []
-        case ast.BinOp(left, ast.Pow(), right):
-            _refuse_power(right, text)
-            return [left, right]
         case ast.BinOp(left, op, right) if isinstance(op, _BINARY):
             return [left, right]
         case ast.UnaryOp(op, operand) if isinstance(op, _UNARY):
@@ -159,22 +172,38 @@ def _arithmetic(node: ast.expr, text: str) -> list[ast.expr]:
             return values
         case ast.Compare(left, ops, others) if all(isinstance(op, _COMPARISONS) for op in ops):
             return [left, *others]
-        case ast.Tuple(values):
-            return values
     raise ValueError(f"got {text[:200]!r}, expected arithmetic on sizes: it has {ast.unparse(node)[:80]!r}")
 
 
-def _refuse_power(exponent: ast.expr, text: str) -> None:
-    found = ast.unparse(exponent)
+def _refuse_powers(tree: ast.AST, text: str) -> None:
+    """Check that the exponents of powers, multiplied along powers of powers, are numbers and small."""
+    stack: list[tuple[ast.AST, int]] = [(tree, 1)]
+    while stack:
+        node, power = stack.pop()
+        match node:
+            case ast.BinOp(_, ast.Pow(), exponent):
+                power *= _exponent(exponent, text)
+            case ast.Call(ast.Name(name), [_, exponent, *_]) if name in _POWERS:
+                power *= _exponent(exponent, text)
+        if power > _MOST_POWER:
+            raise ValueError(f"got {text[:200]!r}, expected powers of at most {_MOST_POWER}")
+        stack += [(one, power) for one in ast.iter_child_nodes(node)]
+
+
+def _exponent(node: ast.expr, text: str) -> int:
+    found = ast.unparse(node)
     number = re.fullmatch(r"(?:Integer\()?(-?[0-9]{1,9})\)?", found)
-    if number is None or abs(int(number[1])) > _MOST_POWER:
+    if number is None:
         raise ValueError(f"got {text[:200]!r}, expected powers of at most {_MOST_POWER}: it has {found[:80]!r}")
+    return max(abs(int(number[1])), 1)
 
 
 def _parsed(text: str) -> ast.Expression:
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"got {len(text)} characters, expected at most {_MOST_CHARACTERS}: {text[:80]!r}...")
     try:
-        return ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"got {text[:200]!r}, expected arithmetic on sizes") from error
+    _refuse_powers(tree, text)
+    return tree

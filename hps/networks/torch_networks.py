@@ -28,15 +28,23 @@ _WARM_UPS = 3
 _MOST_SIZES = 10_000
 _DOT = r"[\s\\]*\.[\s\\]*"
 _FORBIDDEN: Final = re.compile(
-    rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops{_DOT}({REFUSED_SPACES.pattern}){_DOT})".encode()
+    rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops{_DOT}({REFUSED_SPACES.pattern})\b)".encode()
 )
 _FORBIDDEN_CLASSES: Final = re.compile(rf"\bclasses{_DOT}(dist\w*|c10d|profiler)\b".encode())
 """What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
+
+_GETATTR: Final = re.compile(rb'\bgetattr\([\w.]+, "(?![A-Za-z_]\w*")[^"\\\n]*"\)')
+"""What torch.jit.save writes of an attribute whose name is no identifier: `getattr(self.layers, "0")`."""
+_INDIRECT: Final = re.compile(
+    rb"\bgetattr\b|(?<![\w.\"'])(ops|__torch__|__torch__\.torch|__torch__\.torch\.classes)\b(?!\.\w| : )"
+)
+"""Other ways to name what the text then does not show: by a text with escapes or in parts, by another name of a namespace."""
 
 _SCRIPT: Final = re.compile(
     r"(data|constants|attributes)\.pkl|(data|constants)/[0-9]+|code/.+\.(py|debug_pkl)|version|byteorder|\.data/(version|serialization_id)|"
     r"extra/.+"
 )
+_EXAMPLES: Final = re.compile(r"traced_inputs(\.pkl|/[0-9]+)")  # of torch.jit.trace; nothing needs them
 _LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
 """Packages that register operators when they are imported, by the operators' namespace."""
 
@@ -181,11 +189,14 @@ class TorchScript(_TorchNetwork):
                 f"opening the network {name}: it is a pickle of torch.save, which may run any code when it is read; expected "
                 "TorchScript (torch.jit.save), or better a program (torch.export.save) with format pt2"
             )
-        for one in found:
-            if not _SCRIPT.fullmatch(one):
+        for one in list(found):
+            if _EXAMPLES.fullmatch(one):
+                del found[one]
+            elif not _SCRIPT.fullmatch(one):
                 refuse_member(name, one)
         searched = [(one, _FORBIDDEN) for one in codes] + [(one, _FORBIDDEN_CLASSES) for one in found if "." in one]
         forbidden = next(filter(None, (pattern.search(found[one]) for one, pattern in searched)), None)
+        forbidden = forbidden or next(filter(None, (_INDIRECT.search(_direct(found[one])) for one in codes)), None)
         if forbidden is not None:
             raise ModelFileError(
                 f"opening the network {name}: its code has {forbidden[0].decode()!r}, expected arithmetic alone"
@@ -197,6 +208,14 @@ class TorchScript(_TorchNetwork):
             raise _failure(name, "TorchScript", error) from error
         refuse_inputs(name, names, inputs)
         return cls(name, lambda given: module(*[given[one] for one in names]), outputs, place)
+
+
+def _direct(code: bytes) -> bytes:
+    """Return code without the calls of `getattr` that torch.jit.save writes, also of one another."""
+    count = 1
+    while count:
+        code, count = _GETATTR.subn(b"_", code)
+    return code
 
 
 def _register_operators(name: str, called: Iterable[tuple[str, str]]) -> None:

@@ -226,7 +226,8 @@ class _Program:
         if text in self._targets:
             return
         if called := _OPERATOR.fullmatch(text):
-            if REFUSED_SPACES.fullmatch(called[1]) or called[2] in REFUSED_OPERATORS:
+            inner = called[1] == "prim" and called[2] != "device"  # of PyTorch's interpreter: they take what is on its stack
+            if inner or REFUSED_SPACES.fullmatch(called[1]) or called[2] in REFUSED_OPERATORS:
                 self._refuse("target", text, f"operator {called[1]}.{called[2]} does something else than compute")
             self.operators.add((called[1], called[2]))
         elif not (_HIGHER.fullmatch(text) or _OF_SIZES.fullmatch(text)):

@@ -109,3 +109,14 @@ def test_long_numbers_do_not_hide_where_a_tensor_is() -> None:
     held = b"\x2a" + bytes([len(location)]) + location
     with pytest.raises(hps.ModelFileError, match="in another file"):
         refuse_external_data("f.onnx", b"\x3a" + bytes([len(held)]) + held)
+
+
+@pytest.mark.parametrize("at", [b"\x3a", b"\x2a"], ids=["the graph", "the tensor"])
+def test_long_numbers_of_fields_are_refused(at: bytes) -> None:
+    """protobuf keeps 32 bits of a field's number too: ONNX Runtime finds the field of the lower ones."""
+    long = bytes([at[0] | 0x80]) + b"\x80\x80\x80\x10"
+    held = tensor().SerializeToString()
+    field = (long if at == b"\x2a" else b"\x2a") + bytes([len(held)]) + held
+    content = (long if at == b"\x3a" else b"\x3a") + bytes([len(field)]) + field
+    with pytest.raises(hps.ModelFileError, match="cannot be read as ONNX"):
+        refuse_external_data("f.onnx", content)

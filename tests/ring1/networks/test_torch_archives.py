@@ -1,6 +1,8 @@
 """Archives of PyTorch: what is refused before PyTorch reads it."""
 
 import io
+import struct
+import tracemalloc
 import warnings
 import zipfile
 
@@ -50,6 +52,26 @@ def test_an_archive_that_expands_without_measure_is_refused_unread() -> None:
     bomb = archive(("m/data/0", bytes((64 << 20) + (1 << 20))), compression=zipfile.ZIP_DEFLATED)
     with pytest.raises(hps.ModelFileError, match="got members of far more bytes than the file has"):
         members("f", bomb)
+
+
+def test_members_expand_no_further_than_they_say() -> None:
+    """The size in the archive's directory is what its writer claims."""
+    content = archive(("m/data/0", bytes(64 << 20)), compression=zipfile.ZIP_DEFLATED)
+    claims = content.rindex(b"PK\x01\x02") + 24
+    tracemalloc.start()
+    try:
+        with pytest.raises(hps.ModelFileError, match="got a file that is no archive of PyTorch"):
+            members("f", content[:claims] + struct.pack("<I", 10) + content[claims + 4 :])
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_members_that_expand_without_bounds_are_refused_unread(compression: int) -> None:
+    """PyTorch writes none of these; 700 bytes of bzip2 are 700 MB."""
+    with pytest.raises(hps.ModelFileError, match=r"'m/data/0' is compressed by method 1[24]"):
+        members("f", archive(("m/data/0", bytes(1000)), compression=compression))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def test_arithmetic_on_symbols_is_let_through_as_it_was(text: str) -> None:
             "s0\ns1",
             "1" * 20000,
         ),
+        *("((2**64)**64)**64", "Pow(Pow(2, 9), 8)", "Pow(2, 1000, 0)", "(1, 2) * 1000000000", "Max((1, 2), 3)"),
+        *("Float('0.1', precision=1000000000)", "Float('0.1', precision=s0)"),
         *("(" * 900 + "s0" + ")" * 900, "s0 if s1 else s2", "sin(s0)", "s12345678"),
     ],
 )
@@ -89,6 +91,8 @@ def tensors(*shapes: tuple[int, ...]) -> list[object]:
         ("(L['a'].size()[0] + L['given'][0].size()[1]) % 4 == 0", (3, 3), (4, 3)),
         ("L['a'].size()[0] > 2 and not L['a'].stride()[0] == 7", (3, 3), (2, 3)),
         ("math.floor(L['a'].size()[0] / 2) <= max(1, 1)", (3, 3), (4, 4)),
+        ("float('inf') > L['a'].size()[0] ** 2 and L['a'].size()[0] == 3", (3, 3), (2, 3)),
+        ("L['a'].size() == L['given'][\"it's\"].size() and 'x' == 'x'", (3, 3), (3, 4)),
     ],
 )
 def test_guards_are_checked_on_the_tensors_in_their_order(guard: str, holds: tuple[int, int], fails: tuple[int, int]) -> None:
@@ -108,3 +112,16 @@ def test_no_guards_hold() -> None:
 def test_anything_else_of_python_is_no_guard(guard: str) -> None:
     with pytest.raises(ValueError, match=r"^got "):
         compiled_guards(["L['a'].size()[0] == 1", guard], PLACES)
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        *("'a' * 10000000000 == 'b'", "'%10000000000d' % 1 == 'a'", "('a' or 1) * 10000000000 == 1", "max('a', 'b') * 9 == 1"),
+        *("L['a'].size() * 10000000000 == 1", "max(L['a'].size(), L['a'].size()) * 9 == 1", "(1, 2) * 10000000000 == 1"),
+        *("(((2**64)**64)**64)**64 > L['a'].size()[0]", "int('9') == 9"),
+    ],
+)
+def test_guards_that_would_fill_the_memory_are_refused(guard: str) -> None:
+    with pytest.raises(ValueError, match=r"^got "):
+        compiled_guards([guard], PLACES)

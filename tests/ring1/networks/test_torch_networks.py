@@ -210,6 +210,18 @@ class Saves(nn.Module):
         return a.sum(1)
 
 
+class Named(nn.Module):
+    """Has modules with names that are no identifiers, and one with a name of TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.ReLU())
+        self.named = nn.ModuleDict({"a-b": nn.Linear(2, 2)})
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.ops(a).sum(1) + self.named["a-b"](b).sum(1)
+
+
 class SavesSometimes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,6 +254,30 @@ class TestTorchScript(NetworkContract):
         return scripted(Both())
 
 
+def test_escapes_in_names_are_alive_where_nothing_looks_into_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def hidden(name: str, held: bytes) -> bytes:  # in the code, and in the source beside it
+        call = rb'getattr(torch, "sa\\166e")' if name.endswith(".py") else b"torch.sale"
+        return re.sub(rb"torch\.save\b", call, held)
+
+    content = changed(scripted(Saves()), hidden)
+    torch.jit.load(io.BytesIO(content))(torch.ones(1, 3), torch.ones(1, 2))
+    assert [one.name for one in tmp_path.iterdir()] == ["must-not-exist"]
+    with pytest.raises(hps.ModelFileError, match="its code has 'getattr', expected arithmetic alone"):
+        opened(content, engine=TorchScript)
+
+
+@pytest.mark.parametrize("way", ["scripted", "traced"])
+def test_modules_of_any_names_are_opened_scripted_or_traced(way: str) -> None:
+    module, given = Named().eval(), {"a": torch.ones(2, 3), "b": torch.ones(2, 2)}
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module) if way == "scripted" else torch.jit.trace(module, (*given.values(),)), file)
+    with torch.inference_mode():
+        expected = module(**given)
+        assert torch.equal(opened(file.getvalue(), engine=TorchScript).run(given)["score"], expected)
+
+
 @pytest.mark.parametrize("module", [Saves, SavesSometimes, SavesWhenLoaded])
 def test_torchscript_that_does_more_than_arithmetic_is_refused_unread(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +307,14 @@ def changed(content: bytes, change: Callable[[str, bytes], bytes], **more: bytes
         "__torch__.torch.classes.c10d.Store(a)",
         "rpc_sync(a)",
         "ops .\\\n hps . lookup(a)",
+        'getattr(torch, "sa\\166e")(a, "x")',
+        'getattr(torch, "sa" "ve")(a, "x")',
+        'getattr(getattr(ops, "aten"), "sa\\166e")(a, "x")',
+        'getattr(getattr(a, "0"), "x")',
+        "b = ops",
+        "b = ops.c10d",
+        "b = __torch__.torch",
+        "b = (__torch__.torch.classes)",
     ],
 )
 def test_torchscript_that_reaches_tables_files_or_machines_is_refused_unread(call: str) -> None:

@@ -226,17 +226,24 @@ def open_sparse_model(
     except ModelFileNotFoundError as error:
         raise _missing(filesystem, place, error) from error
     key_bytes, vector_bytes = (file.size_bytes for file in files)
+    or_narrow = ""
     if key_bytes and vector_bytes != key_bytes // _KEY_BYTES * dim * 4:
         fits = key_bytes % 4 == 0 and vector_bytes == key_bytes * dim
-        if other := _other_format(place, [_head(file) for file in files], fits=fits):
+        heads = [_head(file) for file in files]
+        if other := _other_format(place, heads, fits=fits):
             raise ModelFileError(f"opening sparse model {place}: {other}")
+        if fits and _may_be_narrow(heads[0]):
+            convert = f"`hps import {place} DESTINATION --format int32_keys` converts them"
+            or_narrow = f"; or, with {dim} float32 each, keys of 4 bytes: {convert}"
     if (key_bytes == 0 and not delta) or key_bytes % _KEY_BYTES:
-        raise ModelFileError(f"opening {key_path}: got {key_bytes} bytes, expected {_KEY_BYTES} (an int64) for every row")
+        raise ModelFileError(
+            f"opening {key_path}: got {key_bytes} bytes, expected {_KEY_BYTES} (an int64) for every row{or_narrow}"
+        )
     rows = key_bytes // _KEY_BYTES
     if vector_bytes != rows * dim * 4:
         raise ModelFileError(
             f"opening {vector_path}: got {vector_bytes} bytes, expected {rows * dim * 4}: the {rows} keys of {key_path} "
-            f"({key_bytes} bytes) with {dim} float32 each; {_fitting(rows, vector_bytes)}"
+            f"({key_bytes} bytes) with {dim} float32 each; {_fitting(rows, vector_bytes)}{or_narrow}"
         )
     names, meta_bytes = _names(filesystem, place), key_bytes
     if "meta" in names:
@@ -345,6 +352,12 @@ def _other_format(place: str, heads: Sequence[bytes], *, fits: bool = False, cer
         return ""
     what = "as many keys of 4 bytes (int32) as vectors" if fits else "keys that are int32"
     return f"got {what}, expected 8 bytes (int64). `hps import {place} DESTINATION --format int32_keys` converts them"
+
+
+def _may_be_narrow(head: bytes) -> bool:
+    """Return True if the first 4-byte numbers of `key` are distinct, as unsigned keys and the halves of hashed keys are."""
+    halves = np.frombuffer(head[: len(head) // 4 * 4], "<u4")
+    return bool(np.unique(halves).size == halves.size)
 
 
 def _names(filesystem: FileSystem, place: str) -> list[str]:

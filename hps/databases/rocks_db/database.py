@@ -256,6 +256,7 @@ class RocksDatabase(PersistentDatabase):
         if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
             return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
         held: set[str] = set()
+        replaced: set[str] = set()
         loads = config.initialize_after_startup
         holder = 0 if config.read_only else _writer_of(path)
         try:
@@ -265,7 +266,9 @@ class RocksDatabase(PersistentDatabase):
                     for spec in tables:
                         if spec.tag in held and config.read_only:
                             database.open_table(spec.tag, spec.width)
-                        elif spec.tag in held and not (loads and database.must_drop(spec.tag, spec.width)):
+                        elif spec.tag in held and loads and database.must_drop(spec.tag, spec.width):
+                            replaced.add(spec.tag)
+                        elif spec.tag in held:
                             database.check_table(spec.tag, spec.width)
         except DatabaseError as error:
             passes = holder or isinstance(error, DatabaseTimeoutError)
@@ -274,10 +277,12 @@ class RocksDatabase(PersistentDatabase):
         state = (
             f"{path} holds {there} of {len(tables)} tables" if held else f"{path} would be made" if path != place else f"{path}"
         )
+        if replaced:
+            state += f", of which a start drops {len(replaced)} of another width, with its online writes, to load it anew"
         if holder:
             what = f"{state}; process {holder} has it open, and only one may write to it: stop that process first"
             return [CheckResult("unreachable", where, what)]
-        needed = sum(size for spec, size in tables.items() if spec.tag not in held) if loads else 0
+        needed = sum(size for spec, size in tables.items() if spec.tag not in held - replaced) if loads else 0
         free = shutil.disk_usage(place).free
         room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
         if needed > free:

@@ -267,6 +267,25 @@ def test_unsigned_keys_of_4_bytes_stay_positive(tmp_path: Path) -> None:
     assert (tmp_path / "wide" / "key").read_bytes() == keys.tobytes()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 999, 1000])
+def test_an_error_about_a_width_names_keys_of_4_bytes_where_they_fit(tmp_path: Path, rows: int) -> None:
+    keys = (np.arange(rows) + 1) * 2654435761 % 2**32  # hashed: half of them would be negative as int32
+    place, vectors = with_int32_keys(tmp_path / "narrow", keys)
+    advice = f"hps import {place} DESTINATION --format int32_keys"
+    with pytest.raises(ModelFileError, match=rf"with {DIM} float32 each, keys of 4 bytes: `{advice}`"):
+        open_sparse_model(place, DIM)
+    result = CliRunner().invoke(app, advice.replace("DESTINATION", str(tmp_path / "wide")).split()[1:])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "wide" / "key").read_bytes() == keys.tobytes()
+    assert (tmp_path / "wide" / "emb_vector").read_bytes() == vectors.tobytes()
+
+
+def test_an_error_about_a_width_does_not_name_4_bytes_for_small_keys(tmp_path: Path) -> None:
+    place = write_raw(tmp_path / "model", np.arange(1000), np.ones((1000, 2 * DIM), np.float32))
+    with pytest.raises(ModelFileError, match=rf"the files fit embedding_vecsize_per_table {2 * DIM}$"):
+        open_sparse_model(place, DIM)
+
+
 @pytest.mark.parametrize(
     "keys",
     [

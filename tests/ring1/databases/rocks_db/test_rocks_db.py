@@ -552,6 +552,7 @@ def test_a_probe_takes_another_width_for_good_where_a_load_replaces_it(filled: P
     config = SimpleNamespace(path=str(filled), read_only=False, initialize_after_startup=loads)
     [result] = RocksDatabase.probe(config, {TableSpec("shop", "item", DIM + 1, 0.0, 1): 0})
     assert (result.level, f"holds vectors of {DIM} floats" in result.text) == (level, not loads)
+    assert ("a start drops 1 of another width" in result.text) == loads
 
 
 def test_a_probe_takes_a_table_that_is_still_to_be_loaded_for_good(filled: Path):

@@ -1,7 +1,7 @@
 """The deployable versions of every model, and the choice of versions to serve."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -203,7 +203,7 @@ class ModelCatalog:
         own = "" if version.network is None else version.network.fingerprint(self._sources)
         return joint_fingerprint((*(self.fingerprints(version) if tables is None else tables), own))
 
-    def to_serve(self, name: str, *, pinned: bool = True) -> list[str]:
+    def to_serve(self, name: str, *, pinned: bool = True, without: Container[str] = ()) -> list[str]:
         """Return the versions to serve, ascending; the last one answers requests that name none.
 
         A serving document of the fleet decides first (see `ServingDocument.to_serve`), then a pin of this replica, then the
@@ -212,6 +212,7 @@ class ModelCatalog:
 
         Args:
             pinned: whether a pin counts.
+            without: versions that count as gone.
 
         Raises:
             UnknownVersionError: the policy selects no existing version, or nothing is left up to the pinned one.
@@ -219,7 +220,7 @@ class ModelCatalog:
             ModelFileError: the serving document cannot be read, and none is known from before.
         """
         document = self.fleet.of(name, self.model(name).version_path)
-        versions, policy = self.versions(name), self.model(name).version_policy
+        versions, policy = [one for one in self.versions(name) if one not in without], self.model(name).version_policy
         if document is not None:
             if not (chosen := document.to_serve(versions, policy)):
                 raise UnknownVersionError(

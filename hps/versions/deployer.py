@@ -8,7 +8,15 @@ from functools import partial
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
-from hps.errors import CapacityError, ConflictError, DatabaseCorruptError, DatabaseError, HPSError, TableWidthError
+from hps.errors import (
+    CapacityError,
+    ConflictError,
+    DatabaseCorruptError,
+    DatabaseError,
+    HPSError,
+    TableWidthError,
+    UnknownVersionError,
+)
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
@@ -20,7 +28,7 @@ from hps.versions.changes import Change
 from hps.versions.deployment import DRAIN_S, Deployment, Fate, deploy, reconfigure
 from hps.versions.fleet import SERVING, ServingDocument
 from hps.versions.format_changes import FormatChanges, find_changes
-from hps.versions.live_models import LiveModels
+from hps.versions.live_models import LiveModels, may_pass
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
 
@@ -79,6 +87,8 @@ class Deployer:
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
+            chosen: list[str] = []
+            fingerprints: list[str] = []
             served = False
             try:
                 if version is None:
@@ -86,13 +96,18 @@ class Deployer:
                 chosen = self._catalog.to_serve(name, pinned=not pin) if version is None else [version]
                 change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
                 others = chosen if version is None else []
-                fingerprints = [self._deploy(name, number, change, force, others) for number in chosen]
+                for number in chosen:
+                    fingerprints.append(self._deploy(name, number, change, force, others))  # noqa: PERF401 - counts if one fails
                 served = True
             except _SupersededError:
                 raise
             except Exception as error:
                 self._live.failed(name, error, known=known)
-                raise
+                refused = chosen[len(fingerprints) :][:1]
+                if version is not None or pin or not refused or not self._serve_without(name, refused[0], error, change, force):
+                    raise
+                served = True
+                return
             finally:
                 if entry is not None and not (served and (remember or not known)):
                     self._catalog.restore(name, before)
@@ -108,6 +123,29 @@ class Deployer:
                 self._catalog.pins.end(name)
             else:
                 change.pin = self._catalog.pins.pin(name, version, "deploy")
+
+    def _serve_without(self, name: str, refused: str, error: Exception, change: Change, force: bool) -> bool:
+        """If no version of a model serves, put into service what would be chosen if refused versions were not there.
+
+        What served before a bad version came so serves after a restart, too. Polling tries the refused one again.
+        """
+        cause, without = error, {refused}
+        while name not in self._live.serving and isinstance(error, HPSError) and not may_pass(error):
+            done: list[str] = []
+            try:
+                chosen = self._catalog.to_serve(name, without=without)
+            except UnknownVersionError:
+                return False
+            try:
+                for number in chosen:
+                    done.append(self._deploy(name, number, change, force, chosen))  # noqa: PERF401 - likewise
+            except Exception as other:  # noqa: BLE001 - the caller raises the first
+                error = other
+                without.add(chosen[len(done)])
+                continue
+            _log.error("model %r: version %s serves, since version %s was refused: %s", name, chosen[-1], refused, cause)
+            return True
+        return False
 
     def rollback(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""

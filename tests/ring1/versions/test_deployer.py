@@ -178,10 +178,22 @@ def test_a_version_that_is_not_finite_is_not_served_and_the_one_before_goes_on(
         assert served(server) == 4
         server.unpin("ranker")
     write(home, 5, content=np.inf)
-    with pytest.raises(hps.ModelFileError, match="max_nonfinite_rows"):
-        hps.HPS(document(persistent, gpucache=False))
+    for version in (4, 3):
+        with hps.HPS(document(persistent, gpucache=False)) as server:
+            assert (served(server), states(server)) == (version, [(str(version), "serving")])
+            failure = server.live.failure("ranker")
+            assert failure is not None
+            assert "max_nonfinite_rows" in failure.cause
+            assert server.poll() == {}, "it is not due"
+            with pytest.raises(hps.ModelFileError, match="max_nonfinite_rows"):
+                server.deploy("ranker")
+        write(home, 4, content=np.nan)
     with hps.HPS(document(persistent, gpucache=False, max_nonfinite_rows=100)) as server:
         assert server.model("ranker").version == "5"
+    for version in (1, 2, 3):
+        write(home, version, content=np.nan)
+    with pytest.raises(hps.ModelFileError, match="max_nonfinite_rows"):
+        hps.HPS(document(persistent, gpucache=False))
 
 
 @pytest.mark.parametrize("settings", [*SAME, {"gpucacheper": 0.25}, {"max_batch_size": 7}, {"row_dtype": "int8"}])

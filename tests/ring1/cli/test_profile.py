@@ -24,7 +24,8 @@ def test_the_default_size_of_a_lookup_is_what_the_model_takes(most_keys: int, ta
     assert _default_batch(most_keys, tables, bags) == batch
 
 
-def test_a_model_of_small_batches_is_profiled_without_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "batch"), [((), 16), (("--table", "item"), 24), (("--bags", "5"), 15)])
+def test_a_model_of_small_batches_is_profiled_without_a_batch(tmp_path: Path, options: tuple[str, ...], batch: int) -> None:
     dims = {"user": 4, "item": 8}
     for name, dim in dims.items():
         write_sparse_model(tmp_path / name, (np.arange(100), np.ones((100, dim), np.float32)))
@@ -32,7 +33,6 @@ def test_a_model_of_small_batches_is_profiled_without_options(tmp_path: Path) ->
     config, figures = tmp_path / "ps.json", tmp_path / "figures.json"
     config.write_text(json.dumps(document_of(model_of("m", [tmp_path / name for name in dims], dims, **most))))
     quick = ("--seconds", "0.05", "--warmup", "0", "--json", figures)
-    for options, batch in (((), 16), (("--table", "item"), 24), (("--bags", "5"), 15)):
-        result = run("profile", config, *quick, *options)
-        assert result.exit_code == 0, result.output
-        assert [row["batch"] for row in json.loads(figures.read_text())["rows"]] == [batch]
+    result = run("profile", config, *quick, *options)
+    assert result.exit_code == 0, result.output
+    assert [row["batch"] for row in json.loads(figures.read_text())["rows"]] == [batch]

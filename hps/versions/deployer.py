@@ -36,6 +36,11 @@ _log = logging.getLogger(__name__)
 _NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
 
 
+def _refuses(error: Exception) -> bool:
+    """Whether a version failed for what it holds, so that only another one can serve."""
+    return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not may_pass(error)
+
+
 class _SupersededError(ConflictError):
     """The serving document changed while what it said was being loaded: no failure of that version."""
 
@@ -127,10 +132,11 @@ class Deployer:
     def _serve_without(self, name: str, refused: str, error: Exception, change: Change, force: bool) -> bool:
         """If no version of a model serves, put into service what would be chosen if refused versions were not there.
 
-        What served before a bad version came so serves after a restart, too. Polling tries the refused one again.
+        A restart then serves what served before the bad version came. Polling tries the refused one again. A conflict with
+        another change, such as a newer serving document, refuses no version: it ends this.
         """
         cause, without = error, {refused}
-        while name not in self._live.serving and isinstance(error, HPSError) and not may_pass(error):
+        while name not in self._live.serving and _refuses(error):
             done: list[str] = []
             try:
                 chosen = self._catalog.to_serve(name, without=without)

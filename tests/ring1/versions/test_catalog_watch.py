@@ -189,6 +189,28 @@ def test_a_load_that_a_newer_document_supersedes_never_takes_over(replica: Make,
         assert said(repository)["withdrawn"] == ["4", "5"]
 
 
+def test_a_newer_document_ends_a_start_that_goes_on_with_another_version(replica: Make) -> None:
+    class Refused(NoProgress):
+        loads = 0
+
+        def start(self, tag: str, rows: int, size_bytes: int) -> None:
+            self.loads += 1
+            if self.loads == 1:
+                raise hps.ModelFileError("it cannot be read to the end")
+
+        def advance(self, tag: str, rows: int) -> None:
+            server.change_fleet("ranker", "deploy", "1")
+
+    refused = Refused()
+    with hps.HPS(replica(), deploy_models=False) as server:
+        server.change_fleet("ranker", "deploy", "3")
+        with pytest.raises(hps.ModelFileError, match="to the end"):
+            server.deploy("ranker", progress=refused, pin=False)
+        assert (refused.loads, server.models) == (2, ())
+        server.deploy("ranker", pin=False)
+        assert served(server) == 1
+
+
 def test_a_change_is_pending_until_the_replica_has_tried_it(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with hps.HPS(replica()) as server:
         examine, seen = server.catalog.fingerprints, []

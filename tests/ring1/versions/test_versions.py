@@ -381,7 +381,7 @@ def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
 
         monkeypatch.setattr(before.chain, "_modification_timeout_s", PATIENCE_S)
         monkeypatch.setattr(database, "insert", insert_and_wait)
-        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_write)
+        monkeypatch.setattr("hps.versions.reconciler.reconfigure", reconfigure_and_write)
         entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
         try:
             deployed = deploying.submit(server.deploy, entry)
@@ -436,7 +436,7 @@ def test_settings_that_wait_too_long_for_a_modification_change_nothing(document:
             return successor
 
         monkeypatch.setattr(before.chain, "_modification_timeout_s", 0.1)
-        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_stay)
+        monkeypatch.setattr("hps.versions.reconciler.reconfigure", reconfigure_and_stay)
         entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
         with ExitStack() as modifying, pytest.raises(hps.DatabaseTimeoutError, match="try again"):
             server.deploy(entry)

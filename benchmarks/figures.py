@@ -7,7 +7,7 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -387,35 +387,6 @@ def gpu_queries() -> list[str]:
     return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
 
 
-def gpu_insertions() -> list[str]:
-    """Insertions of 2^20 rows."""
-
-    def row(name: str, work: str) -> tuple[str, ...]:
-        return name, *(_round(figures("gpu_cache", work=work, dim=dim, batch=1 << 20)["mkeys_per_s"]) for dim in (32, 128))
-
-    return _table(
-        ("inserting n = 2^20, M keys/s", "dim 32", "dim 128"),
-        row("resident keys", "insert resident"),
-        row("new keys into full buckets", "insert new"),
-    )
-
-
-def query_order() -> list[str]:
-    """What it costs to order the second look at a bucket behind the copy of the row."""
-    kinds = {
-        "acquire fences and the dependency (in use)": "acquire_fences_and_dependency",
-        "acquire fences alone": "acquire_fences_alone",
-        "acquire fences and `__syncwarp()` (`HPS_FORMAL_ORDER=1`)": "formal",
-        "one `fence.acq_rel.gpu` and `__syncwarp()`": "acq_rel_fence",
-    }
-    cases = [(dim, batch) for batch in (1 << 20, 1 << 16, 1 << 13) for dim in (32, 128)]
-    found = [figures("gpu_query_order", dim=dim, batch=batch, alpha=0.0) for dim, batch in cases]
-    return _table(
-        ("uniform keys", *(f"{batch:,} x dim {dim}" for dim, batch in cases)),
-        *((name, *(f"{row[kind]:.3f}" for row in found)) for name, kind in kinds.items()),
-    )
-
-
 def gpu_refresh() -> list[str]:
     """Every measurement of lookups beside a refresh, in the order in which they were taken."""
     rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
@@ -434,35 +405,6 @@ def gpu_refresh() -> list[str]:
             for axes, found in rows
         ),
     )
-
-
-def admission() -> list[str]:
-    """Hit rates over the ideal by traffic and policy, at a tenth of 2^22 rows, and of two policies at a tenth of 2^24."""
-    small = [
-        ("steady, alpha 0.99", {"traffic": "steady", "alpha": 0.99, "batches": "700 to 800"}),
-        ("steady, alpha 1.05, after 200 batches", {"traffic": "steady", "alpha": 1.05, "batches": "150 to 200"}),
-        ("steady, alpha 1.05, after 800", {"traffic": "steady", "alpha": 1.05, "batches": "700 to 800"}),
-        ("steady, alpha 1.2", {"traffic": "steady", "alpha": 1.2, "batches": "700 to 800"}),
-        ("0.001 of the ids change ranks every batch", {"traffic": "drift 0.001"}),
-        ("0.003 of them", {"traffic": "drift 0.003"}),
-        ("0.01 of them", {"traffic": "drift 0.01"}),
-        ("0.3 of them every 200 batches", {"traffic": "jump"}),
-        ("every fourth batch scans the ids", {"traffic": "scan"}),
-        ("table full of random keys before, batches 5 to 50", {"traffic": "after a warm-up"}),
-    ]
-    large = [
-        (f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}", {"rows": 1 << 24, "batches": batches})
-        for batches in ("150 to 200", "450 to 600", "1100 to 1200")
-    ]
-    measured = {row["axes"]["policy"] for row in result_rows("admission") if row["axes"]["rows"] == 1 << 24}
-    policies = list(dict.fromkeys(row["axes"]["policy"] for row in result_rows("admission")))
-    rows = []
-    for name, axes in [*((name, {"rows": 1 << 22} | axes) for name, axes in small), *large]:
-        asked = [policy if axes["rows"] == 1 << 22 or policy in measured else None for policy in policies]
-        rows.append(
-            (name, *(f"{figures('admission', policy=policy, **axes)['of_ideal']:.3f}" if policy else "" for policy in asked))
-        )
-    return _table(("of the ideal hit rate", *policies), *rows)
 
 
 def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -586,38 +528,6 @@ def prepared() -> list[str]:
         "prepared, buffers",
     )
     return _table((*head, "a layer", "`index_select`"), *rows)
-
-
-def misses_small() -> list[str]:
-    """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
-    rows = []
-    for how in ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured"):
-        for axes, found in _misses(f"{how}, 10 % missing", "link"):
-            hits = [_round(found["hits_p50_us"]), _by("copy", axes, "hits_p50_us")] if "hits_p50_us" in found else ["", ""]
-            some = [_round(found["p50_us"]), *(_by(path, axes, "p50_us") for path in ("index", "link, dense", "copy"))]
-            rows.append((f"{how}, dim {axes['dim']}", *hits, *some))
-    return _table(
-        ("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "index", "dense table", "copy"), *rows
-    )
-
-
-def pooled() -> list[str]:
-    """Bags of resident keys, beside a plain kernel that adds up the same rows, and torch."""
-    rows = []
-    for tables, dim, batch in ((26, 128, 4096), (26, 64, 4096), (26, 32, 4096), (26, 128, 256), (1, 128, 4096)):
-        for alpha in (1.05, 0.0):
-            case = partial(figures, "pooled", tables=tables, dim=dim, batch=batch, alpha=alpha)
-            ours, whole = (case(bags=bags) for bags in ("offsets", "torch embedding_bag"))
-            ratios = (f"{row['of_anchor']:.2f}" for row in (ours, whole))
-            name = f"{tables} x {batch:,}, dim {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-            rows.append((name, _round(ours["mkeys_per_s"]), *ratios))
-    head = (
-        "tables x bags, dim, keys",
-        "M keys/s",
-        "of a plain kernel",
-        "torch `embedding_bag` of it",
-    )
-    return _table(head, *rows)
 
 
 def layers() -> list[str]:
@@ -1000,16 +910,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "redis-starts": redis_starts,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
-    "gpu-insertions": gpu_insertions,
-    "query-order": query_order,
     "gpu-refresh": gpu_refresh,
-    "admission": admission,
     "misses": misses,
     "misses-mixed": misses_mixed,
-    "misses-small": misses_small,
     "captured": captured,
     "prepared": prepared,
-    "pooled": pooled,
     "layers": layers,
     "scores": scores,
     "scores-once": scores_once,

@@ -247,21 +247,6 @@ def model_sources() -> list[str]:
     )
 
 
-def redis_speed() -> list[str]:
-    """What a fetch and a load take from one server and from three."""
-    rows = []
-    for servers, name in ((1, "one server"), (3, "three servers")):
-        load = figures("redis", work="load", servers=servers, dim=32)
-        rows.append((f"load, {name}", load["ours_vectors_per_s"], load))
-        for batch in (1_000, 10_000, 100_000):
-            fetch = figures("redis", work="fetch", servers=servers, dim=32, batch=batch, hit_rate=1.0)
-            rows.append((f"fetch of {batch:,} keys, {name}", fetch["ours_keys_per_s"], fetch))
-    return _table(
-        ("dim 32", "M/s", "x redis-py with hiredis"),
-        *((what, f"{rate / 1e6:.2f}", f"{row['ours_to_redis_py']:.1f}") for what, rate, row in rows),
-    )
-
-
 def redis_cluster() -> list[str]:
     """Lookups from three masters beside one, and what a second of a processor gives."""
     rows = []
@@ -337,16 +322,6 @@ def redis_filled() -> list[str]:
         rows.append((name, *lookups, *ratios, *fill))
     head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
     return _table(head, *rows)
-
-
-def redis_starts() -> list[str]:
-    """Starts with Redis away, beside starts without it."""
-    one = figures("volatile_tier", phase="starts")
-    rows = [
-        (name, *(f"{1e3 * one[f'{which}_{what}_s']:.0f}" for what in ("p50", "max")))
-        for which, name in (("away", "Redis away"), ("none", "no Redis configured"))
-    ]
-    return _table(("a start, ms", "median", "slowest"), *rows)
 
 
 def redis_memory() -> list[str]:
@@ -902,12 +877,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "measured-gpu": measured_gpu,
     "measured-host": measured_host,
     "model-sources": model_sources,
-    "redis-speed": redis_speed,
     "redis-cluster": redis_cluster,
     "redis-changes": redis_changes,
     "redis-memory": redis_memory,
     "redis-filled": redis_filled,
-    "redis-starts": redis_starts,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
     "gpu-refresh": gpu_refresh,

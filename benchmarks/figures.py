@@ -678,41 +678,6 @@ def clients() -> list[str]:
     return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
 
 
-def _turns(benchmark: str, figure: str, **axes: Any) -> list[float]:
-    return [row["figures"][figure] for row in result_rows(benchmark) if axes.items() <= row["axes"].items()]
-
-
-def fronts() -> list[str]:
-    """What two fronts do on two cores: medians of all turns."""
-    rows = []
-    for form, route in (("json", "/v2/models/m/infer"), ("lookup", "/v1/models/m/lookup")):
-        now, before = (median(_turns("fronts_json", "rps", form=form, kind=kind)) for kind in ("this", "before"))
-        ratio = f"{now / before:.1f} x the version before fronts, one process"
-        rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
-    for connections in (4, 16):
-        now, before = (
-            median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before")
-        )
-        ratio = f"{now / before:.2f} x the version before fronts"
-        rows.append(
-            (f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio)
-        )
-    beside = "26x1000:4 beside"
-    for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
-        now, before, alone = (
-            median(_turns("fronts_beside", figure, kind=kind, beside=with_)) / 1000
-            for kind, with_ in (("this", beside), ("before", beside), ("this", ""))
-        )
-        against = f"{before:.0f} ms before fronts; {alone:.2f} ms alone"
-        rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now:.1f} ms", against))
-    slow, alone = (median(_turns("fronts_slow", "p99_us", beside=with_)) for with_ in ("5000 slow clients", ""))
-    name = "1,000 keys, one connection, beside 5,000 slow clients, p99"
-    rates = [median(_turns("fronts_slow", "rps", beside=with_)) for with_ in ("5000 slow clients", "")]
-    against = f"{slow / alone:.1f} x alone; {rates[0] / rates[1]:.2f} of the requests/s alone"
-    rows.append((name, f"{slow / 1000:.2f} ms", against))
-    return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
-
-
 def routes() -> list[str]:
     """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
     rows = []
@@ -829,18 +794,6 @@ def sparse_stage() -> list[str]:
     return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
 
 
-def sharing_resident() -> list[str]:
-    """Queries of resident rows on two devices, half of which lie on the other, beside a plain gather of the same rows."""
-    rows = []
-    for row in result_rows("sharing"):
-        axes, found = row["axes"], row["figures"]
-        if axes["work"] == "resident":
-            devices = "both at once" if axes["devices"] == 2 else "one"
-            rates = (f"{found['mkeys_per_s']:,.0f}", f"{found['gather_mkeys_per_s']:,.0f}", f"{found['of_gather']:.2f}")
-            rows.append((f"{axes['batch']:,} x {axes['dim']}", devices, *rates))
-    return _table(("keys x dim", "devices that ask", "M keys/s for each", "gather", "of it"), *rows)
-
-
 def sharing_traffic() -> list[str]:
     """Keys by popularity on two devices at once, by how they share rows."""
     rows = []
@@ -864,13 +817,11 @@ def sharing_traffic() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "sharing-resident": sharing_resident,
     "sharing-traffic": sharing_traffic,
     "clients": clients,
     "row-formats": row_formats,
     "row-formats-hits": row_formats_hits,
     "row-formats-mixed": row_formats_mixed,
-    "fronts": fronts,
     "routes": routes,
     "machines": machines,
     "readme": readme,

@@ -648,26 +648,6 @@ def row_formats_hits() -> list[str]:
     return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
 
 
-def row_formats_mixed() -> list[str]:
-    """Keys by popularity over the link, by format."""
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for path, name in (("link", "link"), ("index", "index on the device"), ("dense", "dense table")):
-            one = _gpu_rows(work="mixed", row_dtype=row_dtype, path=path)
-            rows.append(
-                (
-                    f"`{row_dtype}`, {name}",
-                    f"{one['hit_rate']:.3f} ({one['of_ideal']:.3f})",
-                    _round(one["mkeys_per_s"]),
-                    f"{one['misses']:,}",
-                    _round(one["p50_us"]),
-                    _round(one["cold_rows_us"]),
-                )
-            )
-    head = ("rows", "hit rate (of the ideal)", "M keys/s", "misses", "us", "us of a plain read of as many rows")
-    return _table(head, *rows)
-
-
 def clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
@@ -760,6 +740,8 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         work = axes["work"]
         if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
             continue
+        if work == "sustained" and (axes["threads"], axes["queries"]) not in ((1, 1), (4, 16)):
+            continue
         devices = axes.get("devices", 1)
         names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
         names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
@@ -821,7 +803,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "clients": clients,
     "row-formats": row_formats,
     "row-formats-hits": row_formats_hits,
-    "row-formats-mixed": row_formats_mixed,
     "routes": routes,
     "machines": machines,
     "readme": readme,

@@ -451,37 +451,6 @@ def misses_mixed() -> list[str]:
     )
 
 
-def captured() -> list[str]:
-    """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("captured")]
-    more = {(axes["keys"], axes["dim"], axes.get("missing", 0), axes["path"]): found for axes, found in rows}
-    return _table(
-        (
-            "keys, dim",
-            "query alone, us",
-            "lookup, us",
-            "of the query",
-            "1 missing",
-            "10",
-            "100",
-            "1,000",
-            "1,000 with the index",
-        ),
-        *(
-            (
-                f"{keys:,} x {dim}",
-                _round(found["query_us"]),
-                _round(found["captured_us"]),
-                f"{found['of_query']:.2f}",
-                *(f"+{_round(more[keys, dim, count, 'link']['more_us'])}" for count in (1, 10, 100, 1000)),
-                f"+{_round(more[keys, dim, 1000, 'index']['more_us'])}",
-            )
-            for (keys, dim, missing, path), found in more.items()
-            if not missing and path == "link"
-        ),
-    )
-
-
 def prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {
@@ -818,7 +787,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-refresh": gpu_refresh,
     "misses": misses,
     "misses-mixed": misses_mixed,
-    "captured": captured,
     "prepared": prepared,
     "layers": layers,
     "scores": scores,

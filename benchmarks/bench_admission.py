@@ -20,7 +20,7 @@ from numba import njit
 
 from benchmarks.harness import Report
 from hps.ground.hashing import mix, scale
-from hps.ground.workloads import power_law_ranks
+from hps.tools.profiling.workloads import power_law_ranks
 
 EVERY, CHANCE, IDLE, SECOND, SKETCH, CHOSEN = range(6)
 POLICIES = {
@@ -77,7 +77,7 @@ def _compare(report: Report, traffic: str, alpha: float, rows: int, batches: int
 
 
 def _batches(rng: np.random.Generator, traffic: str, alpha: float, rows: int, batch: int, batches: int) -> Iterator[_Keys]:
-    """The keys of `hps.ground.workloads.power_law_keys`, whose permutation the traffic changes."""
+    """The keys of `hps.tools.profiling.workloads.power_law_keys`, whose permutation the traffic changes."""
     ids = np.random.default_rng(31337).permutation(rows).astype(np.int32)
     share, every = (float(traffic.split()[1]), 1) if traffic.startswith("drift") else (0.3, 200)
     for nth in range(batches):

@@ -206,7 +206,7 @@ def _ask(worker: "subprocess.Popen[str]", case: str) -> tuple[float, str]:
 
 def serve_kernels() -> None:
     """Run cases named on standard input; print seconds and a hash of the answer of each."""
-    from hps.ground import machine_code
+    from hps.ground.kernels import machine_code
 
     if sys.argv[1] == "baseline":
         machine_code.choose_baseline()
@@ -255,7 +255,7 @@ def _rows(keys: Any, dim: int) -> Any:
 
 
 def _filled(dim: int) -> Any:
-    from hps.databases.hash_map.database import HashMapDatabase
+    from hps.stores.hash_map.database import HashMapDatabase
 
     database, keys = HashMapDatabase(), np.arange(100_000)
     database.open_table("t", dim)
@@ -326,7 +326,7 @@ def _matched() -> Callable[[], Any]:
 
 
 def _written(dim: int) -> Callable[[], Any]:
-    from hps.databases.redis.codec import FIELD_BYTES, write_rows
+    from hps.stores.redis.codec import FIELD_BYTES, write_rows
 
     keys, order = _keys(), np.arange(8192)
     rows, header = _rows(keys, dim).view(np.uint8), np.frombuffer(b"$%d\r\n" % (4 * dim), np.uint8)
@@ -340,7 +340,7 @@ def _written(dim: int) -> Callable[[], Any]:
 
 
 def _read(dim: int) -> Callable[[], Any]:
-    from hps.databases.redis.codec import HITS, read_rows
+    from hps.stores.redis.codec import HITS, read_rows
 
     header = b"$%d\r\n" % (4 * dim)
     vectors = _rows(_keys(), dim)
@@ -379,7 +379,7 @@ def _pooled(dim: int, combiner: str) -> Callable[[], Any]:
 
 
 def _ordered() -> Callable[[], Any]:
-    from hps.databases.rocks_db.change_order import _SETS, _WAYS, _judge, _note
+    from hps.stores.rocks_db.change_order import _SETS, _WAYS, _judge, _note
 
     keys, sequences = _keys(), np.arange(1, 8193)
     known_keys, known, bounds = (

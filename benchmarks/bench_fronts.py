@@ -7,8 +7,9 @@ PROGRAM is called with `PORT NPORTS CONNS THREADS TABLES KEYS ROWS SECONDS CHECK
 rps, p50_us, p99_us, wrong, errors and checked. It loads with binary tensors. Element c of key k of table t is then the float32
 with the bits t << 23 | k << 5 | c, so every vector says whose it is.
 
-JSON comes from `--threads` processes of `hps.profiling.http_load`, which compare every answer with the first one to the same
-request; that one is compared with sample vectors. `json` asks `/v2/models/m/infer`, `lookup` asks `/v1/models/m/lookup`.
+JSON comes from `--threads` processes of `hps.tools.profiling.http_load`, which compare every answer with the first one to
+the same request; that one is compared with sample vectors. `json` asks `/v2/models/m/infer`, `lookup` asks
+`/v1/models/m/lookup`.
 
 With --baseline another checkout is measured in turn. With --beside, a second program of the same kind loads the service with
 larger requests meanwhile. With --slow, that many clients are slow (see `benchmarks.slow_clients`).
@@ -35,8 +36,8 @@ import orjson
 
 from benchmarks.harness import Report, add
 from benchmarks.served import address_of, head
-from hps.models.sample import sample_vectors
-from hps.profiling.http_load import HttpLoad, LoadResult
+from hps.tools.cli.tables.sample import sample_vectors
+from hps.tools.profiling.http_load import HttpLoad, LoadResult
 
 DIM = 32
 POOL = 16

@@ -18,8 +18,8 @@ from benchmarks.gpu_timing import back_to_back, one_call, slots_of_resident_keys
 from benchmarks.harness import Report, time_calls
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.lookup import CupyLookup
-from hps.ground.workloads import power_law_ranks
 from hps.tensors.segments import Segment
+from hps.tools.profiling.workloads import power_law_ranks
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05

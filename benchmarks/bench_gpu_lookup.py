@@ -19,9 +19,9 @@ import hps
 from benchmarks import served
 from benchmarks.harness import Report, time_calls
 from benchmarks.served import document
-from hps.ground.workloads import power_law_keys
-from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
+from hps.tools.profiling.workloads import power_law_keys
 
 SEED = 1
 
@@ -225,7 +225,7 @@ def _warm_up(report: Report, place: Path, torch: Any, size_bytes: float) -> None
         on_device.copy_(pinned, non_blocking=True)
     torch.cuda.synchronize()
     copy_bytes_per_s = copies * pinned.numel() / (time.perf_counter() - start)
-    from hps.models.warm_up import warm_up
+    from hps.models.loading.warm_up import warm_up
 
     with hps.HPS(config) as server:
         deployment = server.model("bench")

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report
-from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_vectors
 from hps.types import FloatArray, KeyArray
 
 SEED = 1
@@ -34,9 +34,9 @@ _START = """
 import json, sys, time
 import numpy as np
 import hps
-from hps.databases.rocks_db.database import RocksDatabase
-from hps.models.sample import sample_vectors
-from hps.models.table_load import TableLoad
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.tools.cli.tables.sample import sample_vectors
+from hps.models.loading.table_load import TableLoad
 
 path, rows, dim, sample, odd = sys.argv[1], *map(int, sys.argv[2:])
 

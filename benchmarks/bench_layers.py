@@ -73,7 +73,7 @@ def _one_table(report: Report, place: Path, dim: int, calls: int) -> None:
     import torch
     from torch.nn.functional import embedding
 
-    from hps.models.sample import sample_vectors
+    from hps.tools.cli.tables.sample import sample_vectors
 
     rows = 200_000
     from hps.torch import LookupLayer
@@ -167,7 +167,7 @@ def _collection(report: Report, place: Path, calls: int) -> None:
     import torch
     from torch.nn.functional import embedding_bag
 
-    from hps.models.sample import sample_vectors
+    from hps.tools.cli.tables.sample import sample_vectors
 
     rows, dim, batch, count = 20_000, 32, 1024, len(HOTNESS)
     from hps.torch import BagTable, EmbeddingBagCollection

@@ -16,16 +16,16 @@ from torch.utils.dlpack import to_dlpack
 
 from benchmarks.harness import Report, time_calls
 from hps.cache.cpu.cache import NumpyCache
-from hps.databases.hash_map.database import HashMapDatabase
+from hps.engine.chain import DatabaseChain
+from hps.engine.coalescing import FetchCoalescer
+from hps.engine.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.ground.hashing import mix, scale
-from hps.ground.thread_pool import POOL, available_threads
-from hps.ground.workloads import power_law_keys
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
+from hps.ground.threads.thread_pool import POOL, available_threads
 from hps.statistics.metrics import Metrics
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.array_checks import as_keys, as_output
 from hps.tensors.segments import Segment
+from hps.tools.profiling.workloads import power_law_keys
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05

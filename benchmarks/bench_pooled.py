@@ -331,8 +331,8 @@ def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], 
 
 def configuration(place: Path, dims: Sequence[int], rows: int, hotness: Sequence[int], **model: Any) -> dict[str, Any]:
     """A server with a table for each width, all in the hash map alone; their files are written once."""
-    from hps.models.sample import sample_chunks
     from hps.models.writer import write_sparse_model
+    from hps.tools.cli.tables.sample import sample_chunks
 
     names = [f"t{table}" for table in range(len(dims))]
     for table, (name, dim) in enumerate(zip(names, dims, strict=True)):
@@ -345,7 +345,7 @@ def configuration(place: Path, dims: Sequence[int], rows: int, hotness: Sequence
 
 def check_sums(keys: np.ndarray, hotness: int, dim: int, seed: int, found: np.ndarray) -> None:
     """Compare (B, dim) sums of B x hotness keys of a sample model with those of float64."""
-    from hps.models.sample import sample_vectors
+    from hps.tools.cli.tables.sample import sample_vectors
 
     terms = sample_vectors(keys, dim, seed).reshape(-1, hotness, dim)
     exact, size = terms.sum(1, dtype=np.float64), np.abs(terms).sum(1, dtype=np.float64)

@@ -9,7 +9,7 @@ import numpy as np
 import hps
 from benchmarks.bench_pooled import HOTNESS, check_sums, configuration
 from benchmarks.harness import Report, time_calls
-from hps.ground.workloads import power_law_keys
+from hps.tools.profiling.workloads import power_law_keys
 
 _ALPHA = 1.05
 
@@ -29,7 +29,7 @@ def _measure(report: Report, place: Path, hotness: tuple[int, ...], rows: int, d
     import torch
     from torch.nn.functional import embedding_bag
 
-    from hps.models.sample import sample_vectors
+    from hps.tools.cli.tables.sample import sample_vectors
 
     batch = 256
     rng = np.random.default_rng(report.seed)

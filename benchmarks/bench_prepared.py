@@ -19,8 +19,8 @@ import hps
 from benchmarks import served
 from benchmarks.bench_layers import in_turn, of_calls
 from benchmarks.harness import Report, add, part
-from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 
 _Ways = Mapping[str, tuple[Callable[[int], Any], Callable[[int], np.ndarray]]]
 """By name: a lookup of the i-th set of keys, and its vectors, flat, on the host."""

@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Report
-from hps.databases.redis.database import RedisDatabase
-from hps.databases.redis.layout import KeyPartition
-from hps.databases.redis.room import partition_bytes
 from hps.errors import DatabaseError
+from hps.stores.redis.database import RedisDatabase
+from hps.stores.redis.layout import KeyPartition
+from hps.stores.redis.room import partition_bytes
 from hps.types import FloatArray, KeyArray
 from tests.servers.redis_server import RedisClusterServers, RedisServer, server_program, valkey_program
 

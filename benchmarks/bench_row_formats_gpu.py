@@ -21,8 +21,8 @@ from numba import njit
 from benchmarks.gpu_timing import back_to_back
 from benchmarks.harness import Report, add, part, time_calls
 from hps.cache.cuda.cache import CupyCache
-from hps.databases.hash_map.database import HashMapDatabase
 from hps.ground.rows import decode, encode
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec

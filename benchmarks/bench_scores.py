@@ -31,7 +31,7 @@ import hps.torch
 from benchmarks.dlrm import DLRM, FEATURES
 from benchmarks.harness import Report, add, part
 from benchmarks.served import address_of
-from hps.profiling.http_load import HttpLoad, LoadResult
+from hps.tools.profiling.http_load import HttpLoad, LoadResult
 
 _TABLES, _DIM = 26, 128
 _POOL = 64  # different requests

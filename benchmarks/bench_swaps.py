@@ -35,8 +35,8 @@ from benchmarks.harness import Report
 from benchmarks.served import document, model
 from benchmarks.swap_clients import FAILED, WRONG, Load, paced_load
 from benchmarks.swap_server import MODEL
-from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from tests.servers.redis_server import free_ports
 
 _DIM, _KEYS, _CONTENTS = 32, 100, (1, 2)

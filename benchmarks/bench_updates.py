@@ -34,7 +34,7 @@ from benchmarks.bench_writes import add_rows, read
 from benchmarks.harness import Report
 from benchmarks.served import document, model, server
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX, Partition, UpdateLogWriter
 from hps.updates.framing import encode

@@ -15,9 +15,9 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hps.configuration.load import load_configuration
-from hps.service.app import Application
-from hps.service.lifecycle import Lifecycle
-from hps.service.server import Server, listen
+from hps.serve.engine.app import Application
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.server import Server, listen
 
 
 async def _read(receive: Receive) -> bytes:

@@ -18,9 +18,9 @@ from typing import Any
 
 from hps.configuration.load import load_configuration
 from hps.parameter_server import HPS
-from hps.service.app import Application
-from hps.service.lifecycle import Lifecycle
-from hps.service.server import Server, listen
+from hps.serve.engine.app import Application
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.server import Server, listen
 
 MODEL = "swapped"
 _RETIRED_S = 60.0

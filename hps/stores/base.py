@@ -331,17 +331,6 @@ class Database(ABC):
         """
         raise DatabaseError(f"updating table {tag}: databases of type {self.kind} cannot keep the order of updates")
 
-    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
-        """Yield the keys of rows that were changed online, deleted ones too, as far as `sequences_of` knows their last changes.
-
-        For databases that keep the order over restarts; none by default.
-        """
-        return iter(())
-
-    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
-        """Return the sequences of the last changes of rows, (n,) int64; 0 where a change has none."""
-        return np.zeros(keys.size, np.int64)
-
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
         """Apply changes that the database below has just applied; a shared database may drop the rows instead."""
         keys, vectors, deleted = changes.split()

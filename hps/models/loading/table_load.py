@@ -15,7 +15,6 @@ from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import SparseModel, extended
-from hps.models.loading.carried_rows import CarriedTable
 from hps.models.loading.read_ahead import chunk_ranges, read_ahead
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
@@ -131,15 +130,11 @@ class TableLoad:
     A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
     fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
 
-    If the online writes of another table are carried over, the table is loaded anew, and `CarriedTable.take_over` completes its
-    load record once the other table takes no more writes: an interrupted carrying starts over.
-
     The table is opened in each database, also in those to keep.
 
     Args:
         source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
-        carried: the table whose online writes are carried over.
         in_service: lookups use the table in a shared database, which lost its rows. It is not opened before it is claimed,
             since missing keys of an open table would count as absent.
 
@@ -153,7 +148,6 @@ class TableLoad:
         source: str | TableSource,
         targets: LoadTargets,
         progress: Progress | None = None,
-        carried: CarriedTable | None = None,
         *,
         in_service: bool = False,
     ) -> None:
@@ -162,7 +156,6 @@ class TableLoad:
         self._tag = table.tag
         self._targets = targets
         self._progress = progress or NoProgress()
-        self._carried = carried
         self._nonfinite = NonfiniteRows()
         self._watched = False  # whether the files may change without another version
         self._has_authority = any(one.persistent for one in (*targets.load, *targets.keep))
@@ -217,7 +210,7 @@ class TableLoad:
             self._open(database)
         records = [self._record(database) for database in databases]
         authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
-        differs = self._carried is not None or (authority is not None and self._differs(authority))
+        differs = authority is not None and self._differs(authority)
         if not all(self._is_whole(record) for record in records):
             self._verify()  # before a database loses what it has
         self._watched = self._model.may_change_unseen()
@@ -237,8 +230,6 @@ class TableLoad:
         for i, database in enumerate(databases):
             if loads[i].elsewhere:
                 loads[i] = self._awaited(database, loads[i].last_row)
-        if self._carried and databases:
-            self._carried.copy(authority or databases[-1], self._model.chunk_rows, self._progress)
         if authority:
             self._put_above(authority)
         for i, database in enumerate(databases):
@@ -312,7 +303,7 @@ class TableLoad:
 
         Processes that load a shared database agree by their claims.
         """
-        if self._targets.force or self._carried or database.shared:
+        if self._targets.force or database.shared:
             return None
         record, model = database.load_record(self._tag_in(database)), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
@@ -377,7 +368,7 @@ class TableLoad:
 
     def _first_row(self, database: Database, record: LoadRecord | None) -> int:
         if record is None:
-            if self._targets.force or self._carried or isinstance(self._model, DeltaModel):
+            if self._targets.force or isinstance(self._model, DeltaModel):
                 self._empty(database)
             return 0
         model = self._model
@@ -425,9 +416,9 @@ class TableLoad:
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
                 self._nonfinite.add(keys, vectors)
-                exact, rows = self._rows_of(keys, vectors)
+                rows = self._encoded(keys, vectors)
                 for feed in feeds:
-                    feed.add(start, keys, vectors, exact if feed.is_exact else rows)
+                    feed.add(start, keys, vectors, vectors if feed.is_exact else rows)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
         self._check_finite([database for database, _ in targets])
@@ -459,8 +450,8 @@ class TableLoad:
             with closing(chunks):
                 for keys, vectors in chunks:
                     self._nonfinite.add(keys, vectors)
-                    exact, rows = self._rows_of(keys, vectors)
-                    feed.add(0, keys, vectors, exact if feed.is_exact else rows)
+                    rows = self._encoded(keys, vectors)
+                    feed.add(0, keys, vectors, vectors if feed.is_exact else rows)
                     self._progress.advance(self._tag, keys.size)
             if base is None or base.still_counts():
                 break
@@ -504,10 +495,8 @@ class TableLoad:
                     return BaseRows(level, chunks, "", held.unmodified)
         return None
 
-    def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> tuple[FloatArray, RowArray]:
-        """Return what databases of float32 rows store, (n, dim), and the rows of the others, (n, width)."""
-        rows = encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
-        return self._carried.rows_of(keys, vectors, rows) if self._carried else (vectors, rows)
+    def _encoded(self, keys: KeyArray, vectors: FloatArray) -> RowArray:
+        return encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
 
     def _vectors_in(self, database: Database, stored: TableSpec, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Read the vectors of a table of the same row format: encoded again, they are the same rows."""
@@ -592,8 +581,6 @@ class TableLoad:
     def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
         model = self._model
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
-        if self._carried:
-            record = self._carried.begun(record)
         stored = database.stored(self._table)
         database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
         if database.persistent:

@@ -643,19 +643,6 @@ class RocksDatabase(PersistentDatabase):
         with self._calls:
             return self._table_with_times(tag).apply(changes, positions)
 
-    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
-        table, start = self._table(tag), b""
-        while True:
-            with self._calls:  # as in `_chunks`
-                keys, start = table.changed_keys(start, chunk_rows)
-            if not keys.size:
-                return
-            yield keys
-
-    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
-        with self._calls:
-            return self._table(tag).sequences_of(keys)
-
     def _table_with_times(self, tag: str) -> RocksTable:
         table = self._table(tag)
         if not (table.remembers_times or self.read_only):

@@ -42,15 +42,7 @@ from hps.tensors.segments import (
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.collection import StatisticsCollector
-from hps.versions.deployment import (
-    Deployment,
-    StoredRow,
-    choose_cache,
-    kernels_of,
-    open_database,
-    open_databases,
-    repeated_after_takeover,
-)
+from hps.versions.deployment import Deployment, StoredRow, repeated_after_takeover
 from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
@@ -60,6 +52,7 @@ from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.pins import PINS, Pins
 from hps.versions.reconciler import Reconciler
+from hps.versions.tiers import choose_cache, kernels_of, open_database, open_databases
 from hps.versions.volatile_tier import VolatileTier, load_again
 
 _log = logging.getLogger(__name__)

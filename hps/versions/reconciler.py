@@ -22,9 +22,10 @@ from hps.ground.progress import Progress
 from hps.models.deltas import HeldTable
 from hps.models.loading.table_load import LoadTargets
 from hps.types import TableSpec
+from hps.versions.building import load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
-from hps.versions.deployment import DRAIN_S, Deployment, Fate, deploy, reconfigure
+from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
 from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
@@ -450,7 +451,7 @@ class Reconciler:
             if not force:
                 refuse_format_change(config, tables, fingerprints, self._chain.databases)
             load = partial(
-                deploy,
+                load_deployment,
                 wanted,
                 tables,
                 self._cache_class,

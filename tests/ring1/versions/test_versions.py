@@ -20,7 +20,8 @@ from hps.models.writer import write_version as write_version_of
 from hps.stores.base import RowChanges
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import split_tag
-from hps.versions.deployment import Deployment, reconfigure
+from hps.versions.building import reconfigure
+from hps.versions.deployment import Deployment
 from tests.fakes.paused_lookup import PausedSegment, paused_lookup
 from tests.servers.running_service import document_of, model_of
 
@@ -416,7 +417,7 @@ def test_settings_whose_caches_do_not_become_current_change_nothing(document: Ma
     with hps.HPS(document(versions=1)) as server:
         before, renewed, made = server.model("ranker"), Deployment.renewed, []
         monkeypatch.setattr(Deployment, "renewed", lambda *arguments: made.append(renewed(*arguments)) or made[0])
-        monkeypatch.setattr("hps.versions.deployment.refresh", Mock(side_effect=hps.DatabaseError("away")))
+        monkeypatch.setattr("hps.versions.building.refresh", Mock(side_effect=hps.DatabaseError("away")))
         with pytest.raises(hps.DatabaseError, match="away"):
             server.deploy(server.config.models[0].model_copy(update={"gpucacheper": 1.0}))
         assert server.model("ranker") is before

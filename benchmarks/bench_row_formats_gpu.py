@@ -119,7 +119,7 @@ class _Table:
             size -= HashMapDatabase.index_bytes(self.rows)
         cache = CupyCache.create([self.spec], [int(14 * size / pair)], 0)
         host = self.database.host_table(self.spec.tag)
-        if host is None or cache.attach(0, host, True, index=path == "index") is not None:
+        if host is None or cache.attach(0, host, authoritative=True, index=path == "index") is not None:
             raise RuntimeError("the cache cannot read the table")
         return cache
 

@@ -249,7 +249,7 @@ class HPS:
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
-        self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], True, began)
+        self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], began, wait=True)
         return vectors if found is None else (vectors, found)
 
     @repeated_after_takeover
@@ -282,7 +282,7 @@ class HPS:
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
         segments = _named(deployment, session, tables, out, return_found)
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
@@ -328,7 +328,7 @@ class HPS:
         dim = deployment.tables[index].dim
         segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
         segments = [segment] if segment.narrow is None else NarrowSegments([segment])
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         return segment.found
 
     @repeated_after_takeover
@@ -366,7 +366,7 @@ class HPS:
         segments, found = concatenated_segments(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
         )
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         return found
 
     @repeated_after_takeover
@@ -401,7 +401,7 @@ class HPS:
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
 
     @repeated_after_takeover
@@ -538,10 +538,12 @@ class HPS:
         began = perf_counter_ns()
         refuse_repeated_tables([segment.table for segment in segments], deployment.tables)
         device_id = deployment.device(device_id)
-        self._answer(deployment, deployment.session(device_id), segments, True, began)
+        self._answer(deployment, deployment.session(device_id), segments, began, wait=True)
         return device_id
 
-    def _answer(self, deployment: Deployment, session: Session, segments: Sequence[Segment], wait: bool, began_ns: int) -> None:
+    def _answer(
+        self, deployment: Deployment, session: Session, segments: Sequence[Segment], began_ns: int, *, wait: bool
+    ) -> None:
         if wait:
             session.lookup(segments, began_ns)
             if type(segments) is NarrowSegments:

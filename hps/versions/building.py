@@ -183,7 +183,7 @@ def _mark_complete(deployment: Deployment) -> None:
         for cache in deployment.caches:
             resident = [cache.stats(index).resident_rows for index in range(len(tables))]
             if cache.static and resident == rows:
-                cache.tell_complete(True)
+                cache.tell_complete(complete=True)
             elif cache.static:
                 _log.info(
                     "model %r: %d of its %d rows are not resident on device %d; lookups read them from host memory",

@@ -76,6 +76,7 @@ class Forecast:
         version: ServedVersion,
         traces: Sequence[KeyTrace],
         alpha: float | None = None,
+        *,
         fit: bool = False,
         on_cuda: bool = False,
     ) -> None:

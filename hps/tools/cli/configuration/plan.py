@@ -92,7 +92,9 @@ def plan_command(
         needs += memory.front_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
-        forecasts = [Forecast(version, traces, alpha, fit, on_cuda) for version in versions if version.config.gpucache]
+        forecasts = [
+            Forecast(version, traces, alpha, fit=fit, on_cuda=on_cuda) for version in versions if version.config.gpucache
+        ]
         predicted = [one for one in forecasts if one.tables]
         suggestions = [one.for_goal(goal) for one in predicted] if goal is not None else []
         if budget is not None:

@@ -273,37 +273,6 @@ def redis_cluster() -> list[str]:
     return _table(head, *rows)
 
 
-def redis_changes() -> list[str]:
-    """What lookups of 100 keys meet while a cluster changes."""
-    named: list[tuple[str, dict[str, Any]]] = [
-        (f"master {how}, `cluster-node-timeout` {timeout_s} s", {"work": f"master {how}", "node_timeout_s": timeout_s})
-        for timeout_s in (1, 5)
-        for how in ("killed", "hangs")
-    ]
-    named.append(("replica takes over when asked (`CLUSTER FAILOVER`)", {"work": "CLUSTER FAILOVER"}))
-    named += [
-        (f"slot with {row['rows']:,} rows moves by `{row['how']}`", {"work": "slot moved", **row})
-        for row in (
-            {"rows": 16_666, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "CLUSTER MIGRATESLOTS"},
-        )
-    ]
-    rows = []
-    for name, axes in named:
-        found = [row["figures"] for row in result_rows("redis_cluster") if axes.items() <= row["axes"].items()]
-        reasons = dict.fromkeys(reason for row in found for reason in row["reasons"])
-        rows.append(
-            (
-                name,
-                _each(f"{row['failing_s']:.1f}" if row["failed_calls"] else "no" for row in found),
-                _each(f"{row['slowest_s'] * 1e3:,.0f}" for row in found),
-                ", ".join(reasons) or "none",
-            )
-        )
-    return _table(("", "lookups fail, s", "slowest lookup, ms", "errors"), *rows)
-
-
 def redis_filled() -> list[str]:
     """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
     names = {
@@ -322,17 +291,6 @@ def redis_filled() -> list[str]:
         rows.append((name, *lookups, *ratios, *fill))
     head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
     return _table(head, *rows)
-
-
-def redis_memory() -> list[str]:
-    """Bytes of a row, measured and planned."""
-    rows = []
-    for dim in (16, 32, 64, 128):
-        redis, valkey = (figures("redis_cluster", work="memory", program=program, dim=dim) for program in ("redis", "valkey"))
-        cells = (4 * dim, redis["planned_bytes_per_row"], redis["bytes_per_row"], valkey["bytes_per_row"])
-        rows.append((str(dim), *(f"{value:.0f}" for value in cells)))
-    head = [f"{row['version']} ({row['allocator']})" for row in (redis, valkey)]
-    return _table(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), *rows)
 
 
 def row_bytes() -> list[str]:
@@ -362,26 +320,6 @@ def gpu_queries() -> list[str]:
     return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
 
 
-def gpu_refresh() -> list[str]:
-    """Every measurement of lookups beside a refresh, in the order in which they were taken."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
-    head = ("tensors, lookups", "share", "p99 idle, us", "beside a refresh, us", "ratio of each round", "10 M rows take, s")
-    return _table(
-        head,
-        *(
-            (
-                f"{axes['place']}, {axes['loop']}",
-                f"{axes['share']:g}",
-                _round(found["idle_p99_us"]),
-                _round(found["beside_p99_us"]),
-                _each(f"{ratio:.2f}" for ratio in found["p99_ratios"]),
-                _round(found["whole_s"]),
-            )
-            for axes, found in rows
-        ),
-    )
-
-
 def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Axes and figures of one kind of work of `misses.json`, without what failed."""
     rows = [(row["axes"], row["figures"]) for row in result_rows("misses") if "error" not in row["figures"]]
@@ -392,35 +330,6 @@ def _by(path: str, axes: dict[str, Any], figure: str) -> str:
     """What another path reached of the same; empty where that was not measured."""
     found = [found for of, found in _misses(axes["work"], path) if of == axes | {"path": path}]
     return _round(found[0][figure]) if found else ""
-
-
-def misses() -> list[str]:
-    """Lookups of keys that all miss, by the link and by a copy, beside gathers of the same rows."""
-    return _table(
-        (
-            "rows, dim",
-            "distinct keys, all missing",
-            "link, M keys/s",
-            "without waiting",
-            "index on the device",
-            "dense table",
-            "copy",
-            "gather by place",
-            "in random order",
-        ),
-        *(
-            (
-                f"{axes['rows']:,} x {axes['dim']}",
-                f"{axes['keys']:,}",
-                _round(found["mkeys_per_s"]),
-                _round(found["enqueued_mkeys_per_s"]),
-                *(_by(path, axes, "mkeys_per_s") for path in ("index", "link, dense", "copy")),
-                _round(found["gather_mkeys_per_s"]),
-                _round(found["random_gather_mkeys_per_s"]),
-            )
-            for axes, found in _misses("misses", "link")
-        ),
-    )
 
 
 def misses_mixed() -> list[str]:
@@ -779,13 +688,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "measured-host": measured_host,
     "model-sources": model_sources,
     "redis-cluster": redis_cluster,
-    "redis-changes": redis_changes,
-    "redis-memory": redis_memory,
     "redis-filled": redis_filled,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
-    "gpu-refresh": gpu_refresh,
-    "misses": misses,
     "misses-mixed": misses_mixed,
     "prepared": prepared,
     "layers": layers,

@@ -383,18 +383,6 @@ def prepared() -> list[str]:
     return _table((*head, "a layer", "`index_select`"), *rows)
 
 
-def layers() -> list[str]:
-    """What the layers add to the calls beneath them."""
-    rows = []
-    for work, name in (("4,096 keys", "lookup"), ("26 features", "pooled lookup")):
-        found = [row for row in result_rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
-        for row in found:
-            axes, measured = row["axes"], row["figures"]
-            times = (_round(measured[f"{one}_p50_us"]) for one in ("layer", "lookup"))
-            rows.append((f"{name}, dim {axes['dim']}, {axes['how']}", *times, f"{measured['layer_more_us']:.1f}"))
-    return _table(("p50, us", "the layer", "the call beneath it", "more"), *rows)
-
-
 def updates() -> list[str]:
     """Online updates from either log."""
     logs = ("kafka", "redis_stream")
@@ -510,22 +498,6 @@ def row_formats() -> list[str]:
     return _table(("", *head), *rows)
 
 
-def _gpu_rows(**axes: Any) -> dict[str, Any]:
-    return figures("row_formats_gpu", **axes)
-
-
-def row_formats_hits() -> list[str]:
-    """Resident keys alone, by format of rows and outputs."""
-    plain = _gpu_rows(work="hits", row_dtype="float32", out="float32", keys=1 << 20)["us"]
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for out in ("float32", "float16"):
-            few, many = (_gpu_rows(work="hits", row_dtype=row_dtype, out=out, keys=n) for n in (1 << 16, 1 << 20))
-            own = f"{_round(many['mkeys_per_s'])} ({plain / many['us']:.2f} x)"
-            rows.append((f"`{row_dtype}`", f"`{out}`", _round(few["mkeys_per_s"]), own))
-    return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
-
-
 def clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
@@ -618,7 +590,7 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         work = axes["work"]
         if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
             continue
-        if work == "sustained" and (axes["threads"], axes["queries"]) not in ((1, 1), (4, 16)):
+        if work == "served" or (work == "sustained" and (axes["threads"], axes["queries"]) != (4, 16)):
             continue
         devices = axes.get("devices", 1)
         names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
@@ -680,7 +652,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": sharing_traffic,
     "clients": clients,
     "row-formats": row_formats,
-    "row-formats-hits": row_formats_hits,
     "routes": routes,
     "machines": machines,
     "readme": readme,
@@ -693,7 +664,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-queries": gpu_queries,
     "misses-mixed": misses_mixed,
     "prepared": prepared,
-    "layers": layers,
     "scores": scores,
     "scores-once": scores_once,
     "scores-device": scores_device,

@@ -596,7 +596,6 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
         names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
         names.append(f"{axes['rate']:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in work else "")
-        names.append(f"{axes['rate']:,.0f} queries/s offered" if work == "served" else "")
         names.append(f"hit rate {found['hit_rate']:.3f}" if "hit_rate" in found else "")
         rate = found.get("queries_per_s") or axes.get("rate") or 1e6 * found["mrows_per_s"] / about["keys_of_a_query"]
         result = found.get("result") or (f"{_round(found['mrows_per_s'])} M rows/s" if "mrows_per_s" in found else "")

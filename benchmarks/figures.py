@@ -443,33 +443,20 @@ def planning_cost() -> list[str]:
 def cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
-    def seconds(work: str, code: str, start: str) -> str:
+    def seconds(work: str, start: str) -> str:
         found = [
             row["figures"]
             for row in result_rows("cold_start")
-            if row["axes"] == {"work": f"first lookup, {work}", "code": code, "start": start}
+            if row["axes"] == {"work": f"first lookup, {work}", "code": "now", "start": start}
         ]
         wall, processor = (median(one[name] for one in found) for name in ("wall_s", "processor_s"))
         return f"{wall:.1f} s ({processor:.1f} s)"
 
     starts = {"nothing compiled": "cold", "compiled by an earlier start": "warm", "compiled for the baseline": "ahead"}
-    rows = [(text, *(seconds(work, "now", start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
-    old = [seconds(work, "before", "cold") for work in ("in process", "hps serve")]
-    rows.insert(0, ("nothing compiled, before `hps compile` and parallel compilation", *old))
+    rows = [(text, *(seconds(work, start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
     return _table(
         ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), *rows
     )
-
-
-def cold_start_baseline() -> list[str]:
-    """Kernels for the baseline beside those for the processor at hand."""
-    rows = []
-    for row in result_rows("cold_start"):
-        if kernel := row["axes"].get("kernel"):
-            one = row["figures"]
-            spread = f"{one['of_native']:.2f} ({one['least_of_native']:.2f} to {one['most_of_native']:.2f})"
-            rows.append((kernel, f"{one['native_us']:.0f} us", f"{one['baseline_us']:.0f} us", spread))
-    return _table(("kernel", "this processor", "baseline", "speed of the baseline (five pairs of processes)"), *rows)
 
 
 def row_formats() -> list[str]:
@@ -672,7 +659,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "planning": planning,
     "planning-cost": planning_cost,
     "cold-start": cold_start,
-    "cold-start-baseline": cold_start_baseline,
 }
 
 

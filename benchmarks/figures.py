@@ -247,52 +247,6 @@ def model_sources() -> list[str]:
     )
 
 
-def redis_cluster() -> list[str]:
-    """Lookups from three masters beside one, and what a second of a processor gives."""
-    rows = []
-    for batch in (100, 1_000, 10_000, 100_000):
-        one, three = (figures("redis_cluster", work="lookup", masters=masters, batch=batch) for masters in (1, 3))
-        each = ([row[f"keys_per_{place}_processor_s"] / 1e6 for row in (one, three)] for place in ("server", "client"))
-        rows.append(
-            (
-                f"{batch:,}",
-                _each(_round(row["lookups_per_s"]) for row in (one, three)),
-                _each(f"{row['keys_per_s'] / 1e6:.2f}" for row in (one, three)),
-                f"{three['to_one_master']:.2f}",
-                *(_each(f"{rate:.2f}" for rate in rates) for rates in each),
-            )
-        )
-    head = (
-        "keys a lookup",
-        "lookups/s",
-        "M keys/s",
-        "three to one",
-        "M keys a second of servers' cores",
-        "of the client's core",
-    )
-    return _table(head, *rows)
-
-
-def redis_filled() -> list[str]:
-    """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
-    names = {
-        "redis": "Redis whole",
-        "rocks_db": "RocksDB alone",
-        "filled": "while Redis is filled",
-        "filled by refresh": "the same, by `hps refresh`",
-        "filled without lookups": "filled without lookups",
-    }
-    rows = []
-    for phase, name in names.items():
-        one = figures("volatile_tier", phase=phase)
-        lookups = [f"{one[f'{which}_ms']:.1f}" if "p50_ms" in one else "" for which in ("p50", "p99")]
-        ratios = [f"{one[f'{which}_to_rocks_db']:.2f}" if "p50_to_rocks_db" in one else "" for which in ("p50", "p99")]
-        fill = [f"{one['seconds']:.1f}", f"{one['to_load']:.2f}"] if "to_load" in one else ["", ""]
-        rows.append((name, *lookups, *ratios, *fill))
-    head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
-    return _table(head, *rows)
-
-
 def row_bytes() -> list[str]:
     """Bytes of a row by tier and format, and rows per GB beside float32."""
     names = {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}
@@ -431,15 +385,6 @@ def planning() -> list[str]:
     return _table(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), *rows)
 
 
-def planning_cost() -> list[str]:
-    """What a recording costs lookups."""
-    rows = []
-    for tables in (1, 26):
-        one = figures("plan", work="recording", tables=tables, rate=0.01)
-        rows.append((f"{tables} x 1,000 keys, resident", *(f"{one[name]:.0f} us" for name in ("lookup_us", "recorded_us"))))
-    return _table(("p50 in process, at a rate of 0.01", "without", "recorded"), *rows)
-
-
 def cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
@@ -457,32 +402,6 @@ def cold_start() -> list[str]:
     return _table(
         ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), *rows
     )
-
-
-def row_formats() -> list[str]:
-    """What a DLRM answers with rows in fewer bits."""
-    rows = []
-    for row_dtype in ("float32", "float16", "bfloat16", "int8"):
-        one = figures("row_formats", work="AUC", row_dtype=row_dtype)
-        worst = (
-            "0" if row_dtype == "float32" else f"{figures('row_formats', work='rows', row_dtype=row_dtype)['rms_share']:.2%}"
-        )
-        off = (
-            f"{one['row_bytes']}",
-            f"{one['auc']:.4f}",
-            f"{one['auc_difference']:+.1e}",
-            f"{one['logit_difference']:.1e}",
-            worst,
-        )
-        rows.append((f"`{row_dtype}`", *off))
-    head = (
-        "bytes of a row of 16",
-        "AUC",
-        "beside the trained module",
-        "largest difference of a logit",
-        "RMS error, worst table",
-    )
-    return _table(("", *head), *rows)
 
 
 def clients() -> list[str]:
@@ -637,15 +556,12 @@ def sharing_traffic() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": sharing_traffic,
     "clients": clients,
-    "row-formats": row_formats,
     "routes": routes,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,
     "measured-host": measured_host,
     "model-sources": model_sources,
-    "redis-cluster": redis_cluster,
-    "redis-filled": redis_filled,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
     "misses-mixed": misses_mixed,
@@ -657,7 +573,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sparse-stage": sparse_stage,
     "updates": updates,
     "planning": planning,
-    "planning-cost": planning_cost,
     "cold-start": cold_start,
 }
 

@@ -6,7 +6,7 @@ CONFIG ?= configs/minimal.json
 # Ring 1 computes: a process a core. Of ring 2 many tests wait for servers: one process more.
 CORES    := $(shell nproc 2>/dev/null || echo 2)
 PARALLEL ?= --dist loadfile --no-loadscope-reorder --maxprocesses 6 --numprocesses
-# make test ROOM=redis, or ROOM=tests/ring2/service/test_grpc.py: a folder of that name in rings 1 and 2, or a path.
+# make test ROOM=redis, or ROOM=tests/ring2/serve/test_grpc.py: a folder of that name in rings 1 and 2, or a path.
 TESTS    = $(if $(wildcard $(ROOM)),$(ROOM),$(or $(shell find tests/ring1 tests/ring2 -type d -name '$(ROOM)'),\
              $(error no room is called '$(ROOM)'; there are: $(sort $(notdir $(shell find tests/ring1 tests/ring2 -mindepth 1 -type d ! -name '__*'))))))
 

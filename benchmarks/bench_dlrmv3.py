@@ -256,7 +256,7 @@ class Traffic:
         self._by_rank = torch.randperm(rows, device=device, generator=shuffled)
 
     def keys(self, n: int, law: str = "power law") -> Any:
-        """Return n keys; see `hps.ground.workloads`."""
+        """Return n keys; see `hps.tools.profiling.workloads`."""
         if law == "uniform":
             return torch.randint(self._rows, (n,), device=self._device, generator=self._random)
         uniform = torch.rand(n, dtype=torch.float64, device=self._device, generator=self._random)

@@ -16,8 +16,8 @@ from cupy_backends.cuda.api import runtime
 from benchmarks.gpu import PLAIN, TUNED, back_to_back, one_call, plain_gather, slots_of_resident_keys, vectors_of
 from benchmarks.harness import ALPHA, Report, require
 from hps.cache.cuda.cache import CupyCache
-from hps.ground.workloads import power_law_ranks
 from hps.tensors.segments import Segment
+from hps.tools.profiling.workloads import power_law_ranks
 from hps.types import KeyArray, TableSpec
 
 

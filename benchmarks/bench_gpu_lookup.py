@@ -23,10 +23,10 @@ import hps
 from benchmarks import served
 from benchmarks.gpu_timing import wake
 from benchmarks.harness import Report, gpu_facts, microseconds, require, scratch, seconds_of, take_turns
-from hps.ground.workloads import power_law_keys
-from hps.models.sample import sample_chunks, sample_vectors
-from hps.models.warm_up import warm_up
+from hps.models.loading.warm_up import warm_up
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
+from hps.tools.profiling.workloads import power_law_keys
 from hps.torch import LookupLayer
 
 _SETS, _SEED = 8, 1

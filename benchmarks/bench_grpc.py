@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 from benchmarks.harness import Report, microseconds, require, scratch
 from benchmarks.served import Running, address_of, binary_post, document, free_port, hps_serve, model
 from hps.models.writer import write_sparse_model
-from hps.profiling.http_load import HttpLoad
+from hps.tools.profiling.http_load import HttpLoad
 
 _ROWS, _DIM, _POOL, _CHECKED = 100_000, 32, 32, 10
 _PATH = b"/inference.GRPCInferenceService/ModelInfer"

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import Report, Timing, time_calls
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.eviction import Policy
-from hps.ground.workloads import power_law_keys
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.hash_map.eviction import Policy
+from hps.tools.profiling.workloads import power_law_keys
 
 TAG = "hps_et.bench.table"
 QUERY_SETS = 8

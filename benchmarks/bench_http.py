@@ -7,8 +7,8 @@ beside them, as it suffers less from whatever else the machine does.
 
 Keys in bags, 50 of hotness 20 at dim 128, are asked of the same cache twice: for a vector each, and for a vector a bag.
 
-The load comes from one Python process (`hps.profiling.http_load`), which takes processor time away from the servers where cores
-are few.
+The load comes from one Python process (`hps.tools.profiling.http_load`), which takes processor time away from the servers where
+cores are few.
 """
 
 import os
@@ -25,9 +25,9 @@ import orjson
 
 from benchmarks.harness import Report, require, scratch
 from benchmarks.served import Running, address_of, binary_post, document, float_tail, hps_serve, json_post, model, server
-from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
-from hps.profiling.http_load import HttpLoad
+from hps.tools.cli.tables.sample import sample_vectors
+from hps.tools.profiling.http_load import HttpLoad
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _ROTATION = 8

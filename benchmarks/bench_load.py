@@ -21,14 +21,14 @@ import numpy as np
 from benchmarks.harness import Report
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import PersistentDbConfig, VolatileDbConfig
-from hps.databases.base import Database, LoadRecord
+from hps.ground.registry import implementation
 from hps.models.files import SparseModel, open_sparse_model
-from hps.models.read_ahead import read_ahead
-from hps.models.sample import sample_vectors
-from hps.models.table_load import LoadTargets, TableLoad
-from hps.models.warm_up import warm_up
+from hps.models.loading.read_ahead import read_ahead
+from hps.models.loading.table_load import LoadTargets, TableLoad
+from hps.models.loading.warm_up import warm_up
 from hps.models.writer import write_sparse_model
-from hps.registry import implementation
+from hps.stores.base import Database, LoadRecord
+from hps.tools.cli.tables.sample import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _REPEATS = 3

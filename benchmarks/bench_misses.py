@@ -29,18 +29,18 @@ from benchmarks.gpu import popular_keys, wake
 from benchmarks.harness import ALPHA, Report, gpu_facts, ideal_hit_rate, microseconds, require, scratch
 from benchmarks.served import document, model
 from hps.cache.cuda.cache import CupyCache
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.layout import U0, row_of, search, vector_of
+from hps.engine.chain import DatabaseChain
+from hps.engine.coalescing import FetchCoalescer
+from hps.engine.session import CachedSession, SessionSettings
 from hps.errors import HPSError
 from hps.ground.hashing import mix
-from hps.ground.host_tables import HostTable
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.session import CachedSession, SessionSettings
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.ground.memory.host_tables import HostTable
 from hps.models.writer import write_sparse_model
 from hps.statistics.metrics import Metrics
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.hash_map.layout import U0, row_of, search, vector_of
 from hps.tensors.segments import Segment
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _DEVICE = "cuda"

@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.harness import ALPHA, Report, ideal_hit_rate, require, time_calls
 from hps.cache.cpu.cache import NumpyCache
-from hps.ground.thread_pool import POOL
-from hps.ground.workloads import power_law_keys
+from hps.ground.threads.thread_pool import POOL
 from hps.tensors.segments import Segment
+from hps.tools.profiling.workloads import power_law_keys
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ROTATION = 8

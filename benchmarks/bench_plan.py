@@ -16,14 +16,14 @@ import numpy as np
 
 from benchmarks.harness import Report
 from benchmarks.served import document, model
-from hps.ground.workloads import power_law_keys, power_law_ranks
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.ground.registry import implementation
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
-from hps.planning.hit_rates import predict
-from hps.planning.power_law import fitted_alpha
-from hps.registry import implementation
 from hps.statistics.key_traces import KeyTrace, read_traces
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
+from hps.tools.planning.hit_rates import predict
+from hps.tools.planning.power_law import fitted_alpha
+from hps.tools.profiling.workloads import power_law_keys, power_law_ranks
 
 _DIM, _BATCH, _RATE, _THRESHOLD = 16, 1000, 0.1, 1.1
 _SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)

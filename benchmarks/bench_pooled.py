@@ -25,9 +25,9 @@ from benchmarks.gpu import back_to_back, one_call, popular_keys, slots_of_reside
 from benchmarks.harness import ALPHA, HOTNESS, Report, gpu_facts, ideal_hit_rate, ranks_of, require, scratch, time_calls
 from benchmarks.served import document, model
 from hps.cache.cuda.cache import CupyCache
-from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.tensors.bags import pooled_segments
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import TableSpec
 
 _VALUES = "value = ((key * 2654435761LL + column * 40503) >> 7) & 0xFFFFFF"

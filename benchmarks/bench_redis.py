@@ -22,12 +22,12 @@ import redis
 from redis.cluster import ClusterNode, RedisCluster
 
 from benchmarks.harness import Report
-from hps.databases.base import LoadRecord
-from hps.databases.redis.codec import group_by_partition
-from hps.databases.redis.database import RedisDatabase
-from hps.databases.redis.layout import KeyPartition, RedisLayout
-from hps.databases.redis.nodes import parse_addresses
-from hps.databases.redis.requests import Buffer, FetchRows, Request, StoreRows
+from hps.stores.base import LoadRecord
+from hps.stores.redis.codec import group_by_partition
+from hps.stores.redis.database import RedisDatabase
+from hps.stores.redis.layout import KeyPartition, RedisLayout
+from hps.stores.redis.nodes import parse_addresses
+from hps.stores.redis.requests import Buffer, FetchRows, Request, StoreRows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 from tests.servers.redis_server import RedisClusterServers, RedisServer
 

@@ -26,14 +26,14 @@ import numpy.typing as npt
 
 from benchmarks.harness import Report
 from hps.cache.base import EmbeddingCache
-from hps.databases.hash_map.database import HashMapDatabase
+from hps.engine.chain import DatabaseChain
+from hps.engine.coalescing import FetchCoalescer
+from hps.engine.refresher import Refresher, RefreshSettings
+from hps.engine.session import CachedSession, SessionSettings
 from hps.errors import NotReadyError
-from hps.ground.open_calls import OpenCalls
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.refresher import Refresher, RefreshSettings
-from hps.lookup.session import CachedSession, SessionSettings
+from hps.ground.threads.open_calls import OpenCalls
 from hps.statistics.metrics import TIERS, Metrics
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.segments import Segment, tensor_segment
 from hps.types import TableSpec
 from hps.versions.deployment import choose_cache

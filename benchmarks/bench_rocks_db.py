@@ -23,10 +23,10 @@ import numpy as np
 import rocksdict
 
 from benchmarks.harness import Report
-from hps.databases.base import LoadRecord
-from hps.databases.rocks_db.database import RocksDatabase
-from hps.ground.workloads import power_law_keys
-from hps.models.table_load import LoadFeed
+from hps.models.loading.table_load import LoadFeed
+from hps.stores.base import LoadRecord
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.tools.profiling.workloads import power_law_keys
 from hps.types import TableSpec
 
 TAG = "hps_et.bench.item"

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report
-from hps.databases.base import Database, LoadRecord
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.redis.database import RedisDatabase
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.ground.rows import decode, encode
+from hps.stores.base import Database, LoadRecord
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.redis.database import RedisDatabase
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.types import ROW_DTYPES, TableSpec
 from tests.servers.redis_server import RedisServer
 

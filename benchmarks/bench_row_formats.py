@@ -17,7 +17,7 @@ from benchmarks.harness import Report
 from examples.dlrm.__main__ import TOLERANCE, auc, train
 from examples.dlrm.criteo import HOTNESS, Clicks, Criteo
 from examples.dlrm.model import DLRM
-from hps.models.row_costs import row_costs
+from hps.tools.planning.row_costs import row_costs
 from hps.types import ROW_DTYPES, row_width
 
 BATCH = 4096

@@ -23,7 +23,7 @@ import hps.torch
 from benchmarks.dlrm import DLRM, FEATURES
 from benchmarks.harness import Report, require, scratch, take_turns
 from benchmarks.served import SERVICE, Running, address_of, binary_post, float_tail, head, hps_serve, server
-from hps.profiling.http_load import HttpLoad, LoadResult
+from hps.tools.profiling.http_load import HttpLoad, LoadResult
 
 _TABLES, _DIM = 26, 128
 _POOL = 64  # different requests
@@ -96,7 +96,7 @@ def _document(repository: Path, device: str) -> dict[str, Any]:
     return {"model_repository": str(repository), "device": device, "service": SERVICE}
 
 
-def _http(report: Report, place: Path, device: str, rows: int, tables: int, dim: int, seconds: float) -> None:
+def _http(report: Report, place: Path, device: str, rows: int, tables: int, dim: int, seconds: float, turns: int) -> None:
     torch.manual_seed(1)
     module = DLRM(tables, rows, dim).eval()
     examples = (torch.rand(8, FEATURES), torch.randint(0, rows, (8, tables)))
@@ -111,7 +111,7 @@ def _http(report: Report, place: Path, device: str, rows: int, tables: int, dim:
         for name in ("batched", "alone")
     }
     services["plain"] = lambda: server("scores", place)
-    for turn in range(2 if device == "cpu" else 1):
+    for turn in range(turns):
         for name, start in services.items():
             with start() as service:
                 for samples, connections in ((32, 64), (32, 1), (1, 64), (256, 16)):
@@ -224,8 +224,9 @@ def run(report: Report, quick: bool) -> None:
     rows, seconds = (1_000, 0.3) if quick else (20_000, 3.0)
     tables, dim = (4, 16) if quick else (_TABLES, _DIM if device == "cuda" else 32)
     with scratch("scores") as place:
-        report.part("http", 240, lambda: _http(report, place, device, rows, tables, dim, seconds))
-        report.part("per_request", 120, lambda: _per_request(report, place, device, rows, seconds))
+        turns = 2 if device == "cpu" and not quick else 1
+        report.part("http", 480, lambda: _http(report, place, device, rows, tables, dim, seconds, turns))
+        report.part("per_request", 240, lambda: _per_request(report, place, device, rows, seconds))
         if device == "cuda":
             for batch in (256, 2048):
                 report.part("device", 90, lambda batch=batch: _device(report, place, rows, batch))

@@ -31,10 +31,10 @@ from benchmarks.harness import Report
 from hps.configuration.tiers import ModelSourceConfig
 from hps.filesystems.base import FileSystem
 from hps.models.files import CHUNK_BYTES, open_sparse_model
-from hps.models.read_ahead import read_ahead
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.loading.read_ahead import read_ahead
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 
 _DIM, _SEED, _THREADS = 32, 1, 8
 _PART = FileSystem.part_bytes  # of the peers that read parts, too

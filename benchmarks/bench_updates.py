@@ -32,7 +32,7 @@ from benchmarks.bench_writes import add_rows, read
 from benchmarks.harness import Report, scratch
 from benchmarks.served import document, hps_serve, model
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX, Partition, UpdateLogWriter
 from hps.updates.framing import encode

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.harness import Report, scratch
 from benchmarks.served import address_of, binary_post, document, float_tail, hps_serve, model, server
 from hps.models.writer import write_sparse_model
-from hps.profiling.http_load import HttpLoad, LoadResult
+from hps.tools.profiling.http_load import HttpLoad, LoadResult
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 256
 _LOOKUPS_PER_S, _ROWS_PER_S = 250, 50_000

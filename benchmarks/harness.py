@@ -119,7 +119,7 @@ def require(good: Any, what: str = "an answer") -> None:
 
 
 def ranks_of(uniform: Any, rows: int, alpha: float = ALPHA) -> Any:
-    """Map uniform numbers in [0, 1) to float ranks in [1, rows]: `hps.ground.workloads` for arrays of any library."""
+    """Map uniform numbers in [0, 1) to float ranks in [1, rows]: `hps.tools.profiling.workloads` for arrays of any library."""
     g = 1.0 - alpha
     return (uniform * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)
 

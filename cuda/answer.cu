@@ -27,7 +27,7 @@
 //             changed since mark, or had a version that was odd then, mend reads again, with a look at each. Nobody sees the
 //             outputs before. mark claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change
 //             the tables meanwhile (host_table.cuh). An epoch is read before the rows that are admitted by it (admission.cuh).
-// TWIN        hps.databases.hash_map.kernels.fetch
+// TWIN        hps.stores.hash_map.kernels.fetch
 
 #include "embedding_cache.cuh"
 #include "rows.cuh"

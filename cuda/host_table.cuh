@@ -1,4 +1,4 @@
-// How a kernel reads a table of the host's memory in place, by the rules of hps/databases/hash_map/layout.py; pasted after
+// How a kernel reads a table of the host's memory in place, by the rules of hps/stores/hash_map/layout.py; pasted after
 // embedding_cache.cuh. All of the table that it reads is pinned and mapped at the host's own addresses.
 //
 // WHY NO VECTOR IS TORN OR ANOTHER KEY'S. The table's keys are divided into STRIPES by the upper bits of their hash. The host's one

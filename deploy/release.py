@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 START_S, ANSWER_S, STOP_S = 120, 30, 60
 NAMED = {  # where the version stands, by file
-    "hps/version.py": r'__version__ = "(.+)"',
+    "hps/ground/version.py": r'__version__ = "(.+)"',
     "deploy/Dockerfile": r'org\.opencontainers\.image\.version="(.+)"',
     "deploy/docker-compose.yml": r"\$\{HPS_VERSION:-(.+?)\}",
     "deploy/.env.example": r"HPS_VERSION=(\S+)",

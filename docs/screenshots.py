@@ -9,9 +9,9 @@ import httpx
 import numpy as np
 from playwright.sync_api import sync_playwright
 
-from hps.ground.workloads import power_law_keys
-from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_chunks
+from hps.tools.profiling.workloads import power_law_keys
 from tests.browser import CHROMIUM
 from tests.servers.running_service import document_of, model_of, running_service
 

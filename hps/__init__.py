@@ -11,7 +11,7 @@ Names are imported on first use: `import hps` does no work and needs no GPU, Red
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hps.version import __version__ as __version__
+from hps.ground.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hps.client.async_client import AsyncClient as AsyncClient

@@ -42,7 +42,7 @@
         └── DeviceMemoryError    (MemoryError)        a cache does not fit into the device's memory
 
 A database error never means an absent key: an absent key gets the default vector, a failure is raised. The HTTP service adds
-one class, `RequestError` in `hps/service/http_answer.py`, which never leaves it.
+one class, `RequestError` in `hps/serve/http/http_answer.py`, which never leaves it.
 """
 
 

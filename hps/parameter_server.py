@@ -14,14 +14,14 @@ import numpy as np
 
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
+from hps.engine.refresh import RefreshReport
+from hps.engine.session import DirectSession, RecordedLookup, Session
 from hps.errors import InvalidInputError, UnknownModelError
-from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.progress import Progress
-from hps.ground.thread_pool import POOL
-from hps.lookup.refresh import RefreshReport
-from hps.lookup.session import DirectSession, RecordedLookup, Session
-from hps.models.table_load import LoadTargets
+from hps.ground.threads.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.ground.threads.thread_pool import POOL
+from hps.models.loading.table_load import LoadTargets
 from hps.scoring.deployed import network_of_model
 from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder

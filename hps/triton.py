@@ -1,7 +1,7 @@
 """A model of Triton's Python backend that answers from an `HPS` in its own process.
 
 The `model.py` of a model repository is one line, `from hps.triton import TritonPythonModel`; `config.pbtxt` names the
-`ps.json`. Inputs and outputs are named as in `service/protocol/open_inference.py`. Tensors come and go by DLPack: Triton's own
+`ps.json`. Inputs and outputs are named as in `serve/protocol/open_inference.py`. Tensors come and go by DLPack: Triton's own
 conversion from NumPy gives empty tensors where its backend is older than NumPy 2.
 Source: https://github.com/triton-inference-server/python_backend (README.md, src/pb_tensor.cc).
 """
@@ -18,12 +18,12 @@ import triton_python_backend_utils as triton
 
 from hps.configuration.load import Configuration, ModelConfig, load_configuration, override_model
 from hps.errors import ConfigError, HPSError, InvalidDtypeError, InvalidInputError
-from hps.ground.workers import Stop, new_thread
+from hps.ground.threads.workers import Stop, new_thread
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
-from hps.service.http_answer import message_of, status_of
-from hps.service.protocol.request_checks import BAG_OPTIONS, ModelTables, check_counts, check_numkeys
-from hps.service.protocol.triton_config import entry_changes, tensors_of
+from hps.serve.http.http_answer import message_of, status_of
+from hps.serve.protocol.request_checks import BAG_OPTIONS, ModelTables, check_counts, check_numkeys
+from hps.serve.protocol.triton_config import entry_changes, tensors_of
 from hps.tensors.bags import Bags
 from hps.tensors.dlpack import INT, TensorView, adopt, mark_consumed
 from hps.tensors.segments import as_host_keys

@@ -19,11 +19,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hps.databases.redis.database import RedisDatabase
-from hps.ground import machine_code
+from hps.ground.kernels import machine_code
 from hps.ground.log_limits import OnceAMinute
-from hps.ground.thread_pool import POOL
-from hps.ground.workers import THREADS
+from hps.ground.threads.thread_pool import POOL
+from hps.ground.threads.workers import THREADS
+from hps.stores.redis.database import RedisDatabase
 from tests import ROOT
 from tests.ledger import Ledger, read_durations
 from tests.servers.child_processes import ChildProcesses
@@ -135,7 +135,7 @@ def _no_plug_ins_of_this_machine() -> Iterator[None]:
         return [point for point in importlib.metadata.entry_points(**selected) if point not in installed]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hps.registry.entry_points", of_tests)
+        patch.setattr("hps.ground.registry.entry_points", of_tests)
         yield
 
 

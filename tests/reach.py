@@ -75,7 +75,7 @@ def _commands(node: ast.AST) -> Iterator[str]:
         command = (*texts[texts.index("-m") + 2 :], None)[0]
     else:
         return
-    yield name if (name := f"hps.cli.{command}".replace("-", "_")) in modules() else "hps.__main__"
+    yield name if (name := f"hps.tools.cli.{command}".replace("-", "_")) in modules() else "hps.__main__"
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The contract of an embedding cache, obeyed by the CuPy cache and by its NumPy twin.
 
-A lookup is an object with a handful of verbs, in this order (`lookup/session.py` is the only caller):
+A lookup is an object with a handful of verbs, in this order (`engine/session.py` is the only caller):
 
     lookup = cache.create_lookup()              once, for many lookups in sequence
 
@@ -36,8 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import DeviceError, InvalidInputError
-from hps.ground.capacity import Need
-from hps.ground.host_tables import HostTable
+from hps.ground.memory.capacity import Need
+from hps.ground.memory.host_tables import HostTable
 from hps.regions.board import Board, Resident
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec

@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from hps import registry
 from hps.configuration.document import shown
 from hps.errors import ConfigError, MissingDependencyError
+from hps.ground import registry
 
 T = TypeVar("T")
 

@@ -53,7 +53,7 @@ from hps.configuration.fields import (
 )
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
-from hps.registry import IMPLEMENTATIONS, keeps_order
+from hps.ground.registry import IMPLEMENTATIONS, keeps_order
 from hps.types import ROW_DTYPES, TableSpec
 
 FIRST_VERSION: Final = "1"

@@ -28,8 +28,8 @@ from hps.configuration.fields import (
     problem,
 )
 from hps.configuration.tiers import Section
+from hps.ground.registry import IMPLEMENTATIONS
 from hps.ground.sizes import SizeCondition, SizeExpression, is_size_name
-from hps.registry import IMPLEMENTATIONS
 
 DTYPES: Final = ("float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 """Of the features of a request, and of the scores."""

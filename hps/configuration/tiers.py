@@ -40,7 +40,7 @@ from hps.configuration.fields import (
     notices_of,
     problem,
 )
-from hps.registry import IMPLEMENTATIONS
+from hps.ground.registry import IMPLEMENTATIONS
 from hps.types import ROW_DTYPES
 
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"

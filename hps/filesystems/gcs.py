@@ -33,7 +33,7 @@ from hps.filesystems.object_store import (
     range_mismatch,
 )
 from hps.filesystems.retries import ReadTarget, within
-from hps.ground.workers import call_in_thread
+from hps.ground.threads.workers import call_in_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelSourceError
-from hps.ground.workers import call_within
+from hps.ground.threads.workers import call_within
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from numba import boolean, int64, njit, types, uint64
 
 from hps.ground.hashing import mix, scale
-from hps.ground.numba_kernels import compile_kernels, kernel, read_only
-from hps.ground.thread_pool import POOL
+from hps.ground.kernels.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.threads.thread_pool import POOL
 from hps.types import BoolArray, IndexArray, KeyArray
 
 SHARED_KEYS: Final = 16_384

@@ -34,8 +34,8 @@ import numpy as np
 from numba import float32, int64, njit, uint8, uint16, uint32
 
 from hps.errors import InvalidInputError
-from hps.ground.numba_atomics import address_of, pointer_to
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_atomics import address_of, pointer_to
+from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.types import ROW_DTYPES, FloatArray, row_width
 
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(len(ROW_DTYPES))

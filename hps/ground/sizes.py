@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import CodeType
 from typing import Final
 
-from hps.ground.bounded_cache import BoundedCache
+from hps.ground.memory.bounded_cache import BoundedCache
 
 MOST_CHARACTERS: Final = 1000
 _FUNCTIONS: Final = {"min": min, "max": max}

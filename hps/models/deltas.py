@@ -18,14 +18,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hps.databases.base import Database
 from hps.errors import CapacityError, ModelFileError
-from hps.ground.capacity import available_memory
 from hps.ground.key_sets import KeySet
+from hps.ground.memory.capacity import available_memory
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
+from hps.models.loading.read_ahead import whole_rows
 from hps.models.manifest import FileCheck, within
-from hps.models.read_ahead import whole_rows
 from hps.models.sources import ModelSources
+from hps.stores.base import Database
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _KEY_BYTES = 13  # of a `KeySet`, most of them

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from numba import types, uint32, uint64
 
 from hps.ground.hashing import mix
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
 from hps.models.files import CHUNK_BYTES, SparseModel
-from hps.models.read_ahead import whole_rows
+from hps.models.loading.read_ahead import whole_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _void: Any = types.void

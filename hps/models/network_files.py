@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from hps.configuration.networks import DenseConfig
 from hps.errors import ModelFileError
+from hps.ground.registry import implementation
 from hps.models.files import OpenedFile, open_file
 from hps.models.manifest import FileCheck
 from hps.models.sources import ModelSources
 from hps.networks.base import Network
-from hps.registry import implementation
 
 _NOT_OF_CONTENT = {"dynamic_batching", "max_queue_delay_us", "refuse_nan", "open_timeout_s", "stale_copies", "allow_stale_copy"}
 

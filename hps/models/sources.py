@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem, without_secrets
-from hps.registry import implementation, is_registered, names
+from hps.ground.registry import implementation, is_registered, names
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: C:\models is a path
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from numba import int64, njit, types, void
 
-from hps.ground.numba_atomics import (
+from hps.ground.kernels.numba_atomics import (
     exchange,
     fetch_add,
     load_acquire,
@@ -17,7 +17,7 @@ from hps.ground.numba_atomics import (
     store_relaxed,
     store_release,
 )
-from hps.ground.numba_kernels import kernel
+from hps.ground.kernels.numba_kernels import kernel
 from hps.regions.layout import (
     ASIDE,
     ASIDE_BYTES,

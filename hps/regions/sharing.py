@@ -4,7 +4,7 @@ import os
 from typing import Final
 
 from hps.configuration.load import ServiceConfig
-from hps.ground.capacity import available_processors
+from hps.ground.memory.capacity import available_processors
 from hps.regions.layout import MOST_PAGE_BYTES, SLAB, FrontDescriptors, shared_memory
 
 _MOST_BY_DEFAULT: Final = 16  # one owner answers all of them, and each has a slab of at least 64 MB

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hps.errors import DeadlineError, HPSError, InvalidInputError, NetworkBusyError, NetworkError, NotReadyError
-from hps.ground.workers import new_thread
+from hps.ground.threads.workers import new_thread
 from hps.scoring.scorer import Outputs, Request, Scorer, ScoreTimes
 from hps.statistics.scores import ScoreCounters
 

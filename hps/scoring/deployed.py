@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
+from hps.engine.session import Session
 from hps.errors import HPSError, NetworkError, NotReadyError, UnknownModelError
-from hps.ground.bounded_cache import BoundedCache
-from hps.ground.open_calls import OpenCalls
-from hps.lookup.session import Session
+from hps.ground.memory.bounded_cache import BoundedCache
+from hps.ground.registry import implementation
+from hps.ground.threads.open_calls import OpenCalls
 from hps.networks.base import Network
-from hps.registry import implementation
 from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import Feature, Output, ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.configuration.networks import SAMPLES
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.networks.base import Network, Tensor
 from hps.scoring.features import ScoreInputs
 from hps.scoring.forms import BatchForm, BatchLayout, aligned, can_be_kept, kept_forms, lay_out, room_for

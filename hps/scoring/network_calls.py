@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from hps.errors import NetworkError, NotReadyError
-from hps.ground.workers import call_within
+from hps.ground.threads.workers import call_within
 from hps.networks.base import Network
 
 T = TypeVar("T")

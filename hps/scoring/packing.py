@@ -17,7 +17,7 @@ from numba import int64, types, void
 
 from hps.configuration.networks import DTYPES
 from hps.errors import InvalidInputError
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.scoring.features import Given, ScoreInputs, read_request
 from hps.scoring.signature import Signature
 from hps.types import IndexArray

@@ -34,9 +34,9 @@ import numpy.typing as npt
 from numba import int64, njit, uint64
 
 from hps.errors import InvalidInputError, ModelFileError
-from hps.ground.lifetimes import close_at_exit, disown_in_children
-from hps.ground.numba_kernels import compile_kernels, kernel, read_only
-from hps.ground.workers import PeriodicTask
+from hps.ground.kernels.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.threads.lifetimes import close_at_exit, disown_in_children
+from hps.ground.threads.workers import PeriodicTask
 from hps.statistics.prometheus import Values
 from hps.types import IndexArray, KeyArray, TableSpec
 

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from hps.errors import HPSError, UnknownModelError
-from hps.ground.compilations import COMPILATIONS
-from hps.ground.pacing import in_turns
-from hps.ground.workers import THREADS
+from hps.ground.kernels.compilations import COMPILATIONS
+from hps.ground.threads.pacing import in_turns
+from hps.ground.threads.workers import THREADS
 from hps.statistics.prometheus import Family, Values, expose, family, histogram, label_text, update_families
 from hps.statistics.scores import ScoreCounters, score_families
 from hps.statistics.series import Models, Series

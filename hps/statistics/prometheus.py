@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from hps.ground.pacing import in_turns
+from hps.ground.threads.pacing import in_turns
 from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, ServerStatistics, UpdateStatus
 

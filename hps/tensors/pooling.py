@@ -11,8 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba import boolean, float32, float64, int64, njit, types, void
 
-from hps.ground.numba_atomics import address_of, cgutils, intrinsic
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_atomics import address_of, cgutils, intrinsic
+from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.tensors.bags import Pooling
 from hps.types import FloatArray, IndexArray, KeyArray
 

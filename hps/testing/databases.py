@@ -24,7 +24,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hps.databases.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges
 from hps.errors import (
     CapacityError,
     DatabaseError,
@@ -35,6 +34,7 @@ from hps.errors import (
     UnknownTableError,
 )
 from hps.ground.rows import encode
+from hps.stores.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges
 from hps.testing.readers import reading
 from hps.testing.waiting import PATIENCE_S
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec, row_width

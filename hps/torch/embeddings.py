@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hps.errors import InvalidInputError
-from hps.models.discovery import name_of
+from hps.models.importing.discovery import name_of
 from hps.torch.embedding_bags import BagTable, output_names
 from hps.torch.tables import FusedTable, PackedTable, Piece, ShardedTable, Table, table_of
 

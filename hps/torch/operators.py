@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hps.client.remote_tables import RemoteTables
+from hps.engine.session import Session
 from hps.errors import (
     InvalidDtypeError,
     InvalidInputError,
@@ -33,7 +34,6 @@ from hps.errors import (
     UnknownVersionError,
     VersionMismatchError,
 )
-from hps.lookup.session import Session
 from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
 from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment

@@ -19,8 +19,8 @@ from torch import nn
 
 from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.models.discovery import default_settings
 from hps.models.files import rows_of_a_chunk
+from hps.models.importing.discovery import default_settings
 from hps.models.manifest import read_json, within, write_file
 from hps.models.repository import MODEL_ENTRY, list_versions
 from hps.models.sources import ModelSources

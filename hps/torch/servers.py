@@ -16,7 +16,7 @@ from hps.client.addresses import read_addresses
 from hps.client.client import Client, connect
 from hps.client.remote_tables import Options, RemoteTables, is_address, split_options
 from hps.errors import InvalidInputError, NotReadyError
-from hps.ground.lifetimes import disown_in_children
+from hps.ground.threads.lifetimes import disown_in_children
 from hps.parameter_server import HPS
 
 Server: TypeAlias = str | Sequence[str] | HPS | Client

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from hps.errors import InvalidInputError
-from hps.models.discovery import name_of
+from hps.models.importing.discovery import name_of
 from hps.torch.cutting import Cut, plain_path
 from hps.torch.embeddings import Embedding, EmbeddingForm, drop_shard_hooks, foreign_embeddings
 from hps.torch.tables import ShardedTable, Table, is_sharded, table_of

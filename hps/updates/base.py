@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
-from hps.databases.base import Partition as Partition  # part of this contract
+from hps.stores.base import Partition as Partition  # part of this contract
 from hps.types import CheckResult
 
 TOPIC_PREFIX: Final = "hps_et."

@@ -29,8 +29,8 @@ from typing import Any, Final, Self
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import HPSError, UpdateFormatError, UpdateLogError
 from hps.ground.log_limits import LineLimit
-from hps.ground.workers import WorkQueue
-from hps.registry import implementation
+from hps.ground.registry import implementation
+from hps.ground.threads.workers import WorkQueue
 from hps.statistics.metrics import Metrics
 from hps.types import split_tag
 from hps.updates.base import DEAD_LETTER_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter

@@ -17,15 +17,15 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.databases.base import LogPosition, Partition, RowChanges
 from hps.errors import HPSError, InvalidInputError, NotReadyError, UpdateFormatError
 from hps.ground.log_limits import LineLimit
-from hps.ground.pacing import paced
 from hps.ground.progress import TableProgress
 from hps.ground.rows import encode
-from hps.ground.workers import Worker
+from hps.ground.threads.pacing import paced
+from hps.ground.threads.workers import Worker
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
+from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.types import IndexArray
 from hps.updates.base import Message, UpdateLog
 from hps.updates.dead_letters import DeadLetters

@@ -22,9 +22,9 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from hps.errors import ConfigError, UpdateLogError
-from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.ground.log_limits import LineLimit
-from hps.ground.workers import new_thread
+from hps.ground.threads.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.ground.threads.workers import new_thread
 from hps.types import CheckResult
 from hps.updates.arrivals import Arrivals, moment_of
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics

@@ -13,9 +13,9 @@ from numba import int64, types
 from hps.configuration.load import Source, load_configuration
 from hps.errors import ConfigError, InvalidDtypeError, InvalidInputError, UnknownTableError, UpdateLogError
 from hps.ground.hashing import mix
-from hps.ground.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.kernels.numba_kernels import compile_kernels, kernel, read_only
 from hps.ground.progress import NoProgress, Progress
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX, Partition, UpdateLogWriter
 from hps.updates.framing import HEADER_BYTES, Changes, VectorDtype, encode, sequence_of

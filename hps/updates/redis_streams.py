@@ -43,7 +43,7 @@ from redis.retry import Retry
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, UpdateLogError
-from hps.ground.workers import new_thread
+from hps.ground.threads.workers import new_thread
 from hps.types import CheckResult
 from hps.updates.arrivals import Arrivals
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics

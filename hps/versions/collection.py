@@ -15,15 +15,15 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
-from hps.databases.base import UNBOUNDED_ROWS, Database, TableStats
+from hps.engine.session import Session
 from hps.errors import HPSError
-from hps.ground.pacing import in_turns
-from hps.ground.workers import call_in_thread
-from hps.lookup.session import Session
+from hps.ground.threads.pacing import in_turns
+from hps.ground.threads.workers import call_in_thread
+from hps.ground.version import __version__
 from hps.statistics.metrics import TIERS, Metrics, TableCounters
 from hps.statistics.prometheus import Family, family, label_text, server_families
 from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
-from hps.version import __version__
+from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
 from hps.versions.catalog_watch import FleetStatus
 from hps.versions.deployment import Deployment
 from hps.versions.live_models import LiveModels

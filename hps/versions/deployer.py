@@ -8,6 +8,7 @@ from functools import partial
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
+from hps.engine.chain import DatabaseChain
 from hps.errors import (
     CapacityError,
     ConflictError,
@@ -18,9 +19,8 @@ from hps.errors import (
     UnknownVersionError,
 )
 from hps.ground.progress import Progress
-from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
-from hps.models.table_load import LoadTargets
+from hps.models.loading.table_load import LoadTargets
 from hps.types import TableSpec
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.catalog_watch import CatalogWatch

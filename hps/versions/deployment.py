@@ -17,8 +17,12 @@ import numpy as np
 from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
-from hps.databases.away import AwayDatabase
-from hps.databases.base import Database, LogPosition, Partition, RowChanges
+from hps.engine.chain import DatabaseChain
+from hps.engine.coalescing import FetchCoalescer
+from hps.engine.miss_path import MissPaths, choose_paths
+from hps.engine.refresh import RefreshReport, refresh
+from hps.engine.refresher import Refresher, RefreshSettings
+from hps.engine.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.errors import (
     CapacityError,
     DatabaseError,
@@ -30,30 +34,26 @@ from hps.errors import (
     UnknownDeviceError,
     UnknownTableError,
 )
-from hps.ground.heap import trim_heap
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import places_kernels, set_kernels
-from hps.ground.numba_kernels import compile_kernels
-from hps.ground.open_calls import OpenCalls
+from hps.ground.memory.heap import trim_heap
 from hps.ground.progress import NoProgress, Progress
+from hps.ground.registry import implementation
 from hps.ground.rows import decode, encode, row_kernels
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.miss_path import MissPaths, choose_paths
-from hps.lookup.refresh import RefreshReport, refresh
-from hps.lookup.refresher import Refresher, RefreshSettings
-from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
-from hps.models.carried_rows import CarriedTable
+from hps.ground.threads.open_calls import OpenCalls
 from hps.models.deltas import HeldTable
 from hps.models.files import SparseModel, joint_fingerprint
-from hps.models.repeats import find_repeats
+from hps.models.loading.carried_rows import CarriedTable
+from hps.models.loading.repeats import find_repeats
+from hps.models.loading.table_load import LoadReport, LoadTargets, TableLoad
+from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, last_rows, warm_up
 from hps.models.sources import ModelSources
-from hps.models.table_load import LoadReport, LoadTargets, TableLoad
-from hps.models.warm_up import DatabaseRows, WarmUpSource, last_rows, warm_up
 from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
-from hps.registry import implementation
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.scoring.packing import gather
 from hps.statistics.metrics import TIERS, Metrics
+from hps.stores.away import AwayDatabase
+from hps.stores.base import Database, LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec

@@ -9,9 +9,9 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
+from hps.engine.session import RecordedLookup, Session
 from hps.errors import ConflictError, InvalidInputError, NotReadyError
-from hps.ground.lifetimes import disown_in_children, refusal
-from hps.lookup.session import RecordedLookup, Session
+from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.tensors.segments import FixedSegments, Segment, adopt_keys, fixed_segments
 from hps.types import DeviceArray
 from hps.versions.deployment import Deployment

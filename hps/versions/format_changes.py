@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 from hps.configuration.load import ModelConfig
-from hps.databases.base import Database, SharedDatabase
 from hps.errors import ConflictError, DatabaseCorruptError, DatabaseError, TableWidthError
-from hps.models.carried_rows import CarriedTable
+from hps.models.loading.carried_rows import CarriedTable
+from hps.stores.base import Database, SharedDatabase
 from hps.types import KeyArray, TableSpec
 from hps.versions.deployment import Deployment
 from hps.versions.retention import stored_as

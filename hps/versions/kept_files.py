@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from hps.databases.base import PersistentDatabase
+from hps.engine.chain import DatabaseChain
 from hps.errors import DatabaseError
 from hps.filesystems.local import sync_directory
-from hps.lookup.chain import DatabaseChain
+from hps.stores.base import PersistentDatabase
 
 _MOST_BYTES = 1 << 16
 

@@ -37,7 +37,7 @@ from hps.errors import (
     UpdateLogError,
 )
 from hps.ground.progress import NoProgress, Progress
-from hps.ground.workers import new_thread
+from hps.ground.threads.workers import new_thread
 from hps.statistics.metrics import TIERS
 from hps.statistics.series import Models as CountedModels
 from hps.versions.changes import Change, LoadingTable, cause_of

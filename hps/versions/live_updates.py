@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hps.configuration.load import Configuration
-from hps.databases.base import LogPosition, Partition
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
+from hps.stores.base import LogPosition, Partition
 from hps.types import TableSpec
 from hps.updates.base import TOPIC_PREFIX, UpdateLog
 from hps.updates.dead_letters import DeadLetters

@@ -12,12 +12,12 @@ from functools import partial
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
-from hps.databases.base import Database
 from hps.errors import HPSError, ModelSourceError
-from hps.ground.workers import call_in_thread
+from hps.ground.registry import implementation
+from hps.ground.threads.workers import call_in_thread
 from hps.models.sources import ModelSources
-from hps.registry import implementation
 from hps.statistics.metrics import Metrics
+from hps.stores.base import Database
 from hps.types import CheckResult, TableSpec
 from hps.updates.base import UpdateLog
 from hps.versions.deployment import cache_capacities, is_static, not_shared, usable_sharing, why_unavailable

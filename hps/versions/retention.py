@@ -8,10 +8,10 @@ from itertools import count
 
 from hps.configuration.load import ModelConfig
 from hps.configuration.models import FIRST_VERSION
-from hps.databases.base import Database, LoadRecord, SharedDatabase
+from hps.engine.chain import DatabaseChain
 from hps.errors import ConflictError, DatabaseCorruptError, DatabaseError, TableWidthError
-from hps.lookup.chain import DatabaseChain
 from hps.models.files import joint_fingerprint
+from hps.stores.base import Database, LoadRecord, SharedDatabase
 from hps.types import ROW_DTYPES, TableSpec, all_formats, row_dtype_of, split_tag
 from hps.versions.deployment import Deployment
 

@@ -5,15 +5,15 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext, suppress
 
-from hps.databases.away import AwayDatabase
-from hps.databases.base import CopyOutcome, Database, SharedDatabase
+from hps.engine.chain import DatabaseChain
+from hps.engine.refresh import Pace
 from hps.errors import ConflictError, DatabaseError, HPSError, NotReadyError
-from hps.ground.pacing import paced
-from hps.ground.workers import PeriodicTask, Stop
-from hps.lookup.chain import DatabaseChain
-from hps.lookup.refresh import Pace
-from hps.models.table_load import LoadTargets, TableLoad
-from hps.models.warm_up import DatabaseRows
+from hps.ground.threads.pacing import paced
+from hps.ground.threads.workers import PeriodicTask, Stop
+from hps.models.loading.table_load import LoadTargets, TableLoad
+from hps.models.loading.warm_up import DatabaseRows
+from hps.stores.away import AwayDatabase
+from hps.stores.base import CopyOutcome, Database, SharedDatabase
 from hps.types import KeyArray, RowArray, TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import Deployment

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import DatabaseError
+from hps.stores.base import Database, LogPosition, Partition, RowChanges
 from hps.types import BoolArray, FloatArray, KeyArray
 
 

@@ -10,7 +10,7 @@ import pytest
 from hps.errors import HPSError
 from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
-from hps.registry import IMPLEMENTATIONS
+from hps.ground.registry import IMPLEMENTATIONS
 
 WAIT_S = 60
 

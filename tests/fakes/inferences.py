@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from hps.service.protocol.json_lookup import JSONLookup
-from hps.service.protocol.open_inference import Inference, lay_out_body
-from hps.service.protocol.request_checks import ModelTables
+from hps.serve.protocol.json_lookup import JSONLookup
+from hps.serve.protocol.open_inference import Inference, lay_out_body
+from hps.serve.protocol.request_checks import ModelTables
 
 
 def decode_request(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:

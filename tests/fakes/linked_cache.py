@@ -11,9 +11,9 @@ import numpy as np
 
 from hps.cache.base import CacheLookup, LookupGraph, MissedKeys, StreamCapture, StreamOrderedCounts
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
-from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import DatabaseError, DeviceError, InvalidInputError, NotReadyError
-from hps.ground.host_tables import HostTable
+from hps.ground.memory.host_tables import HostTable
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
 from hps.errors import NotReadyError, TableWidthError, UnknownTableError
+from hps.stores.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
 from hps.types import BoolArray, FloatArray, KeyArray
 
 

@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import DeviceError
+from hps.stores.hash_map.memory import PAGE_BYTES
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23

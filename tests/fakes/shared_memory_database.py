@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hps.databases.base import CopyOutcome, Database, SharedDatabase
+from hps.stores.base import CopyOutcome, Database, SharedDatabase
 from hps.types import FloatArray, KeyArray
 from tests.fakes.memory_database import MemoryDatabase
 

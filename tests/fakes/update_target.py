@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from hps.databases.base import LogPosition, Partition, RowChanges
+from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.testing.waiting import PATIENCE_S
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import UnknownTableError
 from hps.ground.hashing import mix, scale
 from hps.ground.rows import decode, encode
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.segments import Segment
 from hps.testing.caches import spec, vectors_of
 from hps.types import BoolArray, FloatArray, KeyArray

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hps
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from tests.gpu.cupy_if_installed import cupy
 from tests.servers.running_service import document_of, model_of
 

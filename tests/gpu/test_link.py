@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from hps.databases.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
 from hps.errors import DeviceError, InvalidInputError, NotReadyError
+from hps.stores.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
 from hps.tensors.segments import Segment
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.gpu.cupy_if_installed import cupy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from tests.fakes import triton_backend as triton
 from tests.gpu.cupy_if_installed import cupy
 from tests.servers.running_service import document_of, model_of

@@ -30,7 +30,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from hps.ground.machine_code import kernel_sources
+from hps.ground.kernels.machine_code import kernel_sources
 from tests import ROOT
 from tests.reach import imported, modules, reached
 from tests.servers.child_processes import own_signals

@@ -25,7 +25,9 @@ KEYS, DIM = 100_000, 32
 PATH = "/v1/models/m/lookup"
 TOKEN = "Authorization: Bearer secret"
 ADMIN = {"Authorization": "Bearer of-changes"}
-FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); from hps.cli.app import main; main()"
+FEW_FILES = (
+    "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300)); from hps.tools.cli.app import main; main()"
+)
 LIMITS = {
     "port": 0,
     "bearer_token": "secret",

@@ -30,14 +30,14 @@ from tests import ROOT
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _IMPORTED: Final = (
-    "hps.cli.app",
-    "hps.service.server",
+    "hps.tools.cli.app",
+    "hps.serve.server",
     "hps.client.client",
-    "hps.service.fronts.grpc_calls",
+    "hps.serve.frontend.grpc_calls",
     # What a served process imports when it needs it.
     "hps.cache.cpu.cache",
-    "hps.databases.hash_map.database",
-    "hps.databases.rocks_db.database",
+    "hps.stores.hash_map.database",
+    "hps.stores.rocks_db.database",
     "uvicorn.lifespan.on",
     "uvicorn.protocols.http.httptools_impl",
     "encodings.idna",
@@ -342,8 +342,8 @@ def _load_kernels() -> None:
     from hps.cache.cpu.batches import run
     from hps.cache.cpu.cache import NumpyCache
     from hps.configuration.load import load_configuration
+    from hps.ground.kernels.numba_kernels import compile_kernels
     from hps.ground.key_sets import distinct_kernels, places_kernels
-    from hps.ground.numba_kernels import compile_kernels
     from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
     from hps.versions.deployment import kernels_of
 

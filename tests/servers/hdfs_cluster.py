@@ -26,7 +26,7 @@ from typing import Self
 from urllib.parse import quote, urlencode, urlsplit
 from xml.sax.saxutils import escape
 
-from hps.registry import install_hint
+from hps.ground.registry import install_hint
 from tests.servers.program import Program
 from tests.servers.redis_server import listens
 

@@ -19,10 +19,10 @@ from hps.configuration.load import load_configuration
 from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.layout import ANSWERED, SLAB, FrontDescriptors, Memory, shared_memory, write_text
-from hps.service.fronts import exchange as exchange_module
-from hps.service.fronts import front as front_module
-from hps.service.fronts.front import Front
-from hps.service.server import listen
+from hps.serve.frontend import exchange as exchange_module
+from hps.serve.frontend import frontend as front_module
+from hps.serve.frontend.frontend import Front
+from hps.serve.server import listen
 from hps.testing.waiting import PATIENCE_S, wait_until_async
 from hps.types import TableSpec
 from tests.servers.front_service import DIM, binary_request, binary_vectors, vectors_of

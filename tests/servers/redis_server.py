@@ -10,7 +10,7 @@ from typing import Self
 
 import redis
 
-from hps.databases.redis.layout import KeyPartition
+from hps.stores.redis.layout import KeyPartition
 from hps.testing.waiting import wait_until
 from tests.servers.program import Program
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import hps.torch
-from hps.ground.heap import bound_heap
+from hps.ground.memory.heap import bound_heap
 
 EVERY = 20
 

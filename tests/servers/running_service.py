@@ -8,9 +8,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from hps.configuration.load import load_configuration
-from hps.service.app import Application
-from hps.service.lifecycle import Lifecycle
-from hps.service.server import Server, listen
+from hps.serve.engine.app import Application
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.server import Server, listen
 from hps.testing.waiting import PATIENCE_S, wait_until
 
 

@@ -1,4 +1,4 @@
-"""Every way to ask a server for vectors, bags and scores, as classes with the same calls; `tests/ring2/service/test_wires.py`.
+"""Every way to ask a server for vectors, bags and scores, as classes with the same calls; `tests/ring2/serve/test_wires.py`.
 
 Each asks for model `m` with the tables of `DIMS`, and for the scores of model `scored`, with inputs `item` and `age`.
 """

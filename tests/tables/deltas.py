@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hps.databases.base import Database
 from hps.ground.progress import Progress
 from hps.models.deltas import HeldTable, TableSource
+from hps.models.loading.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.repository import VersionFiles, table_sources, version_files
 from hps.models.sources import ModelSources
-from hps.models.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.writer import write_version
+from hps.stores.base import Database
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.tables.table_loads import TABLE, content
 

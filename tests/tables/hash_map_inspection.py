@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.hash_map.database import HashMapDatabase
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.types import KeyArray
 
 BUCKET = np.dtype([("version", "<u4"), ("mask", "<u2"), ("overflow", "<u2"), ("keys", "<i8", 10), ("rows", "<u4", 10)])

@@ -13,7 +13,7 @@ import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.filesystems.hdfs import HdfsFileSystem
-from hps.models.sample import sample_vectors
+from hps.tools.cli.tables.sample import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.servers.hdfs_cluster import HdfsCluster, hdfs_cluster, write_hadoop_configuration
 
@@ -86,7 +86,7 @@ _READS = """
 import sys, numpy
 from hps.configuration.tiers import ModelSourceConfig
 from hps.models.files import open_sparse_model
-from hps.models.read_ahead import read_ahead
+from hps.models.loading.read_ahead import read_ahead
 from hps.models.sources import ModelSources
 settings = ModelSourceConfig(timeout_s=float(sys.argv[2]), deadline_s=60, max_attempts=60)
 model = open_sparse_model(sys.argv[1], 16, sources=ModelSources(settings))

@@ -1,4 +1,4 @@
-"""Reads a table as a device does: by a `HostLayout` alone, and by the rules of `databases/hash_map/layout.py`."""
+"""Reads a table as a device does: by a `HostLayout` alone, and by the rules of `stores/hash_map/layout.py`."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from hps.databases.hash_map.layout import BUCKET_BYTES, DENSE_ROWS, SEGMENTS, SLAB_SHIFT, STRIPES, VECTOR_BYTES, VERSION_BYTES
+from hps.stores.hash_map.layout import BUCKET_BYTES, DENSE_ROWS, SEGMENTS, SLAB_SHIFT, STRIPES, VECTOR_BYTES, VERSION_BYTES
 
 # isort: split
-from hps.databases.hash_map.layout import VERSIONS, after, copy, home_of, lowest_bit, mask_of, match_keys, overflow_of, row_of
+from hps.stores.hash_map.layout import VERSIONS, after, copy, home_of, lowest_bit, mask_of, match_keys, overflow_of, row_of
 
 # isort: split
-from hps.databases.hash_map.layout import segment_of
 from hps.ground.hashing import mix
-from hps.ground.host_tables import BucketChanges, HostLayout, HostTable
-from hps.ground.numba_atomics import fence_acquire, load_acquire, load_relaxed
+from hps.ground.kernels.numba_atomics import fence_acquire, load_acquire, load_relaxed
+from hps.ground.memory.host_tables import BucketChanges, HostLayout, HostTable
+from hps.stores.hash_map.layout import segment_of
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)

@@ -19,7 +19,7 @@ import numpy as np
 import hps
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.ground import rows as row_formats
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import KeyArray
 from hps.updates.base import TOPIC_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import hps
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.rocks_db import engine as rocks_db_engine
-from hps.databases.rocks_db.database import RocksDatabase
-from hps.databases.rocks_db.load_records import LoadRecords
 from hps.models import files as model_files
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.rocks_db import engine as rocks_db_engine
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.rocks_db.load_records import LoadRecords
 
 CHUNK_ROWS, BATCH_ROWS, UNMERGED_FILES = 2000, 4000, 5
 STEPS = {
@@ -77,7 +77,7 @@ def main(program: str, config: str, dim: int, moment: Moment) -> None:
     for phase, (owner, name) in STEPS.items():
         setattr(owner, name, moment.step(phase, getattr(owner, name)))
     if program == "load":
-        from hps.cli.app import app
+        from hps.tools.cli.app import app
 
         app(["load", config], standalone_mode=False)
         tell("whole", moment.at)

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem
 from hps.models.deltas import HeldTable
 from hps.models.files import open_sparse_model
+from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.repository import VersionFiles, list_versions, table_sources, version_files
-from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
-from hps.models.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model, write_version
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.tables.sparse_models import chunks_of
 from tests.tables.table_loads import load_table, nothing_to_do

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelSourceError
 from hps.filesystems.object_store import ObjectStore
 from hps.models.manifest import write_file
-from hps.models.sample import sample_chunks
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.testing.filesystems import noise
+from hps.tools.cli.tables.sample import sample_chunks
 from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, Reheaded, Request, Reset, Silence
 from tests.servers.misbehaving_proxy import MisbehavingProxy as Proxy
 

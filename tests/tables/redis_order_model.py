@@ -1,6 +1,6 @@
 """A model of processes that share one partition of Redis, and an exhaustive search through all that may happen to them.
 
-One key, the product's rules (`hps.databases.redis.marks`), and a scheduler that does whatever hurts: a write that failed lands
+One key, the product's rules (`hps.stores.redis.marks`), and a scheduler that does whatever hurts: a write that failed lands
 at any later time or never, the row is evicted, Redis is emptied, a process is killed and started again, its directory is copied
 and the copy is started, too. Values are numbered by the writes that made them, 0 is the row of the model files.
 
@@ -15,8 +15,8 @@ With `fills`, processes copy the row of their RocksDB into Redis, between their 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from hps.databases.redis import marks
-from hps.databases.redis.marks import Mark, Process
+from hps.stores.redis import marks
+from hps.stores.redis.marks import Mark, Process
 
 ABSENT = -1
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hps.databases.base import LoadRecord
-from hps.databases.rocks_db.database import RocksDatabase
+from hps.stores.base import LoadRecord
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.testing.databases import DIM, TAG, fetched, vectors_of
 from hps.types import KeyArray
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.databases.base import Database, LoadRecord, PersistentDatabase
 from hps.ground.progress import Progress
-from hps.models.sample import sample_vectors
-from hps.models.table_load import LoadReport, LoadTargets, TableLoad
+from hps.models.loading.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
+from hps.stores.base import Database, LoadRecord, PersistentDatabase
+from hps.tools.cli.tables.sample import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 
 DIM, ROWS, CHUNK_ROWS = 4, 1000, 64

@@ -15,7 +15,7 @@ import numpy as np
 
 import hps
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import FloatArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX

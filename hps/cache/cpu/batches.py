@@ -9,8 +9,8 @@ from numba import boolean, float32, int64, njit, void
 from hps.cache.base import BatchDriver, EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.kernels import query_keys
-from hps.ground.numba_atomics import fetch_add, load_acquire, pointer_to
-from hps.ground.numba_kernels import compile_kernels, kernel
+from hps.ground.kernels.numba_atomics import fetch_add, load_acquire, pointer_to
+from hps.ground.kernels.numba_kernels import compile_kernels, kernel
 from hps.regions.board import Board, Resident
 from hps.regions.exchange import (
     BASE,

@@ -22,12 +22,12 @@ from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
 from hps.errors import DeviceMemoryError, InvalidInputError
-from hps.ground.capacity import Need, available_memory, by_what, check_fits, machine_memory
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
-from hps.ground.lifetimes import disown_in_children, refusal
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.memory.capacity import Need, available_memory, by_what, check_fits, machine_memory
 from hps.ground.rows import decode
-from hps.ground.thread_pool import POOL
+from hps.ground.threads.lifetimes import disown_in_children, refusal
+from hps.ground.threads.thread_pool import POOL
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling

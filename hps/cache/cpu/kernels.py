@@ -35,7 +35,7 @@ from hps.cache.cpu.sets import (
     victim,
     walk,
 )
-from hps.ground.numba_atomics import (
+from hps.ground.kernels.numba_atomics import (
     address_of,
     copy_bytes,
     fetch_add,
@@ -49,7 +49,7 @@ from hps.ground.numba_atomics import (
     store_release_u16,
     yield_processor,
 )
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.ground.rows import FLOAT32, decode_row
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, RowArray
 

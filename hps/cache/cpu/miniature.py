@@ -13,9 +13,9 @@ from numba import boolean, float64, int64
 from hps.cache.base import ALONE, CachePlan, DeviceSharing
 from hps.cache.cpu.cache import NumpyCache, aligned_lines
 from hps.cache.cpu.sets import EPOCHS_A_CALL, WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
-from hps.ground.capacity import Need
-from hps.ground.numba_atomics import address_of, store_relaxed, store_relaxed_u8
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_atomics import address_of, store_relaxed, store_relaxed_u8
+from hps.ground.kernels.numba_kernels import kernel, read_only
+from hps.ground.memory.capacity import Need
 from hps.types import BoolArray, IndexArray, KeyArray, TableSpec
 
 _SMOOTHING = 0.02  # of the expected hit rate of lookups: about fifty lookups count

@@ -18,8 +18,8 @@ from hps.cache.cpu.sets import (
     unchanged,
     walk,
 )
-from hps.ground.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
-from hps.ground.numba_kernels import kernel
+from hps.ground.kernels.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
+from hps.ground.kernels.numba_kernels import kernel
 from hps.ground.rows import FLOAT32, decode_row
 from hps.tensors.pooling import KEYS, MAX, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, complete, raise_to
 from hps.types import FloatArray, IndexArray, KeyArray, RowArray

@@ -40,7 +40,7 @@ import numpy as np
 from numba import njit
 
 from hps.ground.hashing import mix, scale
-from hps.ground.numba_atomics import (
+from hps.ground.kernels.numba_atomics import (
     compare_and_swap_acquire_u16,
     compare_and_swap_relaxed_u8,
     copy_bytes,

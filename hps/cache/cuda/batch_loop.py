@@ -15,7 +15,7 @@ import numpy as np
 from numba import int64, njit, void
 
 from hps.cache.cuda import kernels
-from hps.ground.numba_atomics import (
+from hps.ground.kernels.numba_atomics import (
     call_1,
     call_4,
     call_launch,
@@ -25,7 +25,7 @@ from hps.ground.numba_atomics import (
     pause_processor,
     store_relaxed,
 )
-from hps.ground.numba_kernels import kernel
+from hps.ground.kernels.numba_kernels import kernel
 from hps.regions.exchange import (
     BASE,
     BATCHES,

@@ -52,7 +52,7 @@ from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, on_device
 from hps.cache.cuda.links import CudaPinner
 from hps.errors import DeviceError
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions.board import Board, Resident
 from hps.types import IndexArray
 

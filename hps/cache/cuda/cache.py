@@ -34,8 +34,8 @@ from hps.cache.cuda.spread_memory import reason_against
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
-from hps.ground.host_tables import HostTable
-from hps.ground.workers import PeriodicTask
+from hps.ground.memory.host_tables import HostTable
+from hps.ground.threads.workers import PeriodicTask
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.segments import Segment

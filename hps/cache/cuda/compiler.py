@@ -14,9 +14,9 @@ from cupy_backends.cuda.libs import nvrtc
 
 from hps.cache.cuda.kernels import Kernel
 from hps.errors import InvalidInputError
-from hps.ground import machine_code
-from hps.ground.compilations import COMPILATIONS
-from hps.ground.thread_pool import available_threads
+from hps.ground.kernels import machine_code
+from hps.ground.kernels.compilations import COMPILATIONS
+from hps.ground.threads.thread_pool import available_threads
 
 _OPTIONS: Final = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as CuPy's RawModule
 

@@ -21,8 +21,8 @@ from hps.cache.cuda import geometry
 from hps.cache.cuda.compiler import machine_code_of
 from hps.cache.cuda.kernels import SLOTS, Kernel, KernelCache
 from hps.errors import DeviceError, DeviceMemoryError
-from hps.ground.compilations import COMPILATIONS
-from hps.ground.lifetimes import disown_in_children, refusal
+from hps.ground.kernels.compilations import COMPILATIONS
+from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.types import TableSpec
 
 P = ParamSpec("P")

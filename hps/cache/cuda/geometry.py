@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hps.cache.base import ALONE, STATIC_LOAD, CachePlan, DeviceSharing
 from hps.cache.cuda import kernels
-from hps.ground.capacity import Need
+from hps.ground.memory.capacity import Need
 from hps.types import TableSpec, rows_text
 
 COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/walk.cuh`

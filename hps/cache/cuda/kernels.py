@@ -14,7 +14,7 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
-from hps.ground.host_tables import DENSE_ROWS_AT
+from hps.ground.memory.host_tables import DENSE_ROWS_AT
 from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
 

@@ -24,7 +24,7 @@ from hps.cache.cuda.device import (
     on_device,
 )
 from hps.errors import DeviceError
-from hps.ground.host_tables import BUCKET_BYTES, DENSE_ROWS_AT, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
+from hps.ground.memory.host_tables import BUCKET_BYTES, DENSE_ROWS_AT, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
 
 
 class CudaPinner:
-    """Registers memory with CUDA, for all devices. *Thread-safe.* See `hps.ground.host_tables.Pinner`."""
+    """Registers memory with CUDA, for all devices. *Thread-safe.* See `hps.ground.memory.host_tables.Pinner`."""
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id

@@ -18,8 +18,8 @@ import numpy as np
 from numba import float32, int64, njit, types, uint8
 
 from hps.errors import ModelFileError
-from hps.ground.numba_atomics import intrinsic
-from hps.ground.numba_kernels import kernel, read_only
+from hps.ground.kernels.numba_atomics import intrinsic
+from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.ground.rows import half_to_float
 from hps.models.formats.base import AnyArray
 from hps.types import FloatArray

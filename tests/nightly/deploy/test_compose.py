@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from hps.models.sample import sample_vectors
 from hps.testing.waiting import wait_until
+from hps.tools.cli.tables.sample import sample_vectors
 from tests import ROOT
 from tests.fakes.installation import Installation
 from tests.servers.compose_file import compose_of
@@ -23,8 +23,8 @@ TOKEN = {"authorization": "Bearer token4tests"}
 TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: as in docker-compose.yml
 HAPROXY = shutil.which("haproxy")
 _COMPILE = (
-    "import hps.cache.cpu.cache, hps.databases.redis.database, hps.databases.rocks_db.database, hps.models.table_load;"
-    "from hps.ground.numba_kernels import compile_kernels; compile_kernels()"
+    "import hps.cache.cpu.cache, hps.stores.redis.database, hps.stores.rocks_db.database, hps.models.loading.table_load;"
+    "from hps.ground.kernels.numba_kernels import compile_kernels; compile_kernels()"
 )
 
 

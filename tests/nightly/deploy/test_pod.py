@@ -15,9 +15,9 @@ import httpx
 import numpy as np
 import pytest
 
-from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.testing.waiting import wait_until
+from hps.tools.cli.tables.sample import sample_vectors
 from tests import ROOT
 from tests.fakes.installation import Installation
 from tests.ring2.deploy.test_helm import UID, configuration_of, pods_of

@@ -20,15 +20,15 @@ import pytest
 
 import hps
 from hps.configuration.load import UpdateSourceConfig
-from hps.registry import IMPLEMENTATIONS, Ours
-from hps.service.fronts import exchange
+from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.serve.frontend import exchange
 from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.fakes.full_device import FullDevice
 from tests.fakes.memory_log import MemoryLog
-from tests.ring2.databases.rocks_db.test_rocks_db_faults import mounted
+from tests.ring2.stores.rocks_db.test_rocks_db_faults import mounted
 from tests.servers.alert_rules import Timeline, scrape
 from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import RunningService, document_of, model_of, running_service

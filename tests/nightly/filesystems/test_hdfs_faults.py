@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import ModelSourceError
 from hps.filesystems.base import FileWriter
 from hps.filesystems.hdfs import HdfsFileSystem
 from hps.models.files import open_sparse_model
-from hps.models.read_ahead import read_ahead
+from hps.models.loading.read_ahead import read_ahead
 from hps.models.sources import ModelSources
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.testing.filesystems import noise
 from tests.servers.hdfs_cluster import HdfsCluster
 from tests.tables.hdfs_models import DIM, HASTY, KEYS, PATIENT, ROWS, TABLE, THRICE, check, mute_server, read_elsewhere

@@ -16,8 +16,8 @@ Save = Callable[[Path, Any, Any], Path]
 
 _MEASURE = """
 import sys
-from hps.models.importing import import_model
-from hps.registry import implementation
+from hps.models.importing.importer import import_model
+from hps.ground.registry import implementation
 
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) << 10

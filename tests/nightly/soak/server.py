@@ -25,8 +25,8 @@ import numpy.typing as npt
 import hps
 from hps.cache.cpu import cache
 from hps.configuration.load import load_configuration
-from hps.service.fronts.front import Front
-from hps.service.server import serve
+from hps.serve.frontend.frontend import Front
+from hps.serve.server import serve
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.nightly.soak.ledger import ABSENT, DEFAULT, PROCESSES, ROWS, TABLES, Bounds, Ledger, draw, encode
 

@@ -11,10 +11,10 @@ import pytest
 from hps.cache.base import MOST_SHARERS
 from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.kernels import KernelCache, Rows, Shape
-from hps.databases.hash_map import layout
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.ground import host_tables
 from hps.ground.hashing import mix
+from hps.ground.memory import host_tables
+from hps.stores.hash_map import layout
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.bags import Arithmetic
 from tests import ROOT
 from tests.fakes.populating_pinner import PopulatingPinner

@@ -10,8 +10,8 @@ import pytest
 
 from hps.cache.base import ALONE, DeviceSharing
 from hps.cache.cuda import kernels
-from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError, InvalidInputError
+from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment, SeparateSegments
 from hps.testing.caches import spec

@@ -10,9 +10,9 @@ from hps.client.addresses import read_addresses
 from hps.client.answers import Answer
 from hps.client.calls import Calls
 from hps.client.requests import RemoteCall
-from hps.service.fronts.heads import read_head
-from hps.service.protocol.open_inference import Inference, parse_header_length
-from hps.service.protocol.request_checks import ModelTables
+from hps.serve.frontend.heads import read_head
+from hps.serve.protocol.open_inference import Inference, parse_header_length
+from hps.serve.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 from tests.fakes.inferences import body_of, decode_request
 

@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 
 from deploy import lock
 from hps.configuration.load import load_configuration
-from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
-from hps.service.app import CLOSE_TIMEOUT_S
+from hps.serve.engine.app import CLOSE_TIMEOUT_S
+from hps.tools.cli.tables.sample import sample_chunks
 from tests import ROOT
 from tests.servers.compose_file import Compose, compose_of, read_dockerfile, seconds
 from tests.servers.running_service import document_of, model_of, running_service

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from hps.ground.bounded_cache import MOST_BYTES, BoundedCache, cached_bytes, clear_caches, size_of
+from hps.ground.memory.bounded_cache import MOST_BYTES, BoundedCache, cached_bytes, clear_caches, size_of
 
 ENTRY = 1000 + 200  # of `sized`, with the place in the cache
 

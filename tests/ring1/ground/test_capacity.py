@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hps.errors import CapacityError
-from hps.ground.capacity import available_memory, available_processors, check_fits
+from hps.ground.memory.capacity import available_memory, available_processors, check_fits
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 V1_UNBOUNDED = 9223372036854771712

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hps.ground import numba_kernels, thread_pool
+from hps.ground.kernels import numba_kernels
+from hps.ground.threads import thread_pool
 
 
 @pytest.mark.parametrize(("processors", "memory", "expected"), [(8, 64, 8), (2, 64, 2), (1, 64, 1), (8, 1, 2)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.ground.heap import trim_heap
+from hps.ground.memory.heap import trim_heap
 
 MB = 1 << 20
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, KeyPlaces, KeySet, last_of_each
-from hps.ground.numba_kernels import compile_kernels
 
 LEAST, MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 SIZES = [0, 1, 2, 3, 1023, 1024, 1025, SHARED_KEYS - 1, SHARED_KEYS, 2 * SHARED_KEYS + PIECE_KEYS // 2]

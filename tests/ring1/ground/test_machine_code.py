@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.ground import machine_code
+from hps.ground.kernels import machine_code
 
 NAME, KEY, CODE = "one.code", "key of a kernel", bytes(range(200))
 

@@ -7,8 +7,8 @@ from llvmlite import binding
 from numba import boolean, int64, njit, uint64, void
 
 from hps.cache.cpu import sets
-from hps.databases.hash_map.layout import match_keys
-from hps.ground import numba_atomics as atomics
+from hps.ground.kernels import numba_atomics as atomics
+from hps.stores.hash_map.layout import match_keys
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numba import int64, void
 
-from hps.ground.compilations import COMPILATIONS, Compilations
-from hps.ground.numba_kernels import _Kernel, compile_kernels, kernel, read_only
+from hps.ground.kernels.compilations import COMPILATIONS, Compilations
+from hps.ground.kernels.numba_kernels import _Kernel, compile_kernels, kernel, read_only
 
 
 def test_a_compiled_kernel_takes_one_signature_from_any_number_of_threads():

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hps.ground.pacing import paced, pieces
+from hps.ground.threads.pacing import paced, pieces
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])

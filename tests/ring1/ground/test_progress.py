@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hps
 from hps.ground.progress import LogProgress, TableProgress, count_text, size_text, time_text
-from hps.service.readiness import Readiness
+from hps.serve.engine.readiness import Readiness
 from hps.statistics.prometheus import expose
 from hps.versions.changes import Change
 from hps.versions.deployment import Deployment

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.ground.thread_pool import ThreadPool
+from hps.ground.threads.thread_pool import ThreadPool
 from hps.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -171,7 +171,7 @@ def test_pool_that_ends_during_a_call_leaves_the_rest_to_the_caller(pool):
 def test_forked_child_works_with_threads_of_its_own():
     script = """
 import os, threading, warnings
-from hps.ground.thread_pool import POOL
+from hps.ground.threads.thread_pool import POOL
 warnings.simplefilter("ignore")  # that a process with threads forks
 POOL.limit_to(2)
 for child in (True, False):

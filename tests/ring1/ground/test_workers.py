@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from hps.errors import DatabaseError, ModelFileNotFoundError, NotReadyError
-from hps.ground.workers import (
+from hps.ground.threads.workers import (
     THREADS,
     PeriodicTask,
     Stop,
@@ -108,7 +108,7 @@ def test_a_task_keeps_its_times(settings, draws, took, pauses):
 
 
 def test_a_failure_of_a_task_is_logged_once_until_a_run_succeeds(caplog):
-    caplog.set_level(logging.INFO, "hps.ground.workers")
+    caplog.set_level(logging.INFO, "hps.ground.threads.workers")
     outcomes = [DatabaseError("down"), DatabaseError("down"), None, None, NotReadyError("closed"), DatabaseError("down")]
     left = list(outcomes)
 
@@ -121,7 +121,9 @@ def test_a_failure_of_a_task_is_logged_once_until_a_run_succeeds(caplog):
         task.wake()
         wait_until(lambda count=count: len(left) < count, "it ran")
     assert task.abandon(10)
-    lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "hps.ground.workers"]
+    lines = [
+        (record.levelname, record.getMessage()) for record in caplog.records if record.name == "hps.ground.threads.workers"
+    ]
     failed = ("WARNING", "working: down; it is tried again at every interval")
     assert lines == [failed, ("INFO", "working succeeds again"), failed]
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hps.databases.base import LoadRecord, LogPosition, Partition, RowChanges
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.ground.progress import NoProgress
 from hps.ground.rows import decode, encode
-from hps.models.carried_rows import CarriedTable
+from hps.models.loading.carried_rows import CarriedTable
+from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.types import TableSpec
 
 DIM = 5
@@ -137,7 +137,7 @@ def test_noted_keys_are_carried_over_once_with_what_they_have_now(database):
 
 
 def test_notes_take_no_more_memory_than_twice_the_distinct_keys(database, monkeypatch):
-    monkeypatch.setattr("hps.models.carried_rows._MOST_NOTED", 50)
+    monkeypatch.setattr("hps.models.loading.carried_rows._MOST_NOTED", 50)
     carried = CarriedTable(database, OLD, replace(OLD, row_dtype="int8"))
     for _ in range(1000):
         carried.note(KEYS[:20])

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache
-from hps.databases.base import Database, TableStats
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.layout import DENSE_ROWS
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import CapacityError, DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.ground.rows import encode
 from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
 from hps.models.files import HEAD_BYTES
+from hps.models.loading.table_load import LoadTargets, TableLoad
+from hps.models.loading.warm_up import DatabaseRows, warm_up
 from hps.models.repository import VersionFiles, table_sources
 from hps.models.sources import ModelSources
-from hps.models.table_load import LoadTargets, TableLoad
-from hps.models.warm_up import DatabaseRows, warm_up
 from hps.parameter_server import HPS
+from hps.stores.base import Database, TableStats
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.hash_map.layout import DENSE_ROWS
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates

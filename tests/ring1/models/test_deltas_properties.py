@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from hps.databases.base import Database
+from hps.stores.base import Database
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.tables.deltas import Change, Rows, Versions, held_of, spec
 from tests.tables.table_loads import DIM, cut_into_small_chunks

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
 from hps.errors import InvalidDtypeError, InvalidInputError, MissingDependencyError, ModelFileError
+from hps.ground.registry import implementation
 from hps.models.formats.base import ArrayInfo, ArraySource
 from hps.models.formats.conversion import to_keys, to_vectors, vector_dtype
 from hps.models.formats.numpy_files import NpyFiles, NpzArchive
@@ -25,7 +26,6 @@ from hps.models.formats.parquet import ParquetFiles
 from hps.models.formats.safetensors_files import SafetensorsFile
 from hps.models.formats.selection import select
 from hps.models.formats.torch_state import TorchState
-from hps.registry import implementation
 from hps.testing.sources import KEYS, VECTORS, Array, ArraySourceContract, Save, collect
 from tests.tables import table_files
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hps.cli.app import app
 from hps.errors import (
     HPSError,
     InvalidDtypeError,
@@ -24,9 +23,10 @@ from hps.errors import (
 )
 from hps.ground.hashing import mix
 from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model, stored_shape
-from hps.models.importing import import_model
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.importing.importer import import_model
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.app import app
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import FloatArray, KeyArray
 from tests.tables.sparse_models import chunks_of
 

@@ -12,12 +12,12 @@ from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import MissingDependencyError, ModelFileError, ModelSourceError
 from hps.filesystems import local
 from hps.filesystems.local import LocalFileSystem
+from hps.ground.registry import IMPLEMENTATIONS, install_hint
 from hps.models.files import CHUNK_BYTES, open_sparse_model
-from hps.models.read_ahead import read_ahead
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.loading.read_ahead import read_ahead
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
-from hps.registry import IMPLEMENTATIONS, install_hint
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 
 DIM = 8
 

@@ -8,10 +8,10 @@ import pytest
 from hps.errors import ModelFileError
 from hps.filesystems.local import LocalFileSystem
 from hps.models.files import SparseModel, open_sparse_model
-from hps.models.read_ahead import read_ahead
-from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.loading.read_ahead import read_ahead
 from hps.models.writer import write_sparse_model
 from hps.testing.waiting import wait_until
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from tests.tables.table_loads import readers
 
 ROWS, DIM, CHUNK_ROWS = 1000, 4, 64

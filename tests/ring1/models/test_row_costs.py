@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hps.ground.rows import decode, encode
-from hps.models import row_costs as module
-from hps.models.row_costs import FEWER_BITS, RowCost, row_costs
+from hps.tools.planning import row_costs as module
+from hps.tools.planning.row_costs import FEWER_BITS, RowCost, row_costs
 
 Array = np.ndarray[Any, Any]
 ROWS, DIM = 1000, 24

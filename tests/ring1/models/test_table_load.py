@@ -20,12 +20,6 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
-from hps.databases.base import LOAD_AGAIN, Database, LoadRecord, TableStats
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.layout import DENSE_ROWS
-from hps.databases.rocks_db.database import RocksDatabase
-from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
@@ -35,9 +29,15 @@ from hps.errors import (
     TableWidthError,
 )
 from hps.models.files import HEAD_BYTES, extended, open_sparse_model
-from hps.models.table_load import DatabaseLoad, LoadFeed
+from hps.models.loading.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
+from hps.stores.base import LOAD_AGAIN, Database, LoadRecord, TableStats
+from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.hash_map.layout import DENSE_ROWS
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.rocks_db.load_records import LoadRecords
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase as Memory
@@ -203,7 +203,7 @@ def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str, pe
 def test_files_that_were_only_touched_or_copied_are_compared_once_and_not_loaded_again(
     source: str, rocks: RocksDatabase, hash_map: HashMapDatabase, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "hps.models.table_load")
+    caplog.set_level("INFO", "hps.models.loading.table_load")
     load_table(TABLE, source, [rocks])
     before = record_of(rocks)
     touch(source)
@@ -267,7 +267,7 @@ def test_a_record_of_an_older_hps_is_not_compared(source: str, rocks: RocksDatab
 def test_files_of_another_machine_are_loaded_rather_than_compared(
     source: str, rocks: RocksDatabase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "hps.models.table_load")
+    caplog.set_level("INFO", "hps.models.loading.table_load")
     with gates("elsewhere"):
         load_table(TABLE, f"gate://elsewhere{source}", [rocks])
         touch(source)
@@ -587,7 +587,7 @@ def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(dense: 
 
 
 def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.models.read_ahead._READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("hps.models.loading.read_ahead._READ_TIMEOUT_S", 0.05)
     with gates("stuck") as (gate,):
         gate.hold_from = 0
         with pytest.raises(ModelFileError, match=r"rows from 0 on did not arrive within"):

@@ -21,8 +21,15 @@ import torch.distributed.checkpoint as dcp
 
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.models import deltas
-from hps.models.checkpoint import Checkpoint, find_table, find_tables, is_checkpoint, list_arrays, tables_pattern
 from hps.models.formats.base import ArrayInfo, ArraySource
+from hps.models.importing.checkpoint import (
+    Checkpoint,
+    find_table,
+    find_tables,
+    is_checkpoint,
+    list_arrays,
+    tables_pattern,
+)
 from hps.testing.sources import ArraySourceContract, Save
 from tests.tables.trainer_dumps import (
     TORCHREC_TABLES,

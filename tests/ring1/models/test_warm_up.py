@@ -10,7 +10,7 @@ import pytest
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import ModelFileError
 from hps.models.files import open_sparse_model
-from hps.models.warm_up import DatabaseRows, warm_up
+from hps.models.loading.warm_up import DatabaseRows, warm_up
 from hps.models.writer import write_sparse_model
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray

@@ -9,8 +9,8 @@ import pytest
 from numba import int64, void
 
 from hps.errors import HPSError
-from hps.ground.numba_atomics import fetch_add
-from hps.ground.numba_kernels import kernel
+from hps.ground.kernels.numba_atomics import fetch_add
+from hps.ground.kernels.numba_kernels import kernel
 from hps.regions import exchange
 from hps.regions.board import Board, Resident
 from hps.regions.exchange import hand_over

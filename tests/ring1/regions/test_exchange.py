@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numba import int64, void
 
-from hps.ground.numba_kernels import kernel
+from hps.ground.kernels.numba_kernels import kernel
 from hps.regions import exchange, layout
 from hps.regions.board import Board
 from hps.regions.exchange import any_submitted, arm, available, complete, complete_job, rest, take

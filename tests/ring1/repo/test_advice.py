@@ -10,7 +10,7 @@ from typing import Any
 
 import typer.main
 
-from hps.cli.app import app
+from hps.tools.cli.app import app
 from tests import ROOT
 
 COMMAND = re.compile(r"`(hps [a-z][^`]*)`")
@@ -21,7 +21,7 @@ REFERENCE = json.loads((ROOT / "configs" / "reference.json").read_text())
 
 
 FOLLOWED = {
-    "hps check-database": "tests/ring2/databases/rocks_db/test_rocks_db_logs.py::test_the_cure_of_a_damaged_log_saves",
+    "hps check-database": "tests/ring2/stores/rocks_db/test_rocks_db_logs.py::test_the_cure_of_a_damaged_log_saves",
     "hps deploy": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
     "hps deploy --fleet --version": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare",
     "hps deploy --force": "tests/ring2/models/test_redis_force.py::test_a_table_that_a_server_uses_is_not_emptied_and_loaded",

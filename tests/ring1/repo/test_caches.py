@@ -19,15 +19,15 @@ SMALL = {
     "hps/cache/cuda/lookup.py::self.query_of": "1,024 choices among the tables of a deployment, and it ends with that",
     "hps/cache/cuda/spread_memory.py::_driver": "without arguments",
     "hps/client/routing.py::_seed": "one for each server that the caller names",
-    "hps/databases/redis/requests.py::_framed": "16 marks, which the program makes",
-    "hps/databases/redis/requests.py::_framed_size": "16 sizes of rows",
-    "hps/databases/redis/requests.py::_packed": "4,096 commands with names of tables and partitions and without keys or values",
-    "hps/ground/machine_code.py::_name": "without arguments",
-    "hps/ground/machine_code.py::_note_use": "one for each directory of machine code",
-    "hps/ground/machine_code.py::directory": "without arguments",
-    "hps/registry.py::_entry_points": "one for each kind of part and sys.path",
-    "hps/service/authorization.py::is_loopback": "256 addresses, which are those of sockets and never text of a request",
-    "hps/service/protocol/score_rows.py::_prefixes": "16 networks, whose input names the model has",
+    "hps/stores/redis/requests.py::_framed": "16 marks, which the program makes",
+    "hps/stores/redis/requests.py::_framed_size": "16 sizes of rows",
+    "hps/stores/redis/requests.py::_packed": "4,096 commands with names of tables and partitions and without keys or values",
+    "hps/ground/kernels/machine_code.py::_name": "without arguments",
+    "hps/ground/kernels/machine_code.py::_note_use": "one for each directory of machine code",
+    "hps/ground/kernels/machine_code.py::directory": "without arguments",
+    "hps/ground/registry.py::_entry_points": "one for each kind of part and sys.path",
+    "hps/serve/http/authorization.py::is_loopback": "256 addresses, which are those of sockets and never text of a request",
+    "hps/serve/protocol/score_rows.py::_prefixes": "16 networks, whose input names the model has",
     "hps/statistics/prometheus.py::_label_text": "labels that are exported anyhow, of names in the configuration",
     "hps/torch/operators.py::_features_of": "layers of the caller's own module",
     "hps/updates/framing.py::_hugectr_row": "one for each width of a table that is checked before",
@@ -72,7 +72,9 @@ def test_every_cache_without_a_bound_in_bytes_has_a_reason() -> None:
             if re.search(r"lru_cache|functools.*\bcache\b", source := path.read_text("utf-8")):  # parsing all takes seconds
                 found |= {f"{path.relative_to(ROOT).as_posix()}::{name}" for name in caches_in(source)}
     new, gone = sorted(found - SMALL.keys()), sorted(SMALL.keys() - found)
-    assert not new, f"use hps.ground.bounded_cache where clients choose the arguments, and say in SMALL why they are few: {new}"
+    assert not new, (
+        f"use hps.ground.memory.bounded_cache where clients choose the arguments, and say in SMALL why they are few: {new}"
+    )
     assert not gone, f"these caches are gone: {gone}"
 
 

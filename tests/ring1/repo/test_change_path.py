@@ -11,17 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
-from hps.models import table_load
-from hps.service.server import Server
+from hps.models.loading import table_load
+from hps.serve.server import Server
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from hps.versions import deployment
 from hps.versions.live_models import LiveModels
 from tests.ring1.repo.test_lookup_path import PACKAGE
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 MOST_FILES_TO_THE_STATE_MACHINE, MOST_FILES_OF_A_DEPLOY = 6, 12
-PARTS = ("service/", "versions/", "parameter_server.py")
+PARTS = ("serve/", "versions/", "parameter_server.py")
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_from_the_command_line(service: RunningService, entered: set[str]) -> No
     entered.clear()
     for arguments in (["deploy", "m", "--version", "2"], ["rollback", "m"], ["undeploy", "m"]):
         assert CliRunner().invoke(app, [*arguments, "--url", service.url]).exit_code == 0
-    check(entered, "service/routes/administration.py")
+    check(entered, "serve/engine/routes/administration.py")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_from_http(service: RunningService, entered: set[str], door: str, paths:
     entered.clear()
     for path in paths:
         service.client.post(f"/{path}", json={"version": "2"} if path.endswith("/deploy") else {}).raise_for_status()
-    check(entered, f"service/routes/{door}.py")
+    check(entered, f"serve/engine/routes/{door}.py")
 
 
 def test_from_the_service_itself(document: dict[str, Any], entered: set[str], tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_from_the_service_itself(document: dict[str, Any], entered: set[str], tm
         (tmp_path / "m" / "2").rename(tmp_path / "m" / "3")
         wait_until(lambda: service.app.lifecycle.server.model("m").version == "3", "polling has found version 3")
         service.app.lifecycle.change([], ["m"])
-    check(entered, "service/lifecycle.py")
+    check(entered, "serve/engine/lifecycle.py")
 
 
 def test_a_deploy_over_http_crosses_few_files(
@@ -116,5 +116,5 @@ def test_a_deploy_over_http_crosses_few_files(
         monkeypatch.setattr(module, name, noting(getattr(module, name), entered))
     entered.clear()
     service.client.post("/v1/models/m/deploy", json={"version": "2"}).raise_for_status()
-    assert {"models/table_load.py", "models/warm_up.py", "versions/live_models.py"} <= entered, sorted(entered)
+    assert {"models/loading/table_load.py", "models/loading/warm_up.py", "versions/live_models.py"} <= entered, sorted(entered)
     assert len(entered) <= MOST_FILES_OF_A_DEPLOY, sorted(entered)

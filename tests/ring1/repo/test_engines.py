@@ -8,20 +8,20 @@ import pytest
 from tests import ROOT
 
 OWNERS = {
-    "rocksdict": "hps/databases/rocks_db/",
-    "redis": ("hps/databases/redis/", "hps/updates/redis_streams"),
-    "hiredis": "hps/databases/redis/",
-    "cupy": ("hps/cache/cuda/", "hps/profiling/in_process"),  # a profile makes tensors as its callers do
-    "fastapi": "hps/service/",
-    "starlette": "hps/service/",
-    "uvicorn": "hps/service/",
-    "uvloop": "hps/service/",
-    "typer": "hps/cli/",
+    "rocksdict": "hps/stores/rocks_db/",
+    "redis": ("hps/stores/redis/", "hps/updates/redis_streams"),
+    "hiredis": "hps/stores/redis/",
+    "cupy": ("hps/cache/cuda/", "hps/tools/profiling/in_process"),  # a profile makes tensors as its callers do
+    "fastapi": "hps/serve/",
+    "starlette": "hps/serve/",
+    "uvicorn": "hps/serve/",
+    "uvloop": "hps/serve/",
+    "typer": "hps/tools/cli/",
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",
     "hdfs_native": "hps/filesystems/hdfs",
-    "google": ("hps/filesystems/gcs", "hps/service/protocol/grpc_messages", "hps/service/fronts/grpc_calls"),  # protobuf
-    "hpack": "hps/service/fronts/http2",
+    "google": ("hps/filesystems/gcs", "hps/serve/protocol/grpc_messages", "hps/serve/frontend/grpc_calls"),  # protobuf
+    "hpack": "hps/serve/frontend/http2",
     "torch": ("hps/models/formats/torch_", "hps/networks/torch_", "hps/torch/"),
     "onnxruntime": "hps/networks/onnx_",
     "pyarrow": "hps/models/formats/parquet",

@@ -24,7 +24,7 @@ def test_every_error_is_exported_drawn_in_the_tree_and_an_hps_error():
     [
         ("hps", {"numpy", "pydantic", "typer"}),
         ("hps.configuration.load", {"typer"}),
-        ("hps.cli.app", {"numpy", "pydantic"}),  # `hps --help` is quick
+        ("hps.tools.cli.app", {"numpy", "pydantic"}),  # `hps --help` is quick
     ],
 )
 def test_importing_a_module_loads_nothing_heavy(module: str, more: set[str]) -> None:

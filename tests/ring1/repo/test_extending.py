@@ -8,7 +8,7 @@ import pytest
 
 from hps import ConfigError, MissingDependencyError
 from hps.configuration.load import load_configuration
-from hps.registry import IMPLEMENTATIONS, implementation, names
+from hps.ground.registry import IMPLEMENTATIONS, implementation, names
 from tests import ROOT
 from tests.fakes import entry_points
 
@@ -35,8 +35,8 @@ BROKEN = {
     "absent": ("no_such_module:Database", "of the package acme 2.1 (no_such_module:Database) cannot be imported: No module"),
     "raising": ("acme_raises:Database", "cannot be imported: RuntimeError('boom'); install a version that works"),
     "misnamed": ("acme_empty:Database", "cannot be imported: AttributeError"),
-    "no_class": ("json:dumps", "expected a subclass of hps.databases.base:Database"),
-    "unfinished": ("hps.databases.base:PersistentDatabase", "it lacks methods of Database: close, "),
+    "no_class": ("json:dumps", "expected a subclass of hps.stores.base:Database"),
+    "unfinished": ("hps.stores.base:PersistentDatabase", "it lacks methods of Database: close, "),
 }
 
 
@@ -54,7 +54,7 @@ def test_a_package_that_does_not_work_is_named(name: str, tmp_path: Path, monkey
 
 
 def test_a_database_in_the_wrong_section_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "hps.databases", {"shelf": "hps.databases.rocks_db.database:RocksDatabase"})
+    install(tmp_path, monkeypatch, "hps.databases", {"shelf": "hps.stores.rocks_db.database:RocksDatabase"})
     assert problems("volatile_db", "shelf") == ['volatile_db.type: got "shelf": this type belongs in persistent_db']
 
 
@@ -100,7 +100,7 @@ def test_a_device_of_another_package_is_accepted(tmp_path: Path, monkeypatch: py
 
 def test_a_database_that_keeps_no_order_and_a_log_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "acme_plain.py").write_text(
-        "from hps.databases.base import Database\nfrom tests.fakes.memory_database import MemoryDatabase\n"
+        "from hps.stores.base import Database\nfrom tests.fakes.memory_database import MemoryDatabase\n"
         "class Plain(MemoryDatabase): follow_log = Database.follow_log"
     )
     install(tmp_path, monkeypatch, "hps.databases", {"plain": "acme_plain:Plain"})
@@ -113,7 +113,7 @@ def test_a_database_that_keeps_no_order_and_a_log_of_another_package(tmp_path: P
 
 
 def test_our_own_names_read_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.registry.entry_points", lambda **_: pytest.fail("entry points were read"))
+    monkeypatch.setattr("hps.ground.registry.entry_points", lambda **_: pytest.fail("entry points were read"))
     load_configuration(ROOT / "configs" / "reference.json")
     for kind, ours in IMPLEMENTATIONS.items():
         for name in ours:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from hps.ground.machine_code import kernel_sources
+from hps.ground.kernels.machine_code import kernel_sources
 from tests import ROOT
 
 KERNEL_DECORATORS = {"njit", "kernel"}
@@ -26,7 +26,7 @@ KERNELS = dict(kernels())
 
 
 def test_kernels_are_found() -> None:
-    assert "hps/databases/hash_map/kernels.py:fetch" in KERNELS
+    assert "hps/stores/hash_map/kernels.py:fetch" in KERNELS
     assert len(KERNELS) > 40
 
 

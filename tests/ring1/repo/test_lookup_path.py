@@ -93,7 +93,7 @@ def test_a_lookup_in_process_crosses_few_files(server: hps.HPS, device: str, nam
     called.on = False
     assert counters.misses[0] == misses
     assert len(called) <= MOST_FILES_IN_PROCESS, " ".join(sorted(called))
-    assert {"parameter_server.py", "lookup/session.py"} <= called
+    assert {"parameter_server.py", "engine/session.py"} <= called
 
 
 def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> None:
@@ -113,6 +113,6 @@ def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> No
     called = min(runs[2:], key=len)  # what runs in the background falls into some of them only
     assert "regions/exchange.py" in called  # the profile reaches the thread of the front
     assert "parameter_server.py" not in called  # resident keys need nothing of the owner's Python
-    service_files = {path for path in called if path.startswith("service/")}
+    service_files = {path for path in called if path.startswith("serve/")}
     assert len(service_files) <= MOST_FILES_OF_THE_SERVICE, sorted(service_files)
     assert len(called) <= MOST_FILES_OVER_HTTP, sorted(called)

@@ -3,7 +3,7 @@ import tomllib
 
 import pytest
 
-from hps.registry import IMPLEMENTATIONS, install_hint
+from hps.ground.registry import IMPLEMENTATIONS, install_hint
 from tests import ROOT
 
 

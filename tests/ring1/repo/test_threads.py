@@ -6,7 +6,7 @@ from pathlib import Path
 import hps
 
 PACKAGE = Path(hps.__file__).parent
-HOME = PACKAGE / "ground" / "workers.py"
+HOME = PACKAGE / "ground" / "threads" / "workers.py"
 MAKERS = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}
 
 

@@ -1,4 +1,4 @@
-"""Bags become segments and the arrays of a network; `tests/ring1/lookup/test_pooled_lookups.py` has what is refused."""
+"""Bags become segments and the arrays of a network; `tests/ring1/engine/test_pooled_lookups.py` has what is refused."""
 
 import re
 from typing import Any

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.databases.base import LogPosition, RowChanges
 from hps.errors import DatabaseError, NotReadyError
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.rows import row_kernels
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import UpdateStatus
+from hps.stores.base import LogPosition, RowChanges
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates import feed as feed_module
 from hps.updates.base import Message, Partition

@@ -11,7 +11,7 @@ import pytest
 import hps
 from hps.errors import ConfigError, InvalidInputError, UnknownTableError, UpdateLogError
 from hps.ground.progress import NoProgress
-from hps.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.updates.base import Partition
 from hps.updates.framing import Changes, decode, encode
 from hps.updates.publisher import Publisher, Republisher

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.databases.base import RowChanges
 from hps.errors import DatabaseError
 from hps.statistics.metrics import Metrics
+from hps.stores.base import RowChanges
 from hps.updates.base import Message, Partition
 from hps.updates.feed import TableTopic, UpdateFeed
 from hps.updates.framing import encode

@@ -14,12 +14,12 @@ import hps
 from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
-from hps.databases.base import RowChanges
 from hps.errors import CapacityError
-from hps.ground.numba_kernels import declared_kernels
+from hps.ground.kernels.numba_kernels import declared_kernels
+from hps.ground.registry import IMPLEMENTATIONS, Ours, implementation
 from hps.models.sources import ModelSources
-from hps.registry import IMPLEMENTATIONS, Ours, implementation
 from hps.statistics.metrics import Metrics
+from hps.stores.base import RowChanges
 from hps.types import CheckResult
 from hps.versions.deployment import (
     cache_capacities,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.databases.base import Database
+from hps.stores.base import Database
 from hps.types import TableSpec
 from hps.versions import format_changes
 from hps.versions.format_changes import FormatChanges, find_changes

@@ -9,7 +9,7 @@ import pytest
 
 import hps
 from hps.errors import DatabaseLockedError
-from hps.ground.workers import THREADS
+from hps.ground.threads.workers import THREADS
 from hps.statistics.series import Models
 from hps.testing.waiting import wait_until
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass

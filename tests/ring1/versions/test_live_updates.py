@@ -17,8 +17,8 @@ import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.errors import NotReadyError
 from hps.ground.progress import NoProgress
+from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.models.writer import write_version
-from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.snapshot import UpdateStatus
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates.publisher import Publisher, open_writer

@@ -12,8 +12,8 @@ import pytest
 
 import hps
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
+from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.models.writer import write_sparse_model
-from hps.registry import IMPLEMENTATIONS, Ours
 from hps.updates.base import Partition
 from hps.updates.feed import UpdateFeed
 from hps.updates.framing import encode
@@ -41,7 +41,7 @@ class Server:
         for name in WAITING:
             known = vars(importlib.import_module(f"hps.{name}").threading)
             patch.setattr(f"hps.{name}.threading", SimpleNamespace(**known | vars(waiting)))
-        patch.setattr("hps.lookup.session.queue", SimpleNamespace(SimpleQueue=waiting.SimpleQueue, Empty=queue.Empty))
+        patch.setattr("hps.engine.session.queue", SimpleNamespace(SimpleQueue=waiting.SimpleQueue, Empty=queue.Empty))
         patch.setattr("hps.versions.live_models.new_thread", self._new_thread)
         patch.setattr("hps.updates.feed._clock", lambda: 1.0)
         patch.setattr(UpdateFeed, "start", UpdateFeed._begin)

@@ -9,8 +9,8 @@ import pytest
 
 import hps
 from hps.configuration.load import ModelConfig, load_configuration
-from hps.databases.base import Database, LoadRecord, SharedDatabase
 from hps.models.files import joint_fingerprint
+from hps.stores.base import Database, LoadRecord, SharedDatabase
 from hps.types import TableSpec
 from hps.versions.retention import free_slot, leftovers, stored_as, surplus
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase

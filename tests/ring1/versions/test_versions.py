@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import hps
-from hps.databases.base import RowChanges
 from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
+from hps.stores.base import RowChanges
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import split_tag
 from hps.versions.deployment import Deployment, reconfigure
@@ -307,7 +307,7 @@ def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answer
                 assert time_is_over.wait(PATIENCE_S)
                 raise
 
-    monkeypatch.setattr("hps.lookup.session.queue", SimpleNamespace(SimpleQueue=Workspaces, Empty=queue.Empty))
+    monkeypatch.setattr("hps.engine.session.queue", SimpleNamespace(SimpleQueue=Workspaces, Empty=queue.Empty))
     configuration = document()
     configuration["models"][0]["num_of_worker_buffer_in_pool"] = 1
     with hps.HPS(configuration, deploy_models=False) as server, ThreadPoolExecutor(1) as pool:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.databases.away import AwayDatabase
-from hps.databases.base import Database
+from hps.engine.chain import DatabaseChain
 from hps.errors import DatabaseError, ModelFileError, NotReadyError
-from hps.lookup.chain import DatabaseChain
-from hps.models.table_load import LoadTargets
+from hps.models.loading.table_load import LoadTargets
 from hps.statistics.metrics import Metrics
+from hps.stores.away import AwayDatabase
+from hps.stores.base import Database
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from hps.versions import volatile_tier

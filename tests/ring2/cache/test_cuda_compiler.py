@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from hps.ground import machine_code
-from hps.ground.compilations import COMPILATIONS
+from hps.ground.kernels import machine_code
+from hps.ground.kernels.compilations import COMPILATIONS
 from hps.testing.waiting import PATIENCE_S
 
 pytest.importorskip("cupy", reason="NVRTC is called through CuPy")

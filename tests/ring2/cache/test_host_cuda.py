@@ -6,7 +6,7 @@ import sys
 from hps.testing.waiting import PATIENCE_S
 
 TESTS = {
-    "tests/ring1/lookup/test_prepared.py": "cuda and not torch and not static and not widened",
+    "tests/ring1/engine/test_prepared.py": "cuda and not torch and not static and not widened",
     "tests/gpu/test_concatenated.py": "cupy",
     "tests/gpu/test_triton.py": "keys",
     "tests/gpu/test_shared_copies.py": "test",

@@ -46,7 +46,7 @@ def client(service: ServedProcess) -> Iterator[hps.Client]:
 
 
 def test_vectors_are_the_callers_own_or_lie_where_out_does(client: hps.Client) -> None:
-    """That they are those of the server in process is shown in tests/ring2/service/test_wires.py."""
+    """That they are those of the server in process is shown in tests/ring2/serve/test_wires.py."""
     keys = np.array([3, 499, 3, -1, 10**12])
     expected = vectors_of("item", keys)
     expected[3:] = 0.25
@@ -91,7 +91,7 @@ def test_it_describes_the_server(client: hps.Client) -> None:
     assert report["item.defaults"] == 1
 
 
-ERRORS: list[tuple[type[Exception], Any]] = [  # beside those of tests/ring2/service/test_wires.py
+ERRORS: list[tuple[type[Exception], Any]] = [  # beside those of tests/ring2/serve/test_wires.py
     (hps.UnknownVersionError, lambda client: client.lookup([1], "m", "item", version="7")),
     (hps.UnknownDeviceError, lambda client: client.lookup([1], "m", "item", device_id=9)),
     (hps.InvalidInputError, lambda client: client.insert([1], [[1.0]], "m", "item")),

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from hps.configuration.load import load_configuration
-from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_vectors
 from tests import ROOT
 from tests.servers.fronted_service import DIMS, FrontedService, vectors_of
 from tests.servers.running_service import model_of, running_service

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hps.ground import compiler_processes
-from hps.ground.compiler_processes import CompilerProcesses
+from hps.ground.kernels import compiler_processes
+from hps.ground.kernels.compiler_processes import CompilerProcesses
 from hps.testing.waiting import wait_until
 from tests.fakes.installation import Installation
 
@@ -16,8 +16,9 @@ KERNELS = [f"hps.statistics.key_traces:{name}" for name in NAMES]
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.INFO)
-from hps.ground import compiler_processes, numba_kernels, thread_pool
-from hps.ground.compilations import COMPILATIONS
+from hps.ground.kernels import compiler_processes, numba_kernels
+from hps.ground.threads import thread_pool
+from hps.ground.kernels.compilations import COMPILATIONS
 from hps.statistics import key_traces
 numba_kernels._PROCESS_WORTH_S = 0.01  # two kernels are worth two processes
 numba_kernels.available_threads = lambda: {threads}
@@ -54,7 +55,7 @@ ALL = [f"statistics.key_traces.{name}" for name in NAMES]
 
 ALONE = """
 import os
-from hps.ground.compiler_processes import CompilerProcesses
+from hps.ground.kernels.compiler_processes import CompilerProcesses
 left, done = {kernels}, []
 with CompilerProcesses(1, {{}}) as processes:
     processes.start(lambda: left.pop() if left else None, done.append)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hps.ground.machine_code import BASELINE
+from hps.ground.kernels.machine_code import BASELINE
 from tests.fakes.installation import Installation as Copy
 
 PROGRAM = """
 import logging
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
 import numba, numpy
-from hps.models.sample import sample_vectors
+from hps.tools.cli.tables.sample import sample_vectors
 print(sample_vectors(numpy.array([7]), 1)[0, 0], repr(numba.config.CACHE_DIR))
 """
 
@@ -48,10 +48,11 @@ def started(tmp_path_factory):
 def test_a_cold_start_says_once_that_it_compiles_and_a_warm_one_is_silent(started):
     installation, answer, log = started
     assert len(log) == 2
-    said = r"INFO hps.ground.numba_kernels compiling 1 kernel for this machine in 1 process, which takes about \d+ s; later"
+    logger = "hps.ground.kernels.numba_kernels"
+    said = rf"INFO {logger} compiling 1 kernel for this machine in 1 process, which takes about \d+ s; later"
     assert re.match(said, log[0])
     assert any(str(directory) in log[0] for directory in kept(installation.package / "__pycache__"))
-    assert "INFO hps.ground.numba_kernels compiled the kernels in" in log[1]
+    assert "INFO hps.ground.kernels.numba_kernels compiled the kernels in" in log[1]
     assert installation.run() == (answer, [])
 
 

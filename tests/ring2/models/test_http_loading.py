@@ -12,7 +12,7 @@ import pytest
 
 import hps
 from hps.errors import DatabaseLockedError, ModelSourceError
-from hps.service.lifecycle import Lifecycle
+from hps.serve.engine.lifecycle import Lifecycle
 from hps.testing.waiting import wait_until
 from tests.fakes.gated_file_system import WAIT_S, gates
 from tests.servers.running_service import RunningService, document_of, model_of, samples

@@ -14,8 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import hps
-import hps.models.checkpoint
-from hps.cli.app import app
+import hps.models.importing.checkpoint
 from hps.configuration.load import load_configuration
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import (
@@ -26,12 +25,13 @@ from hps.errors import (
     ModelFileError,
     ModelFileNotFoundError,
 )
-from hps.models.checkpoint import list_arrays
+from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.models.files import open_sparse_model
 from hps.models.formats.base import ArrayInfo, ArraySource
-from hps.models.importing import import_model, import_tables
+from hps.models.importing.checkpoint import list_arrays
+from hps.models.importing.importer import import_model, import_tables
 from hps.models.sources import ModelSources
-from hps.registry import IMPLEMENTATIONS, Ours
+from hps.tools.cli.app import app
 from tests.servers.running_service import document_of, model_of
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 from tests.tables import table_files
@@ -162,13 +162,13 @@ def test_a_source_that_is_replaced_after_its_head_was_read_is_noticed(
 ) -> None:
     source, other = table_files.save_safetensors(tmp_path, *table), tmp_path / "other"
     other.write_bytes(source.read_bytes())
-    select = hps.models.checkpoint.select
+    select = hps.models.importing.checkpoint.select
 
     def replaced(*arguments: Any, **named: Any) -> Any:
         other.replace(source)
         return select(*arguments, **named)
 
-    monkeypatch.setattr(hps.models.checkpoint, "select", replaced)
+    monkeypatch.setattr(hps.models.importing.checkpoint, "select", replaced)
     with pytest.raises(ModelFileChangedError, match=source.name):
         import_model(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

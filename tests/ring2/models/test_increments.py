@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hps
-from hps.cli.app import app
 from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.models.increments import import_delta
+from hps.models.importing.increments import import_delta
 from hps.models.manifest import read_manifest
 from hps.models.sources import ModelSources
+from hps.tools.cli.app import app
 from tests.servers.running_service import document_of, model_of
 from tests.tables.trainer_dumps import NO_KEYS, save_delta, save_dynamicemb, save_torcheasyrec
 

@@ -8,7 +8,7 @@ import pytest
 
 import hps
 from hps.filesystems.local import LocalFileSystem
-from hps.models.sample import sample_vectors
+from hps.tools.cli.tables.sample import sample_vectors
 from tests.servers.running_service import document_of, model_of
 
 ROWS, DIMS = 4_000, {"user": 16, "item": 32}

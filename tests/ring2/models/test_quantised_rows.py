@@ -13,9 +13,9 @@ import torch
 
 from hps.errors import InvalidDtypeError, ModelFileError
 from hps.ground.rows import encode
-from hps.models.checkpoint import find_table, find_tables, list_arrays, tables_pattern
 from hps.models.formats.base import ArrayInfo
 from hps.models.formats.quantised_rows import dequantised, row_dim
+from hps.models.importing.checkpoint import find_table, find_tables, list_arrays, tables_pattern
 from tests.tables.trainer_dumps import save_torcheasyrec
 
 with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def test_fused_rows_of_every_dim_are_those_of_fbgemm(tmp_path: Path, monkeypatch
         rows = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.from_numpy(vectors(rng, 10, dim))).numpy()
         assert row_dim("x", "v", rows.shape[1], "fused8bit", None) == dim
         assert equal_bits(dequantised("x", "v", rows, 0, "fused8bit", dim), expected_of(rows))
-    monkeypatch.setattr("hps.models.checkpoint.rows_of_a_chunk", lambda dim: 3)
+    monkeypatch.setattr("hps.models.importing.checkpoint.rows_of_a_chunk", lambda dim: 3)
     torch.save({"t": torch.from_numpy(rows)}, tmp_path / "m.pt")
     chunks = [block.copy() for _, block in find_table(tmp_path / "m.pt", vectors="t", dtype="fused8bit").chunks()]
     assert [len(chunk) for chunk in chunks] == [3, 3, 3, 1]

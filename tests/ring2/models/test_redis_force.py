@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
-from hps.databases.redis.database import RedisDatabase
+from hps.stores.redis.database import RedisDatabase
+from hps.tools.cli.app import app
 from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import document_of, model_of
 from tests.tables.table_loads import DIM, FILES, KEYS, content, held, update, write_files

@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
 from hps.configuration.load import ModelConfig, load_configuration
-from hps.databases.redis.server_check import check_server
-from hps.databases.rocks_db.database import RocksDatabase
+from hps.engine.chain import DatabaseChain
 from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError
+from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.ground.rows import decode, encode
-from hps.lookup.chain import DatabaseChain
-from hps.models.carried_rows import CarriedTable
-from hps.registry import IMPLEMENTATIONS, Ours
+from hps.models.loading.carried_rows import CarriedTable
+from hps.stores.redis.server_check import check_server
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from hps.types import ROW_DTYPES, TableSpec, row_width
 from hps.updates.base import Partition
 from hps.updates.framing import encode as encode_update

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.models.checkpoint import find_tables, list_arrays
+from hps.models.importing.checkpoint import find_tables, list_arrays
 from tests.tables.trainer_dumps import TORCHREC_TABLES, sharded_checkpoint, torchrec_checkpoint
 
 

@@ -18,7 +18,7 @@ from tests.servers.service_processes import is_gone
 WAITS = "import signal; print('begun', flush=True); signal.pause()"
 REPORT = """
 import json, os, signal, sys, threading
-import hps.service.server
+import hps.serve.server
 print(json.dumps({
     "arguments": sys.argv, "directory": os.getcwd(), "token": os.environ.get("HPS_TOKEN"), "home": os.environ.get("HOME"),
     "leads": os.getsid(0) == os.getpgid(0) == os.getpid(), "main": __name__, "threads": threading.active_count(),

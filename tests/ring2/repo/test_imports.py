@@ -3,13 +3,22 @@
 import subprocess
 import sys
 
-from hps.ground.numba_kernels import compile_kernels
+from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions.board import FRONT_KERNELS
 
 
 def test_a_service_begins_without_engines_routes_and_fastapi() -> None:
-    later = ("rocksdict", "redis", "boto3", "cupy", "fastapi", "torch", "hps.service.routes.control", "hps.databases.hash_map")
-    code = f"import sys, hps.service.server; print(sorted(set({later}) & set(sys.modules)))"
+    later = (
+        "rocksdict",
+        "redis",
+        "boto3",
+        "cupy",
+        "fastapi",
+        "torch",
+        "hps.serve.engine.routes.control",
+        "hps.stores.hash_map",
+    )
+    code = f"import sys, hps.serve.server; print(sorted(set({later}) & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "[]\n"
 
@@ -17,7 +26,8 @@ def test_a_service_begins_without_engines_routes_and_fastapi() -> None:
 def test_loading_kernels_imports_none_of_what_compiling_needs() -> None:
     compile_kernels(*FRONT_KERNELS)  # unless it is done
     code = (
-        "import sys; from hps.ground.numba_kernels import compile_kernels; from hps.regions.board import FRONT_KERNELS\n"
+        "import sys; from hps.ground.kernels.numba_kernels import compile_kernels\n"
+        "from hps.regions.board import FRONT_KERNELS\n"
         "compile_kernels(*FRONT_KERNELS); print(sorted({'numba.np.arrayobj', 'numba.cpython.unicode'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
-from hps.cli.app import app
 from hps.scoring.batching import ScoreCall
 from hps.testing.waiting import PATIENCE_S
+from hps.tools.cli.app import app
 from tests.servers.running_service import document_of, model_of
 
 torch = pytest.importorskip("torch")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.lookup.session import CachedSession
+from hps.engine.session import CachedSession
 from hps.scoring.scorer import Scorer
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.versions import deployment

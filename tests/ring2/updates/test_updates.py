@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import hps
-from hps.cli.app import app as commands
 from hps.configuration.load import load_configuration
-from hps.registry import implementation
+from hps.ground.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app as commands
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import DeadLetters, read_topics
 from tests.ring1.versions import test_live_updates as followed

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hps
-from hps.cli.app import app
 from hps.filesystems.local import LocalFileSystem
-from hps.registry import IMPLEMENTATIONS
+from hps.ground.registry import IMPLEMENTATIONS
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from tests.ring1.versions.test_catalog_watch import reason, said
 from tests.ring1.versions.test_catalog_watch import replica as replica  # fixtures
 from tests.ring1.versions.test_catalog_watch import repository as repository
@@ -81,7 +81,7 @@ for _name in ("exists", "status", "read_into", "directories", "list", "replace")
 
 def test_a_start_waits_for_the_host_of_the_repository(replica: Make, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "remote", (f"{__name__}:RemoteFileSystem", "nothing"))
-    monkeypatch.setattr("hps.service.lifecycle.FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("hps.serve.engine.lifecycle.FIRST_RETRY_S", 0.05)
     document = replica() | {"model_repository": f"remote://{repository}"}
     with running_service(document) as service:
         run("rollback", "ranker", "--fleet", "--url", service.url)

@@ -14,7 +14,7 @@ from typing import TextIO
 import numpy as np
 
 import hps
-from hps.databases.base import PersistentDatabase
+from hps.stores.base import PersistentDatabase
 from hps.testing.waiting import PATIENCE_S
 from hps.types import split_tag
 from tests.servers.child_processes import ChildProcesses

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hps.cli.app import app
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from tests.ring1.versions.test_pins import Make, served, write
 from tests.ring1.versions.test_pins import document as document  # fixtures
 from tests.ring1.versions.test_pins import home as home

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from hps.ground.rows import decode, encode
-from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.tools.cli.tables.sample import sample_vectors
 from tests.ring1.versions.test_deployment import DENSE, HASH_MAP, LOOKUP, ROWS, SETS, kernels_document
 
 PROGRAM = """
 import json, sys
 import numpy as np
 import hps
-from hps.ground import numba_kernels
+from hps.ground.kernels import numba_kernels
 with hps.HPS(json.loads(sys.argv[1])) as server:
     prepared = sorted(one.name for one in numba_kernels._declared.values() if one.ready)
     for count in (10, 300, 20_000):  # the last by several threads

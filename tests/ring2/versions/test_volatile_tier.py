@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hps
-from hps.cli.app import app
-from hps.databases.redis.layout import RedisLayout
 from hps.errors import DatabaseError, HPSError
+from hps.stores.redis.layout import RedisLayout
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import document_of, model_of, running_service
 

@@ -1,0 +1,773 @@
+"""The chain of host tiers: asks the volatile database, then the persistent one for the missing keys."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from time import perf_counter_ns
+from typing import TypeAlias
+
+import numpy as np
+
+from hps.engine.circuit_breaker import CircuitBreaker
+from hps.engine.fences import TableFence
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownTableError
+from hps.ground.memory.host_tables import HostTable
+from hps.ground.rows import decode, encode
+from hps.ground.threads.thread_pool import POOL
+from hps.ground.threads.workers import WorkQueue
+from hps.statistics.metrics import TIERS, Metrics
+from hps.statistics.tracing import current, ended
+from hps.stores.base import Database, LogPosition, Partition, RowChanges
+from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
+
+_log = logging.getLogger(__name__)
+_PROMOTION_QUEUE_LENGTH = 64
+Landed: TypeAlias = Callable[[int, int], object]
+"""Called in order, with ranges [start, stop) of final rows."""
+
+
+class _Access:
+    """Reads or writes of one database, with their metrics and a circuit breaker shared by all models. *Thread-safe.*"""
+
+    def __init__(self, what: str, tier: str, operation: str, metrics: Metrics, breaker: CircuitBreaker) -> None:
+        self._what = what
+        self._where = (tier, operation)
+        self._breaker = breaker
+        self._errors = metrics.tier_errors
+
+    @property
+    def available(self) -> bool:
+        """Whether calls are made; False if only an occasional probe is."""
+        return not self._breaker.is_open
+
+    def show(self, model: str) -> None:
+        """Show the error counter of a model at 0, so that its first error is an increase."""
+        self._errors.labels(model, *self._where)
+
+    def attempt(self, call: Callable[[], object], model: str) -> DatabaseError | None:
+        """Make a call unless the breaker is open; report the outcome to the breaker and the metrics, and return the error."""
+        if not self._breaker.allow():
+            return DatabaseError(f"{self._what} are suspended briefly after repeated failures")
+        try:
+            call()
+        except UnknownTableError as error:  # dropped meanwhile, by healing or by another process
+            return self._failed(DatabaseError(str(error)), model)
+        except DatabaseError as error:
+            return self._failed(error, model)
+        if self._breaker.is_open:
+            _log.info("%s succeed again", self._what)
+        self._breaker.succeeded()
+        return None
+
+    def _failed(self, error: DatabaseError, model: str) -> DatabaseError:
+        self._breaker.failed()
+        self._errors.labels(model, *self._where).inc()
+        _log.warning("%s: %s", self._what, error)
+        return error
+
+
+class _Tier:
+    """One database of the chain and its place in the metrics. *Thread-safe.*
+
+    Reads and writes fail independently: on a full disk every write fails while reads work.
+    """
+
+    def __init__(self, database: Database, name: str, metrics: Metrics, breaker: Callable[[], CircuitBreaker]) -> None:
+        self.database = database
+        self.name = name
+        self.index = TIERS.index(name)
+        self.reads = _Access(f"reads of {name} ({database.kind})", name, "read", metrics, breaker())
+        self.writes = _Access(f"writes to {name} ({database.kind})", name, "write", metrics, breaker())
+
+    def tag(self, table: TableSpec) -> str:
+        """Return the tag of a table here."""
+        return self.database.stored(table).tag
+
+    def is_exact(self, table: TableSpec) -> bool:
+        """Whether the rows here are float32, while those of the caches have fewer bits."""
+        return self.database.stored(table) is not table
+
+    def fetch(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        out: RowArray,
+        found: BoolArray,
+        *,
+        missing: int,
+        open_lost: bool,
+        fetched: Landed | None = None,
+        exact: FloatArray | None = None,
+    ) -> DatabaseError | None:
+        """Fetch the missing rows. An error is counted, reported to the breaker of reads and returned.
+
+        Several threads share a large fetch, which the metrics count once. `fetched` gets ranges of rows that were asked for.
+        With `open_lost`, a table that is gone is opened again, empty: another process emptied the shared database or dropped
+        the table, and a lower tier has its rows.
+
+        Args:
+            exact: (n, dim) float32, if rows here are float32 and those of `out` have fewer bits: receives the vectors.
+        """
+        worth, stored = self.database.rows_worth_a_thread, self.database.stored(table)
+        target = out if exact is None else exact
+
+        def call() -> None:
+            try:
+                if worth and missing >= 2 * worth:
+                    self._share(stored.tag, keys, target, found, worth * keys.size // missing, fetched)
+                else:
+                    self.database.fetch(stored.tag, keys, target, found)
+            except UnknownTableError as error:
+                if not open_lost:
+                    raise
+                _log.warning("%s (%s): %s", self.name, self.database.kind, error)
+                self.database.open_table(stored.tag, stored.width)
+                self.database.fetch(stored.tag, keys, target, found)
+
+        if exact is None:
+            return self.reads.attempt(call, table.model_name)
+        known = found.copy()
+        error = self.reads.attempt(call, table.model_name)
+        fresh = np.flatnonzero(found & ~known)
+        try:
+            out[fresh] = encode(f"reading table {stored.tag}", exact[fresh], table.row_dtype, keys[fresh])
+        except InvalidInputError as unfit:  # of another program, or loaded before: no fault of the database
+            found[fresh] = False
+            return DatabaseError(str(unfit))
+        else:
+            return error
+        finally:
+            del error  # as in `DatabaseChain.fetch`
+
+    def _share(
+        self, tag: str, keys: KeyArray, out: RowArray, found: BoolArray, least_rows: int, fetched: Landed | None
+    ) -> None:
+        fetch = self.database.fetch
+
+        def part(start: int, stop: int) -> None:
+            fetch(tag, keys[start:stop], out[start:stop], found[start:stop])
+
+        POOL.run(keys.size, least_rows, part, fetched)
+
+    def attempt(self, table: TableSpec, write: Callable[[], object]) -> DatabaseError | None:
+        """Write to a table unless the breaker of writes is open; an error is counted and returned."""
+        return self.writes.attempt(write, table.model_name)
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """State of a tier for a table. *Immutable.*
+
+    Attributes:
+        read, written: whether the tier is in use now, rather than skipped after failures of any table.
+    """
+
+    name: str
+    database: Database
+    read: bool
+    written: bool
+
+
+class _Final:
+    """Reports the final rows of a fetch in order. *One per thread.*
+
+    Rows that a tier was asked for are final once found; with `for_certain`, also if they were not found.
+    """
+
+    def __init__(self, found: BoolArray, landed: Landed) -> None:
+        self.for_certain = False
+        self._found = found
+        self._landed = landed
+        self._rows = 0
+
+    def fetched(self, start: int, stop: int) -> None:
+        """Report rows [start, stop), which a tier was asked for, if they are final."""
+        if start <= self._rows < stop and (self.for_certain or self._found[self._rows : stop].all()):
+            begin, self._rows = self._rows, stop
+            self._landed(begin, stop)
+
+    def end(self) -> None:
+        if self._rows < self._found.size:
+            self._landed(self._rows, self._found.size)
+
+
+class DatabaseChain:
+    """Fetches from the volatile, then from the persistent database. *Thread-safe.*
+
+    The last database is *authoritative*: a key that it lacks is absent. A failing volatile database is skipped as long as a
+    persistent one can answer. When the authoritative database fails while keys are missing, `fetch` raises: a failure is never
+    reported as an absent key.
+
+    Only vectors that came from the persistent database are promoted, in the background and through the table's fence, so a
+    promotion never overwrites a newer vector.
+
+    When a modification or a promotion fails in the volatile database, its rows are unknown: the write may still take effect.
+    The table is then *quarantined*: its volatile rows are neither read nor written until they have been dropped. If a
+    modification is missing in the volatile database, the persistent one records that before the modification returns, also for
+    the next start.
+
+    Embedding caches may read a table of an in-process volatile database in place, and make its rows resident (see
+    `EmbeddingCache.attach`). No older vector stays in a cache:
+
+    - A modification, also a failed one, runs inside the caches' `changing`, from before the first database is written until the
+      caches were updated: rows read before its end are not admitted.
+    - A promotion adds rows of the persistent database while no modification runs: both tiers hold the same vector. A row that
+      it evicts can still be read from the persistent database, and its copy in the caches stays right.
+    - A quarantined or dropped table is closed to the caches first. They then leave its misses to `fetch`, which skips the
+      table; a healed table is a different one to the caches, so they do not attach to it again.
+    - A refresh changes no row. A load writes a table that has no attached cache yet.
+
+    The volatile database may be *away*: it could not be opened, or a deployment could not use it, and a lower tier holds every
+    row. New tables are then not opened in it, and `databases` lacks it. A table may also be *left out*: its volatile rows were
+    lost or are being filled again, so none are read or promoted. Modifications still go there, and one that fails is recorded
+    as above.
+
+    Attributes:
+        failed_above: a write to the volatile database has failed since construction: it may lack rows.
+        away: why the volatile database is away; empty if it is not.
+
+    Args:
+        away: the initial value of the attribute.
+        promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
+        breaker: makes the two circuit breakers of a tier, for its reads and its writes.
+        modification_timeout_s: time limit for earlier work on the table to end before an insert or delete.
+    """
+
+    def __init__(
+        self,
+        volatile: Database | None,
+        persistent: Database | None,
+        *,
+        metrics: Metrics,
+        promote: bool = False,
+        breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
+        modification_timeout_s: float = 10.0,
+        away: str = "",
+    ) -> None:
+        self.away = away
+        self._tables: dict[str, TableSpec] = {}  # those that are open
+        self._left_out: set[str] = set()  # tags
+        self._unopened: set[str] = set()  # tags of tables that are not open in the volatile database; left out, too
+        self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
+        self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
+        self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
+        self.metrics = metrics
+        self._fences: dict[str, TableFence] = {}
+        self._quarantined: set[str] = set()  # tags
+        self.failed_above = False
+        self._doubted: set[str] = set()  # tags whose quarantine the persistent database has recorded
+        self._healing = threading.Lock()
+        self._promotions = (
+            WorkQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
+        )
+        if self._promotions:
+            self._promotions.end_with(self)
+        self._modification_timeout_s = modification_timeout_s
+
+    @property
+    def databases(self) -> list[Database]:
+        """The databases in the order of `fetch`, without one that is away."""
+        return [tier.database for tier in self._tiers[bool(self.away) :]]
+
+    def tiers(self, table: TableSpec | None = None) -> list[TierState]:
+        """Return the state of each tier for a table, or for all tables, in the order of `fetch`."""
+        away = bool(self.away)
+        hidden = away or (table is not None and table.tag in self._quarantined | self._left_out)
+        return [
+            TierState(
+                tier.name,
+                tier.database,
+                tier.reads.available and not (hidden and tier is self._volatile),
+                tier.writes.available and not (away and tier is self._volatile),
+            )
+            for tier in self._tiers
+        ]
+
+    @property
+    def volatile(self) -> Database | None:
+        """The volatile database, also one that is away."""
+        return self._volatile.database if self._volatile else None
+
+    def put_away(self, reason: str) -> bool:
+        """Leave the volatile database out of deployments until it is taken in; return whether that is possible.
+
+        It is if other processes share it and a persistent database is below. Open tables go on using it as far as it answers.
+        """
+        if self.away or self._persistent is None or self._volatile is None or not self._volatile.database.shared:
+            return False
+        self.away = reason
+        return True
+
+    def take_in(self, database: Database | None = None) -> None:
+        """Use the volatile database again.
+
+        Args:
+            database: takes the place of one that could not be opened. No table is open in it before `admit`.
+        """
+        if database is not None and self._volatile is not None:
+            self._unopened.update(self._tables)
+            self._volatile.database = database
+        self.away = ""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tags of the tables whose volatile rows are not read."""
+        return sorted(self._left_out)
+
+    def leave_out(self, table: TableSpec) -> None:
+        """Read no volatile rows of a table, and promote none, until `read_again`. There must be a persistent database."""
+        if table.tag in self._tables:
+            self._left_out.add(table.tag)
+
+    def read_again(self, table: TableSpec) -> None:
+        """Read the volatile rows of a table that was left out."""
+        if table.tag not in self._unopened:
+            self._left_out.discard(table.tag)
+
+    def admit(self, table: TableSpec) -> bool:
+        """Open a table in a volatile database that was away, above the persistent one; drop rows that missed a modification.
+
+        Returns:
+            False if the rows could not be dropped: try again.
+
+        Raises:
+            DatabaseError: the volatile database failed, or modifications left no time.
+        """
+        volatile, persistent = self._volatile, self._persistent
+        if volatile is not None and persistent is not None and table.tag in self._unopened:
+            with self.filling(table):
+                stored = volatile.database.stored(table)
+                volatile.database.open_table(stored.tag, stored.width)
+                volatile.database.stand_above(stored.tag, persistent.database, persistent.tag(table))
+                self._unopened.discard(table.tag)
+        return self._heal(table)
+
+    def filling(self, table: TableSpec) -> AbstractContextManager[None]:
+        """Keep modifications of a table waiting until the block ends, after a running one; see `TableFence.filling_next`."""
+        return self.fence(table).filling_next(self._modification_timeout_s)
+
+    @property
+    def quarantined(self) -> list[str]:
+        """Tags of the quarantined tables."""
+        return sorted(self._quarantined)
+
+    def open_table(self, table: TableSpec, *, volatile: bool = True) -> None:
+        """Open a table.
+
+        Args:
+            volatile: open it in the volatile database, too, unless that is away.
+        """
+        self._fences.setdefault(table.tag, TableFence())
+        leaves_out = self._volatile is not None and (bool(self.away) or not volatile)
+        if leaves_out:
+            self._left_out.add(table.tag)
+            self._unopened.add(table.tag)
+        self._tables[table.tag] = table
+        for tier in self._tiers[leaves_out:]:
+            stored = tier.database.stored(table)
+            tier.database.open_table(stored.tag, stored.width)
+        for tier in self._tiers:
+            tier.reads.show(table.model_name)
+            tier.writes.show(table.model_name)
+        for counter in (self.metrics.promoted, self.metrics.coalesced_keys):
+            counter.labels(table.model_name, table.table_name)  # seen while they are 0, too
+
+    def release_table(self, table: TableSpec, *, everywhere: bool = False) -> None:
+        """Drop a table that no deployed model uses, and its queued promotions.
+
+        Args:
+            everywhere: `discard` it from every database rather than only from the memory of this process.
+
+        Raises:
+            DatabaseTimeoutError: earlier work on the table did not end in time.
+        """
+        if table.tag not in self._fences:
+            return
+        with self._fences[table.tag].modifying(self._modification_timeout_s):
+            for tier in self._tiers:
+                tier.database.release_table(tier.tag(table))
+            if everywhere:
+                self._fences.pop(table.tag, None)
+                self.discard({database: [database.stored(table).tag] for database in self.databases})
+            self._tables.pop(table.tag, None)
+            self._left_out.discard(table.tag)
+            self._unopened.discard(table.tag)
+            self._quarantined.discard(table.tag)
+            self._doubted.discard(table.tag)
+            with suppress(KeyError):
+                self.metrics.table_quarantined.remove(table.tag)
+
+    def discard(self, tags: Mapping[Database, Iterable[str]]) -> None:
+        """Drop an unused table from writable databases, the upper one first.
+
+        A failure is logged and leaves the databases below unchanged, so that a later discard finds the table again.
+
+        Args:
+            tags: its tags in each database.
+        """
+        for database in self.databases:
+            for tag in tags.get(database, ()):
+                try:
+                    database.discard_table(tag)
+                except (DatabaseError, NotReadyError) as error:
+                    _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
+                    return
+
+    def host_table(self, table: TableSpec) -> HostTable | None:
+        """Return a table that devices can read in place; None if the first database does not support it."""
+        tier = self._tiers[0] if self._tiers else None
+        return tier.database.host_table(table.tag) if tier and not tier.is_exact(table) else None
+
+    def settle(self, table: TableSpec) -> None:
+        """Wait for a running modification of the table to end.
+
+        Raises:
+            DatabaseTimeoutError: it did not end in time.
+        """
+        with self.settled([table]):
+            pass
+
+    @contextmanager
+    def settled(self, tables: Iterable[TableSpec]) -> Iterator[None]:
+        """Wait for running modifications of tables to end, and keep others out until the block ends.
+
+        Raises:
+            DatabaseTimeoutError: one did not end in time.
+        """
+        with ExitStack() as stack:
+            for table in tables:
+                stack.enter_context(self._fences[table.tag].modifying(self._modification_timeout_s))
+            yield
+
+    def fence(self, table: TableSpec) -> TableFence:
+        """Return the fence that guards copies of this table's vectors to an upper tier.
+
+        Raises:
+            UnknownTableError: the table was dropped.
+        """
+        try:
+            return self._fences[table.tag]
+        except KeyError:
+            raise UnknownTableError(f"copying rows of table {table.tag}: it was dropped meanwhile") from None
+
+    def fetch(
+        self,
+        table: TableSpec,
+        keys: KeyArray,  # (n,)
+        out: RowArray,  # (n, width)
+        found: BoolArray,  # (n,)
+        landed: Landed | None = None,
+    ) -> int:
+        """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does. Keys of the remaining rows are absent.
+
+        Args:
+            landed: called in this thread, in order, with ranges of final rows; each row once, all of them by the end.
+
+        Raises:
+            DatabaseError: keys are still missing and the authoritative database did not answer.
+        """
+        fence = self._fences[table.tag]
+        token = fence.token()
+        missing = before = keys.size - int(np.count_nonzero(found))
+        final = _Final(found, landed) if landed else None
+        for tier in self._tiers:
+            if not before:
+                break
+            last = tier is self._tiers[-1]
+            if tier is self._volatile and not last and self._hidden(table):
+                continue
+            known = found.copy() if tier is self._persistent and self._promotions else None
+            if final:
+                final.for_certain = last
+            exact: FloatArray | None = np.empty((keys.size, table.dim), np.float32) if tier.is_exact(table) else None
+            began = perf_counter_ns()
+            fetched = final.fetched if final and exact is None else None
+            error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=fetched, exact=exact)
+            spent = ended(tier.name, table.table_name, began, before) - began
+            after = keys.size - int(np.count_nonzero(found))
+            self._count(table, tier, before - after, 0 if error else after, spent)
+            if (tiers := current.tiers) is not None and after < before:
+                tiers[found & (tiers == 0) if before - after < keys.size else slice(None)] = tier.index
+            if error and last and after:
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback refers to this frame, which holds the caller's arrays
+            if known is not None and after < before:
+                self._promote(table, fence, token, keys, out, exact, found & ~known)
+            before = after
+        if final:
+            final.end()
+        return missing - before
+
+    def locate(self, table: TableSpec, key: KeyArray, out: RowArray) -> str | None:
+        """Find the first database that has a key, without promoting or counting it.
+
+        Args:
+            key: (1,) int64.
+            out: (1, width) float32; receives the row.
+
+        Returns:
+            Name of the tier; None if the key is absent.
+
+        Raises:
+            DatabaseError: the authoritative database did not answer.
+        """
+        found = np.zeros(1, np.bool_)
+        for tier in self._tiers:
+            if tier is self._volatile and self._persistent and table.tag in self._quarantined | self._left_out:
+                continue
+            exact: FloatArray | None = np.empty((1, table.dim), np.float32) if tier.is_exact(table) else None
+            error = tier.fetch(table, key, out, found, missing=1, open_lost=False, exact=exact)
+            if found[0]:
+                return tier.name
+            if error and tier is self._tiers[-1]:
+                try:
+                    raise error
+                finally:
+                    del error  # as in `fetch`
+        return None
+
+    def written_at(self, table: TableSpec, key: KeyArray) -> int:
+        """Return when the authoritative database stored the row of a key, (1,): microseconds since 1970; 0 if unknown."""
+        for database in reversed(self.databases):
+            with suppress(DatabaseError):
+                return int(database.written_at(database.stored(table).tag, key)[0])
+        return 0
+
+    def insert(
+        self,
+        table: TableSpec,
+        keys: KeyArray,  # (n,)
+        rows: RowArray,  # (n, width)
+        then: Callable[[bool], None],
+        changing: AbstractContextManager[object] | None = None,
+        exact: FloatArray | None = None,  # (n, dim)
+    ) -> None:
+        """Add or replace rows in every database, the authoritative one first.
+
+        Args:
+            exact: what rows in fewer bits were encoded from.
+            then: called last, before fills of an upper tier continue: with True to update the embedding caches, or with False,
+                after a failure, to erase the keys from them.
+            changing: entered before the first database is written, left after `then` has returned.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each key has its old or its new vector.
+        """
+
+        def write(tier: _Tier) -> None:
+            tier.database.insert(tier.tag(table), keys, exact if exact is not None and tier.is_exact(table) else rows)
+            self._count_inserts(table, tier, keys.size)
+
+        self._modify(table, keys, write, then, changing)
+
+    def delete(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        then: Callable[[bool], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Remove keys from every database, the authoritative one first; `then` and `changing` as for `insert`.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each key may or may not remain.
+        """
+        self._modify(table, keys, lambda tier: tier.database.delete(tier.tag(table), keys), then, changing)
+
+    def follow_log(self, table: TableSpec) -> dict[Partition, LogPosition]:
+        """Follow the log of the authoritative database; see `Database.follow_log`.
+
+        Raises:
+            DatabaseError: there is no such database, or it has no log.
+        """
+        if not self._tiers:
+            raise DatabaseError(f"following a log of updates for table {table.tag}: no database is configured to store them")
+        return self._tiers[-1].database.follow_log(self._tiers[-1].tag(table))
+
+    def apply(
+        self,
+        table: TableSpec,
+        changes: RowChanges,
+        positions: Mapping[Partition, LogPosition],
+        then: Callable[[BoolArray | None], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> BoolArray:
+        """Apply changes of a log to every database; the authoritative one goes first and decides which are the latest.
+
+        Args:
+            changes, positions: as for `Database.apply`.
+            then: as for `insert`; called with the result of `Database.apply`, or with None after a failure.
+            changing: as for `insert`.
+
+        Returns:
+            The result of `Database.apply`.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each row has its old or its new state.
+        """
+        latest: list[BoolArray] = []
+
+        def write(tier: _Tier) -> None:
+            exact = changes.exact if tier.is_exact(table) else None
+            own = changes if exact is None else replace(changes, vectors=exact)
+            with self.metrics.applying(tier.name):
+                if tier is self._tiers[-1]:
+                    latest.append(tier.database.apply(tier.tag(table), own, positions))
+                else:
+                    tier.database.copy_changes(tier.tag(table), own.at(latest[0]))
+            inserted = latest[0] if changes.deleted is None else latest[0] & ~changes.deleted
+            self._count_inserts(table, tier, int(np.count_nonzero(inserted)))
+
+        def tell(written: bool) -> None:
+            with self.metrics.applying(TIERS[0]):
+                then(latest[0] if written else None)
+
+        self._modify(table, changes.keys, write, tell, changing)
+        return latest[0]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for queued promotions; return False on timeout."""
+        return self._promotions is None or self._promotions.drain(timeout_s)
+
+    def close(self) -> None:
+        """Stop promoting and close the databases."""
+        if self._promotions:
+            self._promotions.close()
+        for tier in self._tiers:
+            tier.database.close()
+
+    def _modify(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        write: Callable[[_Tier], object],
+        then: Callable[[bool], None],
+        changing: AbstractContextManager[object] | None,
+    ) -> None:
+        with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
+            failure: DatabaseError | None = None
+            if self._tiers:
+                authoritative = self._tiers[-1]
+                failure = authoritative.attempt(table, lambda: write(authoritative))
+            if self._volatile and self._persistent:
+                upper = self._volatile
+                # After a failure the rows below are unknown, so the caches must drop theirs.
+                if table.tag not in self._quarantined and (
+                    table.tag in self._unopened
+                    or self._volatile.attempt(
+                        table, lambda: upper.database.delete(upper.tag(table), keys) if failure else write(upper)
+                    )
+                ):
+                    self._quarantine(table)
+                if table.tag in self._quarantined:
+                    failure = failure or self._doubt(table)
+            then(failure is None)
+            if failure:
+                try:
+                    raise failure
+                finally:
+                    del failure  # as in `fetch`
+
+    def _quarantine(self, table: TableSpec) -> None:
+        with suppress(UnknownTableError):
+            if host := self.host_table(table):
+                host.close()  # before any reader may rely on the quarantine
+        self._quarantined.add(table.tag)
+        self.failed_above = True
+        self.metrics.table_quarantined.labels(table.tag).set(1)
+        _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
+
+    def _doubt(self, table: TableSpec) -> DatabaseError | None:
+        """Record once in the persistent database that the volatile one lacks a modification."""
+        if self._persistent and table.tag not in self._doubted:
+            tag, database = self._persistent.tag(table), self._persistent.database
+            if error := self._persistent.attempt(table, lambda: database.renew_writer_token(tag)):
+                return error
+            self._doubted.add(table.tag)
+        return None
+
+    def _hidden(self, table: TableSpec) -> bool:
+        """Whether the volatile rows of a table must not be read now."""
+        if self._left_out and table.tag in self._left_out:
+            return True
+        return bool(self._quarantined) and not self._heal(table)
+
+    def _heal(self, table: TableSpec) -> bool:
+        """Drop the volatile rows of a quarantined table; return whether the volatile database may be read."""
+        if table.tag not in self._quarantined or self._volatile is None:
+            return True
+        database, stored = self._volatile.database, self._volatile.database.stored(table)
+
+        def empty() -> None:
+            database.drop_table(stored.tag)
+            database.open_table(stored.tag, stored.width)
+
+        if not self._healing.acquire(blocking=False):
+            return False
+        try:
+            fence = self._fences[table.tag]
+            with fence.filling(fence.token()) as allowed:  # a concurrent modification waits: its rows are dropped or written
+                if not allowed or self._volatile.attempt(table, empty):
+                    return False
+                # No promotion has failed meanwhile: none runs into a quarantined table.
+                self._doubted.discard(table.tag)
+                self.metrics.table_quarantined.labels(table.tag).set(0)
+                self._quarantined.discard(table.tag)
+        finally:
+            self._healing.release()
+        _log.info("%s: its vectors in the volatile database were dropped; it is read again", table.tag)
+        return True
+
+    def _promote(
+        self,
+        table: TableSpec,
+        fence: TableFence,
+        token: int,
+        keys: KeyArray,
+        out: RowArray,
+        exact: FloatArray | None,
+        fresh: BoolArray,
+    ) -> None:
+        if self._promotions is None or self._volatile is None or table.tag in self._left_out:
+            return
+        volatile, promoted = self._volatile, keys[fresh]
+        if not volatile.is_exact(table):
+            vectors = out[fresh]
+        else:
+            vectors = decode(out[fresh], table.dim, table.row_dtype) if exact is None else exact[fresh]
+        counts: list[int] = []
+
+        def promote() -> None:
+            counts.append(-1)  # a failed promotion may still take effect
+            counts.append(volatile.database.promote(volatile.tag(table), promoted, vectors))
+
+        def job() -> None:
+            with fence.filling(token) as allowed:  # of the table that was fetched: another table may use its tag by now
+                if not allowed or table.tag in self._quarantined:
+                    return
+                if volatile.attempt(table, promote) is None:
+                    self.metrics.promoted.labels(table.model_name, table.table_name).inc(counts[-1])
+                    self._count_inserts(table, volatile, counts[-1])
+                elif counts:
+                    self._quarantine(table)
+
+        self._promotions.submit(job)
+
+    def _count_inserts(self, table: TableSpec, tier: _Tier, rows: int) -> None:
+        counters = self.metrics.table(table.model_name, table.table_name)
+        with self.metrics.lock:
+            counters.inserts[tier.index] += rows
+
+    def _count(self, table: TableSpec, tier: _Tier, hits: int, misses: int, spent_ns: int) -> None:
+        counters = self.metrics.table(table.model_name, table.table_name)
+        times = self.metrics.fetch_times(table.model_name, tier.name)
+        with self.metrics.lock:
+            times.add(spent_ns)
+            counters.hits[tier.index] += hits
+            counters.misses[tier.index] += misses
+        if current.stages is not None and current.tiers is None and (trace := current.trace) is not None:
+            trace.of(table.table_name).add(tier.name, hits)

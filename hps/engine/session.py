@@ -1,0 +1,771 @@
+"""The hot path: the lookups of one model on one device."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from time import perf_counter_ns
+from typing import Protocol
+
+import numpy as np
+
+from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
+from hps.engine.chain import DatabaseChain
+from hps.engine.coalescing import FetchCoalescer
+from hps.engine.stream_ordered import StreamOrderedLookups
+from hps.errors import DeviceError, InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
+from hps.ground.rows import decode
+from hps.ground.threads.open_calls import OpenCalls
+from hps.ground.threads.workers import WorkQueue
+from hps.statistics.metrics import TIERS, LookupNs, LookupTimes, Metrics
+from hps.statistics.prometheus import Value
+from hps.statistics.tracing import LookupTrace, Span, current, ended
+from hps.tensors.bags import Pooling
+from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows, start_totals
+from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+
+_log = logging.getLogger(__name__)
+_PREFETCH_ROWS = 65_536  # vectors fetched at once, to bound their memory
+_POOLED_BYTES = 8 << 20  # the same for vectors that are fetched to be pooled
+_DECODED_BYTES = 1 << 20  # and for rows that are fetched to be decoded
+_AS_THEY_COME: IndexArray = np.empty(0, np.int64)
+
+
+class Session(Protocol):
+    """Answers the lookups of one model on one device. *Thread-safe.*"""
+
+    lost: bool
+    """A lookup found its device lost."""
+
+    @property
+    def refuses(self) -> str:
+        """Why every lookup fails: its device is lost, and no database holds every row; empty if it answers."""
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The model's tables, in the order of their ids."""
+
+    @property
+    def cache(self) -> EmbeddingCache | None:
+        """The embedding cache of the device; None if lookups go directly to the databases."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether keys and outputs may be in CUDA memory."""
+
+    @property
+    def busy(self) -> int:
+        """Keys of lookups that run or wait for a workspace; 0 if the model has no other session to choose."""
+
+    @property
+    def workspaces(self) -> tuple[int, int]:
+        """Maximum and current number of running lookups; (0, 0) if unbounded."""
+
+    @property
+    def miss_paths(self) -> Sequence[str]:
+        """By table, the path of cache misses that host memory has: `link` or `copy`; empty without a cache."""
+
+    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
+        """Write the vector of every key to its row of `out`, and `found` if given.
+
+        Args:
+            segments: at most one for each table, made by `hps.tensors.segments`.
+            began_ns: `time.perf_counter_ns` when the caller began to build them; 0: now.
+
+        Raises:
+            TooManyKeysError: a segment has more keys than the table's `max_keys`.
+            WorkspaceTimeoutError: no workspace became free in time.
+            NotReadyError: the session is closed.
+            DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
+        """
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        """Check segments once for lookups of this session that repeat them. Raises TooManyKeysError."""
+
+    def enqueue(self, segments: Sequence[Segment]) -> None:
+        """Enqueue a lookup on the stream of its tensors, which may be capturing a CUDA graph. Does not block.
+
+        Raises:
+            InvalidInputError: the device does not read a table in place as the authority, a tensor is not on the device, or no
+                standby workspace fits the capture (see `StreamOrderedLookups`); nothing was launched.
+            DatabaseError: keys of an earlier such lookup could not be read; nothing was launched.
+            TooManyKeysError, WorkspaceTimeoutError, NotReadyError: as for `lookup`.
+        """
+
+    def record(self, segments: Sequence[Segment]) -> "RecordedLookup":
+        """Capture such a lookup of fixed tensors, which also runs it once. Raises as `enqueue` does."""
+
+    def prefetch(self, table: int, keys: KeyArray) -> int:
+        """Make keys resident without returning vectors. Without a cache, promote them.
+
+        Args:
+            keys: (n,) int64, distinct.
+
+        Returns:
+            Number of keys that exist in a tier.
+
+        Raises:
+            DatabaseError: as for `lookup`; part of the keys may have become resident.
+        """
+
+    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
+        """Return whether a key, (1,) int64, is cached; its vector then goes to `out`. Fetches and counts nothing.
+
+        Raises:
+            WorkspaceTimeoutError, NotReadyError: as for `lookup`.
+        """
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for queued insertions; return False on timeout."""
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Refuse new lookups, wait for running ones and queued insertions, and free the cache.
+
+        Returns:
+            False if lookups still run after `timeout_s`: they keep the cache, and `close` may be called again.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """How a session behaves; from the model's configuration. *Immutable.*
+
+    Attributes:
+        hit_rate_threshold: a lookup whose hit rate of a table reaches it is answered at once, with defaults for the missing
+            keys, which are fetched in the background. Above 1, every lookup is complete.
+        workspaces: maximum number of concurrent lookups.
+        workspace_timeout_s: time limit of a lookup for one of them to become free.
+        insert_queue_length: maximum number of batches of missing keys queued for insertion.
+        one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
+        databases_complete: the databases hold every row, so that they may answer without the device.
+        stream_order_refusals: by table, why the device cannot answer a lookup alone; empty if it can for every table.
+        miss_paths: by table, see `Session.miss_paths`.
+    """
+
+    hit_rate_threshold: float = 1.1
+    workspaces: int = 1
+    workspace_timeout_s: float = 1.0
+    insert_queue_length: int = 64
+    one_of_several: bool = False
+    databases_complete: bool = False
+    stream_order_refusals: Mapping[int, str] = field(default_factory=dict)
+    miss_paths: Sequence[str] = ()
+
+
+class RecordedLookup:
+    """A lookup of fixed tensors captured in a CUDA graph; each launch is counted. *One per thread.*"""
+
+    def __init__(self, graph: LookupGraph, segments: Sequence[Segment], stream_ordered: StreamOrderedLookups) -> None:
+        self._graph = graph
+        self._segments = segments
+        self._stream_ordered = stream_ordered
+
+    def launch(self) -> None:
+        """Launch the graph on the current stream of the keys' framework.
+
+        Raises:
+            DatabaseError: keys of an earlier launch could not be read.
+        """
+        self._stream_ordered.check(self._segments)
+        self._graph.launch()
+        self._stream_ordered.count(self._segments)
+
+    def close(self) -> None:
+        """Free the graph. Idempotent."""
+        self._graph.close()
+
+
+class CachedSession:
+    """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
+
+    Args:
+        coalescer: shared by all sessions of the chain.
+
+    Attributes:
+        before_close: called with a timeout when it closes: end what else reads the cache; False if that goes on.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        cache: EmbeddingCache,
+        chain: DatabaseChain,
+        coalescer: FetchCoalescer,
+        settings: SessionSettings,
+        metrics: Metrics,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.cache = cache
+        self.on_cuda = cache.device == "cuda"
+        self._chain = chain
+        self._coalescer = coalescer
+        self._threshold = settings.hit_rate_threshold
+        self.miss_paths = settings.miss_paths
+        self._metrics = metrics
+        self._max_keys = [table.max_keys for table in self.tables]
+        model = self.tables[0].model_name
+        self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
+        self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
+        self._under_way: dict[int, int] | None = {} if settings.one_of_several else None  # keys of each thread's lookup
+        self._times = metrics.lookup_times(model)
+        self._recent = self._times.recent
+        self._lookups = _LookupPool(
+            cache.create_lookup,
+            settings.workspaces,
+            settings.workspace_timeout_s,
+            f"model {model!r} on device {cache.device_id}",
+            metrics.workspace_timeouts.labels(model),
+        )
+        self._inserts = WorkQueue("insertion", settings.insert_queue_length, 1, metrics)
+        self._inserts.end_with(self)
+        self._stream_ordered = StreamOrderedLookups(self.tables, cache, settings.stream_order_refusals, metrics)
+        self.before_close: list[Callable[[float], bool]] = []
+        self._without_device = DirectSession(tables, chain, metrics)
+        self._databases_complete = settings.databases_complete
+        self.lost = False
+        self._pending_lock = threading.Lock()
+        self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
+
+    @property
+    def refuses(self) -> str:
+        if self._databases_complete or (failure := self.cache.failure) is None:
+            return ""
+        return f"device {self.cache.device_name} is lost ({failure}), and no database holds every row; restart the service"
+
+    @property
+    def busy(self) -> int:
+        return sum(self._under_way.values()) if self._under_way else 0
+
+    @property
+    def workspaces(self) -> tuple[int, int]:
+        return self._lookups.size, self._lookups.busy
+
+    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
+        start = perf_counter_ns()
+        fixed = type(segments) is FixedSegments
+        asked = segments.asked if fixed else _asked(self.tables, self._max_keys, segments)  # type: ignore[attr-defined]
+        under_way = self._under_way
+        if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
+            under_way[threading.get_ident()] = sum([n for _table, n in asked])
+        stages: dict[str, int] | None = None
+        try:
+            lookup = self._lookups.take()
+            try:
+                taken = perf_counter_ns()
+                missing = lookup.query(segments)
+                queried = answered = perf_counter_ns()
+                linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
+                counts = None
+                if missing:
+                    counts = lookup.counts
+                    current.stages = stages = {}
+                    self._answer_misses(lookup, segments, counts)
+                    answered = perf_counter_ns()
+                    lookup.finish()
+            finally:
+                if stages is not None:
+                    current.stages = None
+                self._lookups.give_back(lookup)
+        except DeviceError as error:
+            self._go_on_without_device(error, segments)
+            self._without_device.lookup(segments, began_ns)
+            return
+        finally:
+            if under_way is not None:
+                del under_way[threading.get_ident()]
+        end = perf_counter_ns()
+        began = began_ns or start
+        times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
+        recent, every = self._recent, self._counters
+        with self._metrics.lock:
+            recent.extend(times)
+            if len(recent) >= LookupTimes.MOST_RECENT:
+                self._times.fold()
+            self._device.lookups += 1
+            for table, n in asked:
+                counters = every[table]
+                counters.keys += n
+                counters.hits[0] += n
+            if counts or padding or linked or absent:
+                self._count_others(asked, counts, padding, stages, linked, absent)
+        if (trace := current.trace) is not None:
+            n = sum([segment.n for segment in segments])
+            spans = (("adopt", began, start), ("wait", start, taken), ("query", taken, queried), ("finish", answered, end))
+            trace.spans += [Span(stage, "", first, last, n) for stage, first, last in spans]
+            if counts:
+                trace.spans.sort(key=attrgetter("ended_ns"))
+            self._trace(trace, segments, counts, linked, absent, padding)
+
+    def count_answered(self, tables: Sequence[Sequence[int]], times: Sequence[int], ns: int) -> None:
+        """Count lookups that a loop without the interpreter has answered from the cache.
+
+        Args:
+            tables: by table: keys, and of these resident, linked and absent ones.
+            times: number of lookups, by the buckets of `LookupTimes`.
+            ns: duration of all of them.
+        """
+        with self._metrics.lock:
+            for one in (self._times.whole, self._times.stages["query"]):
+                one.add_buckets(times, ns)
+            self._device.lookups += sum(times)
+            for counters, (keys, hits, linked, absent) in zip(self._counters, tables, strict=True):
+                counters.keys += keys
+                counters.hits[0] += hits
+                counters.misses[0] += keys - hits
+                if linked or absent:
+                    counters.count_linked(linked, absent)
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
+
+    def enqueue(self, segments: Sequence[Segment]) -> None:
+        _asked(self.tables, self._max_keys, segments)
+        self._stream_ordered.check(segments)
+        began = perf_counter_ns()
+        self._enqueue(segments)
+        if (trace := current.trace) is not None:  # the device has not run it yet: the tiers that answered are not known here
+            trace.spans.append(Span("query", "", began, perf_counter_ns(), sum([segment.n for segment in segments])))
+            for segment in segments:
+                trace.of(self.tables[segment.table].table_name).keys += segment.n
+
+    def _enqueue(self, segments: Sequence[Segment]) -> None:
+        self._stream_ordered.enqueue(segments, self._lookups.take, self._lookups.give_back)
+
+    def record(self, segments: Sequence[Segment]) -> RecordedLookup:
+        _asked(self.tables, self._max_keys, segments)
+        self._stream_ordered.check(segments)
+        return RecordedLookup(self.cache.record(segments, self._enqueue), segments, self._stream_ordered)
+
+    def prefetch(self, table: int, keys: KeyArray) -> int:
+        starts = range(0, keys.size, _PREFETCH_ROWS)
+        return sum(int(np.count_nonzero(self._fill(table, keys[start : start + _PREFETCH_ROWS]))) for start in starts)
+
+    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
+        found = np.zeros(1, np.bool_)
+        lookup = self._lookups.take()
+        try:
+            lookup.query([Segment(table, key, out, found)])
+            elsewhere = any(lookup.linked)  # it was not resident before
+            lookup.finish()
+        except DeviceError as error:
+            self._go_on_without_device(error)
+            return False
+        finally:
+            self._lookups.give_back(lookup)
+        return bool(found[0]) and not elsewhere
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._inserts.drain(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        if not all(end(timeout_s) for end in self.before_close):
+            return False
+        if not (self._lookups.close(timeout_s) and self._without_device.close(timeout_s) and self._stream_ordered.close()):
+            return False
+        self._inserts.close()
+        self.cache.close()
+        return True
+
+    def _go_on_without_device(self, error: DeviceError, segments: Sequence[Segment] = ()) -> None:
+        """Return if the device is lost and the databases can answer the lookup; else raise the error."""
+        failure = self.cache.failure
+        if failure is None:
+            raise error
+        with self._metrics.lock:
+            told, self.lost = self.lost, True
+        if not told:
+            _log.error(
+                "model %r: device %d is lost (%s); until the process is restarted, %s",
+                self.tables[0].model_name,
+                self.cache.device_id,
+                failure,
+                "lookups of host arrays are answered from the databases, which is slower"
+                if self._databases_complete
+                else "lookups fail, since no database holds every row",
+            )
+        if not (self._databases_complete and all(_on_host(segment) for segment in segments)):
+            raise error
+
+    def _answer_misses(self, lookup: CacheLookup, segments: Sequence[Segment], counts: Sequence[int]) -> None:
+        padding = lookup.padding or [0] * len(segments)
+        deferred = {
+            segment.table
+            for segment, missing, left_out in zip(segments, counts, padding, strict=True)
+            if missing and 1.0 - missing / (segment.n - left_out) >= self._threshold
+        }
+        began = perf_counter_ns()
+        every = lookup.unique()
+        ended("unique", "", began, sum(counts))
+        by_table = {segment.table: missing for segment, missing in zip(segments, counts, strict=True)}
+        for missed in every:
+            if missed.segment.table in deferred:
+                began = perf_counter_ns()
+                missed.scatter(np.zeros(missed.keys.size, np.bool_))
+                ended("scatter", self.tables[missed.segment.table].table_name, began, missed.keys.size)
+                self._insert_later(missed.segment.table, missed.keys, by_table[missed.segment.table])
+            else:
+                self._fetch_now(missed)
+        if deferred:
+            current.deferred += sum(by_table[table] for table in deferred)
+            with self._metrics.lock:
+                for segment, missing in zip(segments, counts, strict=True):
+                    if segment.table in deferred:
+                        self._counters[segment.table].deferred += missing
+            if (trace := current.trace) is not None:
+                for segment, missing in zip(segments, counts, strict=True):
+                    if segment.table in deferred:
+                        trace.of(self.tables[segment.table].table_name).deferred += missing
+
+    def _fetch_now(self, missed: MissedKeys) -> None:
+        table, keys = self.tables[missed.segment.table], missed.keys
+        fence = self._chain.fence(table)
+        token = fence.token()
+        buffer = missed.buffer()
+        found = np.zeros(keys.size, np.bool_)
+        tiers = self._coalescer.fetch(table, fence, keys, buffer, found, missed.stage)
+        if (trace := current.trace) is not None:
+            for place, tier in enumerate(TIERS[1:], 1):
+                trace.of(table.table_name).add(tier, missed.absent(tiers != place))
+        began = perf_counter_ns()
+        absent = 0 if found.all() else missed.absent(found)
+        missed.scatter(found)
+        began = ended("scatter", table.table_name, began, keys.size)
+        with fence.filling(token) as allowed:
+            if allowed:
+                missed.insert(found)
+        ended("insert", table.table_name, began, keys.size)
+        if absent:
+            self._count_defaults(missed.segment.table, absent)
+            if trace is not None:
+                trace.of(table.table_name).defaults += absent
+
+    def _insert_later(self, table_index: int, keys: KeyArray, positions: int) -> None:
+        """Queue the insertion of keys that missed at this number of positions, less those already queued."""
+        with self._pending_lock:
+            fresh = np.sort(keys[~_contained(self._pending[table_index], keys)])
+            if not fresh.size:
+                return
+            self._pending[table_index] = np.union1d(self._pending[table_index], fresh)
+        occurrences = positions / keys.size
+        if not self._inserts.submit(lambda: self._insert(table_index, fresh, occurrences)):
+            self._done(table_index, fresh)
+
+    def _insert(self, table_index: int, keys: KeyArray, occurrences: float) -> None:
+        try:
+            found = self._fill(table_index, keys)
+            if not found.all():  # the lookup is over: each counts as often as the keys of its table did on average
+                self._count_defaults(table_index, round(occurrences * (found.size - np.count_nonzero(found))))
+        finally:
+            self._done(table_index, keys)
+
+    def _fill(self, table_index: int, keys: KeyArray) -> BoolArray:
+        """Fetch distinct keys and make those that exist resident; return which of them exist."""
+        table = self.tables[table_index]
+        fence = self._chain.fence(table)
+        token = fence.token()
+        rows = np.empty((keys.size, table.width), np.float32)
+        found = np.zeros(keys.size, np.bool_)
+        self._coalescer.fetch(table, fence, keys, rows, found)
+        with fence.filling(token) as allowed:
+            if allowed:
+                with self.cache.unless_lost():
+                    self.cache.insert(table_index, keys[found], rows[found])
+        return found
+
+    def _done(self, table_index: int, keys: KeyArray) -> None:
+        with self._pending_lock:
+            pending = self._pending[table_index]
+            self._pending[table_index] = pending[~_contained(keys, pending)]
+
+    def _count_others(
+        self,
+        asked: Sequence[tuple[int, int]],
+        missing_counts: Sequence[int] | None,
+        padding: Sequence[int],
+        stages: Mapping[str, int] | None,
+        linked: Sequence[int],
+        absent: Sequence[int],
+    ) -> None:
+        """Correct what was counted as if all keys were resident; the caller holds the lock, so nobody reads it before.
+
+        Args:
+            asked: tables and numbers of keys.
+            stages: nanoseconds of the steps after the query, if keys were missing.
+        """
+        counters = [self._counters[table] for table, _n in asked]
+        for stage, ns in (stages or {}).items():
+            self._times.stages[stage].add(ns)
+        for one, missing in zip(counters, missing_counts or (), strict=False):
+            one.hits[0] -= missing
+            one.misses[0] += missing
+        for one, left_out in zip(counters, padding, strict=False):
+            one.keys -= left_out
+            one.hits[0] -= left_out
+        none = [0] * len(asked)
+        for one, found, lacking in zip(counters, linked or none, absent or none, strict=True):
+            one.hits[0] -= found + lacking
+            one.misses[0] += found + lacking
+            if linked:
+                one.count_linked(found, lacking)
+            else:  # the cache is complete: no tier was asked
+                one.defaults += lacking
+
+    def _count_defaults(self, table_index: int, absent: int) -> None:
+        with self._metrics.lock:
+            self._counters[table_index].defaults += absent
+
+    def _trace(
+        self,
+        trace: LookupTrace,
+        segments: Sequence[Segment],
+        counts: Sequence[int] | None,
+        linked: Sequence[int],
+        absent: Sequence[int],
+        padding: Sequence[int],
+    ) -> None:
+        """Trace the hits of the embedding cache and the device; the tiers below trace their own."""
+        for i, segment in enumerate(segments):
+            answers = trace.of(self.tables[segment.table].table_name)
+            n = segment.n - (padding[i] if padding else 0)
+            by_device, by_default = linked[i] if linked else 0, absent[i] if absent else 0
+            answers.keys += n
+            answers.embedding_cache += n - (counts[i] if counts else 0) - by_device - by_default
+            answers.linked += by_device
+            answers.volatile_db += by_device
+            answers.defaults += by_default
+
+
+class DirectSession:
+    """Answers lookups from the databases, then the default vector. *Thread-safe.* Keys and outputs are in host memory.
+
+    For models without an embedding cache. The databases answer duplicate keys and write vectors straight to the output, so keys
+    are not deduplicated first.
+    """
+
+    def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
+        self.tables = tuple(tables)
+        self.cache: EmbeddingCache | None = None
+        self.on_cuda = self.lost = False
+        self.refuses = ""
+        self.busy = 0
+        self.workspaces = (0, 0)
+        self.miss_paths: Sequence[str] = ()
+        self._chain = chain
+        self._metrics = metrics
+        self._max_keys = [table.max_keys for table in self.tables]
+        self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
+        self._times = metrics.lookup_times(self.tables[0].model_name)
+        self._calls = OpenCalls(f"the deployment of model {self.tables[0].model_name!r}")
+
+    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
+        start = perf_counter_ns()
+        if type(segments) is not FixedSegments:
+            _asked(self.tables, self._max_keys, segments)
+        stages: dict[str, int] = {"adopt": start - (began_ns or start)}
+        counts = []
+        current.stages = stages
+        try:
+            with self._calls:
+                for segment in segments:
+                    table = self.tables[segment.table]
+                    if segment.pooling is not None:
+                        counts.append(self._pool(table, segment, segment.pooling))
+                        continue
+                    found = segment.found
+                    if found is None:
+                        found = np.zeros(segment.n, np.bool_)
+                    else:
+                        found[...] = False
+                    absent = found.size - self._fetch(table, segment.keys, segment.out, found)
+                    if absent:
+                        began = perf_counter_ns()
+                        segment.out[~found] = table.default_value
+                        ended("scatter", table.table_name, began, absent)
+                    counts.append((found.size, absent))
+        finally:
+            current.stages = None
+        end = perf_counter_ns()
+        with self._metrics.lock:
+            for segment, (keys, absent) in zip(segments, counts, strict=True):
+                counters = self._counters[segment.table]
+                counters.keys += keys
+                counters.defaults += absent
+            self._times.whole.add(end - (began_ns or start))
+            for stage, ns in stages.items():
+                self._times.stages[stage].add(ns)
+        if (trace := current.trace) is not None:
+            trace.spans.append(Span("adopt", "", began_ns or start, start, sum([keys for keys, _ in counts])))
+            trace.spans.sort(key=attrgetter("ended_ns"))
+            for segment, (keys, absent) in zip(segments, counts, strict=True):
+                answers = trace.of(self.tables[segment.table].table_name)
+                answers.keys += keys
+                answers.defaults += absent
+
+    def _fetch(self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
+        """Fetch vectors; `out`, `found` and the result as of `Database.fetch`, but that other rows of `out` may be written."""
+        if table.row_dtype == "float32":
+            return self._chain.fetch(table, keys, out, found)
+        fetched = 0
+        for start in range(0, keys.size, step := max(1, _DECODED_BYTES // (4 * table.width))):
+            some = slice(start, min(start + step, keys.size))
+            rows = np.zeros((some.stop - start, table.width), np.float32)
+            fetched += self._chain.fetch(table, keys[some], rows, found[some])
+            decode(rows, table.dim, table.row_dtype, out[some])
+        return fetched
+
+    def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> tuple[int, int]:
+        """Write the combined vector of each bag; vectors are fetched in bounded pieces.
+
+        Returns:
+            Number of keys, and of those that no tier has.
+        """
+        keys, out = segment.keys, segment.out
+        bags = bag_arrays(pooling)
+        positions = np.arange(keys.size)
+        counted = keys
+        if pooling.padding_key is not None:
+            positions = positions[: counted_positions(keys, pooling.padding_key, positions)]
+            counted = keys[positions]
+        start_totals(bags, positions, keys.size, out)
+        absent = 0
+        at_once = min(max(1, _POOLED_BYTES // (4 * table.dim)), positions.size)
+        rows, total = np.empty((at_once, table.dim), np.float32), np.empty(table.dim, np.float32)
+        for start in range(0, positions.size, at_once or 1):
+            stop = min(start + at_once, positions.size)
+            found = np.zeros(stop - start, np.bool_)
+            if missing := found.size - self._fetch(table, counted[start:stop], rows[: found.size], found):
+                absent += missing
+                rows[: found.size][~found] = table.default_value
+            began = perf_counter_ns()
+            pool_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
+            ended("scatter", table.table_name, began, found.size)
+        return positions.size, absent
+
+    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
+        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
+
+    def enqueue(self, segments: Sequence[Segment]) -> None:
+        raise self._without_device()
+
+    def record(self, segments: Sequence[Segment]) -> RecordedLookup:
+        raise self._without_device()
+
+    def prefetch(self, table: int, keys: KeyArray) -> int:
+        spec, have = self.tables[table], 0
+        with self._calls:
+            for start in range(0, keys.size, _PREFETCH_ROWS):
+                part = keys[start : start + _PREFETCH_ROWS]
+                have += self._chain.fetch(
+                    spec, part, np.empty((part.size, spec.width), np.float32), np.zeros(part.size, np.bool_)
+                )
+        return have
+
+    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
+        return False
+
+    def _without_device(self) -> InvalidInputError:
+        return InvalidInputError(
+            f"looking up model {self.tables[0].model_name!r} without waiting: it has no embedding cache on a device that "
+            "reads host memory in place; use wait=True"
+        )
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        return self._calls.close(timeout_s)
+
+
+def _on_host(segment: Segment) -> bool:
+    """Return whether a lookup without a device can answer a segment."""
+    bags = () if segment.pooling is None else (segment.pooling.offsets, segment.pooling.weights)
+    arrays = [one for one in (segment.keys, segment.out, segment.found, *bags) if one is not None]
+    return all(isinstance(array, np.ndarray) for array in arrays) and segment.out.dtype == np.float32
+
+
+class _LookupPool:
+    """Bounds the number of concurrent lookups, all allocated at once. *Thread-safe.* A lookup that waits too long raises."""
+
+    def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Value) -> None:
+        self.size = size
+        self._timeout_s = timeout_s
+        self._owner = owner
+        self._timeouts = timeouts
+        self._closed = False
+        self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: closed
+        self.give_back: Callable[[CacheLookup], None] = self._free.put
+        for _ in range(size):
+            self._free.put(create())
+
+    @property
+    def busy(self) -> int:
+        """Approximate number of running lookups."""
+        return 0 if self._closed else max(0, self.size - self._free.qsize())
+
+    def take(self) -> CacheLookup:
+        """Take a lookup, which the caller must give back.
+
+        Raises:
+            WorkspaceTimeoutError: all of them stayed busy for `timeout_s`.
+            NotReadyError: the pool is closed.
+        """
+        try:
+            if not self._closed:  # else it would take a lookup that `close` waits for
+                if (lookup := self._free.get(timeout=self._timeout_s)) is not None:
+                    return lookup
+                self._free.put(None)  # for the next waiting call
+            raise NotReadyError(f"{self._owner}: was undeployed")
+        except queue.Empty:
+            if self._closed:  # another version may serve by now
+                raise NotReadyError(f"{self._owner}: was undeployed") from None
+            self._timeouts.inc()
+            raise WorkspaceTimeoutError(
+                f"{self._owner}: all {self.size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
+                "raise num_of_worker_buffer_in_pool or send fewer lookups at once"
+            ) from None
+
+    def close(self, timeout_s: float) -> bool:
+        """Take all lookups away for good; return False if some still ran after `timeout_s`. May be called again."""
+        self._closed = True
+        deadline = time.monotonic() + timeout_s
+        while self.size:
+            try:
+                self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return False
+            self.size -= 1
+        self._free.put(None)
+        return True
+
+
+def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
+    """Return table and number of keys of each segment. Refuses too many."""
+    kind = type(segments)
+    if kind is SeparateSegments:
+        asked = list(zip(segments.tables, segments.sizes))  # type: ignore[attr-defined]  # noqa: B905 - made as many
+    elif kind is ConcatenatedSegments:
+        asked = list(enumerate(segments.counts))  # type: ignore[attr-defined]
+    else:
+        asked = []
+        for segment in segments:
+            asked.append((segment.table, segment.n))
+    for index, n in asked:
+        if n > max_keys[index]:
+            table = tables[index]
+            raise TooManyKeysError(
+                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
+                f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
+                "send fewer or raise them"
+            )
+    return asked
+
+
+def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:
+    if not ascending.size:
+        return np.zeros(keys.size, np.bool_)
+    place = np.minimum(np.searchsorted(ascending, keys), ascending.size - 1)
+    return np.equal(ascending[place], keys)

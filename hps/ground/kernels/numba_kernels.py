@@ -1,0 +1,284 @@
+"""Compiles hps's numba kernels: only those that are used, on all processors, and once for all later processes.
+
+numba checks the file that defines a kernel, but not what the kernel calls or inlines. `machine_code.py` therefore names the
+directory of all machine code by a hash of *all* kernel sources. Two rules make that complete (`test_kernels.py` checks both): a
+module that defines a kernel or a part of one decorates it with `@kernel`, `@njit` or `@intrinsic` by that name, and a kernel
+uses functions and constants of such modules only.
+
+    @njit(inline="always")                        # a part of kernels: plain numba, never cached by itself
+    def _doubled(value): ...
+
+    @kernel(void, read_only(int64[::1]), int64[::1])    # what Python calls: one signature, nogil, cached
+    def double(values, out): ...
+
+    compile_kernels(double)                       # where a tier is constructed, before the first lookup
+
+Any other kernel is compiled by its first call, so rare paths need no preparation. Machine code is for the processor at hand, or
+else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
+"""
+
+import logging
+import math
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+import numba
+from numba import njit
+from numba.core.compiler import CompileResult
+from numba.core.runtime.nrt import rtsys
+from numba.core.serialize import dumps
+
+from hps.ground.kernels import machine_code
+from hps.ground.kernels.compilations import COMPILATIONS
+from hps.ground.kernels.compiler_processes import CompilerProcesses
+from hps.ground.memory.capacity import available_memory
+from hps.ground.threads.thread_pool import available_threads
+
+_log = logging.getLogger(__name__)
+
+_MOST_PROCESSES: Final = 8
+_PROCESS_WORTH_S: Final = 1.5
+"""Work that pays for the start of another process."""
+_PROCESS_BYTES: Final = 400 << 20
+_START_S: Final = 1.0
+_NEWS_S: Final = 5.0
+_PARSINGS_A_BYTE: Final = 4500
+"""Time to compile a kernel per byte of its bytecode, in the time that Python takes to compile a byte of source text."""
+_PARSINGS: Final = 16
+
+_config: Any = numba.config
+_compiling = threading.Lock()
+_declared: "dict[int, _Kernel]" = {}
+
+
+def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function a kernel of one signature that runs without the GIL; `compile_kernels` compiles it.
+
+    An argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
+
+    Args:
+        returns: numba type of the result.
+        arguments: numba types of the arguments; see `read_only`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        made: Any = njit(nogil=True, error_model="numpy")(function)
+        _declared[id(made)] = _Kernel(made, returns(*arguments))
+        return made  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def read_only(array: Any) -> Any:
+    """Return the type of an array that a kernel only reads: it accepts read-only and writable arrays."""
+    return array.copy(readonly=True)
+
+
+def compile_kernels(*kernels: Callable[..., Any], processes: int | None = None) -> None:
+    """Compile kernels, or load their machine code; without arguments all of the imported modules. Cheap if already done.
+
+    Called when a tier is constructed, with the kernels of its lookups, so that no lookup waits for a compiler. Other processes
+    compile a share of many kernels. *Thread-safe*. Processes that start at the same time may do the same work.
+
+    Args:
+        processes: at most; by default as many as processors and memory suffice for. Machine code has numbers that depend on
+            what its process compiled before, so only one process makes the same files again.
+    """
+    wanted = [_declared[id(one)] for one in kernels] if kernels else list(_declared.values())
+    if all(one.ready for one in wanted):
+        return
+    with _compiling:
+        missing = [one for one in wanted if not one.load()]
+        if missing:
+            _compile(missing, processes or _most_processes())
+
+
+def declared_kernels() -> list[Callable[..., Any]]:
+    """Import all modules of this package that define kernels; return their kernels."""
+    for path in machine_code.kernel_sources():
+        import_module(".".join(path.relative_to(Path(__file__).parents[3]).with_suffix("").parts))
+    return [one.made for one in _declared.values() if one.ours]
+
+
+def compile_named(name: str) -> None:
+    """Compile one kernel of this package, `module:function`, unless its machine code for the chosen processor is there."""
+    machine_code.refuse_baseline()
+    module, _, function = name.partition(":")
+    _declared[id(getattr(import_module(module), function))].compile()
+
+
+_TYPES: Final = 6
+"""Of numba's parts of a compiled kernel: the text of inferred types. It has addresses of this process, and nothing reads it."""
+
+
+class _Kernel:
+    """A kernel and its machine code. Has the methods that numba asks of a cache."""
+
+    def __init__(self, made: Any, signature: Any) -> None:
+        self.made = made
+        self.ready = False
+        function = made.py_func
+        self.name = f"{function.__module__}:{function.__qualname__}"
+        self.ours = self.name.startswith("hps.") and "<" not in self.name
+        self.weight = len(function.__code__.co_code)
+        self._signature = signature
+        if self.ours:
+            made._cache = self
+        made._compile_for_args = self._compile_when_called
+
+    def load(self) -> bool:
+        """Load the machine code; return False if there is none."""
+        if not self.ready and self.ours and self._read() is not None:
+            self.compile()
+        return self.ready
+
+    def compile(self) -> None:
+        """Load the machine code or, if there is none, compile it."""
+        if not self.ready:
+            self.made.compile(self._signature)
+            self.made.disable_compile()
+            self.ready = True
+
+    def _compile_when_called(self, *_: Any, **__: Any) -> Any:
+        compile_kernels(self.made)
+        return self.made  # which numba calls next
+
+    def _read(self) -> bytes | None:
+        context = self.made.targetctx
+        rtsys.initialize(context)  # machine code needs no more of numba; a third of a second of imports is for compiling
+        for processor in _processors(context.codegen()):
+            if code := machine_code.read(*self._place(processor)):
+                return code
+        return None
+
+    def _place(self, processor: tuple[str, ...]) -> tuple[str, str]:
+        """Return the name of the file for a processor, and the key of its content."""
+        python, place = sys.implementation.cache_tag, self.name.removeprefix("hps.").replace(":", ".")
+        return f"{place}-{python}-{processor[1]}.code", f"{self.name} {self._signature} {python} {processor}"
+
+    # Called by numba.
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        if signature != self._signature or (code := self._read()) is None:
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(code))  # type: ignore[no-untyped-call]
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if signature == self._signature:
+            processor = result.target_context.codegen().magic_tuple()
+            parts = list(result._reduce())
+            parts[_TYPES] = ""
+            machine_code.write(*self._place(processor), dumps(tuple(parts)))  # type: ignore[no-untyped-call]
+
+
+def _processors(codegen: Any) -> list[tuple[str, ...]]:
+    """List the processors whose machine code runs here, best first: triple, name and features of each."""
+    own: tuple[str, ...] = codegen.magic_tuple()
+    if machine_code.BASELINE is None or not _has(machine_code.BASELINE[1]):
+        return [own]
+    return [own, (own[0], *machine_code.BASELINE)]
+
+
+def _has(features: str) -> bool:
+    host = llvm.get_host_cpu_features()
+    return all(host.get(one[1:], one in ("+64bit", "+cx8", "+fxsr", "+mmx", "+sse", "+sse2")) for one in features.split(","))
+
+
+def _compile(missing: "Sequence[_Kernel]", most_processes: int) -> None:
+    """Compile kernels here and in other processes, the largest first."""
+    began = time.monotonic()
+    place = machine_code.directory()
+    work = _Work(missing)
+    seconds = work.weight * _PARSINGS_A_BYTE * _seconds_to_parse_a_byte()
+    most = min(_MOST_PROCESSES, len(work.shared), 1 + int(seconds / _PROCESS_WORTH_S)) if place else 1
+    processes = max(1, min(most, most_processes))
+    _log.info(
+        "compiling %d kernel%s for this machine in %d process%s, which takes about %d s; later starts load them from %s",
+        len(missing),
+        "s" if len(missing) > 1 else "",
+        processes,
+        "es" if processes > 1 else "",
+        math.ceil(seconds / processes + (_START_S if processes > 1 else 0)),
+        place or "nowhere: each start compiles",
+    )
+    with COMPILATIONS.running(work.weight) as work.advance, CompilerProcesses(processes - 1, _settings(place)) as others:
+        others.start(work.take_shared, work.tell)
+        while one := work.take():
+            one.compile()
+            work.tell(one.name)
+        others.wait()
+        for one in missing:
+            one.compile()  # loads what others compiled, and compiles what they did not
+    seconds = time.monotonic() - began
+    COMPILATIONS.add("numba", len(missing), seconds)
+    _log.info("compiled the kernels in %.1f s", seconds)
+
+
+def _most_processes() -> int:
+    """Return how many processes the processors and the memory of this process suffice for."""
+    return min(available_threads(), available_memory()[0] // _PROCESS_BYTES)
+
+
+class _Work:
+    """Kernels to compile, the largest first, and how far that is. *Thread-safe.*
+
+    Attributes:
+        advance: receives the weight of each compiled kernel.
+    """
+
+    def __init__(self, missing: "Sequence[_Kernel]") -> None:
+        largest_last = sorted(missing, key=lambda one: one.weight)
+        self.shared = [one for one in largest_last if one.ours]  # those that other processes can import
+        self._own = [one for one in largest_last if not one.ours]
+        self._weights = {one.name: one.weight for one in missing}
+        self.weight = sum(one.weight for one in missing)
+        self.advance: Callable[[float], None] = lambda weight: None
+        self._done = 0
+        self._began = self._told_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self) -> "_Kernel | None":
+        with self._lock:
+            left = self.shared or self._own
+            return left.pop() if left else None
+
+    def take_shared(self) -> str | None:
+        with self._lock:
+            return self.shared.pop().name if self.shared else None
+
+    def tell(self, name: str) -> None:
+        """Count a compiled kernel, and log the progress every few seconds."""
+        with self._lock:
+            self._done += self._weights[name]
+            self.advance(self._weights[name])
+            now = time.monotonic()
+            if now - self._told_at < _NEWS_S or self._done == self.weight:
+                return
+            self._told_at = now
+            rest_s = (now - self._began) * (self.weight - self._done) / self._done
+        _log.info("compiled %.0f %% of the kernels, about %d s left", 100 * self._done / self.weight, math.ceil(rest_s))
+
+
+def _settings(place: Path | None) -> dict[str, str | None]:
+    """Return numba's settings by which another process compiles for the same processor into the same directory."""
+    return {
+        "CPU_NAME": _config.CPU_NAME,
+        "CPU_FEATURES": _config.CPU_FEATURES,
+        "CACHE_DIR": str(place.parent) if place else "",
+    }
+
+
+def _seconds_to_parse_a_byte() -> float:
+    """Measure how fast this machine compiles now, by a piece of Python: it may be slow, or busy."""
+    text = Path(__file__).read_bytes()
+    began = time.perf_counter()
+    for _ in range(_PARSINGS):
+        compile(text, __file__, "exec")
+    return (time.perf_counter() - began) / (_PARSINGS * len(text))

@@ -1,0 +1,1 @@
+"""Memory: sizes, limits, heaps, bounded caches."""

@@ -1,0 +1,123 @@
+"""Tables in this process's memory that a device reads in place, and how they stay readable.
+
+A hash map (`databases/hash_map/`) offers `HostTable`s; an embedding cache (`cache/`) brings the `Pinner` that makes memory
+readable by its device, and reads by the rules of `stores/hash_map/layout.py`. Neither knows the other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+DENSE_ROWS_AT = 6
+"""Position in `HostLayout.words` of the number of dense keys, which are found without buckets."""
+SEGMENTS_AT = 9
+"""Position in `HostLayout.words` from which on there are the address and the number of buckets of each segment."""
+BUCKET_BYTES = 128
+
+
+class Pinner(Protocol):
+    """Makes host memory readable by devices. *Thread-safe.*"""
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Pin and map page-aligned memory at the same address on the devices, which also commits it.
+
+        Raises:
+            DeviceError: the system or the device refuses, for instance because of its limit on locked memory; nothing was
+                pinned.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`, before the memory is unmapped; launched device work must have finished with it. Does not raise."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLayout:
+    """Location of the rows of a table at one moment. *Immutable.* The memory stays mapped and pinned while this object is held.
+
+    Rows inserted later may lie in slabs that it does not list, and a segment replaced by a larger one reads as *retired*: a
+    reader that meets either gets the current layout, or leaves the key to the host.
+
+    Attributes:
+        words: (SEGMENTS_AT + 2 * segments,) uint64; see `layout` in `stores/hash_map/layout.py`.
+        slabs: (slabs,) uint64, the addresses of the slabs so far: those of rows below slabs << words[SLAB_SHIFT].
+        memory: keeps the memory mapped.
+    """
+
+    words: npt.NDArray[np.uint64]
+    slabs: npt.NDArray[np.uint64]
+    memory: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketChanges:
+    """What a write has changed, for a copy of the buckets. *Immutable.* Valid during the call that passes it.
+
+    Attributes:
+        buckets: (n,) uint64, addresses of the changed buckets, perhaps repeated; None if any may have changed.
+        versions: (stripes,) uint64, even, the version of each stripe after the write.
+    """
+
+    buckets: npt.NDArray[np.uint64] | None
+    versions: npt.NDArray[np.uint64]
+
+
+class HostTable(ABC):
+    """A table that devices may read in place. *Thread-safe.*"""
+
+    @property
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory."""
+
+    @abstractmethod
+    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
+        """Pin all memory of the table, in pieces, and from now on its growth. Pinning it again changes nothing.
+
+        Args:
+            progress: called after each piece with the pinned and the total bytes.
+
+        Raises:
+            DeviceError: part of it cannot be pinned; the rest is unpinned again.
+            InvalidInputError: this table cannot be read in place, for instance because a reader must record each access.
+        """
+
+    @abstractmethod
+    def layout(self) -> HostLayout | None:
+        """Return the current layout: the same object until the table grows. None while it cannot be read in place.
+
+        That is so before `pin`, and permanently after the table was dropped or its growth could not be pinned. Cheap: every
+        lookup calls it.
+        """
+
+    @abstractmethod
+    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
+        """Call `watcher` with each new layout, or None, before its readers move on and the old one may be freed.
+
+        The writing thread calls it during the write, so it must be quick and must not write to the table.
+
+        Returns:
+            Function that unregisters the watcher.
+        """
+
+    @abstractmethod
+    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
+        """Call `mirror` now and at the end of each later write, for a copy of the buckets.
+
+        The writing thread calls it while no other write can begin, so all buckets have the given versions. It must be quick,
+        and must neither write to the table nor raise. `buckets` is None now, and after a new layout was shown to watchers.
+
+        Returns:
+            Function that unregisters the mirror.
+
+        Raises:
+            DatabaseTimeoutError: other threads kept writing.
+            InvalidInputError: the table is not pinned, or was dropped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End reading in place permanently: `layout` returns None from now on, and watchers are called."""

@@ -1,0 +1,206 @@
+"""Implementations by configuration value, each imported on first use.
+
+Built-in ones are in `IMPLEMENTATIONS`. Installed packages add their own through entry points, one group per kind:
+
+    [project.entry-points."hps.databases"]
+    my_store = "my_package.store:MyDatabase"
+
+Entry points are read only for names that are not built in: never by `import hps`, never by a lookup. A built-in name wins over
+an entry point. docs/extending.md shows a complete package.
+"""
+
+import inspect
+import sys
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+from hps.errors import ConfigError, HPSError, MissingDependencyError
+
+
+def install_hint(extra: str = "") -> str:
+    """Say how to install hps with an extra. It is on no index yet, so this names what works: a clone, or a wheel."""
+    what = f"'.[{extra}]'" if extra else "."
+    return f"pip install {what} in the clone of hps (with its wheel, write the wheel's file instead of the dot)"
+
+
+_CORE = install_hint()
+
+
+class Ours(NamedTuple):
+    """A built-in implementation.
+
+    Attributes:
+        target: `module:attribute`.
+        hint: how to install what it needs, if the import fails.
+        section: for a database: the configuration section that may select it.
+        spellings: other spellings of the configuration value, including HugeCTR's.
+    """
+
+    target: str
+    hint: str = _CORE
+    section: str = ""
+    spellings: tuple[str, ...] = ()
+
+
+IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
+    "cache": {
+        "cuda": Ours("hps.cache.cuda.cache:CupyCache", install_hint("cuda13") + "; cuda12 for CUDA 12"),
+        "cpu": Ours("hps.cache.cpu.cache:NumpyCache"),
+    },
+    "cache_plan": {
+        "cuda": Ours("hps.cache.cuda.geometry:CudaPlan"),
+        "cpu": Ours("hps.cache.cpu.miniature:NumpyPlan"),
+    },
+    "database": {
+        "hash_map": Ours("hps.stores.hash_map.database:HashMapDatabase", _CORE, "volatile_db", ("hashmap", "hash", "map")),
+        "parallel_hash_map": Ours(
+            "hps.stores.hash_map.database:HashMapDatabase",
+            _CORE,
+            "volatile_db",
+            ("parallel_hashmap", "parallel_hash", "parallel_map"),
+        ),
+        "redis_cluster": Ours("hps.stores.redis.database:RedisDatabase", _CORE, "volatile_db", ("redis",)),
+        "rocks_db": Ours("hps.stores.rocks_db.database:RocksDatabase", _CORE, "persistent_db", ("rocksdb", "rocks")),
+    },
+    "filesystem": {
+        "": Ours("hps.filesystems.local:LocalFileSystem"),
+        "file": Ours("hps.filesystems.local:LocalFileSystem"),
+        "hdfs": Ours("hps.filesystems.hdfs:HdfsFileSystem", install_hint("hdfs")),
+        "s3": Ours("hps.filesystems.s3:S3FileSystem"),
+        "s3a": Ours("hps.filesystems.s3:S3FileSystem"),
+        "gs": Ours("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
+    },
+    "update_log": {
+        "kafka_message_queue": Ours(
+            "hps.updates.kafka:KafkaLog", install_hint("kafka"), "update_source", ("kafka_mq", "kafka")
+        ),
+        "redis_stream": Ours("hps.updates.redis_streams:RedisStreamLog", _CORE, "update_source", ("redis_streams",)),
+    },
+    "update_log_writer": {
+        "kafka_message_queue": Ours("hps.updates.kafka:KafkaWriter", install_hint("kafka")),
+        "redis_stream": Ours("hps.updates.redis_streams:RedisStreamWriter"),
+    },
+    "format": {
+        "npy": Ours("hps.models.formats.numpy_files:NpyFiles"),
+        "npz": Ours("hps.models.formats.numpy_files:NpzArchive"),
+        "safetensors": Ours("hps.models.formats.safetensors_files:SafetensorsFile", install_hint("import")),
+        "torch": Ours("hps.models.formats.torch_state:TorchState", install_hint("torch")),
+        "parquet": Ours("hps.models.formats.parquet:ParquetFiles", install_hint("import")),
+        "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", install_hint("torch")),
+        "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
+        "hugectr": Ours("hps.models.formats.raw_dumps:HugectrDump"),
+        "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
+        "int32_keys": Ours("hps.models.formats.raw_dumps:Int32Keys"),
+        "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
+        "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
+    },
+    "network": {
+        "pt2": Ours("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
+        "torchscript": Ours("hps.networks.torch_networks:TorchScript", install_hint("torch")),
+        "onnx": Ours("hps.networks.onnx_runtime:OnnxNetwork", install_hint("onnx")),
+    },
+}
+_BASES = {
+    "cache": "hps.cache.base:EmbeddingCache",
+    "cache_plan": "hps.cache.base:CachePlan",
+    "database": "hps.stores.base:Database",
+    "filesystem": "hps.filesystems.base:FileSystem",
+    "format": "hps.models.formats.base:ArraySource",
+    "network": "hps.networks.base:Network",
+    "update_log": "hps.updates.base:UpdateLog",
+    "update_log_writer": "hps.updates.base:UpdateLogWriter",
+}
+
+
+def implementation(kind: str, name: str) -> Any:
+    """Import and return the class that `name` selects.
+
+    Args:
+        kind: a key of `IMPLEMENTATIONS`.
+
+    Raises:
+        ConfigError: the name is not registered, and the message lists the known ones; or its package offers no usable class.
+        MissingDependencyError: the class cannot be imported; the message names the package to install.
+        HPSError: its module cannot be read, as without a free file descriptor.
+    """
+    ours = IMPLEMENTATIONS[kind].get(name)
+    if ours is None:
+        return _of_other_package(kind, name)
+    target, hint, *_ = ours
+    try:
+        return _attribute(target)
+    except ImportError as error:
+        raise MissingDependencyError(f"{kind} {name!r} needs a package that is not installed ({error}): {hint}") from error
+    except OSError as error:  # no descriptor to read it by
+        raise HPSError(f"importing {kind} {name!r}: {error}") from error
+
+
+def names(kind: str) -> list[str]:
+    """Return all names that `implementation` accepts: built-in ones, then those of other packages."""
+    return [*IMPLEMENTATIONS[kind], *other_names(kind)]
+
+
+def other_names(kind: str) -> list[str]:
+    """Return the sorted names registered by other packages."""
+    return sorted(_entry_points(kind, tuple(sys.path)).keys() - IMPLEMENTATIONS[kind].keys())
+
+
+def is_registered(kind: str, name: str) -> bool:
+    """Return whether `implementation` accepts this name. Reads no entry points for a built-in name."""
+    return name in IMPLEMENTATIONS[kind] or name in other_names(kind)
+
+
+def section_of(database: Any) -> str:
+    """Return the configuration section that may select a class of databases."""
+    return "persistent_db" if database.persistent else "volatile_db"
+
+
+def keeps_order(database: str) -> bool:
+    """Return whether databases of a type can follow a log of updates. All built-in ones can; imports none of them."""
+    if database in IMPLEMENTATIONS["database"]:
+        return True
+    base = _attribute(_BASES["database"])
+    return bool(implementation("database", database).follow_log is not base.follow_log)
+
+
+@cache
+def _entry_points(kind: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a kind by name; `path` is sys.path, so that a change is read again."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=f"hps.{kind}s"):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _of_other_package(kind: str, name: str) -> Any:
+    points = _entry_points(kind, tuple(sys.path)).get(name, [])
+    packages = " and ".join(f"{point.dist.name} {point.dist.version}" for point in points if point.dist)
+    if not points:
+        known = sorted(one for one in names(kind) if one)
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(kind, [f"got {name!r}, expected one of: {', '.join(known)}{hint}"])
+    if len(points) > 1:
+        raise ConfigError(kind, [f"{name!r} is registered by {packages}; uninstall all but one"])
+    place = f"{kind} {name!r} of the package {packages} ({points[0].value})"
+    try:
+        found = points[0].load()
+    except ImportError as error:
+        raise MissingDependencyError(f"{place} cannot be imported: {error}; install what the package needs") from error
+    except Exception as error:
+        raise ConfigError(place, [f"cannot be imported: {error!r}; install a version that works"]) from error
+    base = _attribute(_BASES[kind])
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(place, [f"got {found!r}, expected a subclass of {_BASES[kind]}"])
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(place, [f"it lacks methods of {base.__name__}: {missing}; install a version that has them"])
+    return found
+
+
+def _attribute(target: str) -> Any:
+    module, attribute = target.split(":")
+    return getattr(import_module(module), attribute)

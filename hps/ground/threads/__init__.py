@@ -1,0 +1,1 @@
+"""Threads: workers, pools, what is closed at exit, pauses."""

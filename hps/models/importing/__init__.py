@@ -1,0 +1,1 @@
+"""Checkpoints and files of trainers, written as sparse model files."""

@@ -1,0 +1,1 @@
+"""Model files into databases and caches."""

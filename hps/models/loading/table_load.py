@@ -1,0 +1,798 @@
+"""Loads the model files of a table, read once, into every database that does not hold them yet."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
+from hps.filesystems.base import changed
+from hps.ground.progress import NoProgress, Progress
+from hps.ground.rows import decode, encode
+from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
+from hps.models.files import SparseModel, extended
+from hps.models.loading.carried_rows import CarriedTable
+from hps.models.loading.read_ahead import chunk_ranges, read_ahead
+from hps.models.loading.repeats import find_repeats
+from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
+from hps.models.sources import ModelSources
+from hps.stores.base import UNBOUNDED_ROWS, CopyOutcome, Database, LoadRecord, PersistentDatabase, SharedDatabase
+from hps.types import FloatArray, KeyArray, RowArray, TableSpec
+
+_log = logging.getLogger(__name__)
+
+_LONG_MERGE_S = 5.0  # a merge that takes longer is logged
+_CLAIM_WAIT_S = 1.0  # between two reports of progress while another process loads
+_MOST_BATCH_ROWS = 1 << 20  # sorting them takes 25 bytes a row
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTargets:
+    """The databases to load from model files. *Immutable.*
+
+    Attributes:
+        keep: databases that keep their rows (`initialize_after_startup: false`, `read_only`).
+        initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load, from the first row on.
+        int32_keys: refuse keys outside [0, 2^32) (`supportlonglong: false`).
+        force: empty the databases before loading. The caller empties a shared one, whose rows others may use.
+        max_nonfinite_rows: refuse a table with more rows that have an infinity or NaN.
+    """
+
+    load: tuple[Database, ...] = ()
+    keep: tuple[Database, ...] = ()
+    initial_cache_rate: float = 1.0
+    int32_keys: bool = False
+    sources: ModelSources = field(default_factory=ModelSources)
+    force: bool = False
+    max_nonfinite_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseLoad:
+    """The rows [first_row, last_row) of the files loaded into one database; none if it had them all. *Immutable.*"""
+
+    kind: str
+    first_row: int
+    last_row: int
+    elsewhere: bool = False  # while another process loads them
+
+    @property
+    def rows(self) -> int:
+        return self.last_row - self.first_row
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result of a `TableLoad`. *Immutable.*
+
+    Attributes:
+        model: the loaded files; for a delta, a database with its rows, if any. A warm-up from it fills a cache with the same
+            version.
+        loads: one entry for each loaded database, in order.
+        differs: whether the authority has, or may have, other vectors than the files (it was updated online, kept, or writable
+            by others), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
+            must then be refreshed before it serves.
+        complete: a database holds every row, and evicts none.
+        nonfinite_rows: read rows with an infinity or NaN.
+    """
+
+    tag: str
+    model: WarmUpSource
+    fingerprint: str
+    seconds: float
+    loads: tuple[DatabaseLoad, ...]
+    differs: bool = False
+    complete: bool = False
+    nonfinite_rows: int = 0
+
+
+class NonfiniteRows:
+    """Counts rows with an infinity or NaN. *One thread.*
+
+    Attributes:
+        rows: how many were read.
+        first_key: of the first one.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.first_key: int | None = None
+
+    def add(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        elements = vectors.reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(np.dot(elements, elements)):  # reads as fast as memory allows; a sum takes three times as long
+                return
+        wrong = ~np.isfinite(vectors).all(axis=1)
+        if self.first_key is None and wrong.any():
+            self.first_key = int(keys[np.argmax(wrong)])
+        self.rows += int(np.count_nonzero(wrong))
+
+
+class TableLoad:
+    """Streams the files of a table, once, into every database that does not hold them yet. *One thread, one use.*
+
+    A persistent database is skipped if it holds exactly these files, continues an interrupted load of them, and is emptied
+    first if it holds another version; rows of unknown origin (HugeCTR's) stay and are overwritten by key. Volatile databases
+    get all rows, up to `initial_cache_rate` of their capacity. A load takes the memory of a few chunks for any model.
+
+    The persistent database is the authority: if it was modified after its load, or is kept, the volatile databases are filled
+    from it instead of the files, whose vectors may be old. The same holds if they get only the first rows and keys of these
+    are repeated in later rows, since the last row of a key counts on every tier.
+
+    A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
+    fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
+
+    If the online writes of another table are carried over, the table is loaded anew, and `CarriedTable.take_over` completes its
+    load record once the other table takes no more writes: an interrupted carrying starts over.
+
+    The table is opened in each database, also in those to keep.
+
+    Args:
+        source: directory or URI of its sparse model files, or a `TableSource`.
+        progress: receives the progress if there is anything to load.
+        carried: the table whose online writes are carried over.
+        in_service: lookups use the table in a shared database, which lost its rows. It is not opened before it is claimed,
+            since missing keys of an open table would count as absent.
+
+    Raises:
+        ModelFileError: the files are missing or do not fit.
+    """
+
+    def __init__(
+        self,
+        table: TableSpec,
+        source: str | TableSource,
+        targets: LoadTargets,
+        progress: Progress | None = None,
+        carried: CarriedTable | None = None,
+        *,
+        in_service: bool = False,
+    ) -> None:
+        self._table = table
+        self._in_service = in_service
+        self._tag = table.tag
+        self._targets = targets
+        self._progress = progress or NoProgress()
+        self._carried = carried
+        self._nonfinite = NonfiniteRows()
+        self._watched = False  # whether the files may change without another version
+        self._has_authority = any(one.persistent for one in (*targets.load, *targets.keep))
+        self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the files; an upper bound for a delta."""
+        return self._model.rows
+
+    def make_way(self) -> None:
+        """Drop tables that cannot be opened for these files: those of another width, and with `force` all, also damaged ones.
+
+        A width that the files fit replaces rows that were loaded from other files, as another version does; rows of unknown
+        origin (HugeCTR's) stay unless forced.
+
+        Raises:
+            ModelFileError: the files are not those that were opened: nothing is dropped.
+        """
+        for database in self._targets.load:
+            stored = database.stored(self._table)
+            if isinstance(database, PersistentDatabase) and database.must_drop(
+                stored.tag, stored.width, force=self._targets.force
+            ):
+                self._verify()  # before a database loses what it has
+                _log.warning(
+                    "Table: %s; %s drops what it holds, of another width or by force, and loads it anew.",
+                    self._tag,
+                    database.kind,
+                )
+                database.drop_table(stored.tag)
+
+    def _verify(self) -> None:
+        self._model.verify()
+        if isinstance(self._model, SparseModel):
+            self._model.check_format()
+
+    def run(self) -> LoadReport:
+        """Load the databases.
+
+        Raises:
+            ModelFileError: the files changed meanwhile, cannot be read, or have too many rows that are not finite. A database
+                never takes a part for the whole, and keeps no row of a refused table.
+            DatabaseError: a database failed, or one to keep holds only a part of a model.
+        """
+        started = time.monotonic()
+        databases = self._targets.load
+        self.make_way()
+        for database in self._targets.keep:
+            self._check_kept(database)
+        for database in databases:
+            self._open(database)
+        records = [self._record(database) for database in databases]
+        authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
+        differs = self._carried is not None or (authority is not None and self._differs(authority))
+        if not all(self._is_whole(record) for record in records):
+            self._verify()  # before a database loses what it has
+        self._watched = self._model.may_change_unseen()
+        whole = authority is not None and self._is_whole(authority.load_record(self._tag_in(authority)))
+        if self._watched and whole and not self._targets.force:
+            differs = True  # the files may be others by now than those that it holds
+        differs = differs or self._repeats(authority)
+        if authority and whole:
+            self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
+        copied = authority is not None and (differs or isinstance(self._model, DeltaModel))
+        loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
+        if authority is None and not differs:  # what a shared database had before may have been updated since
+            had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
+            shared = (one for one in (*databases, *self._targets.keep) if one.shared)
+            differs = any(had.get(id(one), True) for one in shared)
+        self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
+        for i, database in enumerate(databases):
+            if loads[i].elsewhere:
+                loads[i] = self._awaited(database, loads[i].last_row)
+        if self._carried and databases:
+            self._carried.copy(authority or databases[-1], self._model.chunk_rows, self._progress)
+        if authority:
+            self._put_above(authority)
+        for i, database in enumerate(databases):
+            if authority and copied and not database.persistent:
+                loads[i] = self._copied(authority, database, differs)
+            self._log_loaded(database, loads[i])
+        if not (databases or self._targets.keep):
+            self._check_for_caches()
+        complete = authority or self._complete(loads)
+        source: WarmUpSource = self._model
+        if complete and isinstance(self._model, DeltaModel):
+            source = DatabaseRows(complete, self._table)
+        seconds = time.monotonic() - started
+        return LoadReport(
+            self._tag,
+            source,
+            self._model.fingerprint,
+            seconds,
+            tuple(loads),
+            differs,
+            complete is not None,
+            self._nonfinite.rows,
+        )
+
+    def _check_for_caches(self) -> None:
+        """Read all rows of which caches alone hold some, so that none is served of files that are refused."""
+        if isinstance(self._model, DeltaModel):
+            for keys, vectors in Merge(self._model).chunks():
+                self._nonfinite.add(keys, vectors)
+        else:
+            self._model.check_format()
+            checksum = self._counted(self._model, 0, self._model.rows)
+            if self._model.is_summed:
+                self._model.check_content(checksum)
+        self._check_finite()
+
+    def _complete(self, loads: Sequence[DatabaseLoad]) -> Database | None:
+        """Return a volatile database that holds every row and evicts none, if any."""
+        loaded = [one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows]
+        kept = [one for one in self._targets.keep if one.shared]  # the others begin empty
+        evictless = (one for one in (*loaded, *kept) if one.stats(self._tag_in(one)).capacity_rows >= UNBOUNDED_ROWS)
+        return next(evictless, None)
+
+    def _put_above(self, authority: Database) -> None:
+        for database in (*self._targets.load, *self._targets.keep):
+            database.stand_above(self._tag_in(database), authority, self._tag_in(authority))
+
+    def _tag_in(self, database: Database) -> str:
+        return database.stored(self._table).tag
+
+    def _open(self, database: Database) -> None:
+        if self._in_service and database.shared:
+            return
+        stored = database.stored(self._table)
+        database.open_table(stored.tag, stored.width)
+
+    # -- state of the databases ---------------------------------------------------------------------------------------
+
+    def _check_kept(self, database: Database) -> None:
+        self._open(database)
+        record = None if database.shared else database.load_record(self._tag_in(database))
+        if record is not None and not record.complete:
+            raise DatabaseError(
+                f"keeping table {self._tag_in(database)} in {database.kind} as it is (initialize_after_startup false): it "
+                f"holds {record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
+                "complete it with `hps load`, or set initialize_after_startup to true"
+            )
+
+    def _record(self, database: Database) -> LoadRecord | None:
+        """Read the load record of a database, unless it is forced. Recognise local files that were only copied or touched.
+
+        Processes that load a shared database agree by their claims.
+        """
+        if self._targets.force or self._carried or database.shared:
+            return None
+        record, model = database.load_record(self._tag_in(database)), self._model
+        if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
+            return record
+        if (
+            not isinstance(model, SparseModel)
+            or not model.is_local
+            or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes)
+        ):
+            return record
+        _log.info("Table: %s; the files have another place or time than those in %s; comparing them.", self._tag, database.kind)
+        model.verify()
+        if self._checksum(model, 0, model.rows) != record.checksum:
+            return record
+        record = replace(record, fingerprint=model.fingerprint, source=model.place)
+        self._remember(database, record)
+        return record
+
+    def _is_whole(self, record: LoadRecord | None) -> bool:
+        return record is not None and record.complete and record.fingerprint == self._model.fingerprint
+
+    def _differs(self, authority: Database) -> bool:
+        """Whether the persistent database, once loaded or kept, holds other vectors than the files."""
+        record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
+        if record is None or not self._is_whole(record):
+            return kept
+        return record.modified and (kept or not self._targets.force)
+
+    def _repeats(self, authority: Database | None) -> bool:
+        """Whether a volatile database would get first rows whose keys are repeated in later rows.
+
+        Raises:
+            ModelFileError: it would, and no database has the later rows.
+        """
+        model = self._model
+        for database in self._targets.load:
+            if database.persistent:
+                continue
+            rows = self._share(database, model.rows)
+            repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
+            if repeats and authority is None:
+                raise repeats.refusal(f"loading {self._tag} from {model.place}", database.kind, rows)
+            if repeats:
+                self._empty(database)  # an older load may have left the earlier rows there
+                return True
+        return False
+
+    # -- plan ---------------------------------------------------------------------------------------------------------
+
+    def _planned(self, database: Database, record: LoadRecord | None, copied: bool) -> DatabaseLoad:
+        """Decide which rows of the files a database still needs; empty it if it holds other files."""
+        if database.persistent:
+            return DatabaseLoad(database.kind, self._first_row(database, record), self._model.rows)
+        if copied:  # it gets its rows from the persistent database
+            return DatabaseLoad(database.kind, 0, 0)
+        if self._targets.force and not database.shared:
+            self._empty(database)
+        rows = self._share(database, self._model.rows)
+        first = database.claim_load(self._tag_in(database), self._model.fingerprint, rows, replaces=self._has_authority)
+        self._open(database)
+        return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
+
+    def _first_row(self, database: Database, record: LoadRecord | None) -> int:
+        if record is None:
+            if self._targets.force or self._carried or isinstance(self._model, DeltaModel):
+                self._empty(database)
+            return 0
+        model = self._model
+        same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
+        if same and record.complete:
+            return model.rows
+        # A part that was updated online is neither these files nor whole, and that of a delta is in no order.
+        if same and not record.modified and isinstance(model, SparseModel):
+            _log.info(
+                "Table: %s; continuing an interrupted load of %s at row %d of %d.",
+                self._tag,
+                database.kind,
+                record.rows_done,
+                model.rows,
+            )
+            return record.rows_done
+        _log.info("Table: %s; %s holds another state of the model, which is replaced.", self._tag, database.kind)
+        self._empty(database)
+        return 0
+
+    def _empty(self, database: Database) -> None:
+        database.drop_table(self._tag_in(database))
+        self._open(database)
+
+    def _share(self, database: Database, rows: int) -> int:
+        """Compute how many of these rows a volatile database gets."""
+        return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag_in(database)).capacity_rows))
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _read_into(self, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
+        """Read the files once, from the first to the last row that any database needs."""
+        if isinstance(self._model, DeltaModel):
+            for database, load in targets:
+                self._merge_into(self._model, database, load)
+        elif targets:
+            self._stream_into(self._model, targets)
+
+    def _stream_into(self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
+        first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
+        self._progress.start(self._tag, last - first, (last - first) * model.row_bytes)
+        feeds = [self._feed(database, load) for database, load in targets]
+        self._nonfinite = NonfiniteRows()
+        self._counted(model, 0, first)  # what an interrupted load left
+        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
+            for start, keys, vectors in chunks:
+                self._nonfinite.add(keys, vectors)
+                exact, rows = self._rows_of(keys, vectors)
+                for feed in feeds:
+                    feed.add(start, keys, vectors, exact if feed.is_exact else rows)
+                self._progress.advance(self._tag, keys.size)
+        self._check_unchanged(model, targets, feeds)
+        self._check_finite([database for database, _ in targets])
+        for (database, _), feed in zip(targets, feeds, strict=True):
+            feed.end()
+            self._finish(database)
+        self._progress.finish(self._tag)
+
+    def _finish(self, database: Database) -> None:
+        started = time.monotonic()
+        database.finish_load(self._tag_in(database))
+        if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
+            _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
+
+    def _merge_into(self, model: DeltaModel, database: Database, load: DatabaseLoad) -> None:
+        """Fill a database with the rows of a delta from its base here, or else from files; write its load record last.
+
+        Raises:
+            ModelFileError: the files changed meanwhile, cannot be read, or have a wrong checksum.
+        """
+        self._check_at_rest(model)
+        for base in (self._base_rows(model, database), None):
+            if base:
+                _log.info("Table: %s; %s has the rows that it does not change.", self._tag, database.kind)
+            self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
+            feed, merge = self._feed(database, replace(load, first_row=0), base), Merge(model, base)
+            self._nonfinite = NonfiniteRows()
+            chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
+            with closing(chunks):
+                for keys, vectors in chunks:
+                    self._nonfinite.add(keys, vectors)
+                    exact, rows = self._rows_of(keys, vectors)
+                    feed.add(0, keys, vectors, exact if feed.is_exact else rows)
+                    self._progress.advance(self._tag, keys.size)
+            if base is None or base.still_counts():
+                break
+            _log.info("Table: %s; its base was modified while it was copied; reading the base's files.", self._tag)
+            self._empty(database)
+        self._check_at_rest(model)
+        self._check_finite([database])
+        feed.end()
+        self._finish(database)
+        if database.persistent:
+            self._remember(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
+        self._progress.finish(self._tag)
+
+    def _check_at_rest(self, model: DeltaModel) -> None:
+        if model.may_change_unseen():
+            raise ModelFileChangedError(
+                f"reading {model.place}: its files, or those of a version that it changes, are open for writing; load it when "
+                "the writer is done"
+            )
+
+    def _base_rows(self, model: DeltaModel, database: Database) -> BaseRows | None:
+        """Return the rows of the latest base that this process holds unmodified; None if there is none."""
+        for level in reversed(range(len(model.deltas))):
+            held, fingerprint = model.held[level], model.fingerprints[level]
+            if held is None:
+                continue
+            if database.persistent:
+                base = database.stored(held.table)
+                if base.row_dtype != database.stored(self._table).row_dtype:
+                    continue
+                if (record := self._unmodified_record(database, base)) and record.fingerprint == fingerprint:
+                    chunks = partial(self._vectors_in, database, base, model.chunk_rows)
+                    still_counts = partial(self._is_unmodified, database, base.tag, record)
+                    return BaseRows(level, chunks, record.checksum, still_counts)
+            elif held.database is not None and held.fingerprint == fingerprint:
+                base = held.database.stored(held.table)
+                if base.row_dtype != database.stored(self._table).row_dtype or base.tag not in held.database.tags():
+                    continue
+                chunks = partial(self._vectors_in, held.database, base, model.chunk_rows)
+                if held.unmodified():
+                    return BaseRows(level, chunks, "", held.unmodified)
+        return None
+
+    def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> tuple[FloatArray, RowArray]:
+        """Return what databases of float32 rows store, (n, dim), and the rows of the others, (n, width)."""
+        rows = encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
+        return self._carried.rows_of(keys, vectors, rows) if self._carried else (vectors, rows)
+
+    def _vectors_in(self, database: Database, stored: TableSpec, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        """Read the vectors of a table of the same row format: encoded again, they are the same rows."""
+        for keys, rows in database.scan(stored.tag, chunk_rows):
+            yield keys, decode(rows, stored.dim, stored.row_dtype)
+
+    def _unmodified_record(self, database: Database, stored: TableSpec) -> LoadRecord | None:
+        """Return the load record of another table if it is complete and unmodified."""
+        if stored.tag not in database.tags():
+            return None
+        database.open_table(stored.tag, stored.width)
+        record = database.load_record(stored.tag)
+        return record if record is not None and record.complete and not record.modified else None
+
+    def _is_unmodified(self, database: Database, tag: str, record: LoadRecord) -> bool:
+        """Whether a table still has its record; a modification changes the record before a row."""
+        return tag in database.tags() and database.load_record(tag) == record
+
+    def _check_unchanged(
+        self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
+    ) -> None:
+        """Check that the loaded rows are of one state of the files, and of the state in `version.json`.
+
+        Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
+        Such files are read again, and the databases are emptied if the content differs.
+
+        Raises:
+            ModelFileChangedError: the files changed meanwhile.
+            ModelFileError: they are not those of `version.json`.
+        """
+        try:
+            if model.may_change_unseen() or self._watched:
+                for (_, load), feed in zip(targets, feeds, strict=True):
+                    if not self._watched or self._checksum(model, feed.first_summed_row, load.last_row) != feed.record.checksum:
+                        raise changed(model.place, "at the opening")
+            if model.is_summed:
+                whole = (feed for (_, load), feed in zip(targets, feeds, strict=True) if load.last_row == model.rows)
+                sums = next((feed.record.checksum for feed in whole if not feed.first_summed_row), "")
+                model.check_content(sums or self._checksum(model, 0, model.rows))
+        except ModelFileError:
+            for database, _ in targets:
+                self._empty(database)
+            raise
+
+    def _check_finite(self, databases: Sequence[Database] = ()) -> None:
+        """Refuse a table with too many rows that are not finite, and drop it.
+
+        Raises:
+            ModelFileError: it has.
+        """
+        found, allowed = self._nonfinite, self._targets.max_nonfinite_rows
+        if not found.rows:
+            return
+        what = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
+        if found.rows <= allowed:
+            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, what, allowed)
+            return
+        for database in databases:
+            database.drop_table(self._tag_in(database))
+        raise ModelFileError(
+            f"loading table {self._tag} from {self._model.place}: {what}; expected at most {allowed}: it is not served. Write "
+            "the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
+        )
+
+    def _counted(self, model: SparseModel, first: int, last: int) -> str:
+        """Count the rows of [first, last) that are not finite; return the checksum."""
+        checksum = ""
+        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
+            for _, keys, vectors in chunks:
+                self._nonfinite.add(keys, vectors)
+                checksum = extended(checksum, keys, vectors)
+        return checksum
+
+    def _checksum(self, model: SparseModel, first: int, last: int) -> str:
+        """Read rows [first, last) and compute their checksum."""
+        checksum = ""
+        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
+            for _, keys, vectors in chunks:
+                checksum = extended(checksum, keys, vectors)
+        return checksum
+
+    def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
+        model = self._model
+        record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
+        if self._carried:
+            record = self._carried.begun(record)
+        stored = database.stored(self._table)
+        database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
+        if database.persistent:
+            before = database.load_record(stored.tag) if load.first_row else None
+            if before is not None:  # the checksum of the interrupted load
+                record = replace(record, checksum=before.checksum)
+            else:
+                self._remember(database, record)  # so that a start that keeps the rows refuses a partial load
+        if isinstance(model, DeltaModel):
+            return LoadFeed(database, self._table, record, model.rows, counts=False)
+        sums = self._watched or model.is_summed
+        return LoadFeed(database, self._table, record, load.last_row, sums=sums)
+
+    def _keys(self, rows: int, base: BaseRows | None) -> Iterator[KeyArray]:
+        """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows.
+
+        Args:
+            base: where a delta's base is, if not in files.
+        """
+        model, level = self._model, base.level if base else 0
+        parts = [model] if isinstance(model, SparseModel) else [one.changed for one in model.deltas[level:]]
+        if base:
+            yield from (keys for keys, _vectors in base.chunks())
+        elif isinstance(model, DeltaModel):
+            parts.insert(0, model.base)
+        for part in parts:
+            for _, keys in part.keys.key_chunks(0, min(rows, part.rows)):
+                yield keys
+
+    def _remember(self, database: Database, record: LoadRecord) -> None:
+        stored = database.stored(self._table)
+        database.load_chunk(stored.tag, np.empty(0, np.int64), np.empty((0, stored.width), np.float32), record)
+
+    def _awaited(self, database: Database, rows: int) -> DatabaseLoad:
+        """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
+        load = DatabaseLoad(database.kind, self._claim_when_free(database, rows), rows)
+        if load.rows:
+            self._read_into([(database, load)])
+        return load
+
+    def _claim_when_free(self, database: Database, rows: int) -> int:
+        """Wait until no other process loads a shared database; return the first row that it still needs."""
+        _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
+        self._progress.start(self._tag, rows, rows * self._model.row_bytes)
+        tag, fingerprint, replaces = self._tag_in(database), self._model.fingerprint, self._has_authority
+        while (first := database.claim_load(tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S, replaces=replaces)) is None:
+            self._progress.advance(self._tag, 0)  # its rows are unknown here, but a progress that raises ends the wait
+        self._progress.advance(self._tag, first)
+        self._progress.finish(self._tag)
+        return first
+
+    def _copied(self, authority: Database, database: Database, differs: bool) -> DatabaseLoad:
+        """Fill a volatile database from the persistent one, up to its share of rows."""
+        if isinstance(database, SharedDatabase):
+            if not differs:  # the rows are exactly those of the files, on which other processes may rely
+                return self._copied_as_files(authority, database)
+            return self._copied_beside_others(authority, database)
+        size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
+        limit = self._share(database, size)
+        reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
+        database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
+        return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, tag)))
+
+    def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:
+        """Fill a shared database from the persistent one, under the fingerprint of the files."""
+        rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
+        first = database.claim_load(tag := self._tag_in(database), fingerprint, rows)
+        self._open(database)
+        if first is None:
+            first = self._claim_when_free(database, rows)
+        if first == rows:
+            return DatabaseLoad(database.kind, rows, rows)
+        record = LoadRecord(fingerprint, 0, rows)  # an interrupted load of another process may have had another order
+        self._copy(authority, database, rows, lambda keys, some: database.load_chunk(tag, keys, some, record))
+        database.finish_load(tag)
+        return DatabaseLoad(database.kind, 0, rows)
+
+    def _copied_beside_others(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
+        """Fill a shared database from the persistent one, unless it lacks no rows or another process fills it."""
+        rows, tag = self._share(database, authority.size(self._tag_in(authority))), self._tag_in(database)
+        if not database.claim_copy(tag, self._model.fingerprint, rows):
+            return DatabaseLoad(database.kind, rows, rows)
+        outcome: CopyOutcome = "interrupted"
+        try:
+            whole: list[bool] = []
+            done = self._copy(authority, database, rows, lambda keys, some: whole.append(database.copy_rows(tag, keys, some)))
+            outcome = "complete" if all(whole) else "refused"
+        finally:
+            database.end_copy(tag, outcome)
+        return DatabaseLoad(database.kind, 0, done)
+
+    def _copy(self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, RowArray], object]) -> int:
+        """Copy rows of the persistent database up to a limit; return how many."""
+        _log.info("Table: %s; filling %s from %s.", self._tag, database.kind, authority.kind)
+        done = 0
+        self._progress.start(self._tag, limit, limit * self._model.row_bytes)
+        row_dtype = database.stored(self._table).row_dtype
+        for keys, rows in DatabaseRows(authority, self._table).chunks(self._model.chunk_rows, row_dtype):
+            count = min(keys.size, limit - done)
+            if count <= 0:
+                break
+            write(keys[:count], rows[:count])
+            done += count
+            self._progress.advance(self._tag, count)
+        self._progress.finish(self._tag)
+        return done
+
+    def _log_loaded(self, database: Database, load: DatabaseLoad) -> None:
+        """Log the lines that HugeCTR's users look for."""
+        rows = self._model.rows
+        if database.persistent:
+            how = "complete" if load.rows else "all were there"
+            _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", self._tag, rows, database.kind, how)
+            return
+        stats = database.stats(self._tag_in(database))
+        held = f"{stats.rows}, unbounded"
+        if stats.capacity_rows < UNBOUNDED_ROWS:
+            held = f"{stats.rows} / {stats.capacity_rows} ({100 * stats.rows / max(stats.capacity_rows, 1):.2f}%)"
+        _log.info(
+            "Table: %s; cached %d / %d embeddings in volatile database (%s); load: %s.",
+            self._tag,
+            load.last_row,
+            rows,
+            database.kind,
+            held,
+        )
+
+
+class LoadFeed:
+    """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
+
+    Attributes:
+        is_exact: whether the database stores float32 rows of a table with fewer bits.
+
+    Args:
+        record: the content before: `rows_done` is the first row to load, `checksum` is of the rows before it.
+        last_row: end of the rows to load, exclusive.
+        sums: compute the checksum also for a database that stores none.
+        counts: whether rows come in the order of the files, so that the record can count them; else it is unchanged.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        table: TableSpec,
+        record: LoadRecord,
+        last_row: int,
+        *,
+        sums: bool = False,
+        counts: bool = True,
+    ) -> None:
+        stored = database.stored(table)
+        self._database, self._tag, width = database, stored.tag, stored.width
+        self.is_exact = stored is not table
+        self.record, self._last_row = record, last_row
+        self._counts = counts
+        self._sums = sums or database.persistent  # others are never compared with files
+        self.first_summed_row = 0 if record.checksum else record.rows_done
+        rows = min(database.load_bytes // (8 + 4 * width), _MOST_BATCH_ROWS, last_row - record.rows_done)
+        self._keys, self._rows = np.empty(rows, np.int64), np.empty((rows, width), np.float32)
+        self._held = 0
+
+    def add(
+        self,
+        start: int,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+        rows: RowArray,  # (n, width)
+    ) -> None:
+        """Load the missing rows of a chunk. They are certain to be in the database only after `end`.
+
+        Args:
+            start: first row of the chunk; chunks come in order, without gaps.
+            keys: (n,) int64, C-contiguous; may be reused afterwards.
+            vectors: (n, dim) float32, C-contiguous, as read: they count in the checksum; may be reused afterwards.
+            rows: (n, width), the same as the table stores them; may be reused afterwards.
+        """
+        missing = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
+        keys, vectors, rows = keys[missing], vectors[missing], rows[missing]
+        if not keys.size:
+            return
+        if self._held + keys.size > self._keys.size:
+            self._flush()
+        if self._counts:
+            checksum = extended(self.record.checksum, keys, vectors) if self._sums else ""
+            self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
+        if keys.size > self._keys.size:
+            self._database.load_chunk(self._tag, keys, rows, self.record)
+            return
+        held = slice(self._held, self._held + keys.size)
+        self._keys[held], self._rows[held] = keys, rows
+        self._held = held.stop
+
+    def end(self) -> None:
+        """Load the gathered rows, and free their memory."""
+        self._flush()
+        self._keys, self._rows = self._keys[:0].copy(), self._rows[:0].copy()
+
+    def _flush(self) -> None:
+        if self._held:
+            self._database.load_chunk(self._tag, self._keys[: self._held], self._rows[: self._held], self.record)
+            self._held = 0

@@ -1,0 +1,497 @@
+"""The owner's side of the fronts: publishes what there is, and answers what the loops leave to Python."""
+
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from hps.cache.base import BatchDriver
+from hps.configuration.load import ServiceConfig
+from hps.engine.session import CachedSession
+from hps.errors import HPSError, InvalidInputError, NetworkError, NotReadyError, WorkspaceTimeoutError
+from hps.ground.kernels.numba_kernels import compile_kernels
+from hps.ground.threads.workers import new_thread
+from hps.parameter_server import HPS
+from hps.regions import layout
+from hps.regions.board import OWNER_KERNELS, Board, Job
+from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
+from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontDescriptors, Memory
+from hps.scoring.batching import ScoreCall
+from hps.scoring.packing import PackedRequest
+from hps.scoring.scorer import Outputs, Request, ScoreTimes
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.http.http_answer import release_frames, status_of
+from hps.serve.http.http_metrics import are_figures
+from hps.serve.http.shared_memory import SharedMemoryRegistry
+from hps.statistics.tracing import LookupTrace, current, traced
+from hps.tensors.bags import Bags, pooling_of
+from hps.tensors.segments import Segment
+from hps.versions.deployment import Deployment
+
+_log = logging.getLogger(__name__)
+_LOOK_S: Final = 0.1
+_MOST_MESSAGE = 1500
+
+
+class _Served:
+    """A deployment on one device, as fronts name it. *Thread-safe.*"""
+
+    def __init__(self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver]) -> None:
+        self.deployment = deployment
+        self.device = device
+        self.published = _published(deployment)
+        self._boards = boards
+        self._drivers = drivers
+        session = deployment.sessions[device]
+        self._session = session if isinstance(session, CachedSession) else None
+        self._ended = False
+        self._settling = threading.Lock()
+        self.serial = 0
+        if self._session is not None:
+            self._session.before_close.append(self.end)
+        serials = set()
+        for board, driver in zip(boards, drivers, strict=True):
+            resident = None
+            if self._session is not None:
+                resident = driver.resident(self._session.cache)
+            serials.add(board.add(deployment.tables, resident))
+        (self.serial,) = serials
+        with self._settling:
+            ended, self._ended = self._ended, False
+        if ended:  # the session has closed meanwhile, and its cache may be gone; no front knows the serial yet
+            self.end(0.0)
+            raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
+
+    def end(self, timeout_s: float) -> bool:
+        """Let no loop answer from it any more; False if one still does."""
+        if not self.serial:
+            self._ended = True
+            return True
+        deadline = time.monotonic() + timeout_s
+        for board in self._boards:
+            board.end(self.serial)
+        while not all(board.is_idle(self.serial) for board in self._boards):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        self.settle()
+        with self._settling:
+            ended, self._ended = self._ended, True
+        if not ended:
+            for driver in self._drivers:
+                if self._session is not None:
+                    driver.leave(self._session.cache)
+            for board in self._boards:
+                board.forget(self.serial)
+        return True
+
+    def settle(self) -> None:
+        """Add what the loops have counted to the counters of the session."""
+        if self._session is None:
+            return
+        with self._settling:
+            if self._ended:
+                return
+            for board in self._boards:
+                tally = board.tally(self.serial)
+                if any(tally.times) or any(map(any, tally.tables)):  # keys are counted before their request
+                    self._session.count_answered(*tally)
+
+
+class FrontLink:
+    """Ties a parameter server to the fronts. *Thread-safe.*
+
+    Args:
+        lifecycle: of the parameter server.
+
+    Attributes:
+        shared_memory: regions that clients have registered.
+        tokens: entries of the file of tokens, for the page.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self.tokens: list[dict[str, Any]] = []
+        self._memories: list[Memory] = []
+        self._boards: list[Board] = []
+        self._drivers: list[BatchDriver] = []
+        self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
+        self._left_out: set[tuple[int, int]] = set()  # for which there was no room
+        self._by_serial: dict[int, _Served] = {}
+        self._changing = threading.Lock()
+        self._published: dict[str, Any] = {}
+        self._settings: tuple[ServiceConfig | None, dict[str, Any]] = (None, {})
+        self._figures: dict[int, dict[str, Any]] = {}
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._loops: list[threading.Thread] = []
+        self._looker = new_thread("page", self._look)
+        self.shared_memory = SharedMemoryRegistry(
+            lambda: lifecycle.configuration.service.shared_memory_bytes, changed=self.publish
+        )
+        lifecycle.on_open.append(self._open)
+        lifecycle.on_block.append(self.publish)
+        lifecycle.unpublished = self._unpublished
+
+    def connect(self, descriptors: FrontDescriptors) -> None:
+        """Map what is shared with the fronts, and tell them that nothing is answered yet."""
+        compile_kernels(*OWNER_KERNELS)
+        self._memories = [Memory(one) for one in descriptors.regions]
+        self._page = Memory(descriptors.page)
+        self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        loops, serials = len(descriptors.loop_events), secrets.randbits(40)
+        self._boards = [
+            Board(
+                self._memories[nth::loops],
+                descriptors.events[nth::loops],
+                event,
+                self._jobs_event,
+                descriptors.spin_ns,
+                serials,
+            )
+            for nth, event in enumerate(descriptors.loop_events)
+        ]
+        threads = self._lifecycle.configuration.service.lookup_threads
+        self._threads = [new_thread(f"lookup-{nth}", self._work) for nth in range(threads)]
+        for memory in self._memories:
+            memory[layout.OWNER_EPOCH] = 0
+        self.publish()
+        self._looker.start()
+
+    def _open(self, server: HPS) -> None:
+        """Begin to answer lookups of a parameter server, whose models are yet to come."""
+        self._server = server
+        self._drivers = [server.cache_class.batches(board) for board in self._boards]
+        for nth, driver in enumerate(self._drivers):
+            driver.prepare()
+            self._loops.append(new_thread(f"batches-{nth}", driver.run))
+        for thread in [*self._loops, *self._threads]:
+            thread.start()
+        server.live.watchers.append(self.publish)
+        server.metrics.settling.add(self.settle)
+        self.publish()
+
+    def serials(self, deployment: Deployment) -> dict[int, int]:
+        """Return by device how fronts name a deployment."""
+        made = [self._served.get((id(deployment), device)) for device in self._devices(deployment)]
+        return dict(self._serials_of(deployment, [one for one in made if one is not None]))
+
+    def _unpublished(self, *version: str) -> str:
+        for nth, memory in enumerate(self._memories):
+            if memory[layout.FRONT_EPOCH] != memory[layout.OWNER_EPOCH]:
+                return f"front {nth} is being connected"
+        server, models, serving = self._lifecycle.opened, self._published.get("models", {}), self._published.get("serving", {})
+        for one in server.live.all() if server is not None else ():
+            name = one.config.model
+            if version and version != (name, one.version):
+                continue
+            known, latest = models.get(name, {}).get(one.version), server.live.serving.get(name)  # type: ignore[union-attr]
+            if known is None or (latest is not None and serving.get(name) != latest.version):
+                return f"model {name!r} is being made known to the fronts"
+            if not known["serials"]:
+                return f"model {name!r}: too many deployments are served"
+        return ""
+
+    def settle(self) -> None:
+        for served in list(self._by_serial.values()):
+            served.settle()
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return what each front has counted, in the order of the fronts."""
+        for nth, memory in enumerate(self._memories):
+            found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
+            if found is not None and are_figures(found[1]):  # else it is being written, or garbage
+                self._figures[nth] = found[1]
+        return [self._figures[nth] for nth in sorted(self._figures)]
+
+    @property
+    def answers_clients(self) -> bool:
+        """Whether a front listens: it counts from then on."""
+        return bool(self.figures())
+
+    def loop_figures(self) -> dict[str, int]:
+        """Return what the loops have counted (`Board.figures`), added up."""
+        total: Counter[str] = Counter()
+        for board in self._boards:
+            total.update(board.figures)
+        return total
+
+    def publish(self) -> None:
+        """Write the page: what fronts may name, and what they have to know."""
+        with self._changing:
+            server = self._lifecycle.opened
+            deployments = server.live.all() if server is not None and self._loops else []
+            for board in self._boards:
+                board.leave_all(server is not None and server.records)
+            left_out: set[tuple[int, int]] = set()
+            present = {(id(one), device) for one in deployments for device in self._devices(one)}
+            for one in deployments:
+                for device in self._devices(one):
+                    if (id(one), device) not in self._served:
+                        try:
+                            served = _Served(one, device, self._boards, self._drivers)
+                        except HPSError as error:
+                            if (id(one), device) not in self._left_out:
+                                _log.error("%s", error)
+                            left_out.add((id(one), device))
+                            continue
+                        self._served[id(one), device] = served
+                        self._by_serial[served.serial] = served
+            self._left_out = left_out
+            models: dict[str, dict[str, Any]] = {}
+            for one in deployments:
+                made = [self._served[id(one), device] for device in self._devices(one) if (id(one), device) in self._served]
+                models.setdefault(one.config.model, {})[one.version] = {
+                    **(made[0].published if made else _published(one)),
+                    "serials": self._serials_of(one, made),
+                    "lost": [device for device, session in one.sessions.items() if session.lost],
+                }
+            serving = (
+                {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
+            )
+            page = {
+                "models": models,
+                "serving": serving,
+                "reasons": {
+                    status.name: self._lifecycle.states.reason(status.name)
+                    for status in self._lifecycle.states.models()
+                    if status.name not in serving
+                },
+                "blocked": self._lifecycle.blocked,
+                "tokens": self.tokens,
+                "settings": self._settings_of(self._lifecycle.configuration.service),
+                "shared_memory": self.shared_memory.published(),
+            }
+            if page != self._published and self._memories:
+                layout.write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
+                self._published = page
+            gone = [key for key in self._served if key not in present]
+            ended = [self._served.pop(key) for key in gone]
+            for served in ended:
+                if served._session is None:  # a session that has a cache ends it when it closes
+                    served.end(0.0)
+                self._by_serial.pop(served.serial, None)
+
+    def _settings_of(self, service: ServiceConfig) -> dict[str, Any]:
+        if self._settings[0] is not service:  # the page is made ten times a second
+            self._settings = service, service.model_dump(mode="json")
+        return self._settings[1]
+
+    @staticmethod
+    def _devices(deployment: Deployment) -> list[int]:
+        """Return one device of each session."""
+        if deployment.one_device is not None:
+            return [deployment.one_device]
+        return list(deployment.sessions)
+
+    @staticmethod
+    def _serials_of(deployment: Deployment, made: Sequence[_Served]) -> list[tuple[int, int]]:
+        """Return a serial for each device that lookups may name."""
+        if deployment.one_device is None or not made:
+            return [(one.device, one.serial) for one in made]
+        return [(device, made[0].serial) for device in deployment.devices]
+
+    def _look(self) -> None:
+        """Publish reasons and settings that change by themselves."""
+        while not self._closing.wait(_LOOK_S):
+            self.publish()
+            self.settle()
+
+    def close(self, timeout_s: float) -> bool:
+        """Answer nothing more; False if a lookup still runs."""
+        self._closing.set()
+        for board in self._boards:
+            board.stop()
+        if self._threads:
+            os.eventfd_write(self._jobs_event, len(self._threads))
+        deadline = time.monotonic() + timeout_s
+        started = [one for one in (*self._threads, *self._loops, self._looker) if one.ident is not None]
+        for thread in started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.settle()
+        if ended := not any(thread.is_alive() for thread in started):
+            for driver in self._drivers:
+                driver.close()
+            self._memories = []
+            os.close(self._jobs_event)
+        return ended
+
+    # -- what the loops leave -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            os.read(self._jobs_event, 8)  # goes on after a signal, unlike os.eventfd_read
+            for board in self._boards:
+                if (job := board.next_job()) is not None:
+                    self._answer(board, job)
+                    break
+            else:
+                if self._closing.is_set():
+                    return
+
+    def _answer(self, board: Board, job: Job) -> None:
+        memory, began = board.memories[job.place], time.perf_counter_ns()
+        status, deferred, aside = job.status, 0, b""
+        try:
+            if status == 0:
+                served = self._by_serial.get(int(job.header[H_SERIAL]))
+                if served is None:
+                    status = RETIRED
+                elif int(job.header[H_FLAGS]) & SCORED:
+                    self._score(served, board, job, began)
+                    return
+                else:
+                    status, deferred, aside = self._look_up(served, memory, job)
+        except Exception as error:  # noqa: BLE001 - the client gets an answer
+            status, aside = self._failure(error, int(job.header[H_SERIAL]))
+            release_frames(error)
+        self._complete(board, job, status, began, aside, deferred)
+
+    def _complete(self, board: Board, job: Job, status: int, began: int, aside: bytes = b"", deferred: int = 0) -> None:
+        memory, at = board.memories[job.place], job.slot >> 3
+        words = memory.words
+        if status != MALFORMED:
+            room = int(job.header[H_ASIDE_BYTES])
+            if len(aside) > room:
+                aside = b""
+            start = int(job.header[H_ASIDE])
+            if aside:
+                memory.view[start : start + len(aside)] = aside
+            words[at + layout.ASIDE_USED // 8] = len(aside)
+            words[at + layout.DEFERRED // 8] = deferred
+            words[at + layout.BEGAN_NS // 8] = began
+            words[at + layout.ENDED_NS // 8] = time.perf_counter_ns()
+        words[at + layout.STATUS // 8] = status
+        board.complete(job)
+
+    def _score(self, served: _Served, board: Board, job: Job, began: int) -> None:
+        """Begin to score a request; it is completed in another thread, or here."""
+        memory, scores = board.memories[job.place], served.deployment.scores
+        if scores is None:
+            raise InvalidInputError("scoring: got a model without a network")
+        aside = int(job.header[H_ASIDE])
+        described = scores.describe(bytes(memory.view[job.slot + layout.HEADER_BYTES : aside]))
+        start = layout.tensors_at(aside + int(job.header[H_ASIDE_BYTES]))
+        if start + described.end > memory.size:
+            raise InvalidInputError("scoring: a tensor does not fit in the memory of the front")
+        packed = PackedRequest(described, memory.view, start, memory.address + start)
+        request: Request = packed if described.samples else scores.unpack(packed)
+        outputs = [(one.name, one.array(memory.view, start)) for one in described.outputs]
+        if any(place.shape[:1] != (request.samples,) for _, place in outputs):
+            raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
+        most_s = self._lifecycle.configuration.service.request_timeout_s
+        due = began + min(1000 * described.timeout_us or math.inf, int(1e9 * most_s))  # later the front has given it up
+
+        def done(answer: Outputs | Exception, times: ScoreTimes | None) -> None:
+            try:
+                if isinstance(answer, Exception):
+                    raise answer
+                for name, place in outputs:
+                    if answer[name].shape != place.shape:  # NumPy would repeat one value
+                        got = f"got output {name!r} of shape {list(answer[name].shape)}, expected {list(place.shape)}"
+                        raise NetworkError(f"scoring: {got}, which follows from the sizes of the request")
+                    place[...] = answer[name]
+                self._complete(board, job, ANSWERED, began if times is None else times.began_ns)
+            except Exception as error:  # noqa: BLE001 - the client gets an answer
+                status, aside = self._failure(error, int(job.header[H_SERIAL]))
+                release_frames(error)
+                self._complete(board, job, status, began, aside)
+
+        scores.submit(ScoreCall(request, done, int(due)), served.device, most_s)
+
+    def _look_up(self, served: _Served, memory: Memory, job: Job) -> tuple[int, int, bytes]:
+        deployment, flags = served.deployment, int(job.header[H_FLAGS])
+        bags: list[Any] = [None] * len(job.segments)
+        if flags & POOLED:
+            start, size = int(job.header[H_ASIDE]), int(job.header[H_ASIDE_BYTES])
+            text = bytes(memory.view[start : start + size]).partition(b"\0")[0]
+            bags = json.loads(text)
+            if not isinstance(bags, list) or len(bags) != len(job.segments):
+                raise InvalidInputError("reading bags: got another number of them than of tables")
+        segments = [
+            _segment(deployment, memory, job.slot, words, one) for words, one in zip(job.segments.tolist(), bags, strict=True)
+        ]
+        before = current.deferred
+        trace: LookupTrace | None
+        with traced() if flags & TRACED else nullcontext() as trace:
+            self._server.lookup_segments(deployment, segments, served.device)
+        aside = b""
+        if trace is not None:
+            spans = [(one.stage, one.table, one.began_ns, one.ended_ns, one.keys) for one in trace.spans]
+            aside = json.dumps({"tables": {name: asdict(one) for name, one in trace.tables.items()}, "spans": spans}).encode()
+        return ANSWERED, current.deferred - before, aside
+
+    def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
+        if isinstance(error, NotReadyError):
+            served = self._by_serial.get(serial)
+            server = self._lifecycle.opened
+            if served is None or server is None or served.deployment not in server.live.all():
+                return RETIRED, b""
+        if isinstance(error, HPSError):
+            message = str(error)
+        elif isinstance(error, MemoryError):
+            message = "not enough memory for the answer; send fewer keys at once"
+        else:
+            message = "internal error; the log of the service has the details"
+            _log.error("answering a lookup failed unexpectedly", exc_info=error)
+        reason = "workspaces" if isinstance(error, WorkspaceTimeoutError) else ""
+        found = {"status": status_of(error), "message": message[:_MOST_MESSAGE], "reason": reason}
+        return FAILED, json.dumps(found).encode()
+
+
+def _published(deployment: Deployment) -> dict[str, Any]:
+    """Return what fronts have to know of a deployment, which does not change."""
+    network = None
+    if (scores := deployment.scores) is not None and (dense := deployment.config.dense) is not None:
+        network = {
+            "dense": dense.model_dump(mode="json", exclude_defaults=True),
+            "outputs": [asdict(one) for one in scores.opened.outputs],
+            "max_samples": scores.max_samples,
+        }
+    tables = [asdict(table) for table in deployment.tables]
+    return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
+
+
+def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Segment:
+    """Make a segment over a front's memory. Its descriptor was checked, but for its bags."""
+    table, n, keys_at, out_at, found_at = words
+    dim = deployment.dims[table]
+    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64).copy()  # a lookup reads them more than once
+    found = memory.bytes[found_at : found_at + n].view(np.bool_) if found_at else None
+    if bags is None:
+        out = memory.bytes[out_at : out_at + 4 * dim * n].view(np.float32).reshape(n, dim)
+        return Segment(table, keys, out, found)
+    name, count = deployment.tables[table].table_name, bags["count"]
+    arrays = {what: _array(memory, slot, *bags[what]) for what in ("offsets", "weights") if what in bags}
+    given = keys if "offsets" in arrays else keys.reshape(count, bags["hotness"])
+    last = "offsets" not in arrays or arrays["offsets"].size == count + 1
+    options = {"combiner": bags["combiner"], "max_norm": bags["max_norm"], "padding_key": bags["padding_key"]}
+    whole = Bags(given, arrays.get("offsets"), arrays.get("weights"), include_last_offset=last, **options)
+    pooling = pooling_of(name, whole, n, given.shape, on_cuda=False)
+    strides = bags["strides"] or [4 * dim, 4]
+    if not (0 < strides[0] <= 1 << 20 and strides[0] % 4 == 0 and strides[1] == 4 and strides[0] >= 4 * dim):
+        raise InvalidInputError(f"reading bags: got strides {strides}")
+    size = strides[0] * (pooling.count - 1) + 4 * dim if pooling.count else 0
+    if out_at + size > memory.size:
+        raise InvalidInputError("reading bags: their vectors do not fit")
+    pooled = np.ndarray((pooling.count, dim), np.float32, memory.view, out_at, strides)
+    return Segment(table, keys, pooled, pooling=pooling)
+
+
+def _array(memory: Memory, slot: int, at: int, size: int, dtype: str) -> Any:
+    """Copy an array that a front describes."""
+    kind = np.dtype(dtype)
+    start = slot + at
+    if kind.kind not in "if" or not (start >= 0 and 0 <= size <= memory.size and start + size * kind.itemsize <= memory.size):
+        raise InvalidInputError("reading bags: an array does not fit")
+    return memory.bytes[start : start + size * kind.itemsize].view(kind).copy()

@@ -1,0 +1,248 @@
+"""Routes that change the models of a running server, called by operators and by `hps models`, `hps deploy` and the like."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from hps.configuration.load import ModelConfig, override_model
+from hps.errors import HPSError, InvalidInputError, NotReadyError, UnknownModelError
+from hps.parameter_server import HPS
+from hps.serve.engine.call_threads import CallThreads
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.engine.model_changes import change_model
+from hps.serve.engine.readiness import table_status
+from hps.serve.http.request_body import described_object, read_object
+from hps.serve.logs.changes import log_change, request_line
+from hps.serve.logs.requests import SERVED, Served
+from hps.serve.protocol import schemas
+from hps.versions.changes import Change
+from hps.versions.live_models import REFRESHING
+from hps.versions.pins import Pin
+
+_Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET /v1/models for the outcome.")]
+
+
+def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """Make the routes.
+
+    Args:
+        threads: threads that ask databases for their sizes.
+        responses: descriptions of errors by status.
+    """
+    errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 409, 503, 507)}
+    errors[202] = {"model": schemas.ChangeAnswer, "description": "The change is under way."}
+    changing: dict[str, Any] = {"responses": errors, "response_model_exclude_none": True}
+    router = APIRouter(prefix="/v1", tags=["models"])
+
+    async def run(
+        name: str,
+        doing: str,
+        request: Request,
+        response: Response,
+        wait: bool,
+        call: Callable[[HPS], str],
+        detail: str = "",
+    ) -> schemas.ChangeAnswer:
+        server = lifecycle.server
+        change = await change_model(server.live, name, doing, request.scope, partial(call, server), detail=detail, wait=wait)
+        if change.under_way:
+            response.status_code = 202
+        return _answer(change, lifecycle.degraded)
+
+    @router.get("/models", responses={status: responses[status] for status in (401, 503)}, response_model_exclude_none=True)
+    async def list_models() -> schemas.ModelList:
+        """List all models and versions, their sizes in each tier, and their changes."""
+        models, degraded = await threads.run(_models, lifecycle), lifecycle.degraded
+        return schemas.ModelList(models=models, changes=[_answer(one, degraded) for one in lifecycle.live.requested.values()])
+
+    @router.get("/updates", responses={status: responses[status] for status in (401, 503)})
+    async def list_updates() -> schemas.UpdateList:
+        """Report how far each table has followed its update log, in every version in service or about to take over."""
+        found = await threads.run(lambda: lifecycle.server.updates())
+        return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(one)) for one in found])
+
+    @router.post("/models/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
+    async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Load a version of a model beside the serving one, and switch over to it.
+
+        Pins the model to `version`; without it, ends the pin.
+        """
+        body = await read_object(request, schemas.DeployRequest)
+        wanted = model if body.config is None else _configured(model, body.config)
+        detail = (
+            f"version {body.version or 'by its policy'}{', forced' * body.force}{', with a config' * (body.config is not None)}"
+        )
+
+        def call(server: HPS) -> str:
+            return server.deploy(wanted, body.version, progress=lifecycle.progress(), force=body.force).version
+
+        return await run(model, "deploying", request, response, wait, call, detail)
+
+    @router.post("/models/{model}/undeploy", **changing, openapi_extra=described_object(schemas.UndeployRequest))
+    async def undeploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Take a model, or one of its versions, out of service."""
+        body = await read_object(request, schemas.UndeployRequest)
+
+        def call(server: HPS) -> str:
+            server.undeploy(model, body.version)
+            return server.model(model).version if model in server.models else ""
+
+        detail = f"version {body.version}" if body.version else ""
+        return await run(model, "undeploying", request, response, wait, call, detail)
+
+    @router.post("/models/{model}/rollback", **changing)
+    async def rollback(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Roll back to the previous version, and pin the model to it: polling and restarts take no newer one."""
+        return await run(model, "rolling back", request, response, wait, lambda server: server.rollback(model).version)
+
+    @router.post("/models/{model}/unpin", **changing)
+    async def unpin(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """End the pin of a model to a version, and deploy what its `version_policy` selects."""
+
+        def call(server: HPS) -> str:
+            return server.unpin(model, progress=lifecycle.progress()).version
+
+        return await run(model, "deploying", request, response, wait, call)
+
+    @router.post(
+        "/models/{model}/fleet",
+        responses={status: errors[status] for status in (400, 401, 403, 404, 409, 503)},
+        response_model_exclude_none=True,
+        openapi_extra=described_object(schemas.FleetRequest),
+    )
+    async def fleet(model: str, request: Request) -> schemas.FleetAnswer:
+        """Change what every replica serves: write the `serving.json` of a model. Answers before replicas follow."""
+        body = await read_object(request, schemas.FleetRequest)
+        if body.version is not None and body.change != "deploy":
+            raise InvalidInputError(f"reading 'version': got one with change {body.change!r}, expected it only with 'deploy'")
+        served: Served = request.scope[SERVED]
+        what = f"{request_line(request.scope)} {body.change} {body.version or ''}".rstrip()
+        outcome, cause, began = "failed", "", time.monotonic()
+        try:
+            await threads.run(lambda: lifecycle.server.change_fleet(model, body.change, body.version))
+            outcome = "done"
+        except HPSError as error:
+            cause = str(error)
+            raise
+        finally:
+            log_change(what, served.who, served.id, outcome, cause, time.monotonic() - began)
+        lifecycle.follow_soon()
+        status = _fleet(lifecycle.server, model)
+        if status is None:
+            raise NotReadyError(f"changing what the fleet serves of model {model!r}: it was written, and this replica left it")
+        return status
+
+    @router.post("/models/{model}/refresh", **changing)
+    async def refresh(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Reread the vectors of all resident keys of a model, on every device.
+
+        First fills its tables in the volatile database again, at full speed, where that lost rows.
+        """
+
+        def call(server: HPS) -> str:
+            server.refresh(model)
+            return server.model(model).version
+
+        return await run(model, REFRESHING, request, response, wait, call)
+
+    return router
+
+
+def _configured(name: str, entry: dict[str, Any]) -> ModelConfig:
+    """Check an entry of `models`, which may omit the model's name.
+
+    Raises:
+        ConfigError: the entry is invalid.
+        InvalidInputError: it is of another model.
+    """
+    if entry.get("model", name) != name:
+        raise InvalidInputError(f"reading 'config': got model {str(entry['model'])[:120]!r}, expected {name[:120]!r}")
+    return override_model(name, None, entry)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
+    under_way = change.under_way
+    loading = next((one for one in list(change.tables.values()) if one.load and one.state == "loading"), None)
+    return schemas.ChangeAnswer(
+        number=change.number,
+        model=change.model,
+        what=change.what,
+        by=change.by,
+        since=_time(change.since),
+        seconds=change.seconds,
+        status=None if under_way else change.status,
+        version=change.version or None,
+        error=change.error or None,
+        table=table_status(loading) if under_way and loading else None,
+        rows=change.rows_loaded,
+        pinned=_pin(change.pin),
+        degraded=(None if under_way else degraded) or None,
+    )
+
+
+def _pin(pin: Pin | None) -> schemas.PinStatus | None:
+    if pin is None:
+        return None
+    return schemas.PinStatus(version=pin.version, by=pin.by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
+
+
+def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:
+    if (status := server.fleet(model)) is None:
+        return None
+    document = status.document
+    return schemas.FleetAnswer(
+        wanted=document.version,
+        previous=document.previous,
+        withdrawn=list(document.withdrawn),
+        by=document.by,
+        since=_time(document.since),
+        number=document.number,
+        serving=status.serving,
+        follows=status.follows,
+        pending=status.pending,
+        reason=status.reason or None,
+        age_s=status.age_s,
+    )
+
+
+def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
+    server = lifecycle.server
+    found = []
+    for one in lifecycle.states.models():
+        devices, versions = [], []
+        with suppress(UnknownModelError):  # it waits, is being loaded, or failed
+            versions = server.versions(one.name)
+            devices = list(server.model(one.name).devices)
+        found.append(
+            schemas.ModelDetails(
+                name=one.name,
+                state=one.state,
+                reason=one.reason,
+                devices=devices,
+                hit_rates=server.metrics.hit_rates(one.name),
+                versions=[
+                    schemas.VersionStatus(
+                        version=it.version,
+                        state=it.state,
+                        since=_time(it.since),
+                        rows=it.rows,
+                        size_bytes=it.size_bytes,
+                        stale_copies=list(it.stale_copies),
+                    )
+                    for it in versions
+                ],
+                pinned=_pin(server.pin(one.name)),
+                fleet=_fleet(server, one.name),
+            )
+        )
+    return found

@@ -1,0 +1,693 @@
+"""A client's connection to a front: reads requests within limits, and sends answers from the slab."""
+
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+from hps.errors import HPSError
+from hps.serve.frontend.answers import EncodedAnswer, Plan
+from hps.serve.frontend.connections import TOO_MANY, ClientConnection
+from hps.serve.frontend.heads import (
+    CACHED_HEAD_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    Chunks,
+    Head,
+    MalformedRequestError,
+    answer_head,
+    read_head,
+)
+from hps.serve.frontend.lookups import FrontVersion
+from hps.serve.frontend.proxy import Upstream, forwarded
+from hps.serve.http.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
+from hps.serve.http.http_metrics import DISCONNECTED
+from hps.serve.http.request_body import inflate, inflated_bytes, too_large
+from hps.serve.http.targets import LookupTarget
+from hps.serve.logs.requests import Served
+
+if TYPE_CHECKING:
+    from hps.serve.frontend.frontend import Front, RequestHead
+    from hps.serve.frontend.pending import Lookup
+
+_FIRST_BUFFER_BYTES: Final = 8192
+_MOST_BUFFER_BYTES: Final = MAX_HEAD_BYTES + _FIRST_BUFFER_BYTES
+_TURN_BYTES: Final = 1 << 20  # sent in one turn of the event loop, so that small answers need not wait for large ones
+_LINGER_S: Final = 1.0  # for a client that sends its complete body before reading our error
+_MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
+_LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_FIRST_REQUEST_S: Final = 0.5
+_REST_S: Final = 1.0  # without a request, after which a connection keeps nothing of the last one
+_EMPTY: Final = memoryview(b"")
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Beginning(NamedTuple):
+    """What a planned lookup began with, and what follows from it: most clients send the same again.
+
+    Attributes:
+        prefix: head and JSON part.
+        page: version of the owner's page of which this is true.
+    """
+
+    prefix: bytes
+    head: "RequestHead"
+    target: LookupTarget
+    version: FrontVersion
+    text: bytes
+    plan: Plan
+    page: int
+
+
+class Connection(ClientConnection):
+    """One connection. *Used only by its event loop.*
+
+    Requests are served one at a time, in order: what follows stays in the buffer, and is not read once that is full. Keys of
+    binary requests are received in the slot that the owner reads. Room in the buffer beyond the first 8 KB is counted as memory
+    held for the client, and given back with the request.
+    """
+
+    def __init__(self, front: "Front") -> None:
+        super().__init__(front, front.tls)
+        self._buffer = bytearray(_FIRST_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._at = self._have = 0  # what of the buffer is unread
+        self._last: Beginning | None = None
+        self._head: Head | None = None
+        self._target: LookupTarget | None = None
+        self._raw = b""
+        self._served: Served = cast(Served, None)
+        self._started = 0.0
+        self._watched = False
+        self._fill = _EMPTY  # where the rest of the body goes
+        self._body: bytearray | None = None  # a whole body
+        self._chunks: Chunks | None = None
+        self._left = 0  # of a body, not taken from the buffer yet; -1 if its length is unknown
+        self._skip = 0  # of the body of a request that was answered without it
+        self._held = 0
+        self._lookup: Lookup | None = None
+        self._upstream: Upstream | None = None
+        self._proxied = False
+        self._busy = self._ended = self._closing = self._lingering = self._reading_paused = self._eof = False
+        self._out: deque[bytes | memoryview] = deque()
+        self._stalled = False
+        self._slot = -1  # whose memory is being sent
+        self._status = 0
+        self._bytes_out = 0
+        self._since: float | None = self.opened  # of an incomplete head or body
+        self._unread, self._unread_since = 0, 0.0
+        self._idle_since = self.opened
+
+    # -- the protocol -----------------------------------------------------------------------------------------------------
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self.front.closed(self)
+        if self._upstream is not None:
+            self._upstream.abandon()
+            self._upstream = None
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            self.front.exchange.disown(lookup)
+            self._finish(DISCONNECTED)
+        elif self._head is not None and not self._lingering:
+            self._finish(DISCONNECTED)
+        if self._slot >= 0:
+            self.front.exchange.release(self._slot)
+            self._slot = -1
+        self.hold(0)
+        self._at = self._have = 0
+        self._rest()
+        self._out.clear()
+
+    def get_buffer(self, hint: int) -> memoryview:
+        if self._fill:
+            return self._fill
+        if self._have == len(self._buffer):
+            self._compact()
+        return self._view[self._have :]
+
+    def buffer_updated(self, count: int) -> None:
+        if self._fill:
+            self._fill = self._fill[count:]
+            if not self._fill:
+                self._body_arrived()
+            return
+        self._have += count
+        if self._lingering:
+            self._at = self._have = 0
+        elif not self._busy:
+            self._advance()
+        elif self._have == len(self._buffer) and not self._at:
+            self._pause_reading()
+
+    def eof_received(self) -> bool:
+        """Keep the connection until the client, which sends nothing more, has its answer."""
+        self._eof = True
+        if not self._busy:
+            self._next()
+        return self._busy and not self._lingering and self.front.tls is None  # TLS has no half-open connections
+
+    def pause_writing(self) -> None:
+        self._stalled = True
+        self._unread, self._unread_since = 0, time.monotonic()
+
+    def resume_writing(self) -> None:
+        self._stalled = False
+        if self._upstream is not None:
+            self._upstream.resume()
+        self._pump()
+
+    # -- reading ----------------------------------------------------------------------------------------------------------
+
+    def _compact(self) -> None:
+        rest = self._have - self._at
+        self._buffer[:rest] = self._buffer[self._at : self._have]
+        self._at, self._have = 0, rest
+
+    def _make_room(self) -> None:
+        """Make room for more of a head or JSON part, of which the buffer may be full.
+
+        Raises:
+            OverloadedError: there is no memory for it.
+        """
+        if self._have < len(self._buffer):
+            return
+        if self._at:
+            self._compact()
+            return
+        size = min(4 * len(self._buffer), _MOST_BUFFER_BYTES)
+        self.front.memory.take(size - len(self._buffer), "reading the head of the request", spare=True)
+        if self._tls is not None:
+            self.note_sizes(size, 0)
+        self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        buffer = bytearray(size)
+        buffer[: self._have] = self._view[: self._have]
+        self._buffer, self._view = buffer, memoryview(buffer)
+
+    def _rest(self) -> None:
+        """Give back what was kept for a request."""
+        self._raw, self._target, self._served = b"", None, cast(Served, None)
+        if (more := len(self._buffer) - _FIRST_BUFFER_BYTES) > 0:
+            self._compact()
+            if self._have < _FIRST_BUFFER_BYTES:
+                self.front.memory.held -= more
+                self._resize(_FIRST_BUFFER_BYTES)
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+
+    def _advance(self) -> None:
+        """Read on in the buffer, until a request is complete or more bytes are needed."""
+        if self._skip:
+            here = min(self._skip, self._have - self._at)
+            self._at, self._skip = self._at + here, self._skip - here
+            if not self._skip:
+                self._since = None
+        try:
+            if self._head is None:
+                self._read_head()
+            elif self._chunks is not None:
+                self._feed_chunks()
+            elif self._lookup is None and self._body is None:
+                self._read_text()
+        except Exception as error:  # noqa: BLE001 - answered, and logged where it is unexpected
+            self.refuse(error)
+
+    def _read_head(self) -> None:
+        buffer = self._buffer
+        if (last := self._last) is not None:
+            there = self._have - self._at
+            if there >= len(last.prefix) and buffer.startswith(last.prefix, self._at):
+                started = time.perf_counter()
+                if self.front.holds(last, started) and self._may_take_slot(len(last.prefix) + last.plan.keys_bytes):
+                    self._begin_again(last, started)
+                    return
+        while self._at < self._have and buffer[self._at] in b"\r\n":  # RFC 9112, section 2.2
+            self._at += 1
+        if self._at == self._have:
+            self._at = self._have = 0
+            return
+        if self._since is None:
+            self._since = time.monotonic()
+        end = buffer.find(b"\r\n\r\n", self._at, self._have) + 4
+        if end < 4:
+            if self._have - self._at > MAX_HEAD_BYTES:
+                raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
+            if buffer.count(b"\n", self._at, self._have) > MAX_HEADERS + 1:
+                raise MalformedRequestError(f"reading a request: got more than {MAX_HEADERS} headers")
+            self._make_room()
+            return
+        if end - self._at > MAX_HEAD_BYTES:
+            raise MalformedRequestError(f"reading a request: its head is longer than {MAX_HEAD_BYTES} bytes")
+        self._raw = raw = bytes(self._view[self._at : end])
+        self._at = end
+        self._started = time.perf_counter()
+        self._served = self.front.served()
+        self._left = 0
+        self._head = head = read_head(raw)
+        self._left = head.length
+        self._since = time.monotonic()
+        self._target = target = head.lookup
+        self._watched = self.front.begin(self.client, head, target, self._served, self._started)
+        self.front.check(head, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate)
+        if head.expects_continue and head.length:
+            self.transport.write(_CONTINUE)
+        if head.length < 0:
+            self._chunks = Chunks()
+            self._feed_chunks()
+        else:
+            self._read_text()
+
+    def _feed_chunks(self) -> None:
+        chunks = cast(Chunks, self._chunks)
+        self._at += chunks.feed(self._view[self._at : self._have])
+        if self._at == self._have:
+            self._at = self._have = 0
+        most = self.front.most_bytes(cast(Head, self._head))
+        if len(chunks.body) > most:
+            raise too_large(f"got {len(chunks.body)} bytes", most)
+        self.hold(len(chunks.body))
+        if chunks.done:
+            self._chunks, self._body = None, chunks.body
+            self._body_arrived()
+
+    def _read_text(self) -> None:
+        """Go on where the body begins."""
+        head = cast(Head, self._head)
+        there = self._have - self._at
+        text_bytes = self.front.text_bytes(head)
+        if text_bytes >= 0 and self._may_take_slot(head.length):  # a binary lookup: its keys go to a slot
+            if there < text_bytes:
+                self._make_room()
+                return
+            text = bytes(self._view[self._at : self._at + text_bytes])
+            target = cast(LookupTarget, self._target)
+            lookup = self.front.planned(self, target, self._served, text, head.length)
+            if lookup is not None and lookup.plan is not None:
+                self._lookup, self._last = lookup, None
+                again = len(self._raw) <= CACHED_HEAD_BYTES and not (self.certificate or head.expects_continue)
+                if again and (page := self.front.page_if_same(head.headers)) >= 0:
+                    self._last = Beginning(self._raw + text, head, target, lookup.version, text, lookup.plan, page)
+                self._at += text_bytes
+                self._left -= text_bytes
+                self._receive_keys()
+                return
+        size = head.length
+        self.hold(size)
+        self._body = body = bytearray(size)
+        there = min(there, size)
+        view = memoryview(body)
+        view[:there] = self._view[self._at : self._at + there]
+        self._at += there
+        self._fill = view[there:]
+        if not self._fill:
+            self._body_arrived()
+
+    def _may_take_slot(self, size: int) -> bool:
+        """Whether a request may take a slot before its last byte, of `size`, is here."""
+        return not self.front.exchange.slots.crowded or self._have - self._at >= size
+
+    def _begin_again(self, last: Beginning, started: float) -> None:
+        """Begin a lookup like the last one."""
+        self._started = started
+        self._served = served = self.front.served()
+        served.model, served.version = last.target.model_name, last.version.tables.version
+        self._head, self._target, self._watched = cast(Head, last.head), last.target, False
+        self._at += len(last.prefix)
+        self._left = last.plan.keys_bytes
+        self._lookup = self.front.again(self, last, served)
+        self._receive_keys()
+
+    def _receive_keys(self) -> None:
+        """Take the slot of a planned lookup, and what has arrived of its keys; wait if there is no slot."""
+        lookup = cast("Lookup", self._lookup)
+        if not self.front.exchange.take_slot(lookup):
+            self._busy = True
+            self._pause_reading()
+            return
+        keys, at = self.front.exchange.keys_of(lookup), self._at
+        there = self._have - at
+        if there >= len(keys):
+            self._at = end = at + len(keys)
+            keys[:] = self._view[at:end]
+            self._body_arrived()
+            return
+        keys[:there] = self._view[at : self._have]
+        self._at = self._have = 0
+        self._fill = keys[there:]
+        self._since = self._since or time.monotonic()
+
+    def wait_with(self, body: bytes | bytearray) -> None:
+        self._body = bytearray(body)
+
+    def slot_free(self) -> None:
+        self._busy = False
+        try:
+            if self._body is not None:
+                self._post()
+            else:
+                self._resume_reading()
+                self._receive_keys()
+        except Exception as error:  # noqa: BLE001 - answered
+            self.refuse(error)
+
+    def _body_arrived(self) -> None:
+        self._busy, self.completed, self.used = True, True, True
+        self._since, self._left = None, 0
+        if self._at == self._have:
+            self._at = self._have = 0
+        head, served = cast(Head, self._head), self._served
+        try:
+            if self._body is not None:
+                served.bytes_in = len(self._body)
+                if b"content-encoding" in head.headers:
+                    self._inflate(head, self._body)
+                if target := head.lookup:
+                    length = head.headers.get(b"inference-header-content-length")
+                    shared = self.front.shared_tensors(target, self._body, length, self.client, head.headers)
+                    self._lookup = self.front.decoded(self, target, served, self._body, length, shared)
+                    self._post()
+                else:
+                    self.front.check_ready(head.path)
+                    self._proxied = True
+                    if head.method == "GET":
+                        self.front.publish()  # the answer may tell of the requests before
+                    lines = [*head.lines, (b"x-request-id", served.id)]  # of several, the last counts
+                    request = forwarded(head.method, head.target, lines, self._body, self.client, self.certificate)
+                    self._body = None
+                    self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
+            else:
+                served.bytes_in = head.length
+                self.front.exchange.post(cast("Lookup", self._lookup))
+        except Exception as error:  # noqa: BLE001 - answered
+            self.refuse(error)
+
+    def _inflate(self, head: Head, body: bytearray) -> None:
+        most = self.front.most_bytes(head)
+        self.hold(len(body) + inflated_bytes(body, most), "decompressing the request")
+        self._body = bytearray(inflate(head.headers, body, most))
+        self.hold(len(self._body))
+
+    def _post(self) -> None:
+        lookup = cast("Lookup", self._lookup)
+        if self.front.exchange.take_slot(lookup):
+            self._busy = True
+            self.front.exchange.post(lookup)
+        else:
+            self._busy = True
+
+    def _chosen(self, upstream: Upstream) -> None:
+        if self._ended:
+            upstream.abandon()
+        else:
+            self._upstream = upstream
+
+    def hold(self, size: int, what: str = "reading the request") -> None:
+        """Count a body of this size in the memory that clients hold.
+
+        Raises:
+            RequestError, OverloadedError: there is no memory for it.
+        """
+        memory = self.front.memory
+        memory.held -= self._held
+        self._held = 0
+        if size:
+            self._held = memory.take(size, what)
+
+    # -- answering --------------------------------------------------------------------------------------------------------
+
+    def send(self, status: int, pieces: Sequence[bytes | memoryview], slot: int = -1) -> None:
+        """Send an answer, its head first. The slot whose memory is sent is released afterwards."""
+        self._lookup, self._body = None, None
+        self._slot, self._status = slot, status
+        self._bytes_out = sum(map(len, pieces[1:])) if slot < 0 else self._served.bytes_out
+        self._out.extend(pieces)
+        self._unread_since = time.monotonic()
+        self._unread = 0
+        self._pump()
+
+    def answer(self, answer: HTTPAnswer, *, close: bool = False) -> None:
+        """Send an answer that is not in the slab."""
+        size = sum(map(len, answer.chunks))
+        close = close or self.closes_after
+        self._closing = close
+        head = answer_head(answer.status, answer.headers, size, self._served.id, self._connection(close))
+        chunks = () if self._head is not None and self._head.method == "HEAD" else answer.chunks
+        self.send(answer.status, [head, *chunks])
+
+    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+        """Send the answer of a planned lookup from its slot, with one write."""
+        plan, view = cast(Plan, lookup.plan), self.front.exchange.region.view
+        size = len(plan.text) + plan.end - plan.vectors_at
+        close = self._closing = self.closes_after
+        if (connection := self._connection(close)) or deferred:
+            headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
+            if deferred:
+                headers.append((DEFERRED_KEYS, b"%d" % deferred))
+            head = answer_head(200, headers, size, self._served.id, connection) + plan.text
+        else:
+            head = b"%b%b\r\n\r\n%b" % (plan.answer, self._served.id, plan.text)
+        start = slot + plan.vectors_at - len(head)
+        view[start : slot + plan.vectors_at] = head
+        self._served.bytes_out = size
+        if self._stalled or plan.end - plan.vectors_at > _TURN_BYTES // 2:
+            self.send(200, (view[start : slot + plan.end],), slot)
+            return
+        self._lookup, self._slot, self._status, self._bytes_out = None, slot, 200, size
+        self.transport.write(view[start : slot + plan.end])
+        if not (self._stalled or self._ended):
+            self._sent()
+
+    def encoded(self, lookup: "Lookup", slot: int, deferred: int, answer: EncodedAnswer) -> None:
+        headers = [BINARY if answer.binary else JSON]
+        if answer.text_bytes is not None:
+            headers.append((b"inference-header-content-length", b"%d" % answer.text_bytes))
+        if deferred:
+            headers.append((DEFERRED_KEYS, b"%d" % deferred))
+        pieces: list[bytes | memoryview] = [*answer.text, *answer.binary]
+        size = sum(map(len, pieces))
+        close = self._closing = self.closes_after
+        self._served.bytes_out = size
+        self.send(200, [answer_head(200, headers, size, self._served.id, self._connection(close)), *pieces], slot)
+
+    @property
+    def closes_after(self) -> bool:
+        """Whether this answer is the connection's last."""
+        last = (self._eof or self.front.leaving) and self._at == self._have  # what has arrived is answered
+        return last or (self._head is not None and not self._head.keeps_alive)
+
+    def _connection(self, close: bool) -> bytes:
+        """Return what an answer says of its connection; empty if it stays as its client expects."""
+        return b"close" if close else b"keep-alive" if self._head is not None and self._head.asks_to_stay else b""
+
+    def refuse(self, error: Exception) -> None:
+        """Answer an error. The connection closes after it if the body has not arrived, unless the client shall try again."""
+        if self._ended:
+            return
+        if self._fill:
+            self._left = len(self._fill)
+        elif self._head is None:
+            self._at = self._have = 0  # nobody knows where the next request begins
+        elif self._left > 0:
+            here = min(self._left, self._have - self._at)
+            self._at, self._left = self._at + here, self._left - here
+        waits = self._head is not None and self._head.expects_continue  # it may send its body, or not
+        if 0 < self._left <= _MOST_SKIPPED_BYTES and status_of(error) == 503 and not (waits or self.closes_after):
+            self._skip, self._left = self._left, 0
+        unread = self._left != 0
+        if self._served is None or (self._head is None and self._status == 0):
+            self._served, self._started = self.front.served(), time.perf_counter()
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            self.front.exchange.disown(lookup)
+        self._fill, self._chunks, self._body = _EMPTY, None, None
+        self._since = None
+        self.hold(0)
+        self._busy = True
+        close = unread or self._head is None or isinstance(error, MalformedRequestError)
+        self._lingering = close and not isinstance(error, MalformedRequestError)
+        self.answer(self.front.error_answer(error, self.client, self._head, self._served), close=close)
+
+    def relay(self, data: bytes) -> None:
+        if not self._ended:
+            if not self._out and not self._bytes_out:
+                self._unread_since = time.monotonic()
+                if connection := self._connection(self.closes_after):
+                    data = data.replace(b"\r\n", b"\r\nconnection: %b\r\n" % connection, 1)
+            self._bytes_out += len(data)
+            self._out.append(data)
+            self._pump()
+            if self._stalled and self._upstream is not None:
+                self._upstream.pause()
+
+    def relayed(self, keeps_alive: bool) -> None:
+        self._upstream, self._proxied = None, False
+        self._closing = self.closes_after or not keeps_alive
+        self._status = 0  # counted by the owner's application
+        self._pump()
+
+    def unrelayed(self, began: bool) -> None:
+        self._upstream = None
+        if self._ended:
+            return
+        if began:
+            self.transport.abort()
+            return
+        self._proxied = False
+        try:
+            answer = self.front.without_owner(self._head)
+        except HPSError as error:
+            answer = self.front.error_answer(error, self.client, self._head, self._served)
+        self.answer(answer)
+
+    def _pump(self) -> None:
+        """Send on, a part in each turn of the event loop."""
+        sent = 0
+        while self._out:
+            if self._stalled or self._ended:
+                return
+            if sent >= _TURN_BYTES:
+                self.front.loop.call_soon(self._pump)
+                return
+            piece = self._out.popleft()
+            if len(piece) > _TURN_BYTES:
+                rest = memoryview(piece)
+                self._out.appendleft(rest[_TURN_BYTES:])
+                piece = rest[:_TURN_BYTES]
+            self.transport.write(piece)
+            sent += len(piece)
+        if self._busy and not self._stalled and not self._proxied and not self._ended and self._waits_for_nothing():
+            self._sent()
+
+    def _waits_for_nothing(self) -> bool:
+        return self._lookup is None and self._body is None
+
+    def _sent(self) -> None:
+        """An answer is with the client's kernel."""
+        if self._slot >= 0:
+            slot, self._slot = self._slot, -1
+            self.front.exchange.release(slot)
+        if self._held:
+            self.hold(0)
+        status, self._status = self._status, 0
+        self._served.bytes_out = self._bytes_out
+        self._finish(status)
+        if self._tls is not None:
+            self.note_sizes(len(self._raw) + self._served.bytes_in, self._bytes_out)
+        self._busy, self._bytes_out = False, 0
+        self._idle_since = time.monotonic()
+        self._rest()
+        if self._lingering:
+            self._since = None
+            self._resume_reading()
+            self.front.loop.call_later(_LINGER_S, self._close)
+            if self._eof:
+                self._close()
+        elif self._closing:
+            self._close()
+        else:
+            self._since = self._idle_since if self._skip else None
+            if self._at < self._have or self._eof:
+                self.front.loop.call_soon(self._next)  # which makes room in the buffer before more is read
+            elif self._reading_paused:
+                self._resume_reading()
+
+    def _next(self) -> None:
+        """Go on with what has arrived; after the client's last byte, close if that is no complete request."""
+        if not (self._ended or self._busy or self._fill):
+            self._advance()
+        if self._reading_paused and not (self._ended or self._busy):
+            self._resume_reading()
+        if self._eof and not self._busy:
+            self.transport.close()
+
+    def _finish(self, status: int) -> None:
+        head, self._head = self._head, None
+        target = None if head is None else self._target
+        if status and (head is None or target is not None or status != DISCONNECTED):
+            route = "unknown" if target is None else target.route
+            self.front.end(self.client, head, route, self._served, status, self._started, watched=self._watched)
+
+    # -- limits -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for the rest of a request, or for one."""
+        return not (self._busy or self._ended)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.waiting and self._head is None
+
+    def refuse_connection(self) -> None:
+        """Close a connection for which there is no room."""
+        self._ended = True
+        if self.front.tls is None:
+            self.transport.write(TOO_MANY)
+        self.transport.close()
+
+    @property
+    def unread_since(self) -> float:
+        """Since when its client has made no progress with an answer; infinity unless it lags."""
+        return self._unread_since if self._stalled and not self._ended else math.inf
+
+    def close(self) -> None:
+        """Close an idle connection to make room for another, or one whose client does not read."""
+        if self._stalled:
+            self._abort("answer", "it is not read, and another client needs the connection (service.max_connections)")
+        self._ended = True
+        self._close()
+
+    def close_if_quiet(self) -> None:
+        """Close the connection unless a request is or may be under way."""
+        new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
+        if not self.idle or self._at < self._have or self._skip or new or self.transport.is_closing():
+            return
+        received = select.poll()  # bytes that the event loop has not read: closing now would reset the connection
+        received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not received.poll(0):
+            self.close()
+
+    def end_unread(self, since: float) -> None:
+        if self._slot >= 0 and self.unread_since < since:
+            self._abort("answer", "it is not read, and other lookups need its memory (service.max_held_bytes)")
+
+    def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
+        """Refuse or abort what takes too long. Called twice a second."""
+        if self._ended:
+            return
+        if self._out or self._stalled:
+            unread = self.transport.get_write_buffer_size() + sum(map(len, self._out))
+            if not self._unread or unread <= self._unread - max(_LEAST_PROGRESS_BYTES, self._unread // 8):
+                self._unread, self._unread_since = unread, now
+            elif now - self._unread_since > answer_s:
+                self._abort("answer", f"{unread} bytes wait, no progress in {answer_s:g} s (service.answer_timeout_s)")
+        elif self._since is not None and now - self._since > request_s and not self._busy:
+            if self._head is not None:
+                expected = f"{request_s:g} s (service.request_timeout_s)"
+                self.refuse(RequestError(408, f"the request body did not arrive within {expected}"))
+            elif self._at < self._have:
+                self._abort("headers", f"they did not arrive within {request_s:g} s (service.request_timeout_s)")
+            else:
+                self.transport.abort()  # no request has begun
+        elif self.idle and self.completed and now - self._idle_since > _REST_S:
+            self._last = None
+            if now - self._idle_since > keep_alive_s:
+                self.close()
+
+    def _abort(self, reason: str, what: str) -> None:
+        self.front.refusals.abort(reason, self.client or "an unknown address", what)
+        self.transport.abort()

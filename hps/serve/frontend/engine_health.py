@@ -1,0 +1,67 @@
+"""Whether the owner answers lookups, for all calls of a front that watch it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+from hps.errors import HPSError
+from hps.serve.frontend.proxy import OwnerConnections, forwarded
+
+_POLL_S: Final = 1.0
+_PATH: Final = "/v2/health/ready"
+_QUESTION: Final = forwarded("GET", _PATH.encode(), [(b"host", b"hps")], b"", "")
+
+
+class OwnerHealth:
+    """Asks the owner once a second while anybody watches, however many do. *One event loop.*
+
+    Args:
+        check_ready: raises if the owner does not answer lookups of this front, before it is asked at this path.
+
+    Attributes:
+        watchers: how many watch.
+    """
+
+    def __init__(self, owner: OwnerConnections, check_ready: Callable[[str], None]) -> None:
+        self._owner = owner
+        self._check_ready = check_ready
+        self._ready: bool | None = None  # not asked yet
+        self._changed = asyncio.Event()
+        self._polls: asyncio.Task[None] | None = None
+        self.watchers = 0
+
+    async def is_ready(self) -> bool:
+        """Ask the owner now."""
+        try:
+            self._check_ready(_PATH)
+            return (await self._owner.answer_of(_QUESTION))[0] == 200
+        except HPSError:
+            return False
+
+    async def watch(self) -> AsyncGenerator[bool, None]:
+        """Yield whether the owner is ready: at once, and when it changes. Close the iterator in the end."""
+        self.watchers += 1
+        if self._polls is None:
+            self._polls = asyncio.get_running_loop().create_task(self._poll())
+        known: bool | None = None
+        try:
+            while True:
+                changed = self._changed
+                if self._ready is not known and self._ready is not None:
+                    known = self._ready
+                    yield known
+                else:
+                    await changed.wait()
+        finally:
+            self.watchers -= 1
+            if not self.watchers and self._polls is not None:
+                self._polls.cancel()
+                self._polls = self._ready = None
+
+    async def _poll(self) -> None:
+        while True:
+            if (ready := await self.is_ready()) is not self._ready:
+                self._ready = ready
+                self._changed.set()
+                self._changed = asyncio.Event()
+            await asyncio.sleep(_POLL_S)

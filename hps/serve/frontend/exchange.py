@@ -1,0 +1,438 @@
+"""A front's side of its region: posts lookups to the owner, and takes its answers."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import time
+from array import array
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+
+from hps.configuration.load import ServiceConfig
+from hps.errors import HPSError, NotReadyError
+from hps.ground.kernels.numba_kernels import compile_kernels
+from hps.regions import layout
+from hps.regions.board import FRONT_KERNELS
+from hps.regions.exchange import arm, completions, post, store_word
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, FrontDescriptors, Memory
+from hps.serve.frontend.answers import EncodedAnswer, Plan
+from hps.serve.frontend.pending import Lookup, Requester, decode
+from hps.serve.frontend.published import Published
+from hps.serve.frontend.shared_memory import Segments
+from hps.serve.frontend.slots import Slots
+from hps.serve.http.http_answer import OverloadedError, RequestError
+from hps.serve.logs.lines import fields
+from hps.serve.logs.lookup_report import report_of
+from hps.statistics.tracing import LookupTrace, Span, TableAnswers
+
+_log = logging.getLogger(__name__)
+
+_SLOT_WAIT_S: Final = 1.0
+_RETIRED_PAUSE_S: Final = 0.005
+_SPIN_NS: Final = 100_000
+_CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
+"""Serial, flags, segments, and place and size of what is beside them, of a request that names no deployment."""
+MOST_PENDING: Final = RING // 2
+"""Maximum number of lookups that the owner works on for one front."""
+
+
+class OwnerExchange:
+    """Posts the lookups of one front. *One event loop.*
+
+    Args:
+        number: which of the fronts it is.
+        shared: what all fronts share with the owner.
+        published: what the owner has published.
+        spins: whether to spin while lookups are under way, rather than sleep.
+
+    Attributes:
+        region: memory that the front shares with the owner.
+        slots: of its slab.
+        segments: shared memory of clients.
+        settings: of the service.
+        pending: posted lookups, by slot.
+    """
+
+    def __init__(
+        self, number: int, shared: FrontDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
+    ) -> None:
+        compile_kernels(*FRONT_KERNELS)
+        self._number = number
+        self.region = Memory(shared.regions[number])
+        self._event = shared.events[number]
+        self._owner_event = shared.loop_events[number % len(shared.loop_events)]
+        self._published = published
+        self._spins = spins
+        self.settings = settings
+        self.slots = Slots(self.region.size)
+        self.segments = Segments()
+        self.pending: dict[int, Lookup] = {}
+        self._waiting: deque[tuple[Lookup, Requester]] = deque()
+        self._found = np.zeros(RING, np.int64)
+        self._tail = 0
+        self._epoch = 0
+        self._connected = self._was_connected = False
+        self._check = -1  # slot of a check that has no answer yet
+        self._check_since = 0.0
+        self._answers = False  # whether a check of this epoch was answered
+        self._spinning = False
+        self._spun_ns = 0
+        self._begin_epoch()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to take answers on an event loop."""
+        self._loop = loop
+        loop.add_reader(self._event, self._woken)
+        self._arm()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._event)
+
+    def look(self, now: float) -> None:
+        """Follow the owner, and refuse what has waited too long.
+
+        Args:
+            now: time of `time.monotonic`.
+        """
+        self._look_at_owner()
+        clock, limit = time.perf_counter(), self.settings.request_timeout_s
+        for lookup in [one for one in self.pending.values() if one.due < clock and one.requester is not None]:
+            requester = lookup.requester
+            if requester is not None:
+                lookup.version.counts.failed(lookup.began_ns)
+                requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
+        while self._waiting and self._waiting[0][0].slot_due < now:
+            lookup, requester = self._waiting.popleft()
+            if lookup.requester is requester:
+                requester.refuse(self._no_slot())
+
+    # -- the owner --------------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        """Ask the owner for empty rings; what is under way is posted again once it has them."""
+        region = self.region
+        self._connected = self._answers = False
+        self._tail = 0
+        self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
+        store_word(region.address + layout.SUBMITTED, 0)
+        store_word(region.address + layout.FRONT_EPOCH, self._epoch)
+        self._wake_owner()
+
+    def _wake_owner(self) -> None:
+        os.eventfd_write(self._owner_event, 1)
+
+    def _look_at_owner(self) -> None:
+        """Follow an owner that has begun our epoch, or is another one."""
+        epoch = self.region[layout.OWNER_EPOCH]
+        if self._connected:
+            if epoch != self._epoch:
+                _log.warning(
+                    "front %d: the owner of the tiers is gone; %d lookups wait for it", self._number, len(self.pending)
+                )
+                self._begin_epoch()
+        elif epoch == self._epoch:
+            self._connected = self._was_connected = True
+            if self._check >= 0:
+                self.release(self._check)
+            self._check = -1
+            self.check()
+            for lookup in list(self.pending.values()):
+                if lookup.requester is None:
+                    del self.pending[lookup.slot]
+                    self.release(lookup.slot)
+                else:
+                    self._submit(lookup)
+
+    def check(self) -> None:
+        """Post a request that names no deployment, unless one is under way: its answer shows that lookups are answered."""
+        if not self._connected or self._check >= 0:
+            return
+        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.take(HEADER_BYTES)
+        if slot >= 0:  # else lookups show it
+            self.region.longs[slot >> 3 : (slot >> 3) + len(_CHECK)] = array("q", _CHECK)
+            self._check, self._check_since = slot, time.monotonic()
+            if post(self.region.address, slot):
+                self._wake_owner()
+
+    def unanswered(self) -> str:
+        """Why the owner does not answer what this front posts; empty if it does. Checks that anew."""
+        if not self._connected:
+            self._look_at_owner()
+        if not self._connected:
+            return self.away()
+        late_s, limit_s = time.monotonic() - self._check_since, self.settings.request_timeout_s
+        if not self._answers:
+            return "the parameter server is not ready: its first answer to this front is awaited"
+        if self._check >= 0 and late_s > limit_s:
+            return f"the parameter server has not answered this front for {late_s:.0f} s; lookups end after {limit_s:g} s"
+        self.check()
+        return ""
+
+    def away(self) -> str:
+        """Why there is no owner that works for this front."""
+        if blocked := self._published.blocked or ("" if self._was_connected else "the service is starting"):
+            return f"the parameter server is not ready: {blocked}"
+        return "the parameter server is being started again; send the request again later"
+
+    # -- posting ----------------------------------------------------------------------------------------------------------
+
+    def take_slot(self, lookup: Lookup) -> bool:
+        """Take a slot; False if there is none now: the requester is told when to try again.
+
+        Raises:
+            RequestError: 413, no slot is as large.
+            NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
+        """
+        if not self._connected:
+            self._expect_owner()
+        plan, placed = lookup.plan, lookup.placed
+        size = plan.size if plan is not None else placed.size  # type: ignore[union-attr]
+        if size > self.slots.largest:
+            limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
+            raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
+        requester = lookup.requester
+        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.take(size)
+        if slot < 0:
+            if requester is not None:
+                lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
+                self._waiting.append((lookup, requester))
+            return False
+        lookup.slot, lookup.slot_due = slot, 0.0
+        return True
+
+    def _expect_owner(self) -> None:
+        self._look_at_owner()
+        if not self._connected:
+            raise NotReadyError(self.away())
+
+    def keys_of(self, lookup: Lookup) -> memoryview:
+        """Return where the keys of a planned lookup go."""
+        plan, slot = lookup.plan, lookup.slot
+        start = slot + plan.keys_at  # type: ignore[union-attr]
+        return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]
+
+    def post(self, lookup: Lookup) -> None:
+        """Submit a lookup whose slot has its keys, or gets them here.
+
+        Raises:
+            HPSError: it is refused.
+        """
+        if not self._connected:
+            self._expect_owner()
+        plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
+        lookup.device = lookup.version.device(lookup.device)
+        serial = lookup.version.serials[lookup.device]
+        if plan is not None:
+            descriptor = plan.descriptor
+            self.region.view[slot : slot + len(descriptor)] = descriptor
+            self.region.longs[slot >> 3] = serial
+            if lookup.shared is not None:
+                self.segments.read(lookup.shared, self.keys_of(lookup))
+        elif placed is not None:
+            placed.write(self.region, slot, serial)
+        now = time.perf_counter_ns()
+        lookup.posted_ns = now
+        lookup.due = lookup.due or now * 1e-9 + self.settings.request_timeout_s
+        self.pending[slot] = lookup
+        self._submit(lookup)
+
+    def _submit(self, lookup: Lookup) -> None:
+        if post(self.region.address, lookup.slot):  # the owner sleeps, and nobody else wakes it
+            if self._spins or len(self.pending) == 1:
+                self._wake_owner()
+            else:
+                self._loop.call_soon(self._wake_owner)  # for all that this turn of the event loop posts
+        if self._spins:
+            self._spun_ns = time.perf_counter_ns()
+            if not self._spinning:
+                self._spinning = True
+                self._loop.call_soon(self._spin)
+
+    def _spin(self) -> None:
+        self._drain()
+        if self.pending and time.perf_counter_ns() - self._spun_ns < _SPIN_NS:
+            self._loop.call_soon(self._spin)
+        else:
+            self._spinning = False
+            self._arm()
+
+    # -- answers ----------------------------------------------------------------------------------------------------------
+
+    def _woken(self) -> None:
+        os.eventfd_read(self._event)
+        self._look_at_owner()
+        self._drain()
+        if not self._spinning:
+            self._arm()
+
+    def _arm(self) -> None:
+        address = self.region.address
+        while arm(address) != self._tail and self._connected:
+            self._drain()
+
+    def _drain(self) -> None:
+        if not self._connected:
+            return
+        count = completions(self.region.address, self._tail, self._found)
+        if not count:
+            return
+        slots = self._found[:count].tolist()
+        self._tail += count
+        for slot in slots:
+            lookup = self.pending.pop(slot, None)
+            if lookup is None:
+                if slot == self._check:
+                    self._check, self._answers = -1, True
+                    self.release(slot)
+                continue
+            if lookup.requester is None:
+                self.release(slot)
+                continue
+            try:
+                self._answer(lookup)
+            except Exception as error:  # noqa: BLE001 - the client gets an answer
+                if lookup.requester is not None:
+                    lookup.requester.refuse(error)
+
+    def _answer(self, lookup: Lookup) -> None:
+        requester, slot, longs = lookup.requester, lookup.slot, self.region.longs
+        if requester is None:
+            return
+        at = slot >> 3
+        status = longs[at + layout.STATUS // 8]
+        if status == ANSWERED:
+            resumed = time.perf_counter_ns()
+            began, ended = longs[at + layout.BEGAN_NS // 8], longs[at + layout.ENDED_NS // 8]
+            if (plan := lookup.plan) is not None and plan.layout is not None:
+                begin = slot + plan.vectors_at - len(plan.text)
+                plan.layout.convert(self.region.bytes[begin : begin + plan.layout.size])
+            lookup.version.counts.succeeded(lookup.began_ns, lookup.posted_ns, began, ended, resumed)
+            if plan is None or lookup.shared is not None:
+                self._answer_placed(lookup, requester, began, ended, resumed)
+                return
+            deferred = longs[at + layout.DEFERRED // 8]
+            lookup.slot = -1
+            requester.answered(lookup, slot, deferred)
+            return
+        if status == RETIRED:
+            self._again(lookup)
+            return
+        if status == FAILED:
+            raise self._failure(lookup)
+        raise HPSError(f"the owner refused a descriptor (status {status})")
+
+    def _aside(self, lookup: Lookup) -> Any:
+        """Read what the owner has written aside."""
+        at, words = lookup.slot >> 3, self.region.words
+        start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
+        if not 0 < size <= self.region.size:
+            return None
+        return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))
+
+    def _failure(self, lookup: Lookup) -> Exception:
+        found = self._aside(lookup) or {}
+        lookup.version.counts.failed(lookup.began_ns)
+        message, status = (
+            found.get("message", "internal error; the log of the service has the details"),
+            found.get("status", 500),
+        )
+        if status == 500:  # a bug
+            identity = lookup.served.id.decode()
+            _log.error("a lookup failed unexpectedly; the owner has logged why", extra=fields(request_id=identity))
+        if found.get("reason"):
+            error = OverloadedError(found["reason"], message)
+            error.status = status
+            return error
+        return RequestError(status, message)
+
+    def _answer_placed(self, lookup: Lookup, requester: Requester, began: int, ended: int, resumed: int) -> None:
+        placed, served, words = lookup.placed, lookup.served, self.region.words
+        at = lookup.slot >> 3
+        deferred = int(words[at + layout.DEFERRED // 8])
+        report = None
+        if placed is not None and lookup.traced and (found := self._aside(lookup)) is not None:
+            trace = LookupTrace()
+            trace.tables.update({name: TableAnswers(**counts) for name, counts in found["tables"].items()})
+            trace.spans += [Span(*span) for span in found["spans"]]
+            served.trace, served.lookup_ns, served.keys = trace, resumed - lookup.began_ns, placed.keys
+            served.queue_ns, served.infer_ns = began - lookup.posted_ns, ended - began
+            if lookup.report:
+                report = report_of(trace, served.queue_ns, served.infer_ns)
+        if placed is not None:
+            answer = placed.encode(report, lookup.device or 0)
+        else:
+            plan: Plan = lookup.plan  # type: ignore[assignment]
+            view = self.region.view[lookup.slot + plan.vectors_at : lookup.slot + plan.end]
+            answer = EncodedAnswer((plan.text,), (view,), len(plan.text))
+        if lookup.shared is not None and answer.text_bytes is not None:
+            answer = self.segments.without_shared(lookup.shared, answer)
+        lookup.version.counts.output_ns += time.perf_counter_ns() - resumed
+        slot, lookup.slot = lookup.slot, -1
+        requester.encoded(lookup, slot, deferred, answer)
+
+    def _again(self, lookup: Lookup) -> None:
+        """Look up again what a retired deployment did not answer: another version may have taken over."""
+        before, slot = lookup.version, lookup.slot
+        body, json_bytes = lookup.body, lookup.json_bytes
+        if lookup.plan is not None:
+            body, json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
+        lookup.slot = -1
+        self.release(slot)
+        lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
+        self._published.look()
+        version = self._published.version_of(lookup.target)
+        if version is before and time.perf_counter() < lookup.due:
+            self._loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup)
+            return
+        if version is before:
+            raise NotReadyError(f"model {lookup.target.model_name!r} is not ready: it was undeployed")
+        self._retry(lookup)
+
+    def _retry(self, lookup: Lookup) -> None:
+        requester = lookup.requester
+        if requester is None:
+            return
+        try:
+            lookup.version = self._published.version_of(lookup.target)
+            decode(lookup, self.settings.max_keys_per_request)
+            if self.take_slot(lookup):
+                self.post(lookup)
+            else:
+                requester.wait_with(lookup.body)
+        except Exception as error:  # noqa: BLE001 - the client gets an answer
+            requester.refuse(error)
+
+    def disown(self, lookup: Lookup) -> None:
+        """Forget the requester of a lookup. The slot of one that was posted is the owner's until it is completed."""
+        lookup.requester = None
+        if lookup.slot >= 0 and self.pending.get(lookup.slot) is not lookup:
+            self.release(lookup.slot)
+            lookup.slot = -1
+
+    def release(self, slot: int) -> None:
+        """Take a slot back that neither the owner nor a client uses."""
+        self.slots.give_back(slot)
+        if self._waiting:
+            self._loop.call_soon(self._serve_next)
+
+    def _serve_next(self) -> None:
+        """Let the first that waits for a slot try again."""
+        while self._waiting:
+            lookup, requester = self._waiting.popleft()
+            if lookup.requester is not requester:
+                continue
+            requester.slot_free()
+            if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
+                self._waiting.rotate(1)
+            return
+
+    def _no_slot(self) -> OverloadedError:
+        if (pending := len(self.pending)) >= MOST_PENDING:
+            limit = f"expected at most {MOST_PENDING}; send the request again later"
+            return OverloadedError("threads", f"{pending} lookups are under way, {limit}")
+        used = f"other requests hold {self.slots.used} bytes of {self.region.size} (from service.max_held_bytes)"
+        return OverloadedError("memory", f"answering the request: {used}; send the request again later")

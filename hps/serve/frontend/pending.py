@@ -1,0 +1,123 @@
+"""A lookup of a client from its head to its answer, and what asks for it."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hps.errors import HPSError, UnknownModelError
+from hps.serve.frontend.answers import EncodedAnswer, Plan
+from hps.serve.frontend.lookups import FrontVersion, LaidOut, Placed
+from hps.serve.frontend.scores import PlacedScores
+from hps.serve.frontend.shared_memory import SharedTensors
+from hps.serve.http.targets import LookupTarget
+from hps.serve.logs.requests import Served
+from hps.serve.protocol.json_lookup import decode_lookup
+from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
+from hps.serve.protocol.open_inference import lay_out_body
+from hps.serve.protocol.schemas import LOOKUP, SCORE
+from hps.serve.protocol.score_requests import ScoreBody, decode_scores
+from hps.serve.protocol.score_rows import decode_rows
+
+
+class Requester(Protocol):
+    """Who asked for a lookup. The front calls exactly one of the three that end it."""
+
+    def slot_free(self) -> None:
+        """There may be a slot now: call `OwnerExchange.take_slot` again."""
+
+    def hold(self, size: int, what: str) -> None:
+        """Hold so many bytes for the lookup in the memory of the front, instead of what was held before.
+
+        Raises:
+            RequestError, OverloadedError: there is no memory for it.
+        """
+
+    def wait_with(self, body: bytes | bytearray) -> None:
+        """The lookup starts again with this body, once there is a slot."""
+
+    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+        """The lookup ends: the vectors of its plan are in this slot, which the requester has to release."""
+
+    def encoded(self, lookup: "Lookup", slot: int, deferred: int, answer: EncodedAnswer) -> None:
+        """The lookup ends: this is its answer, whose binary data is in this slot, which the requester has to release."""
+
+    def refuse(self, error: Exception) -> None:
+        """The lookup ends with an error."""
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A lookup from its head to its answer. *One event loop.*
+
+    Attributes:
+        requester: None once it is gone.
+        text: JSON part of a planned lookup.
+        body, json_bytes: body of every other, and the length of its JSON part; None if all of it is JSON.
+    """
+
+    requester: Requester | None
+    target: LookupTarget
+    served: Served
+    version: FrontVersion
+    text: bytes
+    plan: Plan | None = None
+    placed: Placed | PlacedScores | None = None
+    body: bytes | bytearray = b""
+    json_bytes: int | None = None
+    traced: bool = False
+    report: bool = False
+    slot: int = -1
+    device: int | None = None
+    began_ns: int = 0
+    posted_ns: int = 0
+    due: float = 0.0
+    slot_due: float = 0.0
+    shared: SharedTensors | None = None
+
+
+def decode(lookup: Lookup, most_keys: int) -> None:
+    """Decode the body of a lookup.
+
+    Raises:
+        HPSError: it is refused.
+    """
+    version, body, header = lookup.version, lookup.body, lookup.json_bytes
+    request: Any
+    try:
+        if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.requester is not None:
+            size = len(body) + parsed_bytes(memoryview(body)[:header], most_keys)
+            lookup.requester.hold(size, "parsing the request")
+        scores = _scores(lookup, most_keys)
+        if scores is not None:
+            request = PlacedScores(scores, version.tables)
+        elif lookup.target.route == LOOKUP:
+            request = decode_lookup(body, version.tables, most_keys)
+        else:
+            request = LaidOut(lay_out_body(body, header, version.tables, most_keys))
+    except HPSError:
+        version.counts.failed(lookup.began_ns)
+        raise
+    lookup.served.version = version.tables.version
+    lookup.report = request.wants_report
+    lookup.traced = scores is None and (lookup.served.traced or request.wants_report)
+    lookup.device = request.device_id
+    lookup.placed = Placed(request, lookup.traced) if scores is None else request
+    if lookup.requester is not None:
+        lookup.requester.hold(len(body) + request.held_bytes, "answering the request")
+
+
+def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:
+    """Decode a request for scores; None if it is a lookup.
+
+    Raises:
+        UnknownModelError: the model has no network.
+    """
+    network, target = lookup.version.tables.network, lookup.target
+    if target.route == SCORE:
+        if network is None:
+            raise UnknownModelError(
+                f"scoring with model {target.model_name!r}: it has no network (`dense`); look its vectors up"
+            )
+        return decode_rows(lookup.body, network, most_keys)
+    if network is None or target.route == LOOKUP:
+        return None
+    return decode_scores(lookup.body, lookup.json_bytes, network, most_keys)

@@ -1,0 +1,112 @@
+"""What the owner publishes to a front: models, their versions, and settings."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from hps.configuration.networks import DenseConfig
+from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
+from hps.ground.memory.bounded_cache import clear_caches
+from hps.regions import layout
+from hps.regions.layout import Memory
+from hps.scoring.features import Output
+from hps.scoring.signature import signature_of
+from hps.serve.frontend.lookups import FrontVersion
+from hps.serve.http.http_metrics import InferenceCounts, counted_as
+from hps.serve.http.targets import LookupTarget
+from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
+from hps.types import TableSpec
+
+_VERSION_WORD: Final = layout.PAGE_VERSION // 8
+
+
+class Published:
+    """Follows the owner's page. *One event loop.*
+
+    Args:
+        page: memory of the page.
+        follow: called with each page that was read, before its models are taken over.
+
+    Attributes:
+        version: of the page that was read last; -1: none was.
+        blocked: why no lookup at all is answered; empty if some are.
+        counts: of Triton's statistics, by `counted_as`.
+    """
+
+    def __init__(self, page: Memory, follow: Callable[[dict[str, Any]], None]) -> None:
+        self._page = page
+        self._follow = follow
+        self.version = -1
+        self.blocked = "the service is starting"
+        self.counts: dict[str, InferenceCounts] = {}
+        self._models: dict[str, dict[str, FrontVersion]] = {}
+        self._serving: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the page is still the one that was read last."""
+        return self._page.longs[_VERSION_WORD] == self.version
+
+    def look(self) -> None:
+        """Read the page if it has changed."""
+        if self.unchanged:
+            return
+        found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
+        if found is None or found[0] == self.version:
+            return
+        self.version, page = found
+        self._serving, self._reasons, self.blocked = page["serving"], page["reasons"], page["blocked"]
+        self._follow(page)
+        models: dict[str, dict[str, FrontVersion]] = {}
+        for name, versions in page["models"].items():
+            models[name] = {}
+            for number, one in versions.items():
+                serials = {int(device): serial for device, serial in one["serials"]}
+                version = self._models.get(name, {}).get(number)
+                if version is None or version.serials != serials:
+                    tables = tuple(TableSpec(**table) for table in one["tables"])
+                    counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
+                    network = _network(name, one["network"], tables) if one.get("network") else None
+                    known = ModelTables(name, tables, number, one["keys_per_sample"], network)
+                    version = FrontVersion(known, serials, counts)
+                version.leave_out(one["lost"])
+                models[name][number] = version
+        gone = {one.tables for versions in self._models.values() for one in versions.values()}
+        self._models = models
+        if gone - {one.tables for versions in models.values() for one in versions.values()}:
+            clear_caches()  # their entries would keep what is known of versions that nobody asks for again
+        if not self.blocked:  # a new owner begins without models
+            self.counts = {
+                key: one.counts
+                for name, versions in models.items()
+                for number, one in versions.items()
+                if (key := counted_as(name, number, one.serials)) in self.counts
+            }
+
+    def version_of(self, target: LookupTarget) -> FrontVersion:
+        """Return what answers a lookup.
+
+        Raises:
+            NotReadyError, UnknownModelError, UnknownVersionError: nothing does.
+        """
+        if self.blocked:
+            raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
+        name, number = target.model_name, target.version
+        versions = self._models.get(name)
+        if versions is None or name not in self._serving:
+            if reason := self._reasons.get(name):
+                raise NotReadyError(f"model {name!r} is not ready: {reason}")
+            known = ", ".join(self._serving) or "none"
+            raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}")
+        if number is None:
+            number = self._serving[name]
+        if (found := versions.get(number)) is None:
+            known = ", ".join(versions)
+            raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
+        return found
+
+
+def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:
+    signature = signature_of(DenseConfig.model_validate(published["dense"]), tables)
+    outputs = tuple(Output(one["name"], one["dtype"], tuple(one["shape"])) for one in published["outputs"])
+    return PublishedNetwork(model, signature, outputs, published["max_samples"], tuple(one.table_name for one in tables))

@@ -1,0 +1,136 @@
+"""Requests for scores as a front posts them: a description of their tensors, and the tensors, in a slot.
+
+The description (`hps.scoring.packing`) follows the header of the slot and ends where the room for what the owner writes aside
+begins. Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read
+from, and scores are sent from where the owner wrote them.
+"""
+
+import struct
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from hps.regions.layout import HEADER_BYTES, SCORED, Memory, tensors_at
+from hps.scoring.packing import describe
+from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
+from hps.serve.frontend.heads import answer_head
+from hps.serve.http.http_answer import BINARY
+from hps.serve.logs.lookup_report import LookupBreakdown
+from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
+from hps.serve.protocol.score_requests import (
+    ScoreBody,
+    ScoreHeader,
+    answer_text,
+    check_keys,
+    is_taken_as_sent,
+    text_of,
+)
+from hps.serve.protocol.score_rows import rows_text
+
+_ALIGNED: Final = 64
+_WORDS: Final = struct.Struct("<5q")
+_JSON_SHARE: Final = 6  # text of a number, in bytes a byte
+
+
+def _descriptor(description: bytes) -> tuple[bytes, int]:
+    """Return the head of a slot, whose serial is missing, and where its tensors begin."""
+    aside = up(HEADER_BYTES + len(description), 8)
+    head = bytearray(HEADER_BYTES)
+    _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, ASIDE_ROOM)
+    return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + ASIDE_ROOM)
+
+
+def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwork, max_keys: int) -> Plan | None:
+    """Return the plan of requests for scores with this JSON part; None if they have none.
+
+    Raises:
+        TooManyKeysError: it has more keys than `max_keys`.
+    """
+    if not all(binary for _, binary in header.outputs) or any(one.start < 0 for one in header.inputs.values()):
+        return None
+    if not is_taken_as_sent(header, network):
+        return None
+    check_keys(header.keys, max_keys)
+    written = text_of(answer_text(header, model.name, model.version, {}))
+    written += b" " * (-len(written) % 16)
+    inputs = [[one.name, one.dtype.str, one.shape, one.start] for one in header.inputs.values()]
+    outputs, end = _outputs(header, up(header.binary_size + HEAD_ROOM + len(written), _ALIGNED))
+    descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
+    vectors_at, end = begin + outputs[0][3], begin + end
+    headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
+    answer = answer_head(200, headers, len(written) + end - vectors_at, b"").removesuffix(b"\r\n\r\n")
+    return Plan(descriptor, begin, header.binary_size, written, vectors_at, end, end, header.device_id, answer, header.keys)
+
+
+def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
+    """Lay the outputs out, one behind the other; also return their end."""
+    outputs: list[list[Any]] = []
+    for one, _ in header.outputs:
+        shape, dtype = header.shape_of(one), np.dtype(one.dtype)
+        outputs.append([one.name, dtype.str, shape, at])
+        at += prod(shape) * dtype.itemsize
+    return outputs, at
+
+
+class PlacedScores:
+    """A request for scores that is laid out for a slot, other than by a plan. *One request.*
+
+    Attributes:
+        size: of the slot that it needs.
+        keys: number of keys.
+        held_bytes: upper bound on the text of its answer.
+    """
+
+    wants_report = False
+
+    def __init__(self, body: ScoreBody, model: ModelTables) -> None:
+        self._body = body
+        self._model = model
+        header = body.header
+        self.device_id = header.device_id
+        self.keys = header.keys
+        at = 0
+        self._inputs: list[list[Any]] = []
+        for name, array in body.arrays.items():
+            self._inputs.append([name, array.dtype.str, list(array.shape), at])
+            at = up(at + array.nbytes, _ALIGNED)
+        self._outputs, end = _outputs(header, up(at + HEAD_ROOM, _ALIGNED))
+        self._descriptor, self._begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
+        self.size = up(self._begin + end, _ALIGNED)
+        binary = all(binary for _, binary in header.outputs)
+        self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])
+        self._memory: Memory | None = None
+        self._slot = 0
+
+    def write(self, memory: Memory, slot: int, serial: int) -> None:
+        """Write descriptor and tensors to a slot."""
+        self._memory, self._slot = memory, slot
+        view, start = memory.view, slot + self._begin
+        for (*_, at), array in zip(self._inputs, self._body.arrays.values(), strict=True):
+            if array.nbytes:
+                view[start + at : start + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
+        view[slot : slot + len(self._descriptor)] = self._descriptor
+        memory.longs[slot >> 3] = serial
+
+    def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
+        """Encode the answer, whose outputs are in the slot."""
+        memory, start, header, model = self._memory, self._slot + self._begin, self._body.header, self._model
+        if memory is None:
+            raise RuntimeError("the request was not written")
+        data, binary = {}, []
+        for (name, dtype, shape, at), (_, is_binary) in zip(self._outputs, header.outputs, strict=True):
+            size = prod(shape) * np.dtype(dtype).itemsize
+            if is_binary:
+                binary.append(memory.view[start + at : start + at + size])
+            else:
+                data[name] = np.frombuffer(bytes(memory.view[start + at : start + at + size]), dtype).reshape(shape)
+        if self._body.rows:
+            return EncodedAnswer([text_of(rows_text(model.name, model.version, data))], (), None)
+        text = text_of(answer_text(header, model.name, model.version, data))
+        return EncodedAnswer([text], binary, len(text) if binary else None)
+
+
+def up(value: int, to: int) -> int:
+    """Round up to a multiple."""
+    return -(-value // to) * to

@@ -1,0 +1,294 @@
+"""Tensors in shared memory: a front translates such a request into one with binary tensors, and moves the bytes itself."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from hps.errors import InvalidInputError
+from hps.ground.memory.bounded_cache import BoundedCache
+from hps.serve.frontend.answers import EncodedAnswer
+from hps.serve.http.shared_memory import Region, check_local, open_segment
+from hps.serve.protocol.open_inference_header import CACHED_BYTES, remembered_bytes
+from hps.serve.protocol.request_checks import kind_of, parse_object
+from hps.serve.protocol.score_requests import DATATYPES
+
+MARK: Final = b'"shared_memory_region"'
+_SIZES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DATATYPES.items()}
+_PLACE: Final = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+
+
+class Place(NamedTuple):
+    """A part of a region, in bytes."""
+
+    region: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Translation:
+    """A request without shared memory, which is answered in its place. *Immutable.*
+
+    Attributes:
+        text: its JSON part.
+        inputs: of each binary input in order, where it lies; an int: its size in the binary part that was sent.
+        outputs: by name, where the output goes.
+    """
+
+    text: bytes
+    inputs: tuple[Place | int, ...]
+    outputs: Mapping[str, Place]
+
+    def bytes_for(self, text: bytes) -> int:
+        """Return an upper bound on the bytes of the translation and of the text that it belongs to."""
+        return 2 * len(self.text) + remembered_bytes(text, len(self.inputs) + len(self.outputs))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the binary part that was sent."""
+        return sum(one for one in self.inputs if isinstance(one, int))
+
+
+class SharedTensors(NamedTuple):
+    """The tensors of one request. *Immutable.*
+
+    Attributes:
+        sent: the binary part that was sent.
+    """
+
+    translation: Translation
+    sent: memoryview
+
+    @property
+    def text(self) -> bytes:
+        return self.translation.text
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all binary inputs."""
+        return sum(one if isinstance(one, int) else one.size for one in self.translation.inputs)
+
+
+def shared_tensors(
+    body: bytes | bytearray, header_length: int | None, client: str, headers: Mapping[bytes, bytes]
+) -> SharedTensors | None:
+    """Find the tensors in shared memory of a request; None if there are none.
+
+    Raises:
+        RequestError: 403, the client may be on another machine.
+        InvalidInputError: parameters are wrong, or the binary part has another size.
+    """
+    text = bytes(body[:header_length])
+    if MARK not in text:
+        return None
+    check_local(client, headers)
+    translation, sent = translate(text), memoryview(body)[len(text) :]
+    if len(sent) != translation.sent_bytes:
+        raise InvalidInputError(f"reading the request: got {len(sent)} bytes of binary data, expected {translation.sent_bytes}")
+    return SharedTensors(translation, sent)
+
+
+def translate(text: bytes) -> Translation:
+    """Translate the JSON part of a request.
+
+    Raises:
+        InvalidInputError: its parameters of shared memory are wrong.
+    """
+    return _cached(text) if len(text) <= CACHED_BYTES else _translate(text)
+
+
+def _translate(text: bytes) -> Translation:
+    request = parse_object(text)
+    inputs: list[Place | int] = []
+    tensors: list[Any] = []
+    given = request.get("inputs")
+    for one in given if type(given) is list else []:
+        if (place := _place(one, "inputs", len(tensors))) is None:
+            size = _parameters(one).get("binary_data_size")
+            if type(size) is int and size >= 0:
+                inputs.append(size)
+            tensors.append(one)
+            continue
+        shape, width = one.get("shape"), _SIZES.get(str(one.get("datatype")))
+        size = prod(shape) * width if width and type(shape) is list and {int}.issuperset(map(type, shape)) else -1
+        if not 0 <= size <= place.size:
+            raise InvalidInputError(
+                f"reading inputs[{len(tensors)}]: got shared_memory_byte_size {place.size}, expected the size of its tensor, "
+                f"{size} bytes"
+            )
+        inputs.append(place._replace(size=size))
+        tensors.append({**one, "parameters": {"binary_data_size": size}})
+    outputs: dict[str, Place] = {}
+    requested: list[Any] = []
+    given = request.get("outputs")
+    for one in given if type(given) is list else []:
+        if (place := _place(one, "outputs", len(requested))) is None:
+            requested.append(one)
+            continue
+        outputs[str(one.get("name"))] = place
+        others = {name: value for name, value in _parameters(one).items() if name not in _PLACE}
+        requested.append({**one, "parameters": {**others, "binary_data": True}})
+    members = {**request, "inputs": tensors}
+    if requested:
+        members["outputs"] = requested
+    return Translation(orjson.dumps(members), tuple(inputs), outputs)
+
+
+_cached = BoundedCache(_translate, lambda found, text: found.bytes_for(text))
+
+
+def _parameters(tensor: Any) -> dict[str, Any]:
+    found = tensor.get("parameters") if type(tensor) is dict else None
+    return found if type(found) is dict else {}
+
+
+def _place(tensor: Any, kind: str, number: int) -> Place | None:
+    parameters = _parameters(tensor)
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    offset, size = parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size")
+    if type(region) is not str or type(offset) is not int or type(size) is not int or min(offset, size) < 0:
+        got = f"{kind_of(region)}, {kind_of(offset)} and {kind_of(size)}"
+        raise InvalidInputError(
+            f"reading {kind}[{number}]: shared_memory_region, shared_memory_offset and shared_memory_byte_size are {got}, "
+            "expected a string and integers of at least 0"
+        )
+    return Place(region, offset, size)
+
+
+class Segments:
+    """The segments that a front has open. *One per event loop.*"""
+
+    def __init__(self) -> None:
+        self._regions: dict[str, Region] = {}
+        self._open: dict[tuple[int, int], int] = {}
+
+    def follow(self, published: Sequence[Mapping[str, Any]]) -> None:
+        """Take the regions that the owner has published; close the segments of others."""
+        self._regions = {
+            one["name"]: Region(one["name"], one["key"], one["offset"], one["byte_size"], tuple(one["identity"]))
+            for one in published
+        }
+        used = {one.identity for one in self._regions.values()}
+        for identity in [one for one in self._open if one not in used]:
+            os.close(self._open.pop(identity))
+
+    def body_of(self, shared: SharedTensors) -> bytearray:
+        """Return the body of a request as if all of it had been sent.
+
+        Raises:
+            InvalidInputError: as `read`.
+        """
+        body = bytearray(len(shared.text) + shared.size_bytes)
+        body[: len(shared.text)] = shared.text
+        self.read(shared, memoryview(body)[len(shared.text) :])
+        return body
+
+    def read(self, shared: SharedTensors, keys: memoryview) -> None:
+        """Read the binary part of a request: of each input in order, from its region or from what was sent.
+
+        Raises:
+            InvalidInputError: a place is not in its region, or the segment has become shorter.
+        """
+        at = taken = 0
+        for one in shared.translation.inputs:
+            size = one if isinstance(one, int) else one.size
+            target = keys[at : at + size]
+            if isinstance(one, int):
+                target[:] = shared.sent[taken : taken + size]
+                taken += size
+            else:
+                descriptor, offset = self._locate(one)
+                if os.preadv(descriptor, [target], offset) != size:
+                    raise _shorter(one)
+            at += size
+
+    def write(self, place: Place, tensor: memoryview) -> None:
+        """Write an output.
+
+        Raises:
+            InvalidInputError: it does not fit, or the segment has become shorter.
+        """
+        if len(tensor) > place.size:
+            raise InvalidInputError(
+                f"shared memory size specified with the request ({place.size} bytes) should be at least {len(tensor)} bytes"
+            )
+        descriptor, offset = self._locate(place)
+        if os.fstat(descriptor).st_size < offset + len(tensor):
+            raise _shorter(place)
+        try:
+            written = os.pwritev(descriptor, [tensor], offset)
+        except OSError as error:  # no room in /dev/shm for pages that the client never touched
+            raise InvalidInputError(f"writing to shared memory region {place.region!r}: {error.strerror}") from error
+        if written != len(tensor):
+            raise _shorter(place)
+
+    def _locate(self, place: Place) -> tuple[int, int]:
+        """Return the segment of a place, and the offset there."""
+        region = self._regions.get(place.region)
+        if region is None:
+            raise InvalidInputError(f"Unable to find shared memory region: '{place.region[:120]}'; register it (again)")
+        if place.offset + place.size > region.byte_size:
+            raise InvalidInputError(f"Invalid offset + byte size for shared memory region: '{place.region[:120]}'")
+        descriptor = self._open.get(region.identity)
+        if descriptor is None:
+            descriptor, found = open_segment(region.key)
+            if (found.st_dev, found.st_ino) != region.identity:
+                os.close(descriptor)
+                raise InvalidInputError(
+                    f"opening shared memory region {place.region!r}: its segment was replaced; register it again"
+                )
+            self._open[region.identity] = descriptor
+        return descriptor, region.offset + place.offset
+
+    def without_shared(self, shared: SharedTensors, answer: EncodedAnswer) -> EncodedAnswer:
+        """Move the requested outputs of a binary answer to shared memory, and return the answer without them.
+
+        Raises:
+            InvalidInputError: as `write`.
+        """
+        head = b"".join(answer.text)
+        pieces = list(answer.binary)
+        if not head:
+            size = answer.text_bytes
+            head, pieces[0] = bytes(pieces[0][:size]), pieces[0][size:]
+        changed, moves = (_cached_moves if len(head) <= CACHED_BYTES else _moves)(shared.translation, head)
+        left = []
+        for place, size in moves:
+            if size and not pieces[0]:
+                pieces.pop(0)
+            tensor, pieces[:1] = pieces[0][:size], [pieces[0][size:]]
+            if place is not None:
+                self.write(place, tensor)
+            elif size:
+                left.append(tensor)
+        return EncodedAnswer((changed,), left, len(changed) if left else None)
+
+
+def _moves(translation: Translation, head: bytes) -> tuple[bytes, Sequence[tuple[Place | None, int]]]:
+    """Change the JSON part of an answer; also return where its outputs go (None: into the answer), and their sizes."""
+    document, moves = orjson.loads(head), []
+    for output in document["outputs"]:
+        size = output.get("parameters", {}).get("binary_data_size", 0)
+        place = translation.outputs.get(output["name"])
+        if place is not None:
+            parameters = {"shared_memory_region": place.region, "shared_memory_offset": place.offset}
+            output["parameters"] = {**parameters, "shared_memory_byte_size": size}
+        moves.append((place, size))
+    return orjson.dumps(document), moves
+
+
+def _moves_bytes(moves: tuple[bytes, Sequence[object]], translation: Translation, head: bytes) -> int:
+    return translation.bytes_for(head) + 400 * len(moves[1])
+
+
+_cached_moves = BoundedCache(_moves, _moves_bytes)
+
+
+def _shorter(place: Place) -> InvalidInputError:
+    return InvalidInputError(f"using shared memory region {place.region!r}: its segment has become shorter than registered")

@@ -1,0 +1,1 @@
+"""What the engine and the frontends have in common of HTTP: answers, authorization, metrics, limits."""

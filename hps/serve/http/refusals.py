@@ -1,0 +1,61 @@
+"""Counts and logs refused requests, so that alerts and log name the limit or the client."""
+
+import logging
+from collections.abc import Iterator
+
+from hps.ground.log_limits import OnceAMinute
+from hps.serve.logs.lines import fields
+from hps.statistics.prometheus import Family, family, label_text
+
+_log = logging.getLogger(__name__)
+_log.addFilter(OnceAMinute())
+
+REFUSED = {
+    "threads": "refusing requests, service.lookup_threads are busy: %s",
+    "memory": "refusing requests, service.max_held_bytes are held: %s",
+    "connections": "refusing connections, all are busy: %s",
+    "changes": "refusing changes of models: %s",
+    "workspaces": "refusing lookups, num_of_worker_buffer_in_pool are busy: %s",
+}
+"""Log line by limit; logged once a minute."""
+
+ABORTED = {
+    "answer": "closing the connection of %s, which does not read its answer: %s",
+    "handshake": "closing the connection of %s, whose TLS handshake failed: %s",
+    "headers": "closing the connection of %s, which does not end the headers of a request: %s",
+    "memory": "closing the connection of %s, for whose request there is no memory: %s",
+}
+"""Log line by reason for closing a connection amid a request; logged once a minute."""
+
+
+class Refusals:
+    """Counts and logs refusals. *One per event loop*; only the loop calls it."""
+
+    def __init__(self) -> None:
+        self.refused = dict.fromkeys(REFUSED, 0)
+        self.aborted = dict.fromkeys(ABORTED, 0)
+
+    def refuse(self, reason: str, what: object, request_id: str | None = None) -> None:
+        """Count a request that is refused with 503 for a limit, one of `REFUSED`; `what` is for the log."""
+        self.refused[reason] += 1
+        _log.warning(REFUSED[reason], what, extra=fields(request_id=request_id))
+
+    def abort(self, reason: str, client: str, what: str) -> None:
+        """Count a connection that is aborted for one of `ABORTED`; who and `what` are for the log."""
+        self.aborted[reason] += 1
+        _log.warning(ABORTED[reason], client, what)
+
+    def deny(self, status: int, client: str, what: str, request_id: str | None) -> None:
+        """Log a request without the right token. Like all requests, it is counted by route and status."""
+        _log.warning("answering %d to %s: %s", status, client, what, extra=fields(request_id=request_id))
+
+    def families(self) -> Iterator[Family]:
+        for name, text, counts in (
+            ("hps_http_refused", "Requests refused with 503, by the limit that was reached.", self.refused),
+            (
+                "hps_http_aborted_connections",
+                "Connections closed during a request, by cause.",
+                self.aborted,
+            ),
+        ):
+            yield family("counter", name, text, [(label_text(["reason"], [reason]), n) for reason, n in counts.items()])

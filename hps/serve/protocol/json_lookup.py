@@ -1,0 +1,186 @@
+"""Lookups as JSON, for curl: `{"tables": {"item": [1, 2]}}`, answered by `{"tables": {"item": [[...], [...]]}}`.
+
+Keys in bags: `{"bags": {"item": [[1, 2], []]}, "combiner": "mean"}`, answered in the same way, one vector per bag.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hps.errors import InvalidInputError
+from hps.serve.logs.lookup_report import LookupBreakdown
+from hps.serve.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
+from hps.serve.protocol.request_checks import (
+    BAG_OPTIONS,
+    ModelTables,
+    check_bag_option,
+    check_counts,
+    flattened,
+    float32_array,
+    int64_array,
+    kind_of,
+    parse_object,
+    read_device,
+)
+from hps.tensors.bags import Bags, pooling_of
+from hps.tensors.segments import Segment
+
+_ROWS_ALIGNED = 16
+_EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
+_BAGS_EXAMPLE = '{"bags": {"<table>": [[1, 2], [3]]}}'
+_WEIGHTS_EXAMPLE = '{"weights": {"<table>": [[0.5, 2], [1]]}}'
+
+
+class JSONLookup:
+    """A decoded request, with room for its vectors.
+
+    Args:
+        names: table of each segment.
+        device_id: the requested device.
+        wants_report: whether the answer includes a report.
+
+    Attributes:
+        held_bytes: upper bound on vectors, masks and text of the answer, and on additional memory of a lookup of bags.
+    """
+
+    text_bytes = 0
+
+    def __init__(self, segments: list[Segment], names: list[str], device_id: int | None, *, wants_report: bool) -> None:
+        self.segments = segments
+        self.device_id = device_id
+        self.wants_report = wants_report
+        self._names = names
+        self.held_bytes = sum(4 * segment.out.shape[1] * segment.n for segment in segments if segment.pooling)
+        for segment in segments:
+            self.held_bytes += JSON_VECTOR_SHARE * segment.out.nbytes
+            if segment.found is not None:
+                self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of vectors and found-masks, for `place`."""
+        return sum(_ROWS_ALIGNED + one.out.nbytes + one.n * (one.found is not None) for one in self.segments)
+
+    def place(self, memory: np.ndarray) -> None:
+        """Put vectors and masks into this memory, (memory_bytes,) uint8, aligned to 16 bytes."""
+        at = 0
+        for one in self.segments:
+            one.out = np.ndarray(one.out.shape, np.float32, memory, at)
+            at += -(-one.out.nbytes // _ROWS_ALIGNED) * _ROWS_ALIGNED
+        for one in self.segments:
+            if one.found is not None:
+                one.found = np.ndarray((one.n,), np.bool_, memory, at)
+                at += one.n
+
+    def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Write the vectors and, if requested, found-masks and report, in pieces; the second part is empty.
+
+        Values that JSON cannot express (NaN, infinities) become null.
+        """
+        names, segments = self._names, self.segments
+        answer: dict[str, Any] = {"tables": {name: one.out for name, one in zip(names, segments, strict=True)}}
+        if segments[0].found is not None:
+            answer["found"] = {name: one.found for name, one in zip(names, segments, strict=True)}
+        if report is not None:
+            answer["report"] = report.nested()
+        return write_json(answer, self.held_bytes), ()
+
+
+def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) -> JSONLookup:
+    """Decode the body of a lookup and allocate its answer.
+
+    Args:
+        body: JSON: `tables` maps table names to lists of keys; optional are `found` (return the found-masks), `device` (the
+            device to answer) and `report` (return a report). Or `bags` maps table names to lists of lists of keys, and
+            optionally `weights` to numbers in the same lists; `combiner`, `max_norm` and `padding_key` apply to all tables, or
+            are objects by table.
+        max_keys: limit on the keys of all tables together.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: the body is invalid; the message says where, and what was expected.
+        UnknownTableError: the model has no such table.
+        TooManyKeysError: more keys or bags than `max_keys`, or than a table's `max_keys`.
+    """
+    request = parse_object(body)
+    if "bags" in request:
+        return _decode_bags(request, model, max_keys)
+    if unknown := request.keys() - {"tables", "found", "device", "report"}:
+        got = f"got the member {min(unknown)[:120]!r}"
+        raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, found, device, report")
+    with_found = _flag(request, "found")
+    device_id = read_device(request.get("device"), "reading the request: 'device'")
+    tables = _by_table(request.get("tables"), "tables", _EXAMPLE)
+    named = []
+    for name, values in tables.items():
+        index = model.table_index(name, "reading 'tables'")
+        keys = int64_array(values, f"reading the keys of table {name!r}")
+        named.append((index, keys))
+    check_counts([(model.tables[index], keys.size) for index, keys in named], max_keys)
+    segments = [
+        Segment(
+            index,
+            keys,
+            np.empty((keys.size, model.tables[index].dim), np.float32),
+            np.empty(keys.size, np.bool_) if with_found else None,
+        )
+        for index, keys in named
+    ]
+    return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
+
+
+def _flag(request: dict[str, Any], member: str) -> bool:
+    value = request.get(member, False)
+    if type(value) is not bool:
+        raise InvalidInputError(f"reading the request: {member!r} is {kind_of(value)}, expected true or false")
+    return value
+
+
+def _by_table(value: Any, member: str, example: str) -> dict[str, Any]:
+    if type(value) is not dict or not value:
+        got = f"an object without {member}" if value == {} else kind_of(value)
+        raise InvalidInputError(f"reading the request: {member!r} is {got}, expected {example}")
+    return value
+
+
+def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> JSONLookup:
+    if unknown := request.keys() - {"bags", "weights", "device", "report", *BAG_OPTIONS}:
+        got, others = f"got the member {min(unknown)[:120]!r} beside 'bags'", ", ".join(BAG_OPTIONS)
+        raise InvalidInputError(
+            f"reading the request: {got}, expected {_BAGS_EXAMPLE} and, optionally, weights, {others}, device, report"
+        )
+    device_id = read_device(request.get("device"), "reading the request: 'device'")
+    tables = _by_table(request["bags"], "bags", _BAGS_EXAMPLE)
+    weights = _by_table(request["weights"], "weights", _WEIGHTS_EXAMPLE) if "weights" in request else {}
+    for member in ("weights", *BAG_OPTIONS):
+        if type(request.get(member)) is dict and (unknown := request[member].keys() - tables.keys()):
+            raise InvalidInputError(f"reading {member!r}: got table {min(unknown)[:120]!r}, which 'bags' does not have")
+    read = []
+    for name, lists in tables.items():
+        index, what = model.table_index(name, "reading 'bags'"), f"reading the bags of table {name!r}"
+        flat, offsets = flattened(lists, what, "one for each bag")
+        read.append((index, int64_array(flat, what), offsets))
+    check_counts([(model.tables[index], keys.size) for index, keys, _ in read], max_keys)
+    check_counts([(model.tables[index], offsets.size - 1) for index, _, offsets in read], max_keys, "bags")
+    segments = []
+    for name, (index, keys, offsets) in zip(tables, read, strict=True):
+        numbers = None
+        if name in weights:
+            what = f"reading the weights of table {name!r}"
+            flat, ends = flattened(weights[name], what, "one for each bag")
+            numbers = float32_array(flat, what)
+            if not np.array_equal(offsets, ends):
+                raise InvalidInputError(f"{what}: got other lists than the bags have, expected a number for each key")
+        options: dict[str, Any] = {option: _option(request, option, name) for option in BAG_OPTIONS}
+        options = {option: value for option, value in options.items() if value is not None}
+        pooling = pooling_of(name, Bags(keys, offsets, numbers, **options), keys.size, keys.shape, on_cuda=False)
+        out = np.empty((pooling.count, model.tables[index].dim), np.float32)
+        segments.append(Segment(index, keys, out, pooling=pooling))
+    return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
+
+
+def _option(request: dict[str, Any], option: str, table: str) -> Any:
+    value = request.get(option)
+    value = value.get(table) if type(value) is dict else value
+    check_bag_option(option, value, f"reading the request: {option!r}")
+    return value

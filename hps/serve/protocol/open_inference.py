@@ -1,0 +1,482 @@
+"""The Open Inference Protocol v2 with binary tensors: decodes requests into lookups, and encodes answers.
+
+A request names its keys in one of two ways:
+
+- as in Triton's HPS backend: `KEYS` INT64 [N] or [1, N] holds the keys of table 0, then of table 1, ..., and `NUMKEYS`
+  INT32 [T] or [1, T] their numbers. The answer is one flat `OUTPUT0` FP32 [sum of NUMKEYS[t] x dim[t]] and, if requested,
+  `FOUND0` BOOL [N]. Its parameters are `NumSample` and `DeviceID`, integers as in that backend;
+- one input per table, named like the table, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
+  s + [dim] and, if requested, `<table>.found` BOOL of shape s.
+
+Keys may be in bags, which are answered with one vector each: see `bag_inputs`. The parameter `datatype` of an output, or of the
+request for all vectors, asks for FP16 or BF16 in place of FP32.
+
+The request parameter `"report": true` adds a report to the answer's parameters. `"found": true` requests the found-masks, as
+does naming them in `outputs`. `DeviceID` selects the device.
+Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.ground.memory.bounded_cache import BoundedCache
+from hps.ground.rows import to_16_bits
+from hps.serve.logs.lookup_report import LookupBreakdown, Number
+from hps.serve.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
+from hps.serve.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
+from hps.serve.protocol.open_inference_header import (
+    CACHED_BYTES,
+    FP32,
+    InferenceHeader,
+    InputTensor,
+    cached_header,
+    read_header,
+    reading_input,
+    remembered_bytes,
+)
+from hps.serve.protocol.request_checks import ModelTables, check_counts, check_numkeys, float32_array, int64_array
+from hps.tensors.bags import Pooling
+from hps.tensors.segments import Segment
+from hps.types import BoolArray, FloatArray
+
+_MAX_LENGTH_DIGITS = 12
+_ALIGNMENT = 16  # of vectors in an answer, in bytes
+_DTYPES = {name: np.dtype(dtype) for name, dtype in (("FP32", "<f4"), ("FP16", "<f2"), ("BF16", "<u2"), ("BOOL", "?"))}
+_DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
+_LONGEST_ID = 2**31 - 1
+_ID_DIGITS = len(str(_LONGEST_ID))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """The keys of one table in a request. *Immutable.*
+
+    Attributes:
+        table: index of the table.
+        source: position of the input with the keys.
+        start, stop: range within that input.
+        masked: whether their found-mask is requested.
+        rows: number of vectors in the answer.
+        step: bytes from the first vector to the first of the next table.
+        strides: of the vectors, in bytes; None if they are contiguous.
+        bags: bags of the keys; None: every key gets a vector.
+    """
+
+    table: int
+    dim: int
+    source: int
+    start: int
+    stop: int
+    masked: bool
+    rows: int
+    step: int
+    strides: tuple[int, int] | None = None
+    bags: TableBags | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One output: elements [start, start + size) of all vectors or, if BOOL, of all masks. *Immutable.*
+
+    `size` is the product of `shape`.
+    """
+
+    name: str
+    shape: list[int]
+    start: int
+    size: int
+    binary: bool
+    datatype: str
+
+    @property
+    def size_bytes(self) -> int:
+        return _DTYPES[self.datatype].itemsize * self.size
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.datatype in ("FP16", "BF16")
+
+
+class AnswerLayout:
+    """Memory layout of an answer: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
+
+    If an output has 16 bits, the lookup writes float32 behind the answer, and `convert` writes the vectors of the answer.
+
+    Only if every output is binary, the JSON part is in that memory, padded with spaces: the answer is then sent with one write
+    and without a copy. Otherwise the JSON part is written once the vectors are known.
+
+    Args:
+        members: members of the JSON part, beside parameters and outputs.
+        ranges: keys to look up, in the order of vectors and masks.
+        outputs: vectors before masks.
+        samples: the parameter `NumSample`; None for an answer without parameters.
+        wants_report: whether the answer includes a report.
+
+    Attributes:
+        text: the JSON part, with device 0; empty if it is not written in advance.
+        device_place: position in it for further digits of the device; 0 without a device.
+        converts: whether an output has 16 bits.
+        vectors_size, answer_size, size: bytes of the vectors in the answer, of the answer, and of the memory.
+        lookup_at: where the lookup writes the vectors.
+        held_bytes: upper bound on vectors, masks and text of the answer.
+        scratch_bytes: bytes of the vectors of all keys in bags.
+    """
+
+    def __init__(
+        self,
+        members: dict[str, Any],
+        ranges: Sequence[KeyRange],
+        outputs: Sequence[OutputTensor],
+        samples: int | None = None,
+        *,
+        wants_report: bool = False,
+    ) -> None:
+        self.ranges = tuple(ranges)
+        self.outputs = tuple(outputs)
+        self.wants_report = wants_report
+        self._members = members
+        self._samples = samples
+        self.converts = any(output.is_narrow for output in outputs)
+        looked_up = sum(4 * keys.dim * keys.rows for keys in ranges)
+        vectors = [one for one in outputs if one.datatype != "BOOL"]
+        self.vectors_size = sum(one.size_bytes for one in vectors) if self.converts else looked_up
+        self.scratch_bytes = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges if keys.bags)
+        masks_size = sum(keys.stop - keys.start for keys in ranges if keys.masked)
+        self.text = b""
+        self.device_place = 0
+        sent = sum(output.size_bytes for output in outputs)
+        if not wants_report and all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
+            text = orjson.dumps(self.describe([None] * len(self.outputs), _LONGEST_ID))
+            if samples is not None:
+                self.device_place = text.index(_DEVICE) + len(_DEVICE)
+                text = text.replace(_DEVICE + b"%d" % _LONGEST_ID, _DEVICE + _digits(0))
+            self.text = text + b" " * (-len(text) % _ALIGNMENT)
+        self.answer_size = self.size = len(self.text) + self.vectors_size + masks_size
+        self.lookup_at = len(self.text)
+        if self.converts:
+            self.lookup_at = self.answer_size + -self.answer_size % _ALIGNMENT
+            self.size = self.lookup_at + looked_up
+        ends = accumulate((one.size_bytes for one in vectors), initial=len(self.text))
+        self._places = [
+            end if self.converts else self.lookup_at + 4 * one.start for one, end in zip(vectors, ends, strict=False)
+        ]
+        masks_at = len(self.text) + self.vectors_size
+        self._places += [masks_at + one.start for one in outputs if one.datatype == "BOOL"]
+        shares = JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
+        self.held_bytes = self.size if self.text else shares
+
+    def bytes_for(self, text: bytes) -> int:
+        """Return an upper bound on the bytes of the layout and of the JSON part that it belongs to."""
+        return len(self.text) + remembered_bytes(text, 2 * len(self.ranges) + len(self.outputs))
+
+    def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
+        """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
+        return [
+            np.ndarray((output.size,), _DTYPES[output.datatype], memory, place)
+            for output, place in zip(self.outputs, self._places, strict=True)
+        ]
+
+    def convert(self, memory: np.ndarray) -> None:
+        """Write the vectors of an answer with outputs of 16 bits, once the lookup has written its own.
+
+        Args:
+            memory: of the answer, (size,) uint8.
+        """
+        if not self.converts:
+            return
+        vectors = memory[self.lookup_at :].view(np.float32)
+        for output, target in zip(self.outputs, self.arrays(memory), strict=True):
+            values = vectors[output.start : output.start + output.size]
+            if output.is_narrow:
+                to_16_bits(values, target)
+            elif output.datatype == "FP32":
+                target.view(np.uint8)[:] = values.view(np.uint8)  # perhaps not aligned
+
+    def describe(
+        self, values: Sequence[FloatArray | BoolArray | None], device: int, report: Mapping[str, Number] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Make the JSON part.
+
+        Args:
+            values: elements of each output, for those that are not binary.
+            device: the device that answered.
+            report: further parameters.
+        """
+        outputs: list[dict[str, Any]] = []
+        for output, data in zip(self.outputs, values, strict=True):
+            tensor: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
+            if output.binary:
+                tensor["parameters"] = {"binary_data_size": output.size_bytes}
+            else:
+                tensor["data"] = data
+            outputs.append(tensor)
+        own = {} if self._samples is None else {"NumSample": self._samples, "DeviceID": device}
+        parameters = {"parameters": {**report, **own}} if own or report else {}
+        return {**self._members, **parameters, "outputs": outputs}
+
+
+class Inference:
+    """A decoded request, with room for its answer.
+
+    Args:
+        inputs: arrays that the layout's key ranges refer to.
+        device_id: the requested device.
+        memory: of the answer, (layout.size,) uint8.
+
+    Attributes:
+        device_id: the requested device; after the lookup, the device that answered.
+        segments: keys to look up; the lookup writes into the memory of the answer.
+    """
+
+    def __init__(self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, memory: np.ndarray) -> None:
+        self.device_id = device_id
+        self._layout = layout
+        self._memory = memory
+        if layout.text:
+            self._memory.data[: len(layout.text)] = layout.text
+        self.segments: list[Segment] = []
+        place, mask_place = layout.lookup_at, len(layout.text) + layout.vectors_size
+        for keys in layout.ranges:
+            out = np.ndarray((keys.rows, keys.dim), np.float32, self._memory, place, keys.strides)
+            segment = Segment(keys.table, inputs[keys.source][keys.start : keys.stop], out)
+            place += keys.step
+            if keys.masked:
+                segment.found = np.ndarray((keys.rows,), np.bool_, self._memory, mask_place)
+                mask_place += keys.rows
+            self.segments.append(segment)
+
+    def convert(self) -> None:
+        """Write outputs of 16 bits, after the lookup."""
+        self._layout.convert(self._memory)
+
+    @property
+    def binary_answer(self) -> tuple[memoryview, int] | None:
+        """Body of an answer whose outputs are all binary, written by the lookup; and the length of its JSON part."""
+        layout = self._layout
+        if not layout.text:
+            return None
+        body = self._memory.data[: layout.answer_size]
+        if self.device_id and (place := layout.device_place):
+            body[place : place + _ID_DIGITS] = _digits(self.device_id)
+        return body, len(layout.text)
+
+    def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Encode the other answers, after the lookup has written vectors and masks.
+
+        Values that JSON cannot express (NaN, infinities) become null; binary outputs keep them.
+
+        Args:
+            report: summary of the lookup, if requested.
+
+        Returns:
+            The JSON part in pieces, and the binary outputs as views of the lookup's memory.
+        """
+        layout = self._layout
+        values = [np.require(one, requirements="A") for one in layout.arrays(self._memory)]  # JSON is written from aligned ones
+        binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
+        numbers = {} if report is None else report.flat()
+        return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
+
+
+def _digits(device: int) -> bytes:
+    return b"%-*d" % (_ID_DIGITS, device)
+
+
+def parse_header_length(value: bytes | None, body_size: int) -> int | None:
+    """Parse `Inference-Header-Content-Length`.
+
+    Raises:
+        InvalidInputError: it is not a number within the body.
+    """
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > _MAX_LENGTH_DIGITS or int(value) > body_size:
+        raise InvalidInputError(
+            f"reading the request: got Inference-Header-Content-Length {value[:40].decode('latin-1')!r}, expected a number "
+            f"of bytes within the body of {body_size}"
+        )
+    return int(value)
+
+
+class Laid(NamedTuple):
+    """A decoded request, and the layout of its answer, which has no memory yet; arguments of `Inference`."""
+
+    layout: AnswerLayout
+    inputs: Sequence[np.ndarray]
+    device_id: int | None
+    poolings: Sequence[Pooling | None]
+
+    def inference(self, memory: np.ndarray) -> Inference:
+        """Give the answer its memory, (layout.size,) uint8."""
+        inference = Inference(self.layout, self.inputs, self.device_id, memory)
+        for segment, pooling in zip(inference.segments, self.poolings, strict=True):
+            segment.pooling = pooling
+        return inference
+
+
+def lay_out_body(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Laid:
+    """Decode the body of an inference request, and lay out its answer.
+
+    Args:
+        body: the JSON part, then the binary part.
+        header_length: bytes of the JSON part; None if the body is only JSON.
+        max_keys: limit on the keys of all tables together.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: the body is invalid; the message says where, and what was expected.
+        UnknownTableError: an input names no table of the model.
+        TooManyKeysError: more keys than `max_keys`, or than a table's `max_keys`.
+    """
+    text = bytes(body if header_length is None else body[:header_length])  # copies only a bytearray
+    repeated = len(text) <= CACHED_BYTES
+    header = (cached_header if repeated else read_header)(text)
+    if len(body) - len(text) != header.binary_size:
+        raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
+    inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
+    counts = None
+    if header.numkeys is not None:
+        counts = tuple(inputs[header.numkeys].tolist())
+    elif header.bags:
+        counts = ends_of_bags(header, inputs, model)
+    layout = _cached_layout(text, counts, model, max_keys) if repeated else lay_out(header, counts, model, max_keys)
+    poolings: list[Pooling | None] = [None] * len(layout.ranges)
+    if header.bags:
+        tables = model.tables
+        poolings = [one.bags.pooling(tables[one.table].table_name, inputs) if one.bags else None for one in layout.ranges]
+    return Laid(layout, inputs, header.device_id, poolings)
+
+
+def _size_error(expected: int, got: int | None) -> InvalidInputError:
+    if got is None:
+        return InvalidInputError(
+            "reading the request: an input has binary_data_size, but the request has no binary part; send the length of "
+            "its JSON part in the header Inference-Header-Content-Length"
+        )
+    hint = "the body is cut short" if got < expected else "something follows the last binary input"
+    return InvalidInputError(f"reading the request: got {got} bytes of binary data, expected {expected}; {hint}")
+
+
+def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> np.ndarray:
+    """Copy the values of an input, aligned: (count,) int64, or float32 for FP32. The body is long enough."""
+    kind = np.float32 if tensor.dtype is FP32 else np.int64
+    if tensor.start >= 0:
+        if not tensor.count:
+            return np.empty(0, kind)
+        # A copy: the JSON part has any length, so the bytes need not be aligned.
+        return np.frombuffer(body, tensor.dtype, tensor.count, binary_start + tensor.start).astype(kind)
+    what = reading_input(tensor.name)
+    values = (float32_array if tensor.dtype is FP32 else int64_array)(tensor.data, what)
+    if values.size != tensor.count:
+        raise InvalidInputError(f"{what}: got {values.size} values, expected {tensor.count} for shape {tensor.shape}")
+    if tensor.dtype.itemsize == 4 and kind is np.int64 and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+        raise InvalidDtypeError(f"{what}: a value does not fit INT32; send INT64")
+    return values
+
+
+def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
+    """Find the tables of a request, and lay out its answer. `counts` are the keys per table, if an input states them."""
+    bags = read_bags(header, counts, model, max_keys) if header.bags else None
+    if bags is not None:
+        ranges, outputs = _by_bags(header, *bags, model)
+    elif counts is None:
+        ranges, outputs = _by_table(header, model, max_keys)
+    else:
+        ranges, outputs = _by_numkeys(header, counts, model, max_keys)
+    if header.requested is not None:
+        answered = {output.name for output in outputs}
+        if unknown := [name for name in header.requested if name not in answered]:
+            raise InvalidInputError(f"reading 'outputs': got {unknown[0][:120]!r}, which no input of this request answers")
+    members: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
+    if header.request_id is not None:
+        members["id"] = header.request_id
+    samples = None if counts is None else sum(counts) // model.keys_per_sample
+    if bags is not None:
+        samples = bags[1][0].count if bags[0] else None
+    return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
+
+
+def _layout_of(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
+    return lay_out(cached_header(text), counts, model, max_keys)
+
+
+def _layout_bytes(layout: AnswerLayout, text: bytes, counts: tuple[int, ...] | None, *others: object) -> int:
+    return layout.bytes_for(text) + 40 * len(counts or ())
+
+
+_cached_layout = BoundedCache(_layout_of, _layout_bytes)
+
+
+def _by_numkeys(
+    header: InferenceHeader, counts: Sequence[int], model: ModelTables, max_keys: int
+) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
+    """Read KEYS and NUMKEYS as Triton's HPS backend, which checks none of this."""
+    if len(header.inputs) != 2:
+        extra = next(name for name in header.inputs if name not in ("KEYS", "NUMKEYS"))
+        raise InvalidInputError(f"reading 'inputs': got {extra[:120]!r} beside KEYS and NUMKEYS, expected these two alone")
+    for tensor in header.inputs.values():
+        if len(tensor.shape) > 2 or (len(tensor.shape) == 2 and tensor.shape[0] != 1):
+            raise InvalidInputError(f"{reading_input(tensor.name)}: got shape {tensor.shape}, expected [N] or [1, N]")
+    keys = header.inputs["KEYS"].count
+    check_numkeys(counts, keys, model)
+    floats = check_counts(zip(model.tables, counts, strict=True), max_keys)
+    wanted, mask_binary = header.vectors("OUTPUT0"), header.mask("FOUND0")
+    source = list(header.inputs).index("KEYS")
+    ranges, start = [], 0
+    for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
+        step = 4 * count * table.dim
+        ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None, count, step))
+        start += count
+    outputs = []
+    if wanted is not None:
+        outputs.append(OutputTensor("OUTPUT0", [floats], 0, floats, *wanted))
+    if mask_binary is not None:
+        outputs.append(OutputTensor("FOUND0", [keys], 0, keys, mask_binary, "BOOL"))
+    return ranges, outputs
+
+
+def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
+    for alone, missing in (("KEYS", "NUMKEYS"), ("NUMKEYS", "KEYS")):
+        if alone in header.inputs and alone not in model.indices:
+            raise InvalidInputError(f"reading 'inputs': got {alone} without {missing}, expected both, or one input a table")
+    indices = [model.table_index(name, "reading 'inputs'") for name in header.inputs]
+    tensors = list(header.inputs.values())
+    check_counts(((model.tables[index], tensor.count) for index, tensor in zip(indices, tensors, strict=True)), max_keys)
+    ranges, vectors, masks = [], [], []
+    floats = keys = 0
+    for source, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
+        name, dim, count = tensor.name, model.tables[index].dim, tensor.count
+        wanted, mask_binary = header.vectors(name), header.mask(f"{name}.found")
+        ranges.append(KeyRange(index, dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
+        if wanted is not None:
+            vectors.append(OutputTensor(name, [*tensor.shape, dim], floats, count * dim, *wanted))
+        floats += count * dim
+        if mask_binary is not None:
+            masks.append(OutputTensor(f"{name}.found", tensor.shape, keys, count, mask_binary, "BOOL"))
+            keys += count
+    return ranges, vectors + masks
+
+
+def _by_bags(
+    header: InferenceHeader, concatenated: bool, tables: Sequence[TableBags], model: ModelTables
+) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
+    """Lay out a vector per bag: rows of one output with the tables' columns side by side, or one output per table."""
+    dims = [model.tables[bags.table].dim for bags in tables]
+    width, place = sum(dims), 0
+    ranges, outputs = [], []
+    for bags, dim in zip(tables, dims, strict=True):
+        name, count = model.tables[bags.table].table_name, bags.count
+        step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
+        ranges.append(KeyRange(bags.table, dim, bags.source, bags.start, bags.stop, False, count, step, strides, bags))
+        if not concatenated and (wanted := header.vectors(name)) is not None:
+            outputs.append(OutputTensor(name, [count, dim], place, count * dim, *wanted))
+        place += count * dim
+    if concatenated and (wanted := header.vectors("OUTPUT0")) is not None:
+        outputs.append(OutputTensor("OUTPUT0", [tables[0].count, width], 0, place, *wanted))
+    return ranges, outputs

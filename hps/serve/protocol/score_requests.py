@@ -1,0 +1,369 @@
+"""Requests for scores by the Open Inference Protocol, with the network's inputs by name.
+
+Over `/v2/models/{model}/infer`, of a model that has a network, an input is named like the network's: INT64 (or INT32) keys of
+a lookup, or a feature of one of `DATATYPES`, in the shape that the network says. Keys of a lookup in bags of any size are flat,
+and have `<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP32 beside them. The request parameter `timeout`,
+in microseconds, is how long the scores are of use. With the parameter `vectors: true` a request is a lookup
+(`open_inference.py`), as it is if its inputs are named like those of a lookup, and not all like the network's.
+
+Where a network has free sizes or guards, what can be told of the shapes is checked with the JSON part: requests that are
+refused for it reach no queue. Of others the owner checks the shapes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
+from hps.ground.memory.bounded_cache import BoundedCache
+from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request, refuse_unknown
+from hps.serve.protocol.open_inference_header import (
+    CACHED_BYTES,
+    InputTensor,
+    read_inputs,
+    read_outputs,
+    read_parameters,
+    reading_input,
+    remembered_bytes,
+)
+from hps.serve.protocol.request_checks import (
+    PublishedNetwork,
+    float32_array,
+    float64_array,
+    int64_array,
+    kind_of,
+    parse_object,
+    read_device,
+)
+from hps.serve.protocol.schemas import Datatype
+
+DATATYPES: Final[dict[str, "np.dtype[Any]"]] = {
+    "FP32": np.dtype("<f4"),
+    "FP16": np.dtype("<f2"),
+    "FP64": np.dtype("<f8"),
+    "INT64": np.dtype("<i8"),
+    "INT32": np.dtype("<i4"),
+    "INT16": np.dtype("<i2"),
+    "INT8": np.dtype("i1"),
+    "UINT8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+MOST_TIMEOUT_US: Final = 3_600_000_000
+_NAMES: Final[dict[str, Any]] = {dtype.name: name for name, dtype in DATATYPES.items()}
+_BLANK = bytes(8)  # every value of an array without strides
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreHeader:
+    """The JSON part of a request for scores. *Immutable*, and shared by requests.
+
+    Attributes:
+        samples: number of samples.
+        sizes: named sizes, of which shapes of outputs may be.
+        keys: number of keys of all lookups that the inputs have.
+        outputs: those that the answer has, and whether they are binary.
+        timeout_us: 0: none.
+    """
+
+    request_id: str | None
+    inputs: Mapping[str, InputTensor]
+    binary_size: int
+    samples: int
+    sizes: Mapping[str, int]
+    keys: int
+    outputs: tuple[tuple[Output, bool], ...]
+    timeout_us: int
+    device_id: int | None
+
+    def shape_of(self, output: Output) -> tuple[int, ...]:
+        """Return the shape of an output in the answer."""
+        return self.samples, *output.shape_with(self.sizes)
+
+
+def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
+    """Read the JSON part of a request; None if it is a lookup.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: it is invalid, or `read_request` refuses the shapes.
+        TooManyKeysError: more samples or keys than the model allows.
+    """
+    return _cached_header(text, network) if len(text) <= CACHED_BYTES else _header(text, network)
+
+
+def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
+    request = parse_object(text)
+    parameters = read_parameters(request, "reading the request")
+    given = request.get("inputs")
+    names: list[Any] = [one.get("name") for one in given if type(one) is dict] if type(given) is list else [None]
+    if parameters.get("vectors") is True or not all(type(name) is str for name in names):
+        return None
+    known = {name for one in network.features_by_name for name in (one, one + OFFSETS, one + WEIGHTS)}
+    if not known.issuperset(names):
+        if network.lookup_inputs.issuperset(names):
+            return None
+        hint = '; vectors of tables are asked with the parameter "vectors": true'
+        refuse_unknown(f"scoring with model {network.model!r}", names, network.signature.features, hint)
+    request_id = request.get("id")
+    if request_id is not None and type(request_id) is not str:
+        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    inputs, binary_size = read_inputs(request.get("inputs"), datatypes=DATATYPES)
+    binary = parameters.get("binary_data_output") is True
+    requested = read_outputs(request.get("outputs"), binary)
+    outputs = {one.name: one for one in network.outputs}
+    if requested is not None and (unknown := [name for name in requested if name not in outputs]):
+        raise InvalidInputError(f"reading 'outputs': got {unknown[0][:120]!r}, expected some of {', '.join(outputs)}")
+    chosen = tuple(
+        (one, binary if requested is None else requested[one.name].binary)
+        for one in network.outputs
+        if requested is None or one.name in requested
+    )
+    if "datatype" in parameters or any(one.datatype for one in (requested or {}).values()):
+        expected = 'expected none: scores have those of the network; vectors are asked with "vectors": true'
+        raise InvalidInputError(f"reading the request: got the parameter 'datatype', {expected}")
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT_US:
+        raise InvalidInputError(
+            f"reading 'parameters': 'timeout' is {kind_of(timeout)}, expected microseconds, at most an hour"
+        )
+    device = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
+    shapes = {name: one.shape for name, one in inputs.items()}
+    keys = count_keys(shapes, network)
+    sizes: Mapping[str, int] = {}
+    if network.signature.is_sized:
+        read = _read_shapes(inputs, network)
+        samples, sizes = read.samples, read.sizes
+    else:
+        samples = _samples(shapes, network)
+    return ScoreHeader(request_id, inputs, binary_size, samples, sizes, keys, chosen, timeout, device)
+
+
+def _header_bytes(header: ScoreHeader | None, text: bytes, network: PublishedNetwork) -> int:
+    if header is None:
+        return len(text)
+    return remembered_bytes(text, len(header.inputs) + len(header.outputs) + len(header.sizes), header.inputs)
+
+
+_cached_header = BoundedCache(_header, _header_bytes)
+
+
+def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
+    """Return the number of samples that an input has, which the owner compares with the others."""
+    rows = []
+    for name, one in network.features_by_name.items():
+        if name not in shapes or one.first != -1:
+            continue
+        count = shapes[name + OFFSETS][0] - 1 if name + OFFSETS in shapes else shapes[name][0]
+        if not one.per_request:
+            rows = [count]
+            break
+        rows.append(count)
+    samples = max(rows, default=0)
+    if samples > network.max_samples:
+        raise TooManyKeysError(
+            f"reading the request: got {samples} samples, expected at most {network.max_samples} (max_batch_size)"
+        )
+    return samples
+
+
+def _read_shapes(inputs: Mapping[str, InputTensor], network: PublishedNetwork) -> ScoreInputs:
+    """Check all that does not depend on values."""
+    blank = {}
+    for name, one in inputs.items():
+        dtype = np.dtype(np.int64) if _is_widened(one, network) else one.dtype
+        try:
+            blank[name] = np.ndarray(one.shape, dtype, _BLANK, 0, (0,) * len(one.shape))
+        except (ValueError, OverflowError) as error:
+            raise TooManyKeysError(f"{reading_input(name)}: got shape {one.shape}, which is too large") from error
+    return read_request(network.signature, blank, network.max_samples, network.model, blank=True)
+
+
+def count_keys(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
+    """Return the number of keys of all lookups that inputs of these shapes have."""
+    features, found = network.signature.features, 0
+    for place, column in network.signature.counted:
+        if (shape := shapes.get(features[place].name)) is not None:
+            found += prod(shape) if column is None else shape[0]
+    return found
+
+
+def _is_widened(one: InputTensor, network: PublishedNetwork) -> bool:
+    """Return whether it has 32 bits where 64 are wanted: keys, offsets of bags, or a feature."""
+    if one.dtype != np.int32:
+        return False
+    feature = network.features_by_name.get(one.name)
+    return one.name.endswith(OFFSETS) if feature is None else feature.is_lookup or feature.dtype == "int64"
+
+
+@dataclass(slots=True, eq=False)
+class ScoreBody:
+    """A decoded request for scores.
+
+    Attributes:
+        arrays: by name of the input, as the network takes them.
+        rows: whether it came as JSON rows.
+    """
+
+    header: ScoreHeader
+    arrays: dict[str, npt.NDArray[Any]]
+    rows: bool = False
+
+
+def decode_scores(
+    body: bytes | bytearray, header_length: int | None, network: PublishedNetwork, max_keys: int
+) -> ScoreBody | None:
+    """Decode the body of an inference request; None if it is a lookup.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: it is invalid.
+        TooManyKeysError: it has more keys than `max_keys`, or too many samples.
+    """
+    text = bytes(body if header_length is None else body[:header_length])
+    header = score_header(text, network)
+    if header is None:
+        return None
+    if len(body) - len(text) != header.binary_size:
+        raise InvalidInputError(
+            f"reading the request: got {len(body) - len(text)} bytes of binary data, expected {header.binary_size}"
+        )
+    check_keys(header.keys, max_keys)
+    arrays = {}
+    for name, tensor in header.inputs.items():
+        values = _values(tensor, body, len(text))
+        arrays[name] = (values.astype(np.int64) if _is_widened(tensor, network) else values).reshape(tensor.shape)
+    return ScoreBody(header, arrays)
+
+
+def is_taken_as_sent(header: ScoreHeader, network: PublishedNetwork) -> bool:
+    """Return whether the network takes all values as they are sent."""
+    features = network.features_by_name
+    return not any(name not in features or _is_widened(one, network) for name, one in header.inputs.items())
+
+
+def check_keys(keys: int, max_keys: int) -> None:
+    """Check the limit on the keys of a request.
+
+    Raises:
+        TooManyKeysError: there are more.
+    """
+    if keys > max_keys:
+        expected = f"expected at most {max_keys} (service.max_keys_per_request); send fewer at once"
+        raise TooManyKeysError(f"reading the request: got {keys} keys, {expected}")
+
+
+def _values(tensor: InputTensor, body: bytes | bytearray, start: int) -> npt.NDArray[Any]:
+    if tensor.start >= 0:
+        if not tensor.count:
+            return np.empty(0, tensor.dtype)
+        return np.frombuffer(body, tensor.dtype, tensor.count, start + tensor.start)
+    return json_values(tensor.data, tensor.dtype, reading_input(tensor.name), tensor.count)
+
+
+def json_values(data: Any, dtype: "np.dtype[Any]", what: str, count: int = -1) -> npt.NDArray[Any]:
+    """Convert a flat JSON list to an array.
+
+    Args:
+        count: expected number of values; -1: any.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: it is no list of values that the dtype has.
+    """
+    if dtype.kind == "b":
+        if type(data) is not list or not {bool}.issuperset(map(type, data)):
+            raise InvalidDtypeError(f"{what}: expected a list of true and false")
+        values: npt.NDArray[Any] = np.array(data, np.bool_)
+    elif dtype == np.float32:
+        values = float32_array(data, what)
+    elif dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            values = float64_array(data, what).astype(dtype)
+        if not np.isfinite(values).all():
+            raise InvalidInputError(f"{what}: a value does not fit {_NAMES[dtype.name]}")
+    else:
+        values = int64_array(data, what)
+        limits = np.iinfo(dtype)
+        if dtype != np.int64 and values.size and not limits.min <= values.min() <= values.max() <= limits.max:
+            raise InvalidDtypeError(f"{what}: a value does not fit {_NAMES[dtype.name]}")
+        values = values.astype(dtype, copy=False)
+    if count >= 0 and values.size != count:
+        raise InvalidInputError(f"{what}: got {values.size} values, expected {count}")
+    return values
+
+
+class DescribedTensor(NamedTuple):
+    """A tensor of a request or an answer, as clients are told of it; -1 is a free size.
+
+    Attributes:
+        shape: of a sample; of a tensor that does not begin with the samples, its own.
+        sampled: whether it begins with the samples.
+    """
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    optional: bool = False
+    sampled: bool = True
+
+    @property
+    def full_shape(self) -> list[int]:
+        return [-1, *self.shape] if self.sampled else [*self.shape]
+
+
+def described(features: Sequence[Feature], outputs: Sequence[Output]) -> tuple[list[DescribedTensor], list[DescribedTensor]]:
+    """Describe the inputs and outputs of a network."""
+    inputs = []
+    for one in features:
+        if one.index:
+            continue
+        if not one.is_lookup:
+            shape, sampled = one.tensor().shape or (), one.first == -1
+            inputs.append(
+                DescribedTensor(one.name, _NAMES[one.dtype], (shape[1:] or (1,)) if sampled else shape, sampled=sampled)
+            )
+            continue
+        inputs.append(DescribedTensor(one.name, "INT64", (-1 if one.bags else one.hotness or 1,)))
+        if one.bags:
+            inputs.append(DescribedTensor(one.name + OFFSETS, "INT64", (1,), optional=True))
+            inputs.append(DescribedTensor(one.name + WEIGHTS, "FP32", (-1,), optional=True))
+    return inputs, [_described_output(one) for one in outputs]
+
+
+def _described_output(one: Output) -> DescribedTensor:
+    shape = tuple(-1 if isinstance(size, str) else size for size in one.shape)
+    return DescribedTensor(one.name, _NAMES[one.dtype], shape or (1,))
+
+
+def answer_text(header: ScoreHeader, model: str, version: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the JSON part of an answer.
+
+    Args:
+        data: values of the outputs that are not binary.
+    """
+    members: dict[str, Any] = {"model_name": model, "model_version": version}
+    if header.request_id is not None:
+        members["id"] = header.request_id
+    outputs = []
+    for one, binary in header.outputs:
+        shape = header.shape_of(one)
+        tensor: dict[str, Any] = {"name": one.name, "datatype": _NAMES[one.dtype], "shape": shape}
+        if binary:
+            tensor["parameters"] = {"binary_data_size": prod(shape) * np.dtype(one.dtype).itemsize}
+        else:
+            tensor["data"] = data[one.name].reshape(-1)
+        outputs.append(tensor)
+    return {**members, "outputs": outputs}
+
+
+def text_of(content: Mapping[str, Any]) -> bytes:
+    """Write an answer. Values that JSON cannot express become null."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):  # a dtype that orjson does not know, or memory that is not contiguous
+        return np.ascontiguousarray(value, np.float64 if value.dtype.kind == "f" else value.dtype)
+    raise HPSError(f"writing an answer: got {type(value).__name__}")

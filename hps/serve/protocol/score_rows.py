@@ -1,0 +1,261 @@
+"""Requests for scores as JSON rows, for curl: one object has what all samples share, a list what each has of its own.
+
+    {"user": {"history": [1, 2, 3], "age": 31}, "items": [{"id": 7}, {"id": 9}]}
+
+Inputs of one parameter of a module have names such as `batch.id`, and may be nested: `{"batch": {"id": 7}}`. An input of bags,
+whose offsets are another input, is a list of any length for each sample, and its offsets are left out. Where the offsets are
+given, all of the bags is in `user`, as the network takes it; so is any other input that does not begin with the samples.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from hps.configuration.networks import SAMPLES
+from hps.errors import InvalidInputError, TooManyKeysError
+from hps.ground.sizes import SizeExpression
+from hps.scoring.features import OFFSETS, Feature, meant, read_request
+from hps.scoring.signature import Signature
+from hps.serve.protocol.request_checks import PublishedNetwork, flattened, int64_array, kind_of, parse_object, read_device
+from hps.serve.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, count_keys, json_values
+
+_EXAMPLE: Final = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
+_LONGEST_EXAMPLE: Final = 2000
+
+
+def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: int) -> ScoreBody:
+    """Decode JSON rows.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: they are invalid; the message says where, and what was expected.
+        TooManyKeysError: there are too many samples or keys.
+    """
+    request = parse_object(body)
+    if unknown := request.keys() - {"user", "items", "timeout_us", "device"}:
+        got = f"got the member {min(unknown)[:120]!r}"
+        raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, timeout_us, device")
+    user, items = request.get("user", {}), request.get("items", [{}] if "user" in request else None)
+    if type(user) is not dict or type(items) is not list or not {dict}.issuperset(map(type, items)):
+        raise InvalidInputError(f"reading the request: got something else, expected {_EXAMPLE}")
+    if len(items) > network.max_samples:
+        raise TooManyKeysError(
+            f"reading the request: got {len(items)} items, expected at most {network.max_samples} (max_batch_size)"
+        )
+    timeout: Any = request.get("timeout_us", 0)
+    if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT_US:
+        raise InvalidInputError(
+            f"reading the request: 'timeout_us' is {kind_of(timeout)}, expected an integer, at most an hour"
+        )
+    device = read_device(request.get("device"), "reading the request: 'device'")
+    user = _named(user, network, "'user'")
+    items = [_named(item, network, f"items[{place}]") for place, item in enumerate(items)]
+    arrays = _Rows(network.signature, user, items).arrays()
+    samples = len(items)
+    sizes: Mapping[str, int] = {}
+    if network.signature.is_sized:  # of others the owner checks the shapes
+        read = read_request(network.signature, arrays, network.max_samples, network.model)
+        samples, sizes = read.samples, read.sizes
+    keys = count_keys({name: one.shape for name, one in arrays.items()}, network)
+    outputs = tuple((one, False) for one in network.outputs)
+    header = ScoreHeader(None, {}, 0, samples, sizes, keys, outputs, timeout, device)
+    check_keys(header.keys, max_keys)
+    return ScoreBody(header, arrays, rows=True)
+
+
+def _named(given: Mapping[str, Any], network: PublishedNetwork, where: str) -> Mapping[str, Any]:
+    """Return the inputs that are given by their names: `{"x": {"id": 7}}` and `{"x": [7]}` give `x.id` and `x.0`."""
+    names = network.features_by_name
+    if given.keys() <= names.keys():
+        return given
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        for name, one in _leaves(key, value, names, _prefixes(network)):
+            if name not in names:
+                expected = f"expected some of {', '.join(sorted(names))}{meant(name, names)}"
+                raise InvalidInputError(f"reading {where}: got {name[:120]!r}, {expected}")
+            if name in found:
+                raise InvalidInputError(f"reading {where}: {name[:120]!r} is given twice, expected it once")
+            found[name] = one
+    return found
+
+
+def _leaves(name: str, value: Any, names: Mapping[str, Feature], prefixes: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    if name in names or name not in prefixes or type(value) not in (dict, list):
+        yield name, value
+        return
+    for key, one in value.items() if type(value) is dict else enumerate(value):
+        yield from _leaves(f"{name}.{key}", one, names, prefixes)
+
+
+@lru_cache(16)
+def _prefixes(network: PublishedNetwork) -> frozenset[str]:
+    """Return what nested values may be called: of the input `x.y.0`, `x` and `x.y`."""
+    parts = [name.split(".") for name in network.features_by_name]
+    return frozenset(".".join(one[:end]) for one in parts for end in range(1, len(one)))
+
+
+class _Rows:
+    """The inputs of one request. *One request.*
+
+    Args:
+        user, items: by name of the input, what all samples share, and what each has.
+    """
+
+    def __init__(self, signature: Signature, user: Mapping[str, Any], items: list[Mapping[str, Any]]) -> None:
+        self._features = signature.features
+        self._user = user
+        self._items = items
+        self._bags: set[int | str] = set()
+        self._ends: dict[int | str, npt.NDArray[np.int64]] = {}
+        if not signature.shifted:
+            return
+        offsets = [one for one in self._features if one.offsets_of >= 0]
+        given = [one for one in offsets if one.name in user or bag_ends(one, len(items)) is None]
+        whole = {self._features[one.offsets_of].first for one in given}
+        self._bags = {self._features[one.offsets_of].first for one in offsets} - whole
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Make the arrays of all inputs."""
+        found: dict[str, npt.NDArray[Any]] = {}
+        later: list[Feature] = []
+        for one in self._features:
+            if one.index:
+                continue
+            if one.first == -1 and one.offsets_of < 0:
+                _add_rows(found, one, self._rows(one))
+            elif one.offsets_of >= 0 and self._features[one.offsets_of].first in self._bags:
+                later.append(one)
+            elif one.first in self._bags:
+                found[one.name] = self._bagged(one)
+            else:
+                found[one.name] = self._whole(one)
+        for one in later:
+            ends = self._ends[self._features[one.offsets_of].first]
+            self._refuse_in_items(one, "none: its bags are lists, which say it")
+            kept = ends[: bag_ends(one, len(self._items))]
+            found[one.name] = kept.astype(one.dtype)
+        return found
+
+    def _rows(self, one: Feature) -> list[Any]:
+        """Return the value of each sample; of what is given once, one value."""
+        if one.name in self._user:
+            self._refuse_in_items(one, "it once", ", which 'user' has, too")
+            return [self._user[one.name]] * (1 if one.per_request else len(self._items))
+        values = [item[one.name] for item in self._items if one.name in item]
+        if len(values) != len(self._items):
+            first = next(place for place, item in enumerate(self._items) if one.name not in item)
+            raise InvalidInputError(f"reading items[{first}]: {one.name!r} is missing, and 'user' has none")
+        return values
+
+    def _bagged(self, one: Feature) -> npt.NDArray[Any]:
+        """Put the bags of all samples together; inputs of one size must have the same."""
+        values, ends = flattened(_lists(self._rows(one)), f"reading {one.name!r}", "one for each sample")
+        known = self._ends.setdefault(one.first, ends)
+        if not np.array_equal(known, ends):
+            of = next(other.name for other in self._features if other.first == one.first)
+            raise InvalidInputError(f"reading {one.name!r}: got lists of other lengths than those of {of!r}")
+        return _array(one, values)
+
+    def _whole(self, one: Feature) -> npt.NDArray[Any]:
+        """Return an input that does not begin with the samples."""
+        self._refuse_in_items(one, "all of it in 'user'")
+        if one.name not in self._user:
+            raise InvalidInputError(f"reading 'user': {one.name!r} is missing")
+        if type(value := self._user[one.name]) is not list:
+            raise InvalidInputError(f"reading {one.name!r}: got {kind_of(value)}, expected a list")
+        return _array(one, value)
+
+    def _refuse_in_items(self, one: Feature, expected: str, why: str = "") -> None:
+        if any(one.name in item for item in self._items):
+            raise InvalidInputError(f"reading items: got {one.name!r}{why}; expected {expected}")
+
+
+def bag_ends(one: Feature, samples: int) -> int | None:
+    """Return how many offsets there are of one bag a sample; None if there are as many bags as only the client knows."""
+    if one.first in (-1, SAMPLES):
+        return samples
+    first = SizeExpression(str(one.first))
+    return samples + 1 if first.names == (SAMPLES,) and first.value({SAMPLES: samples}) == samples + 1 else None
+
+
+def _add_rows(arrays: dict[str, npt.NDArray[Any]], one: Feature, values: list[Any]) -> None:
+    if one.bags:
+        what = f"reading {one.name!r}"
+        flat, offsets = flattened(_lists(values), what, "a list of keys for each sample")
+        arrays[one.name], arrays[one.name + OFFSETS] = int64_array(flat, what), offsets
+        return
+    arrays[one.name] = _array(one, values)
+
+
+def _array(one: Feature, values: list[Any]) -> npt.NDArray[Any]:
+    """Make an array of a list of rows."""
+    what = f"reading {one.name!r}"
+    rows, each = len(values), "for each sample" if one.first == -1 else "in a list"
+    shape: tuple[int | str, ...] = one.shape
+    dtype = np.dtype(np.int64 if one.is_lookup else one.dtype)
+    if one.is_lookup:
+        shape = () if one.hotness is None else (one.hotness,)
+    if shape == (1,):
+        values = _lists(values)
+    widths: list[int] = []
+    for size in shape:
+        lengths = {len(value) if type(value) is list else -1 for value in values}
+        width = size if isinstance(size, int) else max(lengths, default=0)
+        if width < 0 or not lengths <= {width}:
+            expected = f"expected lists of shape [{', '.join(map(str, shape))}] {each}"
+            if isinstance(size, str) and -1 not in lengths:
+                expected = f"got lists of {min(lengths)} and {max(lengths)} values, {expected}, with one {size} for all"
+            raise InvalidInputError(f"{what}: {expected}")
+        widths.append(width)
+        values = [*chain.from_iterable(values)]
+    return json_values(values, dtype, what).reshape(rows, *widths)
+
+
+def _lists(values: list[Any]) -> list[Any]:
+    return [value if type(value) is list else [value] for value in values]
+
+
+def rows_text(model: str, version: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the answer to JSON rows."""
+    return {"model": model, "version": version, "outputs": dict(data)}
+
+
+def example_of(signature: Signature) -> str:
+    """Return a request that the network answers, of zeros; empty if it would be too long to print."""
+    if not (tried := signature.trial_samples()):
+        return ""
+    samples = tried[0]
+    user: dict[str, Any] = {}
+    items: list[dict[str, Any]] = [{} for _ in range(samples)]
+    features = signature.features
+    offsets = [one for one in features if one.offsets_of >= 0]
+    whole = {features[one.offsets_of].first for one in offsets if bag_ends(one, samples) is None}
+    bags = {features[one.offsets_of].first for one in offsets} - whole
+    values = signature.zeros(samples)
+    for one in features:
+        name, zeros = one.name, values[one.name]
+        target = features[one.offsets_of] if one.offsets_of >= 0 else None
+        if one.index or (target is not None and target.first in bags):
+            continue
+        if zeros.size > _LONGEST_EXAMPLE:
+            return ""
+        if one.first in bags:
+            parts = np.array_split(zeros, samples)
+        elif one.first == -1 and target is None and not one.per_request:
+            parts = [*zeros]
+        else:
+            user[name] = _value(one, zeros[0] if one.per_request else zeros)
+            continue
+        for item, part in zip(items, parts, strict=True):
+            item[name] = _value(one, part)
+    text = orjson.dumps({**({"user": user} if user else {}), "items": items}).decode()
+    return text if len(text) <= _LONGEST_EXAMPLE else ""
+
+
+def _value(one: Feature, values: npt.NDArray[Any]) -> Any:
+    return values.tolist() if not one.is_lookup or one.hotness is not None or one.bags else values.reshape(-1)[0].item()

@@ -1,0 +1,620 @@
+"""The contract of a database tier, volatile or persistent.
+
+Callers use `Database` alone; its optional methods have defaults. An implementation subclasses one of three kinds:
+
+- `InProcessDatabase`: its tables are in the memory of this process and end with it (the hash map).
+- `SharedDatabase`: several processes share its tables, and one of them loads each (Redis).
+- `PersistentDatabase`: it holds every row, and remembers which model files they came from (RocksDB).
+"""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
+
+import numpy as np
+
+from hps.errors import DatabaseError
+from hps.ground.memory.capacity import Need
+from hps.ground.memory.host_tables import HostTable
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
+
+CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
+"""How a copy into a shared database ended; `refused`: other processes have modified the table."""
+
+UNBOUNDED_ROWS: Final = 2**64 - 1
+"""The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
+
+LOAD_AGAIN: Final = "Load its model again with `hps load CONFIG --force`, which replaces the table"
+"""The advice for a table that is damaged or not what the configuration says."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """How much of a model a table holds. *Immutable.*
+
+    Attributes:
+        fingerprint: identifies the model files (place, sizes, versions); two loads of the same files have the same one.
+        rows_done: leading rows of the files that the table holds.
+        rows_total: rows of the files.
+        modified: whether `insert` or `delete` has modified the table since the load.
+        source: path or URI of the files, for people.
+        size_bytes: total size of both files; 0 if unknown.
+        checksum: CRC-32 of the loaded keys in file order, then of their vectors, 8 hexadecimal digits each; empty if unknown.
+        loaded_at_us: time of the last loaded rows in microseconds since 1970, set by the database; 0 if unknown. Not compared.
+    """
+
+    fingerprint: str
+    rows_done: int
+    rows_total: int
+    modified: bool = False
+    source: str = ""
+    size_bytes: int = 0
+    checksum: str = ""
+    loaded_at_us: int = field(default=0, compare=False)
+
+    @property
+    def complete(self) -> bool:
+        return self.rows_done == self.rows_total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowChanges:
+    """Changes to rows of one table, each with its place in the order of all changes. *Immutable.*
+
+    Attributes:
+        keys: (n,) int64, distinct.
+        vectors: (n, dim) float32; unspecified for deleted rows.
+        sequences: (n,) int64, at least 1; the later of two changes to a row has the higher sequence.
+        deleted: (n,) bool, True for deletions; None if there are none.
+        exact: if `vectors` are rows in fewer bits, what they were encoded from, (n, dim) float32; else None.
+    """
+
+    keys: KeyArray
+    vectors: FloatArray
+    sequences: IndexArray
+    deleted: BoolArray | None = None
+    exact: FloatArray | None = None
+
+    def at(self, rows: BoolArray | IndexArray | slice) -> "RowChanges":
+        """Select rows by a mask, (n,), by positions or by a slice."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
+            return self
+        deleted = None if self.deleted is None else self.deleted[rows]
+        exact = None if self.exact is None else self.exact[rows]
+        return RowChanges(self.keys[rows], self.vectors[rows], self.sequences[rows], deleted, exact)
+
+    def split(self) -> tuple[KeyArray, FloatArray, KeyArray]:
+        """Return the inserted keys, their vectors, and the deleted keys."""
+        if self.deleted is None or not self.deleted.any():
+            return self.keys, self.vectors, self.keys[:0]
+        return self.keys[~self.deleted], self.vectors[~self.deleted], self.keys[self.deleted]
+
+
+class Partition(str):
+    """A partition of a topic of a log of online updates: its name, `topic/number`. *Immutable.*"""
+
+    __slots__ = ()
+
+    def __new__(cls, topic: str, number: int | None = None) -> "Partition":
+        """Join a topic and a number, or take a whole name."""
+        return super().__new__(cls, topic if number is None else f"{topic}/{number}")
+
+    @property
+    def topic(self) -> str:
+        """The topic, which may hold slashes."""
+        return self.rpartition("/")[0]
+
+    @property
+    def number(self) -> int:
+        return int(self.rpartition("/")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """How far a table has followed one partition of a log of online updates. *Immutable.*
+
+    Attributes:
+        position: position of the last applied message, as the log writes it; empty before the first.
+        sequence: highest sequence of a change in that partition so far.
+    """
+
+    position: str
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableCheck:
+    """The readable part of one table. *Immutable.*
+
+    Attributes:
+        dim: floats per vector; 0 if the table is empty or its first row is unreadable.
+        damage: why other rows are unreadable; empty if all are readable.
+    """
+
+    tag: str
+    dim: int
+    rows: int
+    damage: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseReport:
+    """The state of a persistent database after an inspection. *One per thread.*
+
+    Attributes:
+        cures: steps that save the readable rows and give up the others.
+    """
+
+    tables: list[TableCheck]
+    damages: list[str]
+    cures: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TableStats:
+    """Size of one table. *Immutable.*
+
+    Attributes:
+        vector_bytes: memory or disk space of the vectors.
+        overhead_bytes: memory or disk space beside the vectors; -1 if unknown.
+        capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
+        evictions: rows evicted by this process since it opened the table; None if not counted.
+    """
+
+    rows: int
+    vector_bytes: int
+    overhead_bytes: int
+    capacity_rows: int = UNBOUNDED_ROWS
+    evictions: int | None = None
+
+
+class Database(ABC):
+    """A key-value store of embedding tables, each addressed by its tag. *Thread-safe.*
+
+    A vector is a row as the table stores it, and `dim` its words of 4 bytes, whatever they mean (`ground/rows.py`).
+
+    Arrays in, arrays out: no call loops over keys in Python. Keys are any int64. If a batch holds a key twice, the last one
+    wins. An absent key is not an error; a database that cannot answer raises `DatabaseError` (or a subclass), so that a
+    failure is never reported as an absent key. Every wait has a timeout. A call with a tag that was never opened raises
+    `UnknownTableError`; a call after `close` raises `NotReadyError`.
+    """
+
+    kind: ClassVar[str]
+    """The configuration value that selects this database, e.g. `rocks_db`."""
+
+    in_process: ClassVar[bool] = False
+    """Whether tables are in the memory of this process and end with it."""
+
+    shared: ClassVar[bool] = False
+    """Whether other processes use and modify its tables."""
+
+    persistent: ClassVar[bool] = False
+    """Whether it holds every row of a table and keeps it over restarts."""
+
+    read_only: bool = False
+    """Whether it refuses modifications."""
+
+    row_dtype: Literal["float32"] | None = None
+    """The format of all its rows, also of tables whose rows have fewer bits elsewhere; None for that of each table."""
+
+    load_bytes: int = 0
+    """Preferred size of a `load_chunk` in bytes of keys and vectors; 0 for any."""
+
+    rows_worth_a_thread: int = 0
+    """Smallest number of rows worth a thread of its own in a `fetch` (about 100 us of work); 0 if threads gain nothing, or the
+    database distributes a fetch by itself."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Any) -> Self:
+        """Open the database that `config` (a `VolatileDbConfig` or `PersistentDbConfig`) describes.
+
+        Raises:
+            DatabaseError: the engine cannot be reached or opened (`DatabaseLockedError`, `DatabaseCorruptError`).
+        """
+
+    def stored(self, table: TableSpec) -> TableSpec:
+        """Return a table as this database stores it: with the tag and the width to use here."""
+        return table.stored_as(self.row_dtype)
+
+    @classmethod
+    def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
+        """Return the numba kernels of lookups and loads with this configuration, to be compiled at once with others."""
+        return ()
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        """Open the database that `config` describes read-only and check that it could be opened and filled. Nothing is written.
+
+        Not for a process that has it open.
+
+        Args:
+            tables: the tables to load, with the bytes of their files.
+
+        Returns:
+            The results; none if there is nothing to check.
+        """
+        return []
+
+    @abstractmethod
+    def open_table(self, tag: str, dim: int) -> None:
+        """Open a table; create it empty if it does not exist. Opening an open table changes nothing.
+
+        Raises:
+            TableWidthError: the table exists with vectors of another width.
+        """
+
+    @abstractmethod
+    def fetch(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, dim)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        """Fill the rows of `out` that are not yet `found`, and mark them.
+
+        Rows that are already marked, and rows whose key is not in the table, are left as they are.
+
+        Args:
+            keys: (n,) int64, C-contiguous, in host memory; read only. Duplicates are allowed.
+            out: (n, dim) float32, C-contiguous, in host memory; only rows whose vector is found are written.
+            found: (n,) bool, C-contiguous, in host memory; set to True where a vector is found, never to False.
+
+        Returns:
+            How many rows this call filled.
+
+        Raises:
+            DatabaseError: the database failed. `out` and `found` may be partly filled; every row that is marked as found
+                holds its whole vector, others may have been written.
+        """
+
+    @abstractmethod
+    def insert(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        """Add or replace vectors. A concurrent `fetch` sees, for each key, the old or the new vector, whole."""
+
+    def promote(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> int:
+        """Add vectors that the database below has. A shared database replaces no row.
+
+        Returns:
+            How many vectors were added. The others are dropped, which costs a later miss and nothing else.
+        """
+        self.insert(tag, keys, vectors)
+        return keys.size
+
+    @abstractmethod
+    def delete(self, tag: str, keys: KeyArray) -> int:
+        """Remove keys; return how many distinct ones were there, or -1 if counting is expensive."""
+
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
+        """Keep the order of changes to an open table from now on, for as long as its rows stay.
+
+        Returns:
+            The last positions given to `apply`, by partition; empty for a table that never followed a log.
+
+        Raises:
+            DatabaseError: this database cannot keep the order.
+        """
+        raise DatabaseError(f"following a log of updates for table {tag}: databases of type {self.kind} cannot keep its order")
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        """Apply the changes that are not older than the last change of their row.
+
+        A deleted row is remembered with the sequence of its deletion. A row that only a load wrote is older than any change. An
+        `insert` or a `delete` is later than all changes applied before it, and earlier than changes with a higher sequence
+        than those. Applying a change again leaves the same row.
+
+        Args:
+            tag: a table for which `follow_log` was called.
+            changes: may be empty.
+            positions: how far the log had been applied to *every* tier before these changes were read. They are stored with the
+                changes, so that reading continues there after a crash; what is then applied again changes nothing.
+
+        Returns:
+            (n,) bool: True for applied changes, False for rows with a later change. As durable as an `insert`.
+
+        Raises:
+            DatabaseError: each row has its old or its new state, with the matching sequence.
+        """
+        raise DatabaseError(f"updating table {tag}: databases of type {self.kind} cannot keep the order of updates")
+
+    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
+        """Yield the keys of rows that were changed online, deleted ones too, as far as `sequences_of` knows their last changes.
+
+        For databases that keep the order over restarts; none by default.
+        """
+        return iter(())
+
+    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
+        """Return the sequences of the last changes of rows, (n,) int64; 0 where a change has none."""
+        return np.zeros(keys.size, np.int64)
+
+    def copy_changes(self, tag: str, changes: RowChanges) -> None:
+        """Apply changes that the database below has just applied; a shared database may drop the rows instead."""
+        keys, vectors, deleted = changes.split()
+        if keys.size:
+            self.insert(tag, keys, vectors)
+        if deleted.size:
+            self.delete(tag, deleted)
+
+    @abstractmethod
+    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        """Yield every row once, in chunks of at most `chunk_rows`, in unspecified order, as arrays that the caller owns.
+
+        The scan may or may not see rows that are inserted or deleted while it runs; no vector is torn.
+        """
+
+    @abstractmethod
+    def size(self, tag: str) -> int:
+        """Count the rows of a table; an estimate if the engine counts lazily."""
+
+    @abstractmethod
+    def stats(self, tag: str) -> TableStats:
+        """Return the size of a table."""
+
+    @classmethod
+    def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
+        """Estimate what tables would take in an empty database of this configuration, without opening or connecting to one.
+
+        Args:
+            config: as for `from_config`.
+            tables: tag, dim and rows of each, as for `check_room`.
+
+        Returns:
+            Needs by table, and of the database itself. None by default.
+        """
+        return []
+
+    @classmethod
+    def index_bytes(cls, rows: int) -> int:
+        """Return the size of a copy of the index of a reserved table, for devices that read it in place; 0 by default."""
+        return 0
+
+    def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
+        """Refuse tables that do not fit beside the present ones, before any row is loaded. Nothing is reserved or created.
+
+        Args:
+            tables: tag, dim and total rows of each, all to be loaded. Rows that a table holds already need no more room.
+
+        Raises:
+            CapacityError: they do not fit; the message says what each needs, what is free and how to make room.
+            DatabaseError: the engine did not answer.
+        """
+
+    def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
+        """Return when rows were last written or loaded, (n,) int64, microseconds since 1970; 0 for absent keys or if unknown.
+
+        For a few keys at a time: this is slower than a lookup.
+        """
+        return np.zeros(keys.size, np.int64)
+
+    @abstractmethod
+    def tags(self) -> list[str]:
+        """List the tags of all tables, opened by this process or not, sorted."""
+
+    @abstractmethod
+    def drop_table(self, tag: str) -> None:
+        """Remove a table with its rows and its load record. Dropping a table that does not exist changes nothing."""
+
+    def release_table(self, tag: str) -> None:  # noqa: B027 - optional
+        """Free this process' memory of a table that no deployed model uses. Rows elsewhere stay."""
+
+    def discard_table(self, tag: str) -> bool:
+        """Drop a table, opened or not, that no process uses any more; return whether it was dropped."""
+        if self.read_only:
+            return False
+        self.drop_table(tag)
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the engine. Closing twice changes nothing."""
+
+    def host_table(self, tag: str) -> HostTable | None:
+        """Return the table for devices that read it in place; None if they cannot."""
+        return None
+
+    def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:  # noqa: B027 - optional
+        """Make room for `rows` in total, so that loading need not grow the table step by step.
+
+        Args:
+            keys: the keys to be loaded, at least most of them, in parts that the next one may overwrite; read if of use.
+        """
+
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
+        """Claim the right to load an open table, before the first `load_chunk`.
+
+        A shared database remembers the loaded rows, and empties a table that holds another model. The process with the claim
+        loads the rows in order and then calls `finish_load`. If it dies, another may claim the rest after a while. Other
+        databases always grant the claim.
+
+        Args:
+            fingerprint: identifies the model files.
+            rows: how many leading rows of the files the table is to hold.
+            wait_s: how long to wait while another process loads.
+            replaces: whether to empty a table that holds another model while other processes use it, which then need a
+                database below.
+
+        Returns:
+            The first row to load; `rows` if the table has them all; None if another process is still loading after `wait_s`.
+
+        Raises:
+            DatabaseError: other processes use another model's rows, and they must stay.
+        """
+        return 0
+
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        """Insert one chunk of a model in bulk; `record` describes the table after it."""
+        self.insert(tag, keys, vectors)
+
+    def finish_load(self, tag: str) -> None:  # noqa: B027 - optional
+        """Let the engine settle (flush, compact, give up a lease). Called once, after the last `load_chunk` of a table."""
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        """Return which model files a table holds; None if unknown.
+
+        The first `insert` or `delete` after a load marks the record as modified, durably, before it changes a row.
+        """
+        return None
+
+    def writer_token(self, tag: str) -> str | None:
+        """Return the token of this table's modifications, for shared databases above; None if unmodified since the load.
+
+        The first `insert` or `delete` stores one durably before it changes a row.
+        """
+        return None
+
+    def renew_writer_token(self, tag: str) -> str | None:
+        """Replace the token, if there is one, durably before the next modification returns; return the new token.
+
+        A shared database then no longer relies on its rows of the table.
+        """
+        return None
+
+    def stand_above(self, tag: str, database: "Database", below: str = "") -> None:  # noqa: B027 - optional
+        """Name the database of this process that holds every row of an open table.
+
+        Args:
+            below: the tag of the table there; by default the same.
+
+        From then on a shared database shows no row older than a modification by this process, including modifications before
+        its start. Where it cannot tell, it has no rows and takes none.
+        """
+
+
+class InProcessDatabase(Database):
+    """A volatile database in the memory of this process."""
+
+    in_process = True
+
+    def release_table(self, tag: str) -> None:
+        self.drop_table(tag)
+
+
+class SharedDatabase(Database):
+    """A volatile database that several processes share. One of them at a time loads a table."""
+
+    shared = True
+
+    @abstractmethod
+    def claim_load(
+        self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True
+    ) -> int | None: ...
+
+    def used_by_others(self, tag: str) -> bool:
+        """Whether other processes use a table, opened by this one or not; False by default."""
+        return False
+
+    def clear_table(self, tag: str, fingerprint: str) -> bool:
+        """Drop a table with the rows of other files, opened or not, unless another process uses it.
+
+        Returns:
+            Whether these files can be loaded into it without taking rows from another process.
+        """
+        return True
+
+    def empty_table(self, tag: str) -> bool:
+        """Drop a table, opened or not and whoever wrote it, unless another process uses it; return whether it was dropped."""
+        self.drop_table(tag)
+        return True
+
+    def lacks_rows(self, tag: str) -> bool:
+        """Whether an open table has lost rows that were loaded, or their load or copy did not end; False by default."""
+        return False
+
+    def holds_writes(self, tag: str) -> bool:
+        """Whether an open table has rows that processes modified online; False by default."""
+        return False
+
+    def claim_copy(self, tag: str, fingerprint: str, rows: int) -> bool:
+        """Claim the right to fill an open table that lacks rows from the database below, while all processes use it.
+
+        If the process with the claim dies, another may have it after a while.
+
+        Args:
+            fingerprint, rows: as for `claim_load`; recorded when the copy is complete.
+
+        Returns:
+            False if the table lacks no rows or cannot be filled, or if another process fills or loads it.
+        """
+        return False
+
+    def copy_rows(self, tag: str, keys: KeyArray, vectors: FloatArray) -> bool:
+        """Add or replace rows with those of the database below, which no modification by this process may overtake.
+
+        Returns:
+            Whether all were stored. They are not where other processes have modified the table: theirs may be newer.
+        """
+        return False
+
+    def end_copy(self, tag: str, outcome: CopyOutcome) -> None:
+        """End a copy. A table of which a copy was `refused` does not count as lacking rows until it loses some again."""
+
+    def discard_table(self, tag: str) -> bool:
+        """Stop using a table; the last user drops it. Return whether it was dropped, by default never.
+
+        A process uses a table from `open_table` until it discards or drops it, closes the database, or dies; the use of a dead
+        process counts for a while. Tables that other programs may use are left alone. Later calls of this process with the tag
+        raise `UnknownTableError` until it opens the table again.
+        """
+        return False
+
+
+class PersistentDatabase(Database):
+    """A database that holds every row, and remembers which model files they came from."""
+
+    persistent = True
+
+    directory: Path | None = None
+    """Local directory that lasts as long as the tables, where files of callers may stand; None if there is none."""
+
+    def must_drop(self, tag: str, dim: int, *, force: bool = False) -> bool:
+        """Return whether a table, not open here, must be dropped before it is loaded: it was loaded with another width.
+
+        Args:
+            dim: of the table to be loaded.
+            force: also if it is damaged, or its rows may be of other origin than files.
+        """
+        return False
+
+    @classmethod
+    def inspect(cls, path: Path) -> DatabaseReport:
+        """Read a whole database that no process writes to, without changing it.
+
+        Raises:
+            DatabaseError: it cannot be opened, or this kind of database has no inspection.
+        """
+        raise DatabaseError(f"inspecting {path}: databases of type {cls.kind} cannot be inspected")
+
+    def writer_token(self, tag: str) -> str | None:
+        """Return a token that differs by object, so that a shared database never relies on an earlier process' writes."""
+        tokens: dict[str, str] = self.__dict__.setdefault("_writer_tokens", {})
+        return tokens.setdefault(tag, secrets.token_hex(6))
+
+    def renew_writer_token(self, tag: str) -> str | None:
+        if self.writer_token(tag) is not None:
+            self.__dict__["_writer_tokens"][tag] = secrets.token_hex(6)
+        return self.writer_token(tag)
+
+    @abstractmethod
+    def load_record(self, tag: str) -> LoadRecord | None: ...
+
+    @abstractmethod
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        """Insert one chunk of a model in bulk, then store `record`, which counts this chunk.
+
+        A process that is killed between the two leaves the older record; loading the chunk again changes nothing.
+        """

@@ -1,0 +1,213 @@
+"""Lets devices read a table in place: pins its memory and keeps it while they read.
+
+Devices see only a `HostLayout`. The writer pins new memory and publishes a new layout before it links a row of new slabs and
+before it retires replaced buckets. A layout holds the pins of its memory, and a pin holds its pages. So memory that a kernel
+may read, which is that of the layout held by its launcher, is neither unpinned nor unmapped.
+"""
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.errors import DeviceError, InvalidInputError
+from hps.ground.memory.host_tables import BucketChanges, HostLayout, HostTable, Pinner
+from hps.stores.hash_map.layout import CHANGES_LIMIT, VERSION_BYTES
+from hps.stores.hash_map.memory import Buckets, Pages, Slabs
+
+if TYPE_CHECKING:
+    from hps.stores.hash_map.table import HashMapTable
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 256 << 20
+"""Maximum bytes to pin at once, a multiple of any page, so that the process stalls briefly and progress is visible."""
+_PIN_TIMEOUT_S: Final = 600.0
+
+
+class PinnedPages:
+    """Pages that devices may read. They are unpinned with the last reference, before they are unmapped."""
+
+    __slots__ = ("_pages", "_pieces", "_pinner")
+
+    def __init__(self, pages: Pages, pinner: Pinner, pinned: Callable[[int], None]) -> None:
+        """Pin all of `pages`, or nothing; `pinned` is called with the bytes of each piece."""
+        self._pages, self._pinner = pages, pinner
+        self._pieces: list[int] = []
+        pages.keep_from_children()
+        try:
+            for start in range(0, pages.whole_bytes, PIECE_BYTES):
+                size_bytes = min(PIECE_BYTES, pages.whole_bytes - start)
+                pinner.pin(pages.address + start, size_bytes)
+                self._pieces.append(pages.address + start)
+                pinned(size_bytes)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        while self._pieces:
+            self._pinner.unpin(self._pieces.pop())
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # the pinner's modules are gone then, and the system unpins what a process leaves
+            self.undo()
+
+
+class TableInPlace(HostTable):
+    """A table of the hash map as devices read it. *Thread-safe*; only the writer calls `show`.
+
+    The first pinner pins for all devices of the process, since memory registered with one is registered with all. Watchers must
+    not raise. A watcher that is removed while it is called may be called once more.
+    """
+
+    def __init__(self, tag: str, table: "HashMapTable") -> None:
+        """Offer a table, which owns this object; no reference to it is kept."""
+        self._tag = tag
+        self._table = weakref.ref(table)
+        self._pinning = threading.Lock()
+        self._changing = threading.Lock()  # of the layout, or of whether there can be any; watchers are called under it
+        self._pinner: Pinner | None = None
+        self._pins: dict[Pages, PinnedPages] = {}
+        self._layout: HostLayout | None = None
+        self._closed = False
+        self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
+        self._mirrors: dict[object, Callable[[BucketChanges], None]] = {}
+        self._mirrored: npt.NDArray[np.uint64] | None = None  # versions that mirrors were told of last; None: they copy all
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(pages.whole_bytes for pages in self._pins)
+
+    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
+        """As `HostTable.pin`; writers wait only while the table grows."""
+        if not self._pinning.acquire(timeout=_PIN_TIMEOUT_S):
+            raise DeviceError(f"hash map: pinning table {self._tag!r}: another call has been doing so for {_PIN_TIMEOUT_S} s")
+        try:
+            if self._pinner is None:
+                self._pin(pinner, progress or (lambda done, total: None))
+        finally:
+            self._pinning.release()
+
+    def layout(self) -> HostLayout | None:
+        return self._layout
+
+    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
+        token = object()
+        self._watchers[token] = watcher
+        return lambda: self._watchers.pop(token, None) and None
+
+    def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
+        table, token = self._table(), object()
+        if table is None or self._layout is None:
+            raise self._refused("it is not pinned, or was dropped")
+        with table.writing("starting a mirror of its buckets"):
+            table.log_changes()
+            self._mirrors[token] = mirror
+            self._mirrored = None
+        return lambda: self._mirrors.pop(token, None) and None
+
+    def end_write(self, slabs: Slabs) -> None:
+        """Tell mirrors what was written, as the writer."""
+        if not self._mirrors or self._layout is None or slabs.versions is None or slabs.changes is None:
+            return
+        log, versions = slabs.changes.words(), slabs.versions.words()[:: VERSION_BYTES // 8].copy()
+        noted, before = int(log[0]), self._mirrored
+        if before is not None and not noted and np.array_equal(before, versions):
+            return
+        buckets = None if before is None or noted > CHANGES_LIMIT else log[1 : 1 + noted].copy()
+        log[0] = 0
+        self._mirrored = versions
+        for mirror in list(self._mirrors.values()):
+            mirror(BucketChanges(buckets, versions))
+
+    def close(self) -> None:
+        with self._changing:
+            if not self._closed:
+                self._closed, self._pinner, self._pins = True, None, {}
+                self._tell(None)
+
+    def show(self, buckets: Buckets, slabs: Slabs) -> None:
+        """Pin new memory of a pinned table and show it to devices, as the writer. Cheap if there is none."""
+        pinner, shown = self._pinner, self._layout
+        if pinner is None or (shown and shown.words is buckets.layout and shown.slabs.size == slabs.count):
+            return
+        pins = dict(self._pins)
+        try:
+            _add(pins, (buckets, slabs), pinner, lambda done, total: None)
+        except DeviceError as error:
+            _log.warning(
+                "hash map: table %r grew, and devices cannot read its new memory: %s. From now on its vectors reach them "
+                "through the CPU, which is slower; raise the limit on locked memory, then restart",
+                self._tag,
+                str(error),  # the error itself would keep pins, wherever the record is kept
+            )
+            self.close()
+        else:
+            self._show(buckets, slabs, pinner, pins)
+
+    def _pin(self, pinner: Pinner, progress: Callable[[int, int], None]) -> None:
+        table = self._table()
+        if table is None or self._closed:
+            raise self._refused("it was dropped, or memory that it grew by could not be pinned")
+        if table.notes_accesses:
+            raise self._refused("its overflow_policy goes by accesses, which a device does not note; expected evict_random")
+        pins: dict[Pages, PinnedPages] = {}
+        with table.writing("making versions of its stripes"):
+            table.share()
+        try:
+            _add(pins, table.memory, pinner, progress)
+            with table.writing("pinning the memory"):
+                _add(pins, table.memory, pinner, progress)
+                if not self._show(*table.memory, pinner, pins):
+                    raise self._refused("it was dropped meanwhile")
+        except BaseException:
+            if self._pinner is None:
+                for pin in pins.values():
+                    pin.undo()
+            raise
+
+    def _show(self, buckets: Buckets, slabs: Slabs, pinner: Pinner, pins: dict[Pages, PinnedPages]) -> bool:
+        with self._changing:
+            if self._closed:
+                return False
+            self._pinner = pinner
+            self._pins = {pages: pins[pages] for pages in _pages_of(buckets, slabs)}
+            slabs.pinned = True
+            self._mirrored = None
+            self._tell(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
+        return True
+
+    def _tell(self, layout: HostLayout | None) -> None:
+        self._layout = layout
+        for watcher in list(self._watchers.values()):
+            watcher(layout)
+
+    def _refused(self, why: str) -> InvalidInputError:
+        return InvalidInputError(f"hash map: table {self._tag!r} cannot be read by devices in place: {why}")
+
+
+def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
+    versions = [slabs.versions] if slabs.versions else []
+    return [*buckets.pages, *(extent.pages for extent in slabs.extents), *versions]
+
+
+def _add(
+    pins: dict[Pages, PinnedPages], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]
+) -> None:
+    missing = [pages for pages in _pages_of(*memory) if pages not in pins]
+    total = sum(pages.whole_bytes for pages in (*pins, *missing))
+    done = total - sum(pages.whole_bytes for pages in missing)
+
+    def pinned(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        progress(done, total)
+
+    for pages in missing:
+        pins[pages] = PinnedPages(pages, pinner, pinned)

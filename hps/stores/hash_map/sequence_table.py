@@ -1,0 +1,92 @@
+"""The order of changes to one table of the hash map: the sequence of each row's last change, including deleted rows."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from hps.errors import DatabaseTimeoutError
+from hps.stores.base import LogPosition, Partition, RowChanges
+from hps.stores.hash_map.table import HashMapTable
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+
+
+class SequenceTable:
+    """Changes a table that follows a log, one call at a time. *Thread-safe.*
+
+    Sequences are stored as the bits of another table's vectors. That table never evicts, or an older change could count as the
+    latest. So it takes 22 to 28 bytes for each key that was ever changed online.
+
+    Args:
+        sequences: an empty table of width 2.
+        timeout_s: time limit of a call for running ones.
+    """
+
+    def __init__(self, table: HashMapTable, sequences: HashMapTable, timeout_s: float) -> None:
+        self.positions: dict[Partition, LogPosition] = {}
+        self._table = table
+        self._sequences = sequences
+        self._highest = 0  # applied sequence
+        self._changing = threading.Lock()
+        self._timeout_s = timeout_s
+
+    def insert(self, keys: KeyArray, vectors: FloatArray) -> None:
+        """As `Database.insert`."""
+        with self._alone("inserting"):
+            self._table.insert(keys, vectors)
+            self._changed_now(keys)
+
+    def delete(self, keys: KeyArray) -> int:
+        """As `Database.delete`."""
+        with self._alone("deleting"):
+            deleted = self._table.delete(keys)
+            self._changed_now(keys)
+        return deleted
+
+    def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        """As `Database.apply`."""
+        with self._alone("updating"):
+            before = np.zeros(changes.keys.size, np.int64)
+            self._sequences.fetch(changes.keys, _bits(before), np.zeros(before.size, np.bool_))
+            latest: BoolArray = before <= changes.sequences
+            made = changes.at(latest)
+            self._sequences.insert(made.keys, _bits(made.sequences))
+            keys, vectors, deleted = made.split()
+            try:
+                self._table.insert(keys, vectors)
+                self._table.delete(deleted)
+            except BaseException:
+                undone = ~self._are_made(made)
+                self._sequences.insert(made.keys[undone], _bits(before[latest][undone]))
+                raise
+            self._highest = max(self._highest, int(made.sequences.max(initial=0)))
+            self.positions = self.positions | dict(positions)
+        return latest
+
+    def _changed_now(self, keys: KeyArray) -> None:
+        if self._highest:  # else the rows are older than any change of a log
+            self._sequences.insert(keys, _bits(np.full(keys.size, self._highest + 1, np.int64)))
+
+    def _are_made(self, changes: RowChanges) -> BoolArray:
+        vectors, there = np.empty_like(changes.vectors), np.zeros(changes.keys.size, np.bool_)
+        self._table.fetch(changes.keys, vectors, there)
+        equal = there & (vectors.view(np.uint32) == changes.vectors.view(np.uint32)).all(axis=1)
+        return equal if changes.deleted is None else np.where(changes.deleted, ~there, equal)
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        if not self._changing.acquire(timeout=self._timeout_s):
+            raise DatabaseTimeoutError(
+                f"hash map: {doing} rows of a table that follows a log: other threads changed it for all of "
+                f"{self._timeout_s} s; write fewer rows at once, or from fewer threads"
+            )
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+
+def _bits(sequences: IndexArray) -> FloatArray:
+    """Return sequences as vectors, (n, 2), over the same memory."""
+    return sequences.view(np.float32).reshape(-1, 2)

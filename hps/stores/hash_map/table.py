@@ -1,0 +1,316 @@
+"""One table of the hash map: serialises its writers, and grows."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.errors import DatabaseError, DatabaseTimeoutError
+from hps.ground.log_limits import LineLimit
+from hps.stores.base import UNBOUNDED_ROWS, TableStats
+from hps.stores.hash_map.eviction import ACCESS, HashMapOverflow
+from hps.stores.hash_map.in_place import TableInPlace
+from hps.stores.hash_map.kernels import (
+    NO_BUCKETS,
+    NO_ROWS,
+    count_holes,
+    count_present,
+    delete,
+    fetch,
+    insert,
+    scan,
+    show_all_holes,
+)
+from hps.stores.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
+from hps.stores.hash_map.memory import MAX_ROWS, Buckets, Slabs, dense_rows
+from hps.types import BoolArray, FloatArray, KeyArray
+
+SLICE_ROWS: Final = 16_384
+"""Rows that an insertion or a deletion writes before another writer may take its turn."""
+_SCAN_ROWS: Final = 4096
+_BACKOFF_S: Final = 50e-6
+_STAMPS_A_SECOND: Final = 16
+_STAMP_LIMIT: Final = 2**32 - 1
+_EVERYTHING: Final = np.empty(0, np.bool_)
+_log = logging.getLogger(__name__)
+
+
+class HashMapTable:
+    """Vectors of one width by key. *Thread-safe.*
+
+    Readers take no lock. They wait only while a writer changes the bucket that they read. Writers wait for one another, and a
+    long call lets others in between its slices.
+
+    A reader holds the buckets that it reads: outgrown buckets are unmapped when their last reader has finished. Slabs live as
+    long as the table, which its readers also hold, so a table can be dropped while it is read.
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        dim: int,
+        *,
+        allocation_rate: int,
+        initial_buckets: int,
+        batch_rows: int,
+        overflow: HashMapOverflow | None,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.dim = dim
+        self._tag = tag
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._opened_at = clock()
+        self._overflow = overflow
+        self._batch_rows = batch_rows
+        self._access = ACCESS[overflow.policy] if overflow else KEEP
+        self._slabs = Slabs(tag, dim * 4, self._access != KEEP, allocation_rate)
+        self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
+        self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
+        self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
+        self._evictions = self._evictions_said = 0
+        self._eviction_lines = LineLimit()
+        self._writer = threading.Lock()
+        self._outgrown: Buckets | None = None
+        self.in_place = TableInPlace(tag, self)
+
+    def fetch(
+        self,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, dim)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        """As `Database.fetch`."""
+        filled: int = 0
+        position = 0
+        now = self._now()
+        deadline = None
+        spare = np.empty(self.dim, np.float32)
+        while True:
+            buckets = self._buckets  # held here while the kernel reads its memory
+            more, position, state = fetch(buckets.layout, keys, out, found, spare, position, self._access, now)
+            filled += more
+            if state == DONE:
+                return filled
+            if state == BUSY:
+                # The writer lost its processor in the middle of a bucket; it may need ours to finish.
+                deadline = deadline or time.monotonic() + self._timeout_s
+                if time.monotonic() > deadline:
+                    raise DatabaseTimeoutError(
+                        f"hash map: fetching {keys.size} keys of table {self._tag!r}: a bucket stayed half-written for "
+                        f"{self._timeout_s} s; the machine is overloaded, or the writing thread was stopped by a debugger"
+                    )
+                time.sleep(_BACKOFF_S)
+
+    def insert(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        """As `Database.insert`, in batches; the overflow rule applies to each."""
+        for start in range(0, keys.size, self._batch_rows):
+            batch = slice(start, start + self._batch_rows)
+            with self.writing(f"inserting {keys.size} keys"):
+                if start == 0:
+                    self._check_row_numbers(keys)
+                self._enter(keys[batch], vectors[batch])
+            if self._evictions > self._evictions_said and self._eviction_lines.take():
+                self._say_evictions()
+
+    def delete(self, keys: KeyArray) -> int:
+        """As `Database.delete`."""
+        deleted = 0
+        for start in range(0, keys.size, SLICE_ROWS):
+            with self.writing(f"deleting {keys.size} keys"):
+                deleted += delete(
+                    self._buckets.layout,
+                    self._slabs.counters,
+                    self._buckets.segment_rows,
+                    self._partition_rows,
+                    keys[start : start + SLICE_ROWS],
+                )
+        return deleted
+
+    def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        """As `Database.scan`. Writers write between two steps of the scan."""
+        cursor, state = np.zeros(1, np.uint64), NO_ROWS
+        room = max(min(chunk_rows, self.rows), _SCAN_ROWS)
+        while state != DONE:
+            keys, vectors = np.empty(room, np.int64), np.empty((room, self.dim), np.float32)
+            with self.writing("scanning"):
+                rows, state = scan(self._buckets.layout, cursor, keys, vectors)
+            if rows == 0:
+                room *= 2
+            for start in range(0, rows, chunk_rows):
+                stop = min(start + chunk_rows, rows)
+                yield keys[start:stop], vectors[start:stop]
+
+    def reserve(self, rows: int, keys: Iterable[KeyArray] = ()) -> None:
+        """Map memory for `rows` in total at once: growth in steps would move buckets and spread rows over extents.
+
+        Args:
+            keys: the keys of these rows, if known: an empty table is dense if they are. Read without a lock.
+        """
+        dense = dense_rows(rows, keys) if self._overflow is None and not self._slabs.extents and rows <= MAX_ROWS else 0
+        with self.writing(f"reserving {rows} rows"):
+            if rows > MAX_ROWS:
+                raise self._too_many(f"reserving {rows} rows")
+            if self._overflow:
+                rows = min(rows, self.capacity_rows)
+            larger = self._buckets
+            if dense and not self._slabs.extents:
+                self._slabs.reserve_dense(dense)
+                larger = larger.described_again()
+                count_holes(larger.layout)
+                show_all_holes(larger.layout)
+                _log.info(
+                    "hash map: table %r is dense: its rows lie at the numbers of their keys, 0 to %d", self._tag, dense - 1
+                )
+            self._slabs.reserve(rows)
+            self._replace_buckets(larger.with_room_for(rows))
+
+    @property
+    def rows(self) -> int:
+        return int(self._slabs.counters[ROWS])
+
+    @property
+    def capacity_rows(self) -> int:
+        """Number of rows at which the table evicts, or `UNBOUNDED_ROWS`."""
+        return self._overflow.partitions * self._overflow.margin if self._overflow else UNBOUNDED_ROWS
+
+    @property
+    def notes_accesses(self) -> bool:
+        """Whether readers must note each access to a row."""
+        return self._access != KEEP
+
+    @property
+    def memory(self) -> tuple[Buckets, Slabs]:
+        return self._buckets, self._slabs
+
+    def share(self) -> None:
+        """Maintain versions for devices from now on, as the writer."""
+        self._slabs.share()
+        self._buckets = self._buckets.described_again()
+        show_all_holes(self._buckets.layout)
+
+    def log_changes(self) -> None:
+        """Note changed buckets for mirrors from now on, as the writer."""
+        self._slabs.log_changes()
+        self._buckets = self._buckets.described_again()
+        self._show_growth()
+
+    def stats(self) -> TableStats:
+        """Return the size; the overhead is the committed memory beside the vectors: buckets, stamps, free rows."""
+        rows = self.rows
+        vector_bytes = rows * self._slabs.vector_bytes
+        held = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
+        return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows, self._evictions)
+
+    def further_bytes(self, rows: int) -> int:
+        """Estimate how many more bytes the table needs for a total of `rows`, or for as many as it may hold."""
+        rows = min(rows, self.capacity_rows)
+        return self._slabs.further_bytes(rows) + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
+
+    def bytes_for(self, rows: int) -> int:
+        """Estimate the total bytes that the empty table needs for a number of rows."""
+        empty = self.stats()
+        return empty.overhead_bytes + self.further_bytes(rows)
+
+    def _now(self) -> int:
+        if self._access != STAMP:
+            return 0
+        return min(int((self._clock() - self._opened_at) * _STAMPS_A_SECOND), _STAMP_LIMIT)
+
+    @contextmanager
+    def writing(self, doing: str) -> Iterator[None]:
+        """Be the only writer of the table."""
+        if not self._writer.acquire(timeout=self._timeout_s):
+            raise DatabaseTimeoutError(
+                f"hash map: {doing} of table {self._tag!r}: other threads wrote to it for all of {self._timeout_s} s; "
+                "write fewer rows at once, or from fewer threads"
+            )
+        try:
+            self._show_growth()
+            yield
+        finally:
+            try:
+                self.in_place.end_write(self._slabs)
+            finally:
+                self._writer.release()
+
+    def _say_evictions(self) -> None:
+        evicted, self._evictions_said = self._evictions - self._evictions_said, self._evictions
+        _log.info(
+            "hash map: table %r is full, %d rows were evicted for others since the last such line; its partitions hold at most "
+            "%d rows (volatile_db.num_partitions x overflow_margin)",
+            self._tag,
+            evicted,
+            self.capacity_rows,
+        )
+
+    def _check_row_numbers(self, keys: KeyArray) -> None:
+        if self.rows + keys.size > MAX_ROWS:
+            distinct = np.unique(keys)
+            if self.rows + distinct.size - count_present(self._buckets.layout, distinct) > MAX_ROWS:
+                raise self._too_many(f"inserting {keys.size} keys")
+
+    def _too_many(self, doing: str) -> DatabaseError:
+        return DatabaseError(
+            f"hash map: {doing} of table {self._tag!r}, which holds {self.rows}: it would hold more than {MAX_ROWS} rows, the "
+            "most that a table can; nothing was changed. Bound it with overflow_margin, or use a persistent database alone"
+        )
+
+    def _enter(self, keys: KeyArray, vectors: FloatArray) -> None:
+        """Add or replace a batch, as the writer."""
+        kept = _EVERYTHING
+        if self._overflow:
+            before = self.rows
+            kept = self._overflow.make_room(
+                self._buckets.layout,
+                self._slabs.counters,
+                self._buckets.segment_rows,
+                self._partition_rows,
+                self._random,
+                keys,
+                self._slabs.capacity_rows,
+            )
+            self._evictions += before - self.rows
+        position = 0
+        while True:
+            position, state, segment = insert(
+                self._buckets.layout,
+                self._slabs.counters,
+                self._buckets.segment_rows,
+                self._partition_rows,
+                keys,
+                vectors,
+                kept,
+                (position, keys.size),
+                (self._access, self._now()),
+            )
+            if state == DONE:
+                return
+            if state == NO_BUCKETS:
+                self._replace_buckets(self._buckets.grown(segment))
+            else:
+                self._slabs.extend()
+                self._show_growth()
+
+    def _replace_buckets(self, larger: Buckets) -> None:
+        """Redirect readers to larger buckets with the same rows, as the writer."""
+        self._outgrown = self._buckets  # if an interrupt ends this here, the next writer retires them
+        self._buckets = larger
+        self._show_growth()
+
+    def _show_growth(self) -> None:
+        """Show new memory to devices, and redirect readers of outgrown buckets, before the next write."""
+        self.in_place.show(self._buckets, self._slabs)
+        if self._outgrown is not None:
+            self._outgrown.retire_what_is_not_in(self._buckets)
+        self._outgrown = None

@@ -1,0 +1,549 @@
+"""The nodes of a Redis server or cluster: sends requests in parallel, follows redirections, enforces deadlines.
+
+redis-py opens and pools the connections and tracks the cluster (`NodesManager`). Requests are sent here, because a call spans
+many partitions on several nodes under one deadline.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from ssl import SSLContext
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from redis import Redis, exceptions
+from redis.cluster import ClusterNode, NodesManager
+from redis.connection import BlockingConnectionPool
+
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
+from hps.ground.threads.lifetimes import disown_in_children, refusal
+from hps.stores.redis.connections import BulkConnection, IdleConnections, PasswordFile, ReplyParser, time_left, until
+from hps.stores.redis.dialects import is_replica
+from hps.stores.redis.requests import Buffer, Call, Request
+
+_log = logging.getLogger(__name__)
+_DEFAULT_PORT: Final = 6379
+_SENTINEL_PORT: Final = 26379
+_ASK_SENTINELS_S: Final = 1.0  # a primary that is cut off from them does not say that it was replaced
+_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+_WINDOW: Final = 2 << 20
+"""Bytes in flight per connection: several typical requests, so that the server stays busy. Waiting requests and unread replies
+fit the system's buffers, so that neither side blocks."""
+_MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
+_ROUNDS: Final = 16  # of redirections: enough for a slot in migration
+_PAUSE_S: Final = 0.01
+_MOST_RESOLVING: Final = 32  # names at a time, also those without an answer
+_SCAN_COUNT: Final = 10_000
+_LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
+_NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
+"""Exceptions of redis-py if no cluster node answers, or none serves a slot."""
+_ADVICE: Final = {
+    "NOAUTH": "it expects a password: set user_name and password, or HPS_REDIS_PASSWORD",
+    "WRONGPASS": "user_name or password is wrong",
+    "NOPERM": "the user may not do this: grant it the commands and the keys hps_et{*",
+    "OOM": "it is full: give it more maxmemory, or lower overflow_margin",
+    "LOADING": "it is reading its data from disk; it answers when it has",
+    "READONLY": "it is a replica; give the address of the primary, or of its sentinels (sentinel_service)",
+    "MASTERDOWN": "it is a replica that has lost its primary",
+    "CLUSTERDOWN": "the cluster is not whole; see CLUSTER INFO",
+    "MISCONF": "it cannot save its data and therefore takes no writes; see its log",
+    "BUSY": "a script keeps it busy",
+    "NOREPLICAS": "too few replicas are connected to it for a write",
+    "WRONGTYPE": "another program uses this key for something else",
+}
+
+
+def parse_addresses(address: str, *, sentinels: bool = False) -> list[tuple[str, int]]:
+    """Parse `host[:port]` and `unix:///path` addresses, separated by `,` or `;`. IPv6 addresses are in brackets.
+
+    Returns:
+        Hosts and ports; the path of a unix socket and 0.
+    """
+    addresses = []
+    for part in re.split("[,;]", address):
+        if part.strip().startswith("unix://"):
+            addresses.append((part.strip().removeprefix("unix://"), 0))
+            continue
+        found = re.fullmatch(r"(\[[^\]]+\]|[^:]+)(?::(\d+))?", part.strip())
+        if found is None:
+            raise DatabaseError(f"redis: address: got {part.strip()!r}, expected host[:port] or unix:///path")
+        addresses.append((found[1].strip("[]"), int(found[2] or (_SENTINEL_PORT if sentinels else _DEFAULT_PORT))))
+    return list(dict.fromkeys(addresses))
+
+
+class RedisNodes:
+    """A server, the masters of a cluster, or the primary that sentinels name. *Thread-safe.*
+
+    Args:
+        addresses: nodes, or sentinels, to ask for the topology.
+        user_name: ACL user; `default` or empty stands for Redis' default user.
+        password: empty if Redis expects none.
+        password_path: file with the password, read for every new connection, instead of `password`.
+        sentinel_service: name of the primary that the addresses, of sentinels, know; empty: they are those of servers.
+        sentinel_password: of the sentinels; empty if they expect none.
+        tls: None for plain connections.
+        tls_server_name: expected name in certificates.
+        connections: maximum connections per node.
+        connect_timeout_s: limit for opening a connection.
+        read_timeout_s: limit for silence of a node that owes a reply.
+        timeout_s: limit for one `run`.
+
+    Attributes:
+        facts: INFO of the first node that answered.
+
+    Raises:
+        DatabaseError: no node answers.
+    """
+
+    def __init__(
+        self,
+        addresses: list[tuple[str, int]],
+        *,
+        user_name: str,
+        password: str,
+        password_path: str = "",
+        sentinel_service: str = "",
+        sentinel_password: str = "",
+        tls: SSLContext | None,
+        tls_server_name: str,
+        connections: int,
+        connect_timeout_s: float,
+        read_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.facts: dict[str, Any] = {}
+        self._addresses = addresses
+        self._family: WeakValueDictionary[int, BulkConnection] = WeakValueDictionary()
+        self._settings: dict[str, Any] = {
+            "connection_class": BulkConnection,
+            "queue_class": IdleConnections,
+            "max_connections": connections,
+            "timeout": None,  # IdleConnections knows how long a call may wait
+            "protocol": 2,
+            "socket_connect_timeout": connect_timeout_s,
+            "socket_timeout": read_timeout_s,
+            "tls": tls,
+            "server_name": tls_server_name,
+            "family": self._family,
+            "resolving": threading.BoundedSemaphore(_MOST_RESOLVING),
+        }
+        user = None if user_name == "default" else user_name or None
+        self._credentials: dict[str, Any] = {"username": user if password else None, "password": password or None}
+        if password_path:
+            self._credentials = {"credential_provider": PasswordFile(user, password_path)}
+        self._service = sentinel_service
+        of_seeds = {"password": sentinel_password or None} if sentinel_service else self._credentials
+        self._seeds = [self._node(*address, of_seeds) for address in addresses]
+        self._primaries: dict[tuple[str, int], ClusterNode] = {}  # those that sentinels have named
+        self._server = self._seeds[0]  # without a cluster
+        self._cluster: NodesManager | None = None
+        self._refreshing = threading.Lock()
+        self._creating = threading.Lock()  # guards the creation of pools
+        self._refreshed_at = 0.0
+        self._failed: str | None = None  # node that caused the refresh
+        self._stale = False
+        self._complained = False  # about the last refresh
+        self._closed = False
+        disown_in_children(self)
+        with until(time.monotonic() + timeout_s):
+            self._discover()
+
+    @property
+    def clustered(self) -> bool:
+        return self._cluster is not None
+
+    @property
+    def served_slots(self) -> int:
+        """Number of hash slots that a node serves; 0 without a cluster."""
+        return len(self._cluster.slots_cache) if self._cluster else 0
+
+    @property
+    def open_connections(self) -> int:
+        """All open connections, in use or idle."""
+        return sum(connection.is_connected for connection in self._connections())
+
+    def ask(self, slot: int, *words: str | bytes | int) -> Any:
+        """Run one command and return its reply; raises as `run` does."""
+        call = Call(slot, *words)
+        self.run([call])
+        return call.reply
+
+    def run(self, requests: Sequence[Request], deadline: float | None = None) -> None:
+        """Run requests, those of one slot in order; return when each has its reply.
+
+        Args:
+            requests: each goes to the node that serves its slot.
+            deadline: time limit, on the monotonic clock; default: `timeout_s` from now.
+
+        Raises:
+            DatabaseError: at least one failed. Those of other nodes are done.
+        """
+        deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
+        with until(deadline):
+            self._refresh()
+            at: dict[ClusterNode, list[Request]] = {}
+            if self._cluster:
+                for request in requests:
+                    at.setdefault(self._node_of(self._cluster, request.slot), []).append(request)
+            elif requests:
+                at[self._server] = list(requests)
+            self._run(at)
+
+    def name_of(self, slot: int) -> str:
+        """Return host and port of the node believed to serve a slot."""
+        name: str = (self._node_of(self._cluster, slot) if self._cluster else self._server).name
+        return name
+
+    def client(self, slot: int) -> Redis:
+        """Return redis-py's client of the node that serves a slot."""
+        client: Redis = (self._node_of(self._cluster, slot) if self._cluster else self._server).redis_connection
+        return client
+
+    def keys(self, pattern: bytes) -> Iterator[bytes]:
+        """Yield the matching keys of all nodes, possibly with duplicates; raises as `run` does."""
+        for node in self._cluster.get_nodes_by_server_type("primary") if self._cluster else [self._server]:
+            cursor = b"0"
+            while True:
+                scan = Call(0, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+                with until(time.monotonic() + self.timeout_s):
+                    self._run({node: [scan]})
+                cursor, keys = scan.reply
+                yield from keys
+                if cursor == b"0":
+                    break
+
+    def close(self) -> None:
+        """Close every connection. Calls on other threads fail."""
+        self._closed = True
+        for connection in self._connections():
+            connection.disconnect()
+
+    def disown(self) -> None:
+        """In a forked child: close its copies of the sockets. redis-py does not shut down another process's sockets."""
+        self.close()
+
+    def _connections(self) -> list[Any]:
+        found = (reference() for reference in self._family.valuerefs())
+        return [connection for connection in found if connection is not None]
+
+    def _node(self, host: str, port: int, credentials: dict[str, Any]) -> ClusterNode:
+        pool = BlockingConnectionPool(host=host, port=port, **credentials, **self._settings)
+        return ClusterNode(host, port, "primary", Redis(connection_pool=pool))
+
+    # Topology.
+
+    def _discover(self) -> None:
+        """Ask the configured nodes in turn for the topology."""
+        if self._service:
+            self._server = self._ask_sentinels()
+            return
+        failures: list[str] = []
+        replica: ClusterNode | None = None
+        for tried, seed in enumerate(self._seeds):
+            share_s = time_left() / (len(self._seeds) - tried)  # leaves time for the others if this one is silent
+            try:
+                with until(time.monotonic() + share_s):
+                    facts = seed.redis_connection.info()
+            except (exceptions.RedisError, DatabaseError) as error:
+                failures.append(str(_database_error(seed, error)))
+                continue
+            self.facts = facts
+            if facts.get("cluster_enabled"):
+                self._cluster = self._find_cluster()
+                return
+            if not is_replica(facts):
+                self._server = seed
+                return
+            replica = replica or seed
+        if replica is None:
+            raise DatabaseError(f"redis: none of {len(self._seeds)} nodes could be asked: " + " | ".join(failures))
+        self._server = replica
+
+    def _ask_sentinels(self) -> ClusterNode:
+        """Ask the sentinels in turn for the primary, first the one whose answer was right the last time."""
+        failures: list[str] = []
+        for tried, sentinel in enumerate(self._seeds):
+            asked = sentinel
+            try:
+                with until(time.monotonic() + time_left() / (len(self._seeds) - tried)):
+                    words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+                    found = sentinel.redis_connection.execute_command(*words)
+                    if not found:
+                        raise DatabaseError(f"it knows no primary named {self._service!r} (sentinel_service)")
+                    at = found[0].decode(), int(found[1])
+                    asked = self._primaries.get(at) or self._node(*at, self._credentials)
+                    self._primaries[at] = asked
+                    facts = asked.redis_connection.info()
+                    if is_replica(facts):
+                        raise DatabaseError(f"it is a replica, and sentinel {sentinel.name} takes it for the primary")
+            except (exceptions.RedisError, DatabaseError) as error:
+                failures.append(str(_database_error(asked, error)))
+                continue
+            self.facts = facts
+            self._seeds = [sentinel, *(one for one in self._seeds if one is not sentinel)]
+            return asked
+        raise DatabaseError(f"redis: none of {len(failures)} sentinels led to a primary: " + " | ".join(failures))
+
+    def _find_cluster(self) -> NodesManager:
+        try:
+            return NodesManager(
+                self._seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **self._credentials, **self._settings
+            )
+        except _NO_CLUSTER as error:
+            raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
+
+    def _refresh(self) -> None:
+        """Refresh the topology after a failure, unless another thread does; until then the known nodes serve."""
+        due = self._stale or (self._service and time.monotonic() > self._refreshed_at + _ASK_SENTINELS_S)
+        if not due or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
+            return
+        if not self._refreshing.acquire(blocking=False):
+            return
+        try:
+            self._stale = False  # errors from now on cause another refresh
+            with until(time.monotonic() + time_left() / 2):  # the rest is for the call itself
+                if self._cluster:  # asks the known nodes first, then the configured ones
+                    self._cluster.initialize(
+                        self._addresses, disconnect_startup_nodes_pools=False, last_failed_node_name=self._failed
+                    )
+                else:
+                    self._discover()
+            self._complained = False
+        except (*_NO_CLUSTER, DatabaseError) as error:
+            self._stale = True
+            if not self._complained:
+                self._complained = True
+                _log.warning("%s; the nodes known before are asked", error)
+        finally:
+            self._refreshed_at = time.monotonic()
+            self._refreshing.release()
+
+    def _doubt(self, failed: ClusterNode | None = None) -> None:
+        """Refresh the topology before the next call, if there are several nodes; ask one that failed after the others."""
+        if self._cluster or self._service or len(self._seeds) > 1:
+            self._failed = failed.name if failed else self._failed
+            self._stale = True
+
+    def _node_of(self, cluster: NodesManager, slot: int) -> ClusterNode:
+        serving = cluster.slots_cache.get(slot)  # the master and its replicas
+        if not serving:
+            self._doubt()
+            raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
+        return serving[0]
+
+    def _redirected(self, cluster: NodesManager, node: ClusterNode, error: exceptions.AskError) -> ClusterNode:
+        """Return the target of a MOVED or ASK reply; it may be a node that serves no slot yet."""
+        error.host = error.host or node.host
+        if isinstance(error, exceptions.MovedError):
+            with suppress(KeyError):  # no node served the slot
+                cluster.move_slot(error)
+            self._doubt()
+        target = ClusterNode(error.host, error.port, "primary")
+        return cluster.nodes_cache.setdefault(target.name, target)
+
+    # Requests and replies.
+
+    def _run(self, at: dict[ClusterNode, list[Request]]) -> None:
+        if self._closed:
+            raise refusal(self, "redis")
+        retried: set[str] = set()
+        for rounds in range(_ROUNDS):
+            if rounds > 2:  # a slot in migration, or nodes that do not agree yet
+                time.sleep(min(_PAUSE_S * rounds, max(0.0, time_left())))
+            again: dict[ClusterNode, list[Request]] = {}
+            failures: list[Exception] = []
+            for lane in self._exchange(at, failures):
+                if lane.fault is None:
+                    continue
+                # An idle connection may have been closed by the server: after a restart, or an idle timeout.
+                if type(lane.fault) is exceptions.ConnectionError and not lane.heard and lane.node.name not in retried:
+                    retried.add(lane.node.name)
+                    # A copy that arrives after the call has returned would undo later writes.
+                    again.setdefault(lane.node, []).extend(request for request in lane.requests if not request.once)
+                else:
+                    failures.append(_database_error(lane.node, lane.fault))
+                    self._doubt(lane.node)
+            for node, requests in at.items():
+                for request in requests:
+                    if request.error is not None:
+                        self._follow(node, request, again, failures)
+            if failures:
+                raise failures[0]
+            if not any(again.values()):
+                return
+            at = again
+        raise DatabaseError(f"redis: the cluster sent us from node to node {_ROUNDS} times; see CLUSTER NODES")
+
+    def _follow(
+        self, node: ClusterNode, request: Request, again: dict[ClusterNode, list[Request]], failures: list[Exception]
+    ) -> None:
+        """Send a request again to the node named in its error, or record the failure."""
+        error, request.error = request.error, None
+        target = node
+        if self._cluster and isinstance(error, exceptions.AskError):
+            moved = isinstance(error, exceptions.MovedError)
+            if moved or not request.preceding:  # a transaction waits until the slot has moved
+                target = self._redirected(self._cluster, node, error)
+                request.asking, request.redirected = not moved, True
+        elif not isinstance(error, exceptions.TryAgainError):
+            failures.append(_database_error(node, error))
+            request.refused = True
+            if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
+                self._doubt()
+            return
+        again.setdefault(target, []).append(request)
+
+    def _exchange(self, at: dict[ClusterNode, list[Request]], failures: list[Exception]) -> list["_Lane"]:
+        """Send the requests of all nodes and read their replies, until each lane is done or has failed."""
+        lanes: list[_Lane] = []
+        try:
+            # A fixed order, so that two calls never wait for each other's connections.
+            for node in sorted(at, key=lambda node: node.name):
+                try:
+                    lanes.append(_Lane(node, self._pool(node), at[node]))
+                except (exceptions.RedisError, DatabaseError) as error:
+                    failures.append(_database_error(node, error))
+                    self._doubt(node)
+            busy = lanes
+            while busy:
+                if self._closed:
+                    raise DatabaseError("redis: this database was closed while the call was under way")
+                # All nodes get requests first; while one is read, the others work.
+                for lane in busy:
+                    lane.send()
+                for lane in busy:
+                    lane.receive()
+                busy = [lane for lane in busy if lane.busy]
+        finally:
+            for lane in lanes:
+                lane.release(keep=not self._closed)
+        return lanes
+
+    def _pool(self, node: ClusterNode) -> BlockingConnectionPool:
+        if node.redis_connection is None and self._cluster:  # a redirection named it first
+            with self._creating:
+                self._cluster.create_redis_connections([node])
+        pool: BlockingConnectionPool = node.redis_connection.connection_pool
+        return pool
+
+
+class _Lane:
+    """The requests of one connection, in order. *One per call.*
+
+    Attributes:
+        fault: error that broke the connection, or None; requests without a reply were not answered.
+        heard: whether anything was received.
+    """
+
+    def __init__(self, node: ClusterNode, pool: BlockingConnectionPool, requests: Iterable[Request]) -> None:
+        self.node = node
+        self.requests = list(requests)
+        self.fault: Exception | None = None
+        self._pool = pool
+        self._connection: Any = pool.get_connection()
+        self._replies: ReplyParser = self._connection.replies
+        self._replies.heard = False
+        self._queue = deque(self.requests)
+        self._sent: deque[Request] = deque()  # and not yet answered
+        self._in_flight = 0  # total weight of `_sent`
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests or replies are outstanding."""
+        return self.fault is None and bool(self._queue or self._sent)
+
+    @property
+    def heard(self) -> bool:
+        return self._replies.heard
+
+    def send(self) -> None:
+        """Send as many requests as fit into the window."""
+        buffer = self._connection.outgoing
+        try:
+            while self.fault is None and (size := self._write_message(buffer)):
+                self._connection.send_packed_command([buffer.view[:size]])
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def receive(self) -> None:
+        """Read replies: one if more requests wait, else all. An error reply is stored in its request."""
+        sent, read = self._sent, self._replies.read
+        try:
+            while sent and self.fault is None:
+                request = sent[0]
+                if request.asking:
+                    read(None, last=False)
+                last = len(sent) == 1
+                reply = self._read_transaction(request, last) if request.preceding else read(request, last=last)
+                if isinstance(reply, exceptions.ResponseError):
+                    request.error = reply
+                else:
+                    request.reply = reply
+                self._in_flight -= request.weight
+                sent.popleft()
+                if self._queue:
+                    return
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def _read_transaction(self, request: Request, last: bool) -> Any:
+        """Return the first error, else the reply to the last command; None if the transaction was aborted."""
+        replies = [self._replies.read(None, last=False) for _ in range(request.preceding)]
+        done = self._replies.read(request, last=last)
+        replies += done if isinstance(done, list) else [done]
+        return next((reply for reply in replies if isinstance(reply, exceptions.ResponseError)), replies[-1])
+
+    def release(self, *, keep: bool) -> None:
+        """Return the connection to the pool. It stays open only with `keep` and if every reply has been read."""
+        if not keep or self.fault is not None or self._queue or self._sent:
+            self._connection.disconnect()
+        self._connection.shrink()
+        self._pool.release(self._connection)
+
+    def _write_message(self, buffer: Buffer) -> int:
+        """Write the requests of the next message; return its size, 0 if the window is full or the queue empty."""
+        at = 0
+        while self._queue:
+            request = self._queue[0]
+            full = self._in_flight and self._in_flight + request.weight > _WINDOW
+            if full or (at and at + request.size > _MESSAGE_BYTES):
+                break
+            buffer.grow(at + len(_ASKING) + request.size, at)
+            if request.asking:
+                buffer.view[at : at + len(_ASKING)] = _ASKING
+                at += len(_ASKING)
+            at = request.write(buffer, at)
+            self._in_flight += request.weight
+            self._sent.append(self._queue.popleft())
+        return at
+
+
+def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:
+    """Convert an error of redis-py; add the node's name to one of our own."""
+    made: DatabaseError
+    if isinstance(error, DatabaseError):
+        made = type(error)(f"redis {node.name}: {error}")
+    elif isinstance(error, exceptions.TimeoutError):
+        made = DatabaseTimeoutError(f"redis {node.name}: {error}")
+    elif isinstance(error, exceptions.InvalidResponse):
+        made = DatabaseCorruptError(f"redis {node.name}: {error}; expected a reply to the request")
+    elif isinstance(error, exceptions.ResponseError) or (isinstance(error, exceptions.RedisError) and error.status_code):
+        code = error.status_code or str(error).split(" ", 1)[0]
+        advice = _ADVICE.get(code)
+        if "without any password configured" in str(error):
+            advice = "it has no password: leave password empty"
+        if "Out of memory" in str(error):  # Dragonfly, which has no code for it
+            advice = _ADVICE["OOM"]
+        if "can't run this command" in str(error):  # in a script
+            advice = _ADVICE["NOPERM"]
+        refusal = f"{code} {error}" if error.status_code else str(error)
+        made = DatabaseError(f"redis {node.name}: it refused: {refusal}" + (f"; {advice}" if advice else ""))
+    else:
+        made = DatabaseError(f"redis {node.name}: the connection broke ({error})")
+    made.__cause__ = error
+    return made

@@ -1,0 +1,142 @@
+"""Check a Redis before anything is served from it: its state, the user's rights and the tables that it holds.
+
+Nothing is written. Rights are checked by queueing the commands after MULTI: Redis checks a command when it queues it. EXEC
+never follows, so none is run.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Final
+
+from redis import Redis, exceptions
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS
+
+from hps.errors import ConfigError, DatabaseError
+from hps.stores.redis.catalog import Catalog
+from hps.stores.redis.connections import tls_context
+from hps.stores.redis.dialects import is_replica, program_of
+from hps.stores.redis.layout import RedisLayout
+from hps.stores.redis.nodes import RedisNodes, parse_addresses
+from hps.stores.redis.users import is_used
+from hps.types import ROW_DTYPES, CheckResult, TableSpec
+
+_WHERE: Final = "volatile_db"
+_TIMEOUT_S: Final = 5.0
+_REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may not do this", "drop the table")
+"""Words of errors that remain until the configuration or the server is changed."""
+
+
+def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult]:
+    """Check the Redis of a `VolatileDbConfig`; see `Database.probe`."""
+    try:
+        nodes = RedisNodes(
+            parse_addresses(config.address, sentinels=bool(config.sentinel_service)),
+            user_name=config.user_name,
+            password=config.password,
+            password_path=config.password_path,
+            sentinel_service=config.sentinel_service,
+            sentinel_password=config.sentinel_password,
+            tls=tls_context(config),
+            tls_server_name=config.tls_server_name_identification,
+            connections=1,
+            connect_timeout_s=_TIMEOUT_S,
+            read_timeout_s=_TIMEOUT_S,
+            timeout_s=_TIMEOUT_S,
+        )
+    except ConfigError as error:
+        return [CheckResult("wrong", f"{_WHERE}.{problem.partition(':')[0]}", problem) for problem in error.problems]
+    except DatabaseError as error:
+        return [CheckResult(_level(error), f"{_WHERE}.address", str(error))]
+    with closing(nodes):
+        found = [_state(nodes, config.address)]
+        catalog = Catalog(nodes, config.num_partitions)
+        layouts = [RedisLayout.of(spec.tag, spec.width, config.num_partitions) for spec in tables]
+        try:
+            for layout in layouts[:1]:
+                found += _rights(nodes, layout, config.user_name)
+            if all(one.level == "good" for one in found):
+                for layout in layouts:
+                    catalog.check(layout)
+                found += _other_formats(nodes, catalog, tables, config.num_partitions)
+        except (DatabaseError, exceptions.RedisError) as error:
+            found.append(CheckResult(_level(error), f"{_WHERE}.address", str(error)))
+    return found
+
+
+def _other_formats(nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSpec], num_partitions: int) -> list[CheckResult]:
+    """Warn of tables that other replicas use in another row format."""
+    found, tags = [], catalog.tags()
+    for spec in tables:
+        others = [replace(spec, row_dtype=one) for one in ROW_DTYPES if one != spec.row_dtype]
+        for other in others:
+            if other.tag in tags and is_used(nodes, RedisLayout.of(other.tag, 1, num_partitions)):
+                what = (
+                    f"another replica serves table {spec.table_name!r} of model {spec.model_name!r} as {other.row_dtype} "
+                    f"({other.tag}), and this one would as {spec.row_dtype} ({spec.tag}): each has a table of its own, "
+                    "which takes memory twice; without a persistent_db the deployment is refused. Give all the same row_dtype"
+                )
+                found.append(CheckResult("warning", f"{_WHERE}.address", what))
+    return found
+
+
+def _level(error: Exception) -> Any:
+    return "wrong" if any(word in str(error) for word in _REFUSALS) else "unreachable"
+
+
+def _state(nodes: RedisNodes, address: str) -> CheckResult:
+    facts = nodes.facts
+    what = f"{program_of(facts)} at {address}"
+    if nodes.clustered:
+        missing = REDIS_CLUSTER_HASH_SLOTS - nodes.served_slots
+        if missing:
+            return CheckResult("unreachable", f"{_WHERE}.address", f"{what}: {missing} slots have no node; see CLUSTER INFO")
+        return CheckResult("good", f"{_WHERE}.address", f"{what}: a whole cluster")
+    if is_replica(facts):
+        return CheckResult("wrong", f"{_WHERE}.address", f"{what} is a replica; give the address of the primary")
+    return CheckResult("good", f"{_WHERE}.address", f"{what}: a server")
+
+
+def _rights(nodes: RedisNodes, layout: RedisLayout, user: str) -> list[CheckResult]:
+    """Check the commands of lookups, loads and updates at the node of the table's first partition."""
+    partition = layout.partitions[0]
+    values, mark = partition.values, partition.mark
+    commands: list[tuple[Any, ...]] = [("GET", mark), ("HMGET", values, "f"), ("HGET", values, "f"), ("HGETALL", values)]
+    commands += [("HLEN", values), ("HSCAN", values, 0), ("HRANDFIELD", values), ("SCAN", 0), ("TIME",)]
+    commands += [("MEMORY", "USAGE", values), ("SET", mark, "v"), ("HSET", values, "f", "v"), ("HSETNX", values, "f", "v")]
+    commands += [("HDEL", values, "f"), ("HINCRBY", values, "f", 1), ("DEL", mark), ("UNLINK", values), ("PEXPIRE", mark, 1)]
+    commands += [("EVAL", "return 1", 1, values)]
+    try:
+        answers = _queued(nodes.client(partition.slot), commands)
+    except exceptions.NoPermissionError:
+        return [CheckResult("wrong", f"{_WHERE}.user_name", f"the user {user} may not MULTI; grant +multi +exec +watch")]
+    denied = [name for name, error in answers.items() if isinstance(error, exceptions.NoPermissionError)]
+    refused = {str(error): name for name, error in answers.items() if error and name not in denied}
+    found = [CheckResult("wrong", f"{_WHERE}.address", f"{word} is refused: {text}") for text, word in refused.items()]
+    if denied:
+        grants = " ".join("+" + name.lower().replace(" ", "|") for name in denied)
+        text = f"the user {user} may not {', '.join(denied)} keys of {layout.tag}; grant ~hps_et{{* {grants}"
+        found.append(CheckResult("wrong", f"{_WHERE}.user_name", text))
+    elif not refused:
+        found.append(CheckResult("good", f"{_WHERE}.user_name", f"the user {user or 'default'} may read and write hps_et{{*"))
+    return found
+
+
+def _queued(client: Redis, commands: Sequence[tuple[Any, ...]]) -> dict[str, exceptions.ResponseError | None]:
+    """Queue commands without running them; return the error of each, or None."""
+    connection = client.connection_pool.get_connection()
+    answers: dict[str, exceptions.ResponseError | None] = {}
+    try:
+        connection.send_command("MULTI")
+        connection.read_response()  # raises if it is refused: the commands would be run
+        for words in commands:
+            name = " ".join(words[:2]) if words[0] == "MEMORY" else str(words[0])
+            connection.send_command(*words)
+            try:
+                answers[name] = None if connection.read_response() == b"QUEUED" else exceptions.ResponseError("not queued")
+            except exceptions.ResponseError as error:
+                answers[name] = error
+        return answers
+    finally:
+        connection.disconnect()  # as DISCARD does
+        client.connection_pool.release(connection)

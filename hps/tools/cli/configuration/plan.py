@@ -1,0 +1,268 @@
+"""`hps plan`: predict the memory and hit rates of a configuration before it is loaded."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.ground.progress import size_text
+from hps.tools.cli import console
+from hps.tools.cli.pictures import check_picture, draw_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hps.ground.memory.capacity import Place
+    from hps.tools.planning.device_sharing import SharingForecast
+    from hps.tools.planning.forecast import Forecast, Suggestion
+    from hps.tools.planning.memory import Machine, PlannedNeed, Total
+    from hps.tools.planning.row_formats import FormatNeed
+
+EXAMPLE = "Example: `hps plan ps.json --trace keys.trace --goal 0.95 --picture plan.svg`"
+_POWERS = ("", "K", "M", "G", "T")
+_UNCERTAIN = "? fewer than 200 recorded keys fit such a cache: it may be off by more than 0.02. Record at a higher rate"
+
+
+def plan_command(
+    config: console.ConfigPath,
+    trace: Annotated[Path | None, typer.Option(help="Keys recorded by `hps serve --record-trace`.", exists=True)] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=4.0, help="Assume a power law with this exponent for tables without recorded keys."),
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Use the power law that fits the recorded keys, for short recordings.")
+    ] = False,
+    goal: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Suggest the smallest gpucacheper with this hit rate.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Suggest the gpucacheper for this cache memory per device, as 8GB.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of each GPU, to plan for another machine.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for RAM.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for the disk.")] = None,
+    redis: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for Redis.")] = None,
+    processors: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processors of another machine, which decide the number of fronts unless service.fronts does."
+        ),
+    ] = None,
+    run_networks: Annotated[
+        bool, typer.Option("--run-networks", help="Run each network on the CPU, to measure what a full batch needs.")
+    ] = False,
+    devices: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="GPUs of one host: predict hit rates and rates of lookups by device sharing."),
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
+    ] = None,
+) -> None:
+    """Print the memory that CONFIG needs on each tier, whether it fits, and the hit rates of its caches.
+
+    Nothing is loaded, except networks by --run-networks, and no database is opened. The exit code is 1 if something does not
+    fit. 1 GB is 10^9 bytes, 1 GiB 2^30.
+    """
+    with console.reported():
+        from hps.configuration.load import load_configuration
+        from hps.statistics.key_traces import read_traces
+        from hps.tools.planning import memory
+        from hps.tools.planning.device_sharing import forecast_sharings
+        from hps.tools.planning.forecast import Forecast
+        from hps.tools.planning.row_formats import needs_by_format
+
+        check_picture(picture)
+        given = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
+        sizes: dict[Place, int] = {place: _size(text) for place, text in given.items() if text is not None}  # type: ignore[misc]
+        configuration = load_configuration(config)
+        versions = memory.served_versions(configuration)
+        machine = memory.this_machine(configuration, sizes)
+        on_cuda = memory.caches_on_cuda(configuration, machine)
+        needs = memory.planned_needs(configuration, versions, on_cuda)
+        if run_networks:
+            needs += memory.run_needs(configuration, versions, on_cuda)
+        needs += memory.front_needs(configuration.service, on_cuda, processors)
+        totals = memory.totals(needs, machine)
+        traces = read_traces(trace) if trace else []
+        forecasts = [Forecast(version, traces, alpha, fit, on_cuda) for version in versions if version.config.gpucache]
+        predicted = [one for one in forecasts if one.tables]
+        suggestions = [one.for_goal(goal) for one in predicted] if goal is not None else []
+        if budget is not None:
+            share = memory.share_within(_size(budget), versions, on_cuda)
+            suggestions += [one.at(share) for one in predicted]
+        if (goal is not None or budget is not None or devices > 1) and not predicted:
+            raise errors.InvalidInputError("planning: --goal, --budget and --devices need keys, expected --trace or --alpha")
+        if devices > 1 and not on_cuda:
+            problem = f"--devices is of GPUs, got device {configuration.device}; expected cuda, or auto with --gpu-memory"
+            raise errors.InvalidInputError(f"planning: {problem}")
+        if picture is not None:
+            draw_plan(picture, [table for one in predicted for table in one.tables])
+        formats = needs_by_format(configuration, versions, on_cuda, predicted)
+        sharings = forecast_sharings(predicted, devices) if devices > 1 else []
+        if as_json:
+            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions, formats, sharings), indent=1))
+        else:
+            _print(needs, totals, machine, predicted, suggestions, formats, sharings)
+            if not run_networks and any(version.network is not None for version in versions):
+                typer.echo("\nwhat networks allocate while they run is not counted; --run-networks measures it")
+        if any(total.fits is False for total in totals):
+            raise typer.Exit(1)
+
+
+def _size(text: str) -> int:
+    """Read a size in bytes: `80GB`, `1.5 TiB`, `4096`."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    try:
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS.index(match[2].upper()))  # type: ignore[index, operator]
+    except (TypeError, ValueError, OverflowError):
+        raise errors.InvalidInputError(f"planning: got the size {text[:80]!r}, expected one such as 80GB") from None
+
+
+def _document(
+    needs: "list[PlannedNeed]",
+    totals: "list[Total]",
+    machine: "Machine",
+    forecasts: "list[Forecast]",
+    suggestions: "list[Suggestion]",
+    formats: "list[FormatNeed]",
+    sharings: "list[SharingForecast]",
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from hps.tools.planning.device_sharing import reasons_against
+
+    document: dict[str, Any] = {
+        "needs": [{**{k: v for k, v in asdict(one).items() if k != "need"}, **asdict(one.need)} for one in needs],
+        "totals": [{**asdict(one), "fits": one.fits, "source": machine.source.get(one.place)} for one in totals],
+        "tables": [asdict(table) for one in forecasts for table in one.tables],
+        "suggestions": [asdict(one) for one in suggestions],
+        "row_formats": [asdict(one) for one in formats],
+    }
+    if sharings:
+        document["device_sharings"] = [asdict(one) for one in sharings]
+        document["device_sharings_left_out"] = [
+            {"model": one.version.config.model, "version": one.version.config.version, "sharing": sharing, "reason": reason}
+            for one in forecasts
+            for sharing, reason in reasons_against(one.version, sharings[0].devices).items()
+        ]
+    return document
+
+
+def _print(
+    needs: "list[PlannedNeed]",
+    totals: "list[Total]",
+    machine: "Machine",
+    forecasts: "list[Forecast]",
+    suggestions: "list[Suggestion]",
+    formats: "list[FormatNeed]",
+    sharings: "list[SharingForecast]",
+) -> None:
+    screen = console.screen(160)
+    _print_memory(screen, needs, totals, machine)
+    _print_formats(screen, formats)
+    if forecasts:
+        _print_hit_rates(screen, forecasts)
+    else:
+        screen.print("\nhit rates: unknown without keys; give --trace or --alpha")
+    if sharings:
+        _print_sharings(screen, sharings, forecasts)
+    for one in suggestions:
+        what = f"gpucacheper {one.gpucacheper:g}" if one.gpucacheper is not None else "no gpucacheper reaches the goal: at 1"
+        screen.print(f"\nmodel {one.model} version {one.version}: {what}, hit rate {one.hit_rate:.3f}")
+        for table, share in one.per_table.items():
+            screen.print(f"  {table}: {'never' if share is None else f'{100 * share:.3g} % of its rows'}")
+
+
+def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[Total]", machine: "Machine") -> None:
+    rows = []
+    for one in needs:
+        place = one.need.place if one.device is None else f"gpu {one.device}"
+        what = f"{one.need.what} (while loading)" if one.need.passing else one.need.what
+        rows.append((one.model, one.version, one.tier, what, place, size_text(one.need.size_bytes)))
+    screen.print(console.table(("model", "version", "tier", "for", "place"), ("size",), rows))
+    screen.print()
+    summary = console.table(("place",), ("needed", "while loading", "there"))
+    summary.add_column("")
+    for total in totals:
+        verdict = {True: "fits", False: "DOES NOT FIT", None: "unknown"}[total.fits]
+        if total.place == "ram":
+            verdict += ", including pinned memory" if any(one.place == "pinned" for one in totals) else ""
+        if total.place == "pinned":
+            verdict = "part of ram"
+        if where := machine.source.get(total.place):
+            verdict = f"{verdict} ({where})"
+        free = "?" if total.free_bytes is None else size_text(total.free_bytes)
+        summary.add_row(total.place, size_text(total.size_bytes), size_text(total.peak_bytes), free, verdict)
+    screen.print(summary)
+
+
+def _print_formats(screen: "Console", formats: "list[FormatNeed]") -> None:
+    from hps.types import ROW_DTYPES
+
+    table = console.table(("model", "version", "table", "tier", "row_dtype"), ROW_DTYPES)
+    for one in formats:
+        cells = [size_text(one.size_bytes[row_dtype]) for row_dtype in ROW_DTYPES]
+        table.add_row(one.model, one.version, one.table, one.tier, one.row_dtype, *cells)
+        if one.hit_rates:
+            rates = [f"{one.hit_rates[row_dtype]:.3f}" for row_dtype in ROW_DTYPES]
+            table.add_row("", "", "", "  hit rate with the memory of", one.row_dtype, *rates)
+    if formats:
+        screen.print()
+        screen.print("memory of each table by row format")
+        screen.print(table)
+
+
+def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
+    from hps.tools.planning.forecast import SHARES
+
+    figures = ("rows", "alpha", *(f"{share * 100:g} %" for share in SHARES), "configured", "hit rate", "misses/s")
+    rates = console.table(("model", "table"), figures)
+    uncertain = False
+    for table in [table for one in forecasts for table in one.tables]:
+        cells = []
+        for one in (*table.curve, table.configured):
+            unsure = 0 < one.capacity_rows < table.certain_from
+            uncertain = uncertain or unsure
+            cells.append(f"{one.hit_rate:.3f}{'?' if unsure else ''}")
+        missed = "?" if table.keys_per_s is None else f"{table.keys_per_s * (1 - table.configured.hit_rate):,.0f}"
+        share = f"{100 * table.configured.capacity_rows / max(table.rows, 1):.3g} %"
+        rates.add_row(table.model, table.table, f"{table.rows:,}", f"{table.alpha:.2f}", *cells[:-1], share, cells[-1], missed)
+    screen.print()
+    screen.print("hit rate by cache size, as a share of the table's rows")
+    screen.print(rates)
+    if uncertain:
+        screen.print(_UNCERTAIN)
+
+
+def _print_sharings(screen: "Console", sharings: "list[SharingForecast]", forecasts: "list[Forecast]") -> None:
+    from hps.tools.planning.device_sharing import reasons_against
+    from hps.tools.planning.read_rates import MEASURED_ON
+
+    figures = ("rows in reach", "memory per device", "hit rate", "local", "neighbour", "host", "keys/s per device")
+    rates = console.table(("model", "table", "device_sharing"), figures)
+    for one in sharings:
+        shares = [f"{share:.3f}{'' if one.certain else '?'}" for share in (one.hit_rate, one.local, one.neighbour, one.host)]
+        size, rate = size_text(one.size_bytes), f"{one.keys_per_s / 1e6:,.0f} M"
+        rates.add_row(one.model, one.table, one.sharing, f"{one.capacity_rows:,}", size, *shares, rate)
+    screen.print()
+    screen.print(f"{sharings[0].devices} devices by device sharing: where they find the rows of their keys, and expected rates")
+    screen.print(rates)
+    for version in (one.version for one in forecasts):
+        reasons = reasons_against(version, sharings[0].devices)
+        for reason in dict.fromkeys(reasons.values()):
+            names = " and ".join(sharing for sharing in reasons if reasons[sharing] == reason)
+            screen.print(f"model {version.config.model} version {version.config.version}: {names} left out, since {reason}")
+    if not all(one.certain for one in sharings):
+        screen.print(_UNCERTAIN)
+    screen.print(f"keys/s is an estimate for large batches, from rates measured on {MEASURED_ON}.")
+    screen.print(
+        "A key takes local / local rate + neighbour / neighbour rate + host / host rate; misses are read in pinned host memory."
+    )

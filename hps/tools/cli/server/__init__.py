@@ -1,0 +1,1 @@
+"""Commands that start a server or talk to one."""

@@ -1,0 +1,118 @@
+"""`hps compile`: compile kernels ahead, as an image is built or before a machine takes requests."""
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps import errors
+from hps.tools.cli import console
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from hps.configuration.load import Configuration
+
+EXAMPLE = "Example: `hps compile` or `hps compile ps.json --gpu sm_90`"
+_ARCHITECTURE = re.compile(r"(?:sm_)?(\d{2,3})")
+_USUAL_WIDTHS = (4, 8, 16, 32, 64, 128, 256)
+
+
+def compile_command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="Compile what this ps.json uses; by default everything.", show_default=False),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARCHITECTURES",
+            help="Also compile the CUDA kernels for these GPUs, as sm_90 or sm_80,sm_90, for the widths of CONFIG or by "
+            "default for the usual ones. Needs CuPy and NVRTC, and no GPU.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline", help="Compile for any recent processor (x86-64-v3, or arm64), not for the one of this machine."
+        ),
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Compile in so many processes; by default one for each processor. With 1, and PYTHONHASHSEED=0 in the "
+            "environment, the same sources give the same files.",
+        ),
+    ] = None,
+) -> None:
+    """Compile kernels, so that later starts need not. What is compiled already is skipped.
+
+    Machine code is kept in NUMBA_CACHE_DIR or, by default, inside the installation if that is writable, else in ~/.cache/hps.
+    Later processes find it there, also in an installation that is read-only by then.
+    """
+    with console.reported(), console.progress("info"):
+        from hps.ground.kernels import machine_code
+
+        architectures = _architectures(gpu or [])
+        machine_code.choose_baseline() if baseline else machine_code.refuse_baseline()
+        from hps.configuration.load import read_configuration
+        from hps.ground.kernels.compilations import COMPILATIONS
+        from hps.ground.kernels.numba_kernels import compile_kernels, declared_kernels
+
+        configuration = read_configuration(config) if config else None
+        kernels = _kernels(configuration) if configuration else declared_kernels()
+        began = time.monotonic()
+        compile_kernels(*kernels, processes=processes)
+        compiled = COMPILATIONS.all().get("numba", (0, 0.0))[0]
+        target = "the baseline" if baseline else "this processor"
+        _report(f"{len(kernels)} kernels for {target}", compiled, len(kernels) - compiled, began)
+        for architecture in architectures:
+            began = time.monotonic()
+            compiled, there = _compile_for_gpu(configuration, architecture)
+            _report(f"{compiled + there} CUDA kernels for sm_{architecture}", compiled, there, began)
+        place = machine_code.directory()
+        if place is None:
+            raise errors.HPSError("compiling kernels: no directory is writable; set NUMBA_CACHE_DIR to one that is")
+        typer.echo(f"kept in {place}")
+
+
+def _report(what: str, compiled: int, there: int, began: float) -> None:
+    typer.echo(f"{what}: compiled {compiled} in {time.monotonic() - began:.1f} s, {there} were there")
+
+
+def _architectures(options: list[str]) -> list[str]:
+    found = []
+    for text in filter(None, (one.strip() for option in options for one in option.split(","))):
+        match = _ARCHITECTURE.fullmatch(text)
+        if match is None:
+            raise errors.InvalidInputError(f"--gpu: got {text!r}, expected architectures as sm_90")
+        found.append(match[1])
+    return list(dict.fromkeys(found))
+
+
+def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
+    from hps.versions.deployment import choose_cache, served_kernels
+
+    return served_kernels(configuration, choose_cache(configuration.device))
+
+
+def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -> tuple[int, int]:
+    from hps.ground.registry import implementation
+
+    models = [([(dim, "float32")], False, False) for dim in _USUAL_WIDTHS] if configuration is None else _models(configuration)
+    compiled, there = implementation("cache", "cuda").compile_ahead(models, architecture)
+    return compiled, there
+
+
+def _models(configuration: "Configuration") -> list[tuple[list[tuple[int, str]], bool, bool]]:
+    from hps.versions.deployment import is_static
+
+    models = [model for model in configuration.models if model.gpucache]
+    return [
+        ([(table.dim, table.row_dtype) for table in model.tables], is_static(model), not model.reason_against_sharing)
+        for model in models
+    ]

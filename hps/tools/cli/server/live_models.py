@@ -1,0 +1,338 @@
+"""`hps models | deploy | undeploy | rollback | unpin | refresh | updates status`: models of a running server."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.ground.progress import count_text, size_text
+from hps.tools.cli import console
+from hps.tools.cli.running_server import (
+    LOCAL,
+    Certificate,
+    Fleet,
+    Model,
+    NoWait,
+    ServerUrl,
+    Token,
+    TokenFile,
+    Url,
+    change_fleet,
+    change_model,
+    running_server,
+)
+
+if TYPE_CHECKING:
+    from hps.client.client import Client
+
+EXAMPLES = {
+    "models": "Example: `hps models http://127.0.0.1:8000`",
+    "deploy": "Example: `hps deploy ranker --version 2`",
+    "undeploy": "Example: `hps undeploy ranker`",
+    "rollback": "Example: `hps rollback ranker`",
+    "unpin": "Example: `hps unpin ranker`",
+    "refresh": "Example: `hps refresh ranker`",
+    "updates status": "Example: `hps updates status http://127.0.0.1:8000`",
+}
+_TIERS = ("embedding_cache", "volatile_db", "persistent_db")
+
+
+def models_command(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="URL...", envvar="HPS_URL", show_default=LOCAL, help="URL of the server; several with --fleet."),
+    ] = None,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Compare what several replicas serve; exit with 1 if they do not agree.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Print the models of a running server: their versions, states, rows, memory and hit rates.
+
+    Sizes are of vectors, by tier. The hit rate is that of the embedding cache over all versions of a model.
+
+    With --fleet: what each replica serves and should serve, and whether it follows the models' serving.json.
+    """
+    with console.reported():
+        servers = {url: running_server(url, token, token_file, cert) for url in urls or [LOCAL]}
+        if fleet:
+            if not _compare(servers, as_json=as_json):
+                raise typer.Exit(1)
+            return
+        if len(servers) > 1:
+            raise errors.InvalidInputError(f"listing models: got {len(servers)} URLs, expected one, or --fleet")
+        answer = next(iter(servers.values())).ask("/v1/models")
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    _print_table(answer["models"])
+    for model in answer["models"]:
+        pin = model.get("pinned", {})
+        if pin and pin["version"] not in [one["version"] for one in model["versions"] if one["state"] == "serving"]:
+            typer.echo(f"{model['name']}: version {pin['version']}, which does not serve, is {pin['text']}")
+        if fleet_says := model.get("fleet"):
+            follows = "" if fleet_says["follows"] else f"; this replica does not follow: {fleet_says['reason']}"
+            typer.echo(f"{model['name']}: the fleet serves version {fleet_says['wanted'] or 'by policy'}{follows}")
+        if "problem" in pin:
+            typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
+    for change in answer["changes"]:
+        if "status" not in change:
+            typer.echo(f"under way for {change['seconds']:.0f} s: {change['what']}, by {change['by']}")
+        elif change["status"] >= 400:
+            typer.echo(f"failed: {change['what']}, by {change['by']}: {change['error']}")
+
+
+def deploy_command(
+    model: Model,
+    version: Annotated[str, typer.Option("--version", help="Default: chosen by the model's version_policy.")] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json with MODEL."),
+    ] = None,
+    force: console.Force = False,
+    fleet: Fleet = False,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Load a version of MODEL into a running server beside the serving version, then switch to it.
+
+    Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
+    the server. A version given by --version is pinned: neither polling nor a restart takes a newer one. Without --version, the
+    pin ends.
+
+    With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
+    """
+    with console.reported():
+        if fleet:
+            if force or config is not None:
+                raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+            _change_fleet(model, "deploy", version, no_wait, running_server(url, token, token_file, cert))
+            return
+        body: dict[str, Any] = {"force": force}
+        if version:
+            body["version"] = version
+        if config is not None:
+            body["config"] = _entry(config, model)
+        _change(model, "deploy", body, no_wait, running_server(url, token, token_file, cert))
+
+
+def undeploy_command(
+    model: Model,
+    version: Annotated[str, typer.Option("--version", help="Undeploy only this version. Default: the whole model.")] = "",
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Take MODEL, or one of its versions, out of service in a running server. Redis and RocksDB keep its rows."""
+    with console.reported():
+        _change(
+            model, "undeploy", {"version": version} if version else {}, no_wait, running_server(url, token, token_file, cert)
+        )
+
+
+def rollback_command(
+    model: Model,
+    fleet: Fleet = False,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Roll MODEL back to its previous version, and pin it there: neither polling nor a restart takes a newer one.
+
+    With --fleet, every replica goes back, and none takes the withdrawn version until it is deployed by its number.
+    """
+    with console.reported():
+        server = running_server(url, token, token_file, cert)
+        if fleet:
+            _change_fleet(model, "rollback", "", no_wait, server)
+        else:
+            _change(model, "rollback", {}, no_wait, server)
+
+
+def unpin_command(
+    model: Model,
+    fleet: Fleet = False,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """End the pin of MODEL to a version, and deploy what its version_policy chooses.
+
+    With --fleet, every replica deploys what the policy chooses, except withdrawn versions.
+    """
+    with console.reported():
+        server = running_server(url, token, token_file, cert)
+        if fleet:
+            _change_fleet(model, "unpin", "", no_wait, server)
+        else:
+            _change(model, "unpin", {}, no_wait, server)
+
+
+def refresh_command(
+    model: Model,
+    no_wait: NoWait = False,
+    url: Url = LOCAL,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Refresh the vectors in MODEL's embedding caches from the databases, on every device.
+
+    First fills its tables in the volatile database again, at full speed, where that lost rows.
+    """
+    with console.reported():
+        _change(model, "refresh", {}, no_wait, running_server(url, token, token_file, cert))
+
+
+def updates_status_command(
+    url: ServerUrl = LOCAL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Print how far the tables of a running server have followed their log of updates.
+
+    `lag` is the age of the oldest message that is not applied yet, `behind` the number of such messages. `stale` rows were
+    older than the stored ones; `dead letters` are messages that could not be applied.
+    """
+    with console.reported():
+        answer = running_server(url, token, token_file, cert).ask("/v1/updates")
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    if not answer["tables"]:
+        typer.echo("no table follows a log of updates: update_source.type is null, or update_filters match none")
+        return
+    rows = []
+    for one in answer["tables"]:
+        lag = "?" if one["lag_s"] is None else f"{one['lag_s']:.1f} s"
+        dead = ", ".join(f"{count} {reason}" for reason, count in sorted(one["dead_letters"].items())) or "0"
+        behind = "?" if one["behind"] is None else count_text(one["behind"])
+        rate, rows_done, stale = (count_text(one[key]) for key in ("rows_per_s", "rows", "stale_rows"))
+        rows.append((one["model"], one["version"], one["table"], lag, behind, f"{rate}/s", rows_done, stale, dead))
+    console.screen().print(
+        console.table(("model", "version", "table"), ("lag", "behind", "rows/s", "rows", "stale", "dead letters"), rows)
+    )
+    for one in answer["tables"]:
+        where = f"{one['model']} version {one['version']}, {one['table']}"
+        if one["problem"]:
+            typer.echo(f"{where}: {one['problem']}")
+        if one["future_times"]:
+            typer.echo(f"{where}: {one['future_times']} messages claimed a time in the future; check the producers' clocks")
+
+
+def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: "Client") -> None:
+    change = change_model(server, model, verb, body, wait=not no_wait)
+    if "status" not in change:
+        typer.echo(f"{model}: in progress; `hps models` shows its state")
+        return
+    state = f"version {change['version']} serves" if "version" in change else "out of service"
+    pin = change.get("pinned")
+    pinned = f"; {pin['text']}, until `hps unpin {model}`" if pin else ""
+    loaded = f"{console.rows_text(change['rows'])} loaded, " if verb in ("deploy", "unpin") else ""
+    typer.echo(f"{model}: {state} ({verb}, {loaded}{change['seconds']:.1f} s){pinned}")
+    if pin and "problem" in pin:
+        typer.echo(f"{model}: {pin['problem']}")
+    if "degraded" in change:
+        once = "" if verb == "refresh" else f"; `hps refresh {model}` fills what lost rows at once"
+        typer.echo(f"{model}: degraded: {change['degraded']}{once}")
+
+
+def _change_fleet(model: str, change: str, version: str, no_wait: bool, server: "Client") -> None:
+    answer = change_fleet(server, model, change, version, wait=not no_wait)
+    wanted = f"version {answer['wanted']}" if answer["wanted"] else "what the version_policy chooses"
+    typer.echo(f"{model}: the fleet serves {wanted} ({change}); see `hps models --fleet URL...`")
+    if no_wait:
+        return
+    if not answer["follows"]:
+        raise errors.HPSError(f"{model}: this server does not follow: {answer['reason']}")
+    typer.echo(f"{model}: this server serves version {answer['serving']}")
+
+
+def _compare(servers: "dict[str, Client]", *, as_json: bool) -> bool:
+    """Print what each replica serves; return whether all agree and follow."""
+    answers: dict[str, dict[str, dict[str, Any]]] = {}
+    silent: dict[str, str] = {}
+    for url, server in servers.items():
+        try:
+            answers[url] = {one["name"]: one for one in server.ask("/v1/models")["models"]}
+        except errors.HPSError as error:
+            silent[url] = str(error)
+    rows, agree = [], not silent
+    for name in sorted({name for models in answers.values() for name in models}):
+        seen = set()
+        for url, models in answers.items():
+            row, follows = _replica_row(models.get(name, {}))
+            agree = agree and follows
+            seen.add(row[:2])
+            rows.append((url, name, *row))
+        agree = agree and len(seen) == 1
+    if as_json:
+        typer.echo(json.dumps({"agree": agree, "replicas": answers, "unreachable": silent}))
+        return agree
+    console.screen().print(console.table(("replica", "model", "serving", "wanted", "since", "follows"), (), rows))
+    for url, why in silent.items():
+        typer.echo(f"{url}: {why}")
+    typer.echo("all replicas agree" if agree else "the replicas do not agree")
+    return agree
+
+
+def _replica_row(model: dict[str, Any]) -> tuple[tuple[str, str, str, str], bool]:
+    """Return what a replica serves, should serve, since when, and whether it follows; also whether it does."""
+    serving = next((one for one in model.get("versions", ()) if one["state"] == "serving"), None)
+    version, since = ("none", "") if serving is None else (serving["version"], serving["since"][:19].replace("T", " "))
+    fleet = model.get("fleet")
+    if fleet is None:
+        return (version, "", since, "no serving.json"), serving is not None
+    follows = "yes" if fleet["follows"] else f"no: {fleet['reason']}"
+    return (version, fleet["wanted"] or "by policy", since, follows), fleet["follows"]
+
+
+def _entry(path: Path, model: str) -> dict[str, Any]:
+    """Read the entry of a model from a file of its own or from a configuration."""
+    from hps.ground.small_files import read_small
+
+    doing = f"reading --config {path}"
+    try:
+        content = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise errors.InvalidInputError(f"{doing}: {error}") from error
+    entries = content.get("models") if isinstance(content, dict) and "models" in content else [content]
+    if isinstance(entries, list):
+        for entry in entries:
+            if isinstance(entry, dict) and entry.get("model", model) == model:
+                return entry
+    raise errors.InvalidInputError(f"{doing}: got no entry of model {model!r}, expected one of `models` of a ps.json")
+
+
+def _print_table(models: list[dict[str, Any]]) -> None:
+    rows = []
+    for model in models:
+        rate = model["hit_rates"].get(_TIERS[0])
+        for version in model["versions"] or [None]:
+            if version is None:
+                rows.append((model["name"], "", f"{model['state']}: {model.get('reason', '')}".rstrip(": ")))
+                continue
+            sizes = [size_text(version["size_bytes"][tier]) if tier in version["size_bytes"] else "" for tier in _TIERS]
+            shown = f"{rate:.1%}" if rate is not None and version["state"] == "serving" else ""
+            pin = model.get("pinned", {})
+            pinned = f", {pin['text']}" if (version["state"], version["version"]) == ("serving", pin.get("version")) else ""
+            state = version["state"] + pinned
+            rows.append((model["name"], version["version"], state, count_text(version["rows"]), *sizes, shown))
+    figures = ("rows", *(tier.replace("_", " ") for tier in _TIERS), "hit rate")
+    console.screen().print(console.table(("model", "version", "state"), figures, rows))

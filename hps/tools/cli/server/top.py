@@ -1,0 +1,230 @@
+"""`hps top`: show the figures of a running server's page on a terminal."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.ground.progress import count_text, size_text, time_text
+from hps.statistics.snapshot import Latency
+from hps.tools.cli import console
+from hps.tools.cli.running_server import LOCAL, Certificate, ServerUrl, Token, TokenFile, running_server
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table
+
+EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
+_TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
+_ANY_WIDTH = 10_000  # of a pipe
+_PROBLEMS = 8
+_GONE = (errors.NotReadyError, errors.RemoteConnectionError, errors.RemoteTimeoutError)  # it restarts, or the network is down
+_LOST_S = 60.0  # patience with a server that does not answer
+
+_Answer = Mapping[str, Any]
+
+
+def top_command(
+    url: ServerUrl = LOCAL,
+    interval: Annotated[float, typer.Option(min=0.3, help="Seconds between two updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Take two samples, print, and exit. The default in a pipe.")] = False,
+    token: Token = "",
+    token_file: TokenFile = None,
+    cert: Certificate = None,
+) -> None:
+    """Show the throughput, latencies, hit rates, memory and problems of a running server until Ctrl-C.
+
+    The figures cover the time between two samples. The server's bearer token is enough.
+    """
+    from rich.live import Live
+
+    with console.reported():
+        server = running_server(url, token, token_file, cert)
+        screen = console.screen()
+        before, at = server.ask("/v1/stats"), time.monotonic()
+        if once or not screen.is_terminal:
+            time.sleep(interval)
+            now = server.ask("/v1/stats")
+            screen.print(shown(url, now, before))
+            return
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    now = server.ask("/v1/stats")
+                except _GONE as error:
+                    if time.monotonic() - at > _LOST_S:
+                        raise
+                    live.update(f"{error}\nthe last answer is {time.monotonic() - at:.0f} s old", refresh=True)
+                    continue
+                if _started(now) != _started(before):
+                    before = now
+                live.update(shown(url, now, before), refresh=True)
+                before, at = now, time.monotonic()
+
+
+def _started(answer: _Answer) -> object:
+    return answer["server"] and answer["server"]["started"]
+
+
+def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
+    """The figures of the time between two answers of GET /v1/stats."""
+    from rich.console import Group
+    from rich.text import Text
+
+    server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
+    ready = Text("ready", "bold green") if service["ready"] else Text(f"not ready: {service['reason']}", "bold red")
+    parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
+    if service["degraded"]:
+        parts.append(Text(f"degraded: {service['degraded']}", "bold yellow"))
+    if server:
+        up = time_text(time.time() - server["started"])
+        parts.append(Text(f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}"))
+        held = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
+        parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {held}"))
+        parts.append(_models(now, before, seconds))
+        for device in server["devices"]:
+            name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
+            free = (
+                f", free {size_text(device['free_bytes'])} of {size_text(device['memory_bytes'])}"
+                if device["memory_bytes"]
+                else ""
+            )
+            parts.append(Text(f"{name} {device['name']}: caches {size_text(device['cache_bytes'])}{free}"))
+        work = [f"{name} {length}" for name, length in server["queues"].items()]
+        work += [
+            f"updates of {name} {'?' if lag is None else f'{lag:.1f} s'} behind" for name, lag in server["updates"].items()
+        ]
+        parts.append(Text("background: " + (", ".join(work) or "nothing")))
+    parts += [
+        Text(f"{model['name']}: {model['state']}, {model['percent']} %: {reason}", "yellow")
+        for model in now["models"]
+        if (reason := model.get("reason"))
+    ]
+    for problem in now["problems"][:_PROBLEMS]:
+        times = f" ({problem['count']} times)" if problem["count"] > 1 else ""
+        when = time.strftime("%H:%M:%S", time.localtime(problem["time_s"]))
+        parts.append(
+            Text(f"{when} {problem['level']}{times}: {problem['text']}", "yellow" if problem["level"] == "warning" else "red")
+        )
+    if server:
+        parts += [_tables(model, _named(before, model["name"]), seconds) for model in server["models"]]
+    return Group(*parts)
+
+
+def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
+    shown = _table("model", "version", "lookups/s", "p50", "p95", "p99", "workspaces")
+    shown.add_column("most time in")
+    for model in now["server"]["models"]:
+        was = _named(before, model["name"])
+        lookups = Latency(**model["lookups"]).since(Latency(**was["lookups"]))
+        spent = {
+            stage: one["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
+            for stage, one in model["stages"].items()
+        }
+        whole = sum(spent.values())
+        most = sorted(spent, key=lambda stage: -spent[stage])[:3] if whole > 0 else []
+        shown.add_row(
+            model["name"],
+            model["version"],
+            count_text(lookups.count / seconds),
+            *(_time(lookups.quantile_s(share) if lookups.count > 0 else None) for share in (0.5, 0.95, 0.99)),
+            f"{model['busy_workspaces']} of {model['workspaces']}",
+            ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / whole:.0%}" for stage in most),
+        )
+    return shown
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The tables of a model in one grid, or in two if that is too wide: lookups, and contents of the tiers. *Immutable.*"""
+
+    model: str
+    names: list[str]
+    lookups: list[dict[str, str]]  # a table's cells by the title of their column
+    held: list[dict[str, str]]
+
+    def __rich_console__(self, screen: "Console", options: "ConsoleOptions") -> "RenderResult":
+        whole = self._grid([asked | has for asked, has in zip(self.lookups, self.held, strict=True)])
+        fits = screen.measure(whole, options=options.update(width=_ANY_WIDTH)).maximum <= options.max_width
+        yield from (whole,) if fits else (self._grid(self.lookups), self._grid(self.held))
+
+    def _grid(self, tables: list[dict[str, str]]) -> "Table":
+        filled = [head for head in tables[0] if any(cells[head] for cells in tables)]
+        made = _table(self.model, *filled)
+        for name, cells in zip(self.names, tables, strict=True):
+            made.add_row(name, *(cells[head] for head in filled))
+        return made
+
+
+def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
+    lookups, held = [], []
+    earlier = {table["name"]: table for table in before["tables"]}
+    for table in model["tables"]:
+        was = earlier.get(table["name"], table)
+        keys = table["keys"] - was["keys"]
+        cache = [tier for tier in table["tiers"] if tier["tier"] == "embedding_cache"]
+        evicted = _sum(table, "embedding_cache", "evictions") - _sum(was, "embedding_cache", "evictions")
+        known = [one for one in cache if one["rows"] is not None]
+        lookups.append(
+            {
+                "dim": str(table["dim"]),
+                "rows": count_text(table["rows"]),
+                "keys/s": count_text(keys / seconds),
+                **{f"{name}\nhits": _hit_rate(table, was, tier) for tier, name in _TIERS.items()},
+                "unknown": _share(table["defaults"] - was["defaults"], keys),
+            }
+        )
+        held.append(
+            {
+                "cached\nrows": f"{count_text(known[0]['rows'])} of {count_text(known[0]['capacity_rows'])}" if known else "",
+                "evicted/s": count_text(evicted / seconds) if cache else "",
+                **{f"{name}\nsize": _size(table, tier) for tier, name in _TIERS.items()},
+            }
+        )
+    return _Tables(model["name"], [table["name"] for table in model["tables"]], lookups, held)
+
+
+def _named(answer: _Answer, name: str) -> _Answer:
+    """Return the earlier figures of a model; zeros if it was not there."""
+    nothing: dict[str, Any] = {"lookups": {}, "stages": {}, "tables": []}
+    models = answer["server"]["models"] if answer["server"] else []
+    found: _Answer = next((one for one in models if one["name"] == name), nothing)
+    return found
+
+
+def _sum(table: _Answer, tier: str, what: str) -> int:
+    return sum(one[what] or 0 for one in table["tiers"] if one["tier"] == tier)
+
+
+def _hit_rate(table: _Answer, was: _Answer, tier: str) -> str:
+    if all(one["tier"] != tier for one in table["tiers"]):
+        return ""
+    hits = _sum(table, tier, "hits") - _sum(was, tier, "hits")
+    return _share(hits, hits + _sum(table, tier, "misses") - _sum(was, tier, "misses"))
+
+
+def _size(table: _Answer, tier: str) -> str:
+    found = [one for one in table["tiers"] if one["tier"] == tier]
+    if any(not one["available"] for one in found):
+        return "not read"
+    if not found or any(one["vector_bytes"] is None for one in found):
+        return "-" if found else ""
+    return size_text(sum(one["vector_bytes"] + (one["overhead_bytes"] or 0) for one in found))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole > 0 else "-"
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _table(first: str, *others: str) -> "Table":
+    made = console.table((first,), others)
+    made.columns[0].min_width = 8  # long names are shortened, figures are not
+    return made

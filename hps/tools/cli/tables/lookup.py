@@ -1,0 +1,116 @@
+"""`hps lookup`: print the vectors of keys."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.tools.cli import console
+
+if TYPE_CHECKING:
+    from hps.configuration.load import Configuration
+    from hps.types import FloatArray
+
+EXAMPLE = "Example: `hps lookup configs/minimal.json sample item 17 42 -5`"
+
+
+def lookup_command(
+    config: console.ConfigPath,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model in CONFIG.", show_default=False)],
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name or number of a table.", show_default=False)],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Keys; they may be negative.", show_default=False)],
+    combiner: Annotated[
+        str | None, typer.Option(metavar="HOW", help="Also print the sum, mean, sqrtn or max of the keys as one bag.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the vectors of KEYs, and mark the default vectors of keys that no database has.
+
+    Answers from the persistent database, which is loaded first if necessary, or else from the model files. Only one process at
+    a time can open a RocksDB: while a server runs, ask the server.
+    """
+    pooled: dict[str, FloatArray] = {}
+    with console.reported():
+        asked = [_key(key) for key in keys]
+        with console.progress() as progress:
+            import numpy as np
+
+            from hps.configuration.load import load_configuration
+            from hps.parameter_server import HPS
+            from hps.tensors.bags import Bags
+
+            configuration = _without_caches(load_configuration(config), model)
+            tables = configuration.models[0].embedding_table_names
+            name = tables[int(table)] if table not in tables and table.isdecimal() and int(table) < len(tables) else table
+            try:
+                with HPS(configuration, progress=progress) as server:
+                    given = np.array(asked, np.int64)
+                    vectors, found = server.lookup(given, model, name, return_found=True)
+                    if combiner is not None:
+                        bags = {name: Bags(given[None], combiner=combiner)}  # type: ignore[arg-type]  # it is checked
+                        pooled = {combiner: server.lookup_pooled(bags, model)[name][0]}
+            except errors.DatabaseLockedError as error:
+                body = shlex.quote(json.dumps({"tables": {name: asked}}))
+                service = configuration.service
+                url = f"{service.scheme}://{service.host}:{service.port}/v1/models/{model}/lookup"
+                raise errors.DatabaseLockedError(f"{error}\nIf it is a server, ask that: curl -s {url} -d {body}") from error
+        _print_vectors(model, name, asked, vectors, found.tolist(), pooled, as_json)
+
+
+def _key(text: str) -> int:
+    try:
+        key = int(text)
+    except ValueError:
+        key = 2**63
+    if not -(2**63) <= key < 2**63:
+        raise errors.InvalidInputError(f"looking up keys: got {text!r}, expected 64-bit integers")
+    return key
+
+
+def _without_caches(configuration: "Configuration", model: str) -> "Configuration":
+    """Reduce a configuration to one lookup: one model, no cache, no updates, no volatile database beside a persistent one."""
+    from hps.configuration.load import UpdateSourceConfig
+
+    models = [
+        one.model_copy(update={"gpucache": False, "deployed_device_list": (0,)})
+        for one in configuration.models
+        if one.model == model
+    ]
+    if not models:
+        known = ", ".join(one.model for one in configuration.models)
+        raise errors.UnknownModelError(f"looking up model {model!r}: it is not in the configuration, which has: {known}")
+    changes: dict[str, Any] = {"models": tuple(models), "device": "cpu", "update_source": UpdateSourceConfig()}
+    if configuration.persistent_db.type != "disabled":
+        changes["volatile_db"] = configuration.volatile_db.model_copy(update={"type": "disabled"})
+    return configuration.model_copy(update=changes)
+
+
+def _print_vectors(
+    model: str,
+    table: str,
+    keys: Sequence[int],
+    vectors: "FloatArray",
+    found: Sequence[bool],
+    pooled: "Mapping[str, FloatArray]",
+    as_json: bool,
+) -> None:
+    if as_json:
+        rows = [_floats(row) for row in vectors]
+        bag = {combiner: _floats(row) for combiner, row in pooled.items()}
+        typer.echo(json.dumps({"model": model, "table": table, "keys": keys, "vectors": rows, "found": found, **bag}))
+        return
+    for key, row, has in zip(keys, vectors, found, strict=True):
+        typer.echo(f"{key}: {_listed(row)}" + ("" if has else "  (default vector: no database has this key)"))
+    for combiner, row in pooled.items():
+        typer.echo(f"{combiner}: {_listed(row)}")
+
+
+def _floats(row: "FloatArray") -> list[float]:
+    return [float(str(element)) for element in row]  # the shortest digits that identify the float32
+
+
+def _listed(row: "FloatArray") -> str:
+    return f"[{', '.join(str(element) for element in row)}]"

@@ -1,0 +1,313 @@
+"""Computes the memory that a configuration needs on each tier before it is loaded, and whether this machine has it."""
+
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing, EmbeddingCache
+from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
+from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
+from hps.errors import ConfigError, HPSError, MissingDependencyError
+from hps.ground.memory.capacity import Need, Place, available_memory
+from hps.ground.registry import implementation
+from hps.models.deltas import DeltaModel, open_table_files
+from hps.models.files import CHUNK_BYTES, SparseModel
+from hps.models.network_files import NetworkFiles
+from hps.models.sources import ModelSources
+from hps.regions.layout import MOST_PAGE_BYTES, SLAB
+from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
+from hps.stores.base import Database
+from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
+from hps.versions.catalog import ModelCatalog
+from hps.versions.deployment import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static
+
+PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
+_PROCESS_BYTES: Final = 300 << 20
+"""Memory of an idle process: Python, NumPy, numba and its kernels, RocksDB's and Redis' clients."""
+_FRONT_BYTES: Final = 65 << 20
+"""Memory of a front process, and of the parent: what each does not share with the others."""
+_CHUNKS: Final = 4  # chunks of model files that a load holds at once
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersion:
+    """A version to be served, with the rows and the files of each table, and the file of its network. *Immutable.*"""
+
+    config: ModelConfig
+    rows: tuple[int, ...]
+    network: NetworkFiles | None = None
+    network_bytes: int = 0
+    files: tuple[SparseModel | DeltaModel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNeed:
+    """Memory that a version needs on one tier; `model` is empty for what all models share. *Immutable.*
+
+    Attributes:
+        tier: `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
+        device: id of the GPU.
+    """
+
+    model: str
+    version: str
+    tier: str
+    need: Need
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Free memory: bytes by place, and the source of each figure. Unknown places are missing. *Immutable.*
+
+    For several GPUs, the figure is that of each.
+    """
+
+    free_bytes: Mapping[Place, int]
+    source: Mapping[Place, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Total memory needed at one place. *Immutable.*
+
+    Attributes:
+        size_bytes: when everything is loaded; for several GPUs, on the fullest.
+        peak_bytes: during the load.
+        free_bytes: free memory; None if unknown.
+    """
+
+    place: Place
+    size_bytes: int
+    peak_bytes: int
+    free_bytes: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if unknown."""
+        return None if self.free_bytes is None else self.peak_bytes <= self.free_bytes
+
+
+def served_versions(configuration: Configuration) -> list[ServedVersion]:
+    """List the versions that a server would load. Reads only file sizes.
+
+    Raises:
+        ConfigError: files are missing or do not fit; the message lists every problem.
+    """
+    sources = ModelSources(configuration.model_source)
+    catalog = ModelCatalog(configuration, sources)
+    found, problems = [], []
+    for name in catalog.names:
+        try:
+            for number in catalog.to_serve(name):
+                version = catalog.version(name, number)
+                config, int32_keys = version.config, not configuration.supportlonglong
+                files = [
+                    open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources)
+                    for table, source in zip(config.tables, version.sources, strict=True)
+                ]
+                network_bytes = 0 if version.network is None else version.network.size_bytes(sources)
+                rows = tuple(one.rows for one in files)
+                found.append(ServedVersion(config, rows, version.network, network_bytes, tuple(files)))
+        except HPSError as error:
+            problems.append(f"model {name!r}: {error}")
+    if problems:
+        raise ConfigError("planning", problems)
+    return found
+
+
+def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
+    """Compute the needs of each version on each tier, with the formulas that the tiers check before a load.
+
+    Args:
+        on_cuda: whether embedding caches are on GPUs.
+    """
+    found = [PlannedNeed("", "", "process", Need("ram", "the process itself", _PROCESS_BYTES))]
+    stored: dict[
+        tuple[str, bool], tuple[type[Database], VolatileDbConfig | PersistentDbConfig, list[tuple[str, int, int]]]
+    ] = {}
+    owners = {}
+    load_bytes, plan = CHUNK_BYTES, cache_plan(on_cuda)
+    for version in versions:
+        config, tables = version.config, version.config.tables
+        if on_cuda or not is_direct(config, implementation("cache", "cpu")):
+            sharing, capacities = cached_rows(version, on_cuda)
+            for device in config.deployed_device_list[: None if on_cuda else 1]:
+                needs = plan.room_for(tables, capacities, is_static(config), sharing)
+                if on_cuda:
+                    needs += [
+                        Need("gpu", f"index of table {table.table_name!r} in host memory", size_bytes, table.table_name)
+                        for table, size_bytes in zip(tables, index_sizes(config, version.rows), strict=False)
+                    ]
+                workspaces = plan.workspaces_for(tables, config.num_of_worker_buffer_in_pool)
+                found += _of(config, "embedding_cache", needs, device if on_cuda else None)
+                found += _of(config, "workspaces", workspaces, device if on_cuda else None)
+        if version.network is not None:
+            for on_gpu, need in network_needs(config, version.network_bytes, on_cuda):
+                found += _of(config, "network", [need], on_gpu)
+        for tier, database, section, share in _databases(configuration, config):
+            there = [table.stored_as(section.row_dtype) for table in tables]
+            owners.update({table.tag: (config.model, config.version, table.table_name) for table in there})
+            rows = [(one.tag, one.width, math.ceil(share * count)) for one, count in zip(there, version.rows, strict=True)]
+            own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
+            stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
+            load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))
+    for (tier, _), (database, section, rows) in stored.items():
+        for need in database.room_for(section, rows):
+            model, number, table = owners.get(need.table, ("", "", ""))
+            place = need.place
+            if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _links(versions, model, number):
+                place = "pinned"
+            found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
+    formats = {one.network.config.format for one in versions if one.network is not None}
+    found += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
+    if stored:
+        found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
+    return found
+
+
+def run_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
+    """Run the network of each version on the CPU, and return what its runs need.
+
+    Raises:
+        ModelFileError, NetworkError: as of `activation_needs`.
+    """
+    sources, found = ModelSources(configuration.model_source), []
+    for version in versions:
+        if version.network is not None:
+            for device, need in activation_needs(version.config, version.network.read(sources), on_cuda):
+                found += _of(version.config, "network", [need], device)
+    return found
+
+
+def front_needs(settings: ServiceConfig, on_cuda: bool, processors: int | None = None) -> list[PlannedNeed]:
+    """Compute what the front processes of a service take, and at most hold for clients.
+
+    Args:
+        on_cuda: whether embedding caches are on GPUs, which pins the slabs.
+        processors: of the machine, for the default number of fronts; by default those that this process may use.
+    """
+    processes = default_fronts(processors) if settings.fronts is None else settings.fronts
+    fronts = processes or 1  # without processes one front runs in the owner
+    held = [
+        Need("pinned" if on_cuda else "ram", "keys and vectors of lookups", fronts * (SLAB + slab_bytes(settings, fronts))),
+        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_PAGE_BYTES),
+    ]
+    if processes:
+        held.insert(0, Need("ram", f"the parent and {processes} front processes", (1 + processes) * _FRONT_BYTES))
+    return [PlannedNeed("", "", "fronts", need) for need in held]
+
+
+def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
+    """Sum the needs by place; pinned memory counts as RAM, too."""
+    needs = list(needs)
+    found = []
+    for place in PLACES:
+        places = ("ram", "pinned") if place == "ram" else (place,)
+        here = [one for one in needs if one.need.place in places]
+        if not here:
+            continue
+        devices = {one.device for one in here} if place == "gpu" else {None}
+        fullest = (0, 0)
+        for device in devices:
+            own = [one.need for one in here if place != "gpu" or one.device == device]
+            size = sum(need.size_bytes for need in own if not need.passing)
+            fullest = max(fullest, (size, size + sum(need.size_bytes for need in own if need.passing)))
+        found.append(Total(place, *fullest, machine.free_bytes.get(place)))
+    return found
+
+
+def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Machine:
+    """Measure the free memory of this machine, or describe another.
+
+    Args:
+        given: free bytes by place of the other machine.
+    """
+    free, source = dict(given), dict.fromkeys(given, "as given")
+    if "ram" not in free:
+        free["ram"], source["ram"] = available_memory()
+    path = Path(configuration.persistent_db.path).absolute()
+    if "disk" not in free and configuration.persistent_db.type != "disabled":
+        there = next(one for one in (path, *path.parents) if one.exists())
+        held = sum(file.stat().st_size for file in path.glob("*.sst")) if path.exists() else 0
+        free["disk"], source["disk"] = shutil.disk_usage(there).free + held, f"on the file system of {there}"
+        if held:
+            source["disk"] += f", including {held:,} bytes of the tables there"
+    if "gpu" not in free and (devices := _gpu_memory(configuration)):
+        free["gpu"], source["gpu"] = min(devices), "on each of the configured GPUs"
+    return Machine(free, source)
+
+
+def caches_on_cuda(configuration: Configuration, machine: Machine) -> bool:
+    """Whether embedding caches would be on GPUs."""
+    return configuration.device == "cuda" or (configuration.device == "auto" and "gpu" in machine.free_bytes)
+
+
+def cache_plan(on_cuda: bool) -> type[CachePlan]:
+    """Return the class that computes the memory of caches."""
+    found: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
+    return found
+
+
+def cached_rows(version: ServedVersion, on_cuda: bool) -> tuple[DeviceSharing, list[int]]:
+    """Return how devices share the rows of a version, and the rows that its caches have room for, as `cache_capacities`."""
+    sharing = device_sharing(version.config, version.rows) if on_cuda else ALONE
+    if len(sharing.device_ids) > MOST_SHARERS:
+        sharing = ALONE
+    return sharing, cache_capacities(version.config, version.rows, sharing)
+
+
+def share_within(budget: int, versions: Sequence[ServedVersion], on_cuda: bool) -> float:
+    """Find the largest `gpucacheper`, common to all models, whose caches fit a budget on a device."""
+    plan, cached = cache_plan(on_cuda), [one for one in versions if one.config.gpucache]
+
+    def needed(share: float) -> int:
+        rooms = (plan.room_for(one.config.tables, [math.ceil(share * rows) for rows in one.rows]) for one in cached)
+        return sum(need.size_bytes for needs in rooms for need in needs)
+
+    if needed(1.0) <= budget:
+        return 1.0
+    low, high = 0, 10_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle / 10_000) <= budget else (low, middle)
+    return low / 10_000
+
+
+def _gpu_memory(configuration: Configuration) -> list[int]:
+    if configuration.device == "cpu":
+        return []
+    try:
+        cuda: type[EmbeddingCache] = implementation("cache", "cuda")
+    except MissingDependencyError:
+        return []
+    devices = sorted({device for model in configuration.models for device in model.deployed_device_list})
+    free = [cuda.free_bytes(device) for device in devices] if cuda.unavailable_reason() is None else []
+    return [one for one in free if one is not None]
+
+
+def _databases(
+    configuration: Configuration, model: ModelConfig
+) -> Iterable[tuple[str, type[Database], VolatileDbConfig | PersistentDbConfig, float]]:
+    """Yield the databases that a version is loaded into: tier, class, configuration section, share of the rows."""
+    volatile, persistent = configuration.volatile_db, configuration.persistent_db
+    if model.embedding_cache_type in RESIDENT:
+        hash_map = type(volatile)(type="hash_map")
+        yield "volatile_db", implementation("database", "hash_map"), hash_map, 1.0
+    elif volatile.type != "disabled" and volatile.initialize_after_startup and model.embedding_cache_type != "stochastic":
+        yield "volatile_db", implementation("database", volatile.type), volatile, volatile.initial_cache_rate
+    if persistent.type != "disabled" and persistent.initialize_after_startup and model.embedding_cache_type != "stochastic":
+        yield "persistent_db", implementation("database", persistent.type), persistent, 1.0
+
+
+def _links(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
+    """Tell whether a device may read the hash map of this version in place, which pins it."""
+    config = next(one.config for one in versions if (one.config.model, one.config.version) == (model, number))
+    return config.gpucache and config.miss_path != "copy"
+
+
+def _of(config: ModelConfig, tier: str, needs: Iterable[Need], device: int | None) -> list[PlannedNeed]:
+    return [PlannedNeed(config.model, config.version, tier, need, device) for need in needs]

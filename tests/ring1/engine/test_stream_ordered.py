@@ -1,0 +1,88 @@
+"""Which lookups that wait for nothing find a workspace that has room for them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hps.cache.cpu.cache import NumpyCache, NumpyLookup
+from hps.engine.stream_ordered import StreamOrderedLookups
+from hps.errors import DeviceError, NotReadyError
+from hps.statistics.metrics import Metrics
+from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.segments import Segment
+from hps.types import TableSpec
+
+
+class DeviceLookup(NumpyLookup):
+    """A lookup on the CPU that says how often it was prepared and enqueued."""
+
+    prepared = enqueued = 0
+
+    def prepare(self, segments: Sequence[Segment]) -> None:
+        self.prepared += 1
+
+    def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
+        self.enqueued += 1
+
+
+class DeviceCache(NumpyCache):
+    def create_lookup(self) -> DeviceLookup:
+        self.last = DeviceLookup(self)
+        return self.last
+
+
+def bags_of(lengths: Sequence[int], hotness: int = 4, weighted: bool = False) -> list[Segment]:
+    """One segment for each table, with so many bags of `hotness` keys."""
+    segments = []
+    for table, count in enumerate(lengths):
+        n = count * hotness
+        weights = np.ones(n, np.float32) if weighted else None
+        pooling = Pooling(count, None, hotness, weights, Combiner.SUM, 0.0, None)
+        segments.append(Segment(table, np.zeros(n, np.int64), np.empty((count, 8), np.float32), None, n, pooling))
+    return segments
+
+
+def opened() -> tuple[DeviceCache, StreamOrderedLookups]:
+    """A cache of two tables, and its lookups, of which one has run."""
+    tables = [TableSpec("m", name, 8, 0.0, 1 << 20) for name in "ab"]
+    cache = DeviceCache.create(tables, [100, 100], 0)
+    lookups = StreamOrderedLookups(tables, cache, {}, Metrics())
+    lookups.enqueue(bags_of([8, 8]), lambda: DeviceLookup(cache), lambda lookup: None)
+    return cache, lookups
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_room"),
+    [
+        *[(bags_of([8, 8]), True), (bags_of([3, 5]), True), (bags_of([9, 7]), True), (bags_of([9, 8]), False)],
+        *[(bags_of([16, 16], hotness=1), False), (bags_of([8, 8], weighted=True), False), (bags_of([8]), False)],
+        ([Segment(table, np.zeros(4, np.int64), np.empty((4, 8), np.float32)) for table in (0, 1)], False),
+    ],
+)
+def test_a_workspace_is_prepared_once_for_all_lookups_that_are_no_larger(asked: list[Segment], has_room: bool) -> None:
+    cache, lookups = opened()
+    assert cache.last.prepared == 1
+    taken: list[DeviceLookup] = []
+
+    def take() -> DeviceLookup:
+        taken.append(DeviceLookup(cache))
+        return taken[-1]
+
+    lookups.enqueue(asked, take, lambda lookup: None)
+    assert (cache.last.prepared, len(taken)) == ((1, 1) if has_room else (2, 0))
+
+
+def test_closed_lookups_are_refused_also_after_their_device_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise DeviceError("reading counters: an illegal memory access was encountered")
+
+    for lost in (False, True):
+        cache, lookups = opened()
+        if lost:
+            monkeypatch.setattr(DeviceCache, "stream_ordered_counts", fail)
+        for _ in range(2):
+            assert lookups.close()
+            with pytest.raises(NotReadyError, match="was undeployed"):
+                lookups.enqueue(bags_of([9, 9]), cache.create_lookup, lambda lookup: None)
+        lookups.settle()  # nothing is asked of the device any more

@@ -1,0 +1,73 @@
+"""TLS contexts: which files are taken, and the names in a client's certificate."""
+
+import logging
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from hps.configuration.load import ServiceConfig
+from hps.errors import ConfigError
+from hps.serve.frontend.tls import TLS, context_of, names_in
+from tests.servers.certificates import Authority
+
+
+def settings(certificate: Path, key: Path | str = "", ca: Path | str = "") -> ServiceConfig:
+    return ServiceConfig(tls_certificate_path=str(certificate), tls_key_path=str(key), tls_client_ca_path=str(ca))
+
+
+def test_a_key_may_lie_beside_its_certificate_or_in_its_file(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    for one in (settings(pair.certificate, pair.key), settings(pair.both), settings(pair.both, ca=authority.path)):
+        context = context_of(one)
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+        assert context.verify_mode == (ssl.CERT_REQUIRED if one.tls_client_ca_path else ssl.CERT_NONE)
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair, other = authority.sign("server"), authority.sign("other")
+    key = serialization.load_pem_private_key(pair.key.read_bytes(), None)
+    form, protected = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    encrypted, empty = tmp_path / "encrypted", tmp_path / "empty"
+    encrypted.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, protected))
+    empty.write_text("")
+    for wrong, says in (
+        (settings(pair.certificate, other.key), "tls_certificate_path: cannot use .*: KEY_VALUES_MISMATCH; expected PEM files"),
+        (settings(pair.certificate), "tls_certificate_path: cannot use .*PEM"),
+        (settings(pair.certificate, encrypted), "tls_certificate_path: cannot use .*; expected PEM files"),
+        (settings(empty), "tls_certificate_path: cannot use .*PEM"),
+        (settings(pair.both, ca=empty), "tls_client_ca_path: cannot use .*NO_CERTIFICATE_OR_CRL_FOUND"),
+        (settings(tmp_path / "nowhere"), "tls_certificate_path: cannot use .*: No such file or directory"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            context_of(wrong)
+
+
+def test_a_new_pair_is_taken_over_and_a_wrong_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    tls = TLS(settings(pair.certificate, pair.key))
+    first, other = tls._context, authority.sign("other").key.read_text()
+    with caplog.at_level(logging.INFO):
+        for change in (lambda: pair.key.write_text(other), lambda: authority.sign("server")):
+            assert tls._context is first
+            change()
+            for _ in range(3):
+                tls.look()
+        assert tls._context is not first
+    levels = [(one.levelname, one.message.partition(" in ")[0].partition(":")[0]) for one in caplog.records]
+    assert levels == [
+        ("ERROR", "new connections go on with the certificate as it was"),
+        ("INFO", "new connections use the certificate"),
+    ]
+
+
+def test_the_names_in_a_certificate_are_its_common_name_and_the_alternative_ones() -> None:
+    subject = ((("organizationName", "hps"),), (("commonName", "ranker"),))
+    alternative = (("DNS", "ranker.example"), ("URI", "spiffe://x/ranker"), ("IP Address", "10.0.0.1"), ("DNS", "ranker"))
+    found = names_in({"subject": subject, "subjectAltName": alternative})
+    assert found == ("ranker", "ranker.example", "spiffe://x/ranker")
+    assert names_in(None) == names_in({}) == ()

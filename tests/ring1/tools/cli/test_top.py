@@ -1,0 +1,52 @@
+"""`hps top` on screens of every width."""
+
+import io
+from dataclasses import asdict
+
+import pytest
+from rich.console import Console
+
+from hps.statistics.snapshot import Latency, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
+from hps.tools.cli.server.top import shown
+
+LONG = "a_name_that_is_far_longer_than_anybody_should_have_made_it_and_yet_here_it_is_in_full"
+
+
+def answer(at_s, done):
+    """An answer of GET /v1/stats, after so many lookups of 250 keys."""
+    latency = Latency(done, done * 0.0005, ((0.001, done),))
+    tiers = (
+        TierStatistics(
+            "embedding_cache", "cpu", "cpu", 24_300, 25_000, 3_400_000, 0, 200 * done, 50 * done, 0, done, True, 0.0
+        ),
+        TierStatistics("volatile_db", "hash_map", "", 50_000, None, 7_200_000, 0, 40 * done, 10 * done, None, None, True, 0.0),
+    )
+    tables = tuple(TableStatistics(name, 32, 50_000, 250 * done, done, 0, 0, "copy", tiers) for name in ("item", LONG))
+    stages = dict.fromkeys(("query", "volatile_db", "insert"), latency)
+    model = ModelStatistics("m", "1", (("1", "serving"),), 0.0, latency, stages, 4, 1, tables)
+    server = ServerStatistics("0", 0.0, 1 << 28, (model,), (), {}, {})
+    service = {"ready": True, "degraded": "", "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
+    return {"at_s": at_s, "server": asdict(server), "service": service, "models": [], "problems": []}
+
+
+@pytest.mark.parametrize("width", [80, 120, 10_000])
+def test_no_figure_is_cut(width):
+    screen = Console(width=width, record=True, file=io.StringIO())
+    screen.print(shown("http://127.0.0.1:8000", answer(2.0, 2000), answer(0.0, 0)))
+    text = screen.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    row = " ".join(line.removeprefix("item") for line in text.splitlines() if line.startswith("item"))
+    assert " ".join(row.split()) == "32 50.0 k 250 k 80.0% 80.0% 0.4% 24.3 k of 25.0 k 1.0 k 3.4 MB 7.2 MB"
+    assert "2 fronts: 40 connections, 3 lookups under way, 65.5 kB held for clients" in text
+    assert (LONG in text) == (width > 160)  # else it is folded
+    assert "persistent" not in text
+    assert "degraded" not in text
+
+
+def test_what_lookups_do_without_is_shown_below_the_state():
+    screen = Console(width=120, record=True, file=io.StringIO())
+    now = answer(2.0, 2000)
+    now["service"]["degraded"] = "redis_cluster is away"
+    screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+    assert screen.export_text().splitlines()[1] == "degraded: redis_cluster is away"

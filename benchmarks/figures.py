@@ -7,7 +7,7 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -247,21 +247,6 @@ def model_sources() -> list[str]:
     )
 
 
-def redis_speed() -> list[str]:
-    """What a fetch and a load take from one server and from three."""
-    rows = []
-    for servers, name in ((1, "one server"), (3, "three servers")):
-        load = figures("redis", work="load", servers=servers, dim=32)
-        rows.append((f"load, {name}", load["ours_vectors_per_s"], load))
-        for batch in (1_000, 10_000, 100_000):
-            fetch = figures("redis", work="fetch", servers=servers, dim=32, batch=batch, hit_rate=1.0)
-            rows.append((f"fetch of {batch:,} keys, {name}", fetch["ours_keys_per_s"], fetch))
-    return _table(
-        ("dim 32", "M/s", "x redis-py with hiredis"),
-        *((what, f"{rate / 1e6:.2f}", f"{row['ours_to_redis_py']:.1f}") for what, rate, row in rows),
-    )
-
-
 def redis_cluster() -> list[str]:
     """Lookups from three masters beside one, and what a second of a processor gives."""
     rows = []
@@ -339,16 +324,6 @@ def redis_filled() -> list[str]:
     return _table(head, *rows)
 
 
-def redis_starts() -> list[str]:
-    """Starts with Redis away, beside starts without it."""
-    one = figures("volatile_tier", phase="starts")
-    rows = [
-        (name, *(f"{1e3 * one[f'{which}_{what}_s']:.0f}" for what in ("p50", "max")))
-        for which, name in (("away", "Redis away"), ("none", "no Redis configured"))
-    ]
-    return _table(("a start, ms", "median", "slowest"), *rows)
-
-
 def redis_memory() -> list[str]:
     """Bytes of a row, measured and planned."""
     rows = []
@@ -387,35 +362,6 @@ def gpu_queries() -> list[str]:
     return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
 
 
-def gpu_insertions() -> list[str]:
-    """Insertions of 2^20 rows."""
-
-    def row(name: str, work: str) -> tuple[str, ...]:
-        return name, *(_round(figures("gpu_cache", work=work, dim=dim, batch=1 << 20)["mkeys_per_s"]) for dim in (32, 128))
-
-    return _table(
-        ("inserting n = 2^20, M keys/s", "dim 32", "dim 128"),
-        row("resident keys", "insert resident"),
-        row("new keys into full buckets", "insert new"),
-    )
-
-
-def query_order() -> list[str]:
-    """What it costs to order the second look at a bucket behind the copy of the row."""
-    kinds = {
-        "acquire fences and the dependency (in use)": "acquire_fences_and_dependency",
-        "acquire fences alone": "acquire_fences_alone",
-        "acquire fences and `__syncwarp()` (`HPS_FORMAL_ORDER=1`)": "formal",
-        "one `fence.acq_rel.gpu` and `__syncwarp()`": "acq_rel_fence",
-    }
-    cases = [(dim, batch) for batch in (1 << 20, 1 << 16, 1 << 13) for dim in (32, 128)]
-    found = [figures("gpu_query_order", dim=dim, batch=batch, alpha=0.0) for dim, batch in cases]
-    return _table(
-        ("uniform keys", *(f"{batch:,} x dim {dim}" for dim, batch in cases)),
-        *((name, *(f"{row[kind]:.3f}" for row in found)) for name, kind in kinds.items()),
-    )
-
-
 def gpu_refresh() -> list[str]:
     """Every measurement of lookups beside a refresh, in the order in which they were taken."""
     rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
@@ -434,35 +380,6 @@ def gpu_refresh() -> list[str]:
             for axes, found in rows
         ),
     )
-
-
-def admission() -> list[str]:
-    """Hit rates over the ideal by traffic and policy, at a tenth of 2^22 rows, and of two policies at a tenth of 2^24."""
-    small = [
-        ("steady, alpha 0.99", {"traffic": "steady", "alpha": 0.99, "batches": "700 to 800"}),
-        ("steady, alpha 1.05, after 200 batches", {"traffic": "steady", "alpha": 1.05, "batches": "150 to 200"}),
-        ("steady, alpha 1.05, after 800", {"traffic": "steady", "alpha": 1.05, "batches": "700 to 800"}),
-        ("steady, alpha 1.2", {"traffic": "steady", "alpha": 1.2, "batches": "700 to 800"}),
-        ("0.001 of the ids change ranks every batch", {"traffic": "drift 0.001"}),
-        ("0.003 of them", {"traffic": "drift 0.003"}),
-        ("0.01 of them", {"traffic": "drift 0.01"}),
-        ("0.3 of them every 200 batches", {"traffic": "jump"}),
-        ("every fourth batch scans the ids", {"traffic": "scan"}),
-        ("table full of random keys before, batches 5 to 50", {"traffic": "after a warm-up"}),
-    ]
-    large = [
-        (f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}", {"rows": 1 << 24, "batches": batches})
-        for batches in ("150 to 200", "450 to 600", "1100 to 1200")
-    ]
-    measured = {row["axes"]["policy"] for row in result_rows("admission") if row["axes"]["rows"] == 1 << 24}
-    policies = list(dict.fromkeys(row["axes"]["policy"] for row in result_rows("admission")))
-    rows = []
-    for name, axes in [*((name, {"rows": 1 << 22} | axes) for name, axes in small), *large]:
-        asked = [policy if axes["rows"] == 1 << 22 or policy in measured else None for policy in policies]
-        rows.append(
-            (name, *(f"{figures('admission', policy=policy, **axes)['of_ideal']:.3f}" if policy else "" for policy in asked))
-        )
-    return _table(("of the ideal hit rate", *policies), *rows)
 
 
 def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -534,37 +451,6 @@ def misses_mixed() -> list[str]:
     )
 
 
-def captured() -> list[str]:
-    """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("captured")]
-    more = {(axes["keys"], axes["dim"], axes.get("missing", 0), axes["path"]): found for axes, found in rows}
-    return _table(
-        (
-            "keys, dim",
-            "query alone, us",
-            "lookup, us",
-            "of the query",
-            "1 missing",
-            "10",
-            "100",
-            "1,000",
-            "1,000 with the index",
-        ),
-        *(
-            (
-                f"{keys:,} x {dim}",
-                _round(found["query_us"]),
-                _round(found["captured_us"]),
-                f"{found['of_query']:.2f}",
-                *(f"+{_round(more[keys, dim, count, 'link']['more_us'])}" for count in (1, 10, 100, 1000)),
-                f"+{_round(more[keys, dim, 1000, 'index']['more_us'])}",
-            )
-            for (keys, dim, missing, path), found in more.items()
-            if not missing and path == "link"
-        ),
-    )
-
-
 def prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {
@@ -586,38 +472,6 @@ def prepared() -> list[str]:
         "prepared, buffers",
     )
     return _table((*head, "a layer", "`index_select`"), *rows)
-
-
-def misses_small() -> list[str]:
-    """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
-    rows = []
-    for how in ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured"):
-        for axes, found in _misses(f"{how}, 10 % missing", "link"):
-            hits = [_round(found["hits_p50_us"]), _by("copy", axes, "hits_p50_us")] if "hits_p50_us" in found else ["", ""]
-            some = [_round(found["p50_us"]), *(_by(path, axes, "p50_us") for path in ("index", "link, dense", "copy"))]
-            rows.append((f"{how}, dim {axes['dim']}", *hits, *some))
-    return _table(
-        ("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "index", "dense table", "copy"), *rows
-    )
-
-
-def pooled() -> list[str]:
-    """Bags of resident keys, beside a plain kernel that adds up the same rows, and torch."""
-    rows = []
-    for tables, dim, batch in ((26, 128, 4096), (26, 64, 4096), (26, 32, 4096), (26, 128, 256), (1, 128, 4096)):
-        for alpha in (1.05, 0.0):
-            case = partial(figures, "pooled", tables=tables, dim=dim, batch=batch, alpha=alpha)
-            ours, whole = (case(bags=bags) for bags in ("offsets", "torch embedding_bag"))
-            ratios = (f"{row['of_anchor']:.2f}" for row in (ours, whole))
-            name = f"{tables} x {batch:,}, dim {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-            rows.append((name, _round(ours["mkeys_per_s"]), *ratios))
-    head = (
-        "tables x bags, dim, keys",
-        "M keys/s",
-        "of a plain kernel",
-        "torch `embedding_bag` of it",
-    )
-    return _table(head, *rows)
 
 
 def layers() -> list[str]:
@@ -750,26 +604,6 @@ def row_formats_hits() -> list[str]:
     return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
 
 
-def row_formats_mixed() -> list[str]:
-    """Keys by popularity over the link, by format."""
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for path, name in (("link", "link"), ("index", "index on the device"), ("dense", "dense table")):
-            one = _gpu_rows(work="mixed", row_dtype=row_dtype, path=path)
-            rows.append(
-                (
-                    f"`{row_dtype}`, {name}",
-                    f"{one['hit_rate']:.3f} ({one['of_ideal']:.3f})",
-                    _round(one["mkeys_per_s"]),
-                    f"{one['misses']:,}",
-                    _round(one["p50_us"]),
-                    _round(one["cold_rows_us"]),
-                )
-            )
-    head = ("rows", "hit rate (of the ideal)", "M keys/s", "misses", "us", "us of a plain read of as many rows")
-    return _table(head, *rows)
-
-
 def clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
@@ -778,41 +612,6 @@ def clients() -> list[str]:
         took = [f"{_round(one['p50_us'])} us ({_round(one['relative'])} x)" for one in found]
         rows.append((name, *took, _each(f"{_round(one['cpu_us'])} us" for one in found)))
     return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
-
-
-def _turns(benchmark: str, figure: str, **axes: Any) -> list[float]:
-    return [row["figures"][figure] for row in result_rows(benchmark) if axes.items() <= row["axes"].items()]
-
-
-def fronts() -> list[str]:
-    """What two fronts do on two cores: medians of all turns."""
-    rows = []
-    for form, route in (("json", "/v2/models/m/infer"), ("lookup", "/v1/models/m/lookup")):
-        now, before = (median(_turns("fronts_json", "rps", form=form, kind=kind)) for kind in ("this", "before"))
-        ratio = f"{now / before:.1f} x the version before fronts, one process"
-        rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
-    for connections in (4, 16):
-        now, before = (
-            median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before")
-        )
-        ratio = f"{now / before:.2f} x the version before fronts"
-        rows.append(
-            (f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio)
-        )
-    beside = "26x1000:4 beside"
-    for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
-        now, before, alone = (
-            median(_turns("fronts_beside", figure, kind=kind, beside=with_)) / 1000
-            for kind, with_ in (("this", beside), ("before", beside), ("this", ""))
-        )
-        against = f"{before:.0f} ms before fronts; {alone:.2f} ms alone"
-        rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now:.1f} ms", against))
-    slow, alone = (median(_turns("fronts_slow", "p99_us", beside=with_)) for with_ in ("5000 slow clients", ""))
-    name = "1,000 keys, one connection, beside 5,000 slow clients, p99"
-    rates = [median(_turns("fronts_slow", "rps", beside=with_)) for with_ in ("5000 slow clients", "")]
-    against = f"{slow / alone:.1f} x alone; {rates[0] / rates[1]:.2f} of the requests/s alone"
-    rows.append((name, f"{slow / 1000:.2f} ms", against))
-    return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
 
 
 def routes() -> list[str]:
@@ -897,6 +696,8 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         work = axes["work"]
         if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
             continue
+        if work == "sustained" and (axes["threads"], axes["queries"]) not in ((1, 1), (4, 16)):
+            continue
         devices = axes.get("devices", 1)
         names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
         names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
@@ -931,18 +732,6 @@ def sparse_stage() -> list[str]:
     return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
 
 
-def sharing_resident() -> list[str]:
-    """Queries of resident rows on two devices, half of which lie on the other, beside a plain gather of the same rows."""
-    rows = []
-    for row in result_rows("sharing"):
-        axes, found = row["axes"], row["figures"]
-        if axes["work"] == "resident":
-            devices = "both at once" if axes["devices"] == 2 else "one"
-            rates = (f"{found['mkeys_per_s']:,.0f}", f"{found['gather_mkeys_per_s']:,.0f}", f"{found['of_gather']:.2f}")
-            rows.append((f"{axes['batch']:,} x {axes['dim']}", devices, *rates))
-    return _table(("keys x dim", "devices that ask", "M keys/s for each", "gather", "of it"), *rows)
-
-
 def sharing_traffic() -> list[str]:
     """Keys by popularity on two devices at once, by how they share rows."""
     rows = []
@@ -966,37 +755,26 @@ def sharing_traffic() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "sharing-resident": sharing_resident,
     "sharing-traffic": sharing_traffic,
     "clients": clients,
     "row-formats": row_formats,
     "row-formats-hits": row_formats_hits,
-    "row-formats-mixed": row_formats_mixed,
-    "fronts": fronts,
     "routes": routes,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,
     "measured-host": measured_host,
     "model-sources": model_sources,
-    "redis-speed": redis_speed,
     "redis-cluster": redis_cluster,
     "redis-changes": redis_changes,
     "redis-memory": redis_memory,
     "redis-filled": redis_filled,
-    "redis-starts": redis_starts,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
-    "gpu-insertions": gpu_insertions,
-    "query-order": query_order,
     "gpu-refresh": gpu_refresh,
-    "admission": admission,
     "misses": misses,
     "misses-mixed": misses_mixed,
-    "misses-small": misses_small,
-    "captured": captured,
     "prepared": prepared,
-    "pooled": pooled,
     "layers": layers,
     "scores": scores,
     "scores-once": scores_once,

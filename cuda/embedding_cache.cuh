@@ -51,7 +51,7 @@ constexpr u32 BUCKET_PARTS = 4;  // 16-byte parts of a bucket: the header and ke
 constexpr u32 PAIR_PARTS = 8;
 constexpr u32 UNIT = HPS_UNIT;
 
-// Scores (benchmarks/bench_admission.py compares). A hit raises them with an OR, unless they are high enough.
+// Scores (benchmarks/results/admission.json compares policies). A hit raises them with an OR, unless they are high enough.
 constexpr u32 HIT_SCORE = 8;      // this bit is set by a hit
 constexpr u32 TOP_SCORE = 15;     // of a slot that was hit while it had HIT_SCORE
 constexpr u32 ENOUGH_SCORE = 12;  // a hit writes nothing from here on

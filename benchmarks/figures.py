@@ -455,33 +455,6 @@ def scores_once() -> list[str]:
     return _table(("", "given once, requests/s", "with each candidate", "more"), *rows)
 
 
-def scores_device() -> list[str]:
-    """Calls in process on a GPU."""
-    rows = []
-    for batch in (256, 2048):
-        found = {
-            row["axes"]["what"]: _round(row["figures"]["us"])
-            for row in result_rows("scores")
-            if row["axes"]["work"] == "device" and row["axes"]["batch"] == batch
-        }
-        rows.append((f"{batch:,}", *found.values()))
-        names = [*found]
-    return _table(("us, samples", *names), *rows)
-
-
-def scores_loadgen() -> list[str]:
-    """LoadGen's runs."""
-    rows = []
-    for row in result_rows("loadgen"):
-        axes, found = row["axes"], row["figures"]
-        target = "" if axes["target_s"] is None else f", {axes['target_s']:.0f} requests/s"
-        p99 = f"{_round(found['p99_ms'])} ms" if axes["target_s"] else ""
-        rows.append(
-            (f"{axes['scenario']}{target}", found["result"], _round(found["requests_s"]), _round(found["pairs_s"]), p99)
-        )
-    return _table(("scenario", "result", "requests/s", "pairs/s", "p99"), *rows)
-
-
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI355X", 12_198.8),
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI350X", 9_297.78),
@@ -568,8 +541,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "prepared": prepared,
     "scores": scores,
     "scores-once": scores_once,
-    "scores-device": scores_device,
-    "scores-loadgen": scores_loadgen,
     "sparse-stage": sparse_stage,
     "updates": updates,
     "planning": planning,

@@ -47,6 +47,7 @@ from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
 from hps.versions.index import IndexEntry, version_index
+from hps.versions.integrity import check_tiers
 from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
@@ -863,6 +864,18 @@ class HPS:
         """
         self._require_open()
         return self.statistics.statistics()
+
+    def check(self, timeout_s: float = 10.0) -> list[str]:
+        """Check the invariants of versions, caches and databases, while lookups go on. For debugging: it reads all indices.
+
+        Args:
+            timeout_s: limit for caches and databases together.
+
+        Returns:
+            A sentence for each that is broken, or that was not checked in time. Changes that run meanwhile may be reported.
+        """
+        self._require_open()
+        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""

@@ -281,6 +281,19 @@ class Fleet:
         with self._lock:
             self._readings[model] = _Reading(None, "", None, reading.read_at)
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each document that withdraws what it serves, or whose kept copy is a newer one."""
+        found = []
+        for model, reading in list(self._readings.items()):
+            if (document := reading.document) is None:
+                continue
+            if {document.version, document.previous} & {*document.withdrawn}:
+                found.append(f"model {model!r}: its {SERVING} withdraws what it serves: {document}")
+            kept = self._from_disk(model)
+            if kept is not None and kept.number > document.number and self.shown(model) is document:
+                found.append(f"model {model!r}: the kept {SERVING} has number {kept.number}, the known one {document.number}")
+        return found
+
     def _fetched(self, place: str, before: _Reading) -> tuple[ServingDocument | None, str]:
         """Return the document in the file, and the file's version; None and empty if there is no file."""
         filesystem, directory = self._sources.locate(place)

@@ -595,6 +595,26 @@ class LiveModels:
             self._models = {}
             return out
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant of the states that is broken; none is, whatever runs meanwhile."""
+        with self._changed:
+            unknown = self.serving.keys() - self._models.keys()
+            found = [f"model {name!r} serves, but has no versions" for name in unknown]
+            for name, model in self._models.items():
+                serving = [one.deployment for one in model.of("serving")]
+                if serving != ([self.serving[name]] if name in self.serving else []):
+                    versions = [one.version for one in serving]
+                    found.append(f"model {name!r}: its lookups are not answered by the version that serves, of {versions}")
+                if model.of("available") and not serving:
+                    found.append(f"model {name!r}: versions are available beside none that serves")
+                deployments = [one.deployment for one in model.versions]
+                if len(set(map(id, deployments))) != len(deployments):
+                    found.append(f"model {name!r}: a deployment has two states")
+                numbers = [one.deployment.version for one in model.of("serving", "available")]
+                if len(set(numbers)) != len(numbers):
+                    found.append(f"model {name!r}: a version is in service twice: {numbers}")
+        return found
+
     def disown(self) -> object:
         """In a forked child: forget everything without taking a lock. Returns the parent's models."""
         held = self._models

@@ -69,6 +69,20 @@ class Pins:
         self._known[model] = None
         self._kept.remove(model)
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each pin that a restart would not find as it is known here."""
+        found = []
+        for model, pin in list(self._known.items()):
+            if pin is None or not pin.problem:
+                try:
+                    kept = _read(self._kept, model)
+                except DatabaseError as error:
+                    found.append(f"model {model!r}: {error}")
+                    continue
+                if kept != pin and self._known.get(model) is pin and not self._kept.read_only:
+                    found.append(f"model {model!r}: its pin is {pin}, and a restart would find {kept}")
+        return found
+
 
 def _read(kept: KeptFiles, model: str) -> DesiredVersion | None:
     if (text := kept.read(model)) is None:

@@ -334,6 +334,20 @@ class Reconciler:
         reason = f"; {status.reason}" if status is not None and status.reason else ""
         return "" if desired is None else desired.describe(serving) + reason
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant of the versions that is broken: their states, and what is desired of them."""
+        found = [*self._live.check_integrity(), *self._catalog.pins.check_integrity(), *self._catalog.fleet.check_integrity()]
+        for name in self._live.serving:
+            try:
+                desired = self._catalog.desired(name)
+            except HPSError as error:
+                found.append(f"model {name!r}: what is desired is unknown: {error}")
+                continue
+            document = self._catalog.fleet.shown(name)
+            if document is not None and desired.source != "fleet":
+                found.append(f"model {name!r}: the fleet serves {document}, but {desired} is desired")
+        return found
+
     # -- the steps ----------------------------------------------------------------------------------------------------------
 
     def _rolled_back(self, name: str, version: str, fingerprint: str, change: Change) -> None:

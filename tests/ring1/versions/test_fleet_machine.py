@@ -158,6 +158,7 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def chooses_nothing_that_was_withdrawn(self) -> None:
         for replica in self.replicas:
+            assert replica.fleet.check_integrity() == []
             if replica.known is None:
                 continue
             known = replica.fleet.of("m", str(self.place))

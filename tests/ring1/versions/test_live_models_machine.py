@@ -148,6 +148,7 @@ class LiveModelsMachine(RuleBasedStateMachine):
         assert self.live.serving == ({"m": self.serving} if self.serving else {})
         assert self.live.all() == ([self.serving] if self.serving else [])
         assert self.live.change_of("m") == ""
+        assert self.live.check_integrity() == []
 
     @invariant()
     def the_model_is_tried_again_when_it_is_due(self) -> None:

@@ -67,8 +67,13 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         found = await threads.run(lambda: lifecycle.server.updates())
         return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(one)) for one in found])
 
-    @router.post("/models/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
-    async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+    @router.get("/debug/check", responses={status: responses[status] for status in (401, 403, 503)})
+    async def check_integrity() -> schemas.IntegrityReport:
+        """Check the invariants of versions, caches and databases. Reads all indices; needs the right `admin`."""
+        return schemas.IntegrityReport(findings=await threads.run(lambda: lifecycle.server.check()))
+
+    @router.post("/models/{model}/deploy", name="deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
+    async def deployment(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Load a version of a model beside the serving one, and switch over to it.
 
         Pins the model to `version`; without it, ends the pin.

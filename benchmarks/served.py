@@ -59,7 +59,7 @@ class Running(NamedTuple):
     def processor_s(self) -> float:
         """Return the processor time of the process and its children."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return sum(processor_s(int(pid)) for pid in (self.pid, *children))
+        return sum(processor_s(int(child)) for child in (self.pid, *children))
 
 
 def processor_s(pid: int) -> float:

@@ -785,7 +785,7 @@ _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: que
 
 
 def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     about = result["about"]
     for measured in result["rows"]:
         row = Row({**measured["axes"], **measured["figures"]})
@@ -813,7 +813,7 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def sparse_stage() -> list[str]:
     """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
         for what, hardware, rate in _DLRMV3_PUBLISHED
     ]

@@ -19,7 +19,7 @@ import numpy as np
 import redis
 from redis.cluster import ClusterNode, RedisCluster
 
-from benchmarks.harness import Report, require
+from benchmarks.harness import Report, require, scratch
 from hps.stores.base import LoadRecord
 from hps.stores.redis.codec import group_by_partition
 from hps.stores.redis.database import RedisDatabase

@@ -244,20 +244,6 @@ def _model_sources() -> list[str]:
     return _page("\n".join(("| rate | against, in the same run", *reads, loads)))
 
 
-def _redis_speed() -> list[str]:
-    """What a fetch and a load take from one server and from three."""
-    rows = {}
-    for servers, name in ((1, "one server"), (3, "three servers")):
-        load = figures("redis", work="load", servers=servers, dim=32)
-        rows[f"load, {name}"] = Row(load, rate=load.ours_vectors_per_s / 1e6)
-        for batch in (1_000, 10_000, 100_000):
-            fetch = figures("redis", work="fetch", servers=servers, dim=32, batch=batch, hit_rate=1.0)
-            rows[f"fetch of {batch:,} keys, {name}"] = Row(fetch, rate=fetch.ours_keys_per_s / 1e6)
-    return _table(
-        named(rows), ("dim 32", "{name}"), ("M/s", "{rate:.2f}"), ("x redis-py with hiredis", "{ours_to_redis_py:.1f}")
-    )
-
-
 def _redis_cluster() -> list[str]:
     """Lookups from three masters beside one, and what a second of a processor gives."""
     rows = []
@@ -324,14 +310,6 @@ def _redis_filled() -> list[str]:
     )
 
 
-def _redis_starts() -> list[str]:
-    """Starts with Redis away, beside starts without it."""
-    row = figures("volatile_tier", phase="starts")
-    names = {"away": "Redis away", "none": "no Redis configured"}
-    times = [(name, *(f"{1e3 * row[f'{kind}_{what}_s']:.0f}" for what in ("p50", "max"))) for kind, name in names.items()]
-    return _lines(("a start, ms", "median", "slowest"), times)
-
-
 def _redis_memory() -> list[str]:
     """Bytes of a row, measured and planned."""
     rows = []
@@ -369,30 +347,6 @@ def _gpu_queries() -> list[str]:
     )
 
 
-def _gpu_insertions() -> list[str]:
-    """Insertions of 2^20 rows."""
-    names = {"resident keys": "insert resident", "new keys into full buckets": "insert new"}
-    found = {
-        name: [_round(figures("gpu_cache", work=work, dim=dim, batch=1 << 20).mkeys_per_s) for dim in (32, 128)]
-        for name, work in names.items()
-    }
-    return _lines(("inserting n = 2^20, M keys/s", "dim 32", "dim 128"), [(name, *rates) for name, rates in found.items()])
-
-
-def _query_order() -> list[str]:
-    """What it costs to order the second look at a bucket behind the copy of the row."""
-    kinds = {
-        "acquire fences and the dependency (in use)": "acquire_fences_and_dependency",
-        "acquire fences alone": "acquire_fences_alone",
-        "acquire fences and `__syncwarp()` (`HPS_FORMAL_ORDER=1`)": "formal",
-        "one `fence.acq_rel.gpu` and `__syncwarp()`": "acq_rel_fence",
-    }
-    cases = [(dim, batch) for batch in (1 << 20, 1 << 16, 1 << 13) for dim in (32, 128)]
-    found = [figures("gpu_query_order", dim=dim, batch=batch, alpha=0.0) for dim, batch in cases]
-    head = ("uniform keys", *(f"{batch:,} x dim {dim}" for dim, batch in cases))
-    return _lines(head, [(name, *(f"{row[kind]:.3f}" for row in found)) for name, kind in kinds.items()])
-
-
 def _gpu_refresh() -> list[str]:
     """Every measurement of lookups beside a refresh, in the order in which they were taken."""
     return _table(
@@ -404,32 +358,6 @@ def _gpu_refresh() -> list[str]:
         ("ratio of each round", lambda row: _each(f"{ratio:.2f}" for ratio in row.p99_ratios)),
         ("10 M rows take, s", "{whole_s:r}"),
     )
-
-
-def _admission() -> list[str]:
-    """Hit rates over the ideal by traffic and policy, at a tenth of 2^22 rows, and of two policies at a tenth of 2^24."""
-    small: dict[str, dict[str, Any]] = {
-        "steady, alpha 0.99": {"traffic": "steady", "alpha": 0.99, "batches": "700 to 800"},
-        "steady, alpha 1.05, after 200 batches": {"traffic": "steady", "alpha": 1.05, "batches": "150 to 200"},
-        "steady, alpha 1.05, after 800": {"traffic": "steady", "alpha": 1.05, "batches": "700 to 800"},
-        "steady, alpha 1.2": {"traffic": "steady", "alpha": 1.2, "batches": "700 to 800"},
-        "0.001 of the ids change ranks every batch": {"traffic": "drift 0.001"},
-        "0.003 of them": {"traffic": "drift 0.003"},
-        "0.01 of them": {"traffic": "drift 0.01"},
-        "0.3 of them every 200 batches": {"traffic": "jump"},
-        "every fourth batch scans the ids": {"traffic": "scan"},
-        "table full of random keys before, batches 5 to 50": {"traffic": "after a warm-up"},
-    }
-    asked = {name: {"rows": 1 << 22, **axes} for name, axes in small.items()}
-    for batches in ("150 to 200", "450 to 600", "1100 to 1200"):
-        name = f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}"
-        asked[name] = {"rows": 1 << 24, "batches": batches}
-    policies = list(dict.fromkeys(row.policy for row in rows_of("admission")))
-    rows = []
-    for name, axes in asked.items():
-        found = {row.policy: f"{row.of_ideal:.3f}" for row in rows_of("admission", **axes)}
-        rows.append((name, *(found.get(policy, "") for policy in policies)))
-    return _lines(("of the ideal hit rate", *policies), rows)
 
 
 def _misses(work: str, path: str) -> list[Row]:
@@ -481,44 +409,6 @@ def _misses_mixed() -> list[str]:
     )
 
 
-def _misses_small() -> list[str]:
-    """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
-    ways = ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured")
-    return _table(
-        [Row(row, how=how) for how in ways for row in _misses(f"{how}, 10 % missing", "link")],
-        ("p50 of 4,096 keys, us", "{how}, dim {dim}"),
-        ("none missing: link", "{hits_p50_us:r}"),
-        ("copy", _by("copy", "hits_p50_us")),
-        ("10 % missing: link", "{p50_us:r}"),
-        ("index", _by("index", "p50_us")),
-        ("dense table", _by("link, dense", "p50_us")),
-        ("copy", _by("copy", "p50_us")),
-    )
-
-
-def _captured() -> list[str]:
-    """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
-
-    def more(missing: int, path: str = "link") -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            return f"+{_round(figures('captured', keys=row.keys_, dim=row.dim, missing=missing, path=path).more_us)}"
-
-        return cell
-
-    return _table(
-        [Row(row, keys_=row["keys"]) for row in rows_of("captured", path="link") if "missing" not in row],
-        ("keys, dim", "{keys:,} x {dim}"),
-        ("query alone, us", "{query_us:r}"),
-        ("lookup, us", "{captured_us:r}"),
-        ("of the query", "{of_query:.2f}"),
-        ("1 missing", more(1)),
-        ("10", more(10)),
-        ("100", more(100)),
-        ("1,000", more(1000)),
-        ("1,000 with the index", more(1000, "index")),
-    )
-
-
 def _prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {(row.tables, row["keys"], row.work): _round(row.p50_us) for row in rows_of("prepared")}
@@ -530,24 +420,6 @@ def _prepared() -> list[str]:
         rows.append((f"{tables} x {keys:,}", *(found.get((tables, keys, way), "") for way in ways)))
     head = ("torch's tensors", "CuPy's", "concatenated", "prepared, torch's tensors", "prepared, buffers")
     return _lines(("tables x keys, p50 in us", *head, "a layer", "`index_select`"), rows)
-
-
-def _pooled() -> list[str]:
-    """Bags of resident keys, beside a plain kernel that adds up the same rows, and torch."""
-    rows = {}
-    for tables, dim, batch in ((26, 128, 4096), (26, 64, 4096), (26, 32, 4096), (26, 128, 256), (1, 128, 4096)):
-        for alpha in (1.05, 0.0):
-            axes = {"tables": tables, "dim": dim, "batch": batch, "alpha": alpha}
-            theirs = figures("pooled", bags="torch embedding_bag", **axes)
-            name = f"{tables} x {batch:,}, dim {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-            rows[name] = Row(figures("pooled", bags="offsets", **axes), theirs=theirs.of_anchor)
-    return _table(
-        named(rows),
-        ("tables x bags, dim, keys", "{name}"),
-        ("M keys/s", "{mkeys_per_s:r}"),
-        ("of a plain kernel", "{of_anchor:.2f}"),
-        ("torch `embedding_bag` of it", "{theirs:.2f}"),
-    )
 
 
 def _layers() -> list[str]:
@@ -609,17 +481,12 @@ def _planning() -> list[str]:
 def _cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
-    def seconds(work: str, code: str, start: str) -> str:
-        axes = {"work": f"first lookup, {work}", "code": code, "start": start}
+    def seconds(work: str, start: str) -> str:
+        axes = {"work": f"first lookup, {work}", "code": "now", "start": start}
         return "{:.1f} s ({:.1f} s)".format(*(middle("cold_start", name, **axes) for name in ("wall_s", "processor_s")))
 
-    starts = {
-        "nothing compiled, before `hps compile` and parallel compilation": ("before", "cold"),
-        "nothing compiled": ("now", "cold"),
-        "compiled by an earlier start": ("now", "warm"),
-        "compiled for the baseline": ("now", "ahead"),
-    }
-    rows = [(text, *(seconds(work, *of) for work in ("in process", "hps serve"))) for text, of in starts.items()]
+    starts = {"nothing compiled": "cold", "compiled by an earlier start": "warm", "compiled for the baseline": "ahead"}
+    rows = [(text, *(seconds(work, start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
     return _lines(
         ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), rows
     )
@@ -664,24 +531,6 @@ def _row_formats_hits() -> list[str]:
     )
 
 
-def _row_formats_mixed() -> list[str]:
-    """Keys by popularity over the link, by format."""
-    names = {"link": "link", "index": "index on the device", "dense": "dense table"}
-    return _table(
-        [
-            Row(figures("row_formats_gpu", work="mixed", row_dtype=row_dtype, path=path), name=name)
-            for row_dtype in ("float32", "float16", "int8")
-            for path, name in names.items()
-        ],
-        ("rows", "`{row_dtype}`, {name}"),
-        ("hit rate (of the ideal)", "{hit_rate:.3f} ({of_ideal:.3f})"),
-        ("M keys/s", "{mkeys_per_s:r}"),
-        ("misses", "{misses:,}"),
-        ("us", "{p50_us:r}"),
-        ("us of a plain read of as many rows", "{cold_rows_us:r}"),
-    )
-
-
 def _clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
@@ -690,34 +539,6 @@ def _clients() -> list[str]:
         times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
         rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
     return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
-
-
-def _fronts() -> list[str]:
-    """What two fronts do on two cores: medians of all turns."""
-
-    def both(file: str, figure: str, **axes: Any) -> list[float]:
-        return [middle(file, figure, kind=kind, **axes) for kind in ("this", "before")]
-
-    rows = []
-    for form, route in (("json", "/v2/models/m/infer"), ("lookup", "/v1/models/m/lookup")):
-        now, before = both("fronts_json", "rps", form=form)
-        ratio = f"{now / before:.1f} x the version before fronts, one process"
-        rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
-    for connections in (4, 16):
-        now, before = both("fronts_rocks_db", "rps", connections=connections)
-        name = f"1,000 keys, most of them read in RocksDB, {connections} connections"
-        rows.append((name, f"{_round(now)} requests/s", f"{now / before:.2f} x the version before fronts"))
-    for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
-        now, before = both("fronts_beside", figure, beside="26x1000:4 beside")
-        alone = middle("fronts_beside", figure, kind="this", beside="")
-        against = f"{before / 1000:.0f} ms before fronts; {alone / 1000:.2f} ms alone"
-        rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now / 1000:.1f} ms", against))
-    cases = ("5000 slow clients", "")
-    slow, alone = (middle("fronts_slow", "p99_us", beside=beside) for beside in cases)
-    rates = [middle("fronts_slow", "rps", beside=beside) for beside in cases]
-    against = f"{slow / alone:.1f} x alone; {rates[0] / rates[1]:.2f} of the requests/s alone"
-    rows.append(("1,000 keys, one connection, beside 5,000 slow clients, p99", f"{slow / 1000:.2f} ms", against))
-    return _lines(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), rows)
 
 
 def _routes() -> list[str]:
@@ -791,6 +612,8 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         row = Row({**measured["axes"], **measured["figures"]})
         if "error" in row or row.work == "dense stand-in alone" or not ("p99_ms" in row or "mrows_per_s" in row):
             continue
+        if row.work == "sustained" and (row.threads, row.queries) not in ((1, 1), (4, 16)):
+            continue
         devices = row.get("devices", 1)
         names = [row.work, row.get("sharing", ""), f"{row.ids} ids" if "ids" in row else ""]
         names.append(f"{row.threads} threads x {row.queries}" if row.work == "sustained" else "")
@@ -839,44 +662,26 @@ def _sharing_traffic() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "sharing-resident": lambda: _table(
-        rows_of("sharing", work="resident"),
-        ("keys x dim", "{batch:,} x {dim}"),
-        ("devices that ask", lambda row: "both at once" if row.devices == 2 else "one"),
-        ("M keys/s for each", "{mkeys_per_s:,.0f}"),
-        ("gather", "{gather_mkeys_per_s:,.0f}"),
-        ("of it", "{of_gather:.2f}"),
-    ),
     "sharing-traffic": _sharing_traffic,
     "clients": _clients,
     "row-formats": _row_formats,
     "row-formats-hits": _row_formats_hits,
-    "row-formats-mixed": _row_formats_mixed,
-    "fronts": _fronts,
     "routes": _routes,
     "machines": _machines,
     "readme": _readme,
     "measured-gpu": _measured_gpu,
     "measured-host": _measured_host,
     "model-sources": _model_sources,
-    "redis-speed": _redis_speed,
     "redis-cluster": _redis_cluster,
     "redis-changes": _redis_changes,
     "redis-memory": _redis_memory,
     "redis-filled": _redis_filled,
-    "redis-starts": _redis_starts,
     "row-bytes": _row_bytes,
     "gpu-queries": _gpu_queries,
-    "gpu-insertions": _gpu_insertions,
-    "query-order": _query_order,
     "gpu-refresh": _gpu_refresh,
-    "admission": _admission,
     "misses": _misses_all,
     "misses-mixed": _misses_mixed,
-    "misses-small": _misses_small,
-    "captured": _captured,
     "prepared": _prepared,
-    "pooled": _pooled,
     "layers": _layers,
     "scores": _scores,
     "scores-once": _scores_once,
@@ -892,16 +697,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         ("recorded", "{recorded_us:.0f} us"),
     ),
     "cold-start": _cold_start,
-    "cold-start-baseline": lambda: _table(
-        [row for row in rows_of("cold_start") if "kernel" in row],
-        ("kernel", "{kernel}"),
-        ("this processor", "{native_us:.0f} us"),
-        ("baseline", "{baseline_us:.0f} us"),
-        (
-            "speed of the baseline (five pairs of processes)",
-            "{of_native:.2f} ({least_of_native:.2f} to {most_of_native:.2f})",
-        ),
-    ),
 }
 
 

@@ -244,83 +244,6 @@ def _model_sources() -> list[str]:
     return _page("\n".join(("| rate | against, in the same run", *reads, loads)))
 
 
-def _redis_cluster() -> list[str]:
-    """Lookups from three masters beside one, and what a second of a processor gives."""
-    rows = []
-    for batch in (100, 1_000, 10_000, 100_000):
-        both = [figures("redis_cluster", work="lookup", masters=masters, batch=batch) for masters in (1, 3)]
-        millions = ("keys_per_s", "keys_per_server_processor_s", "keys_per_client_processor_s")
-        rates, *processors = (_each(f"{row[name] / 1e6:.2f}" for row in both) for name in millions)
-        lookups = _each(_round(row.lookups_per_s) for row in both)
-        rows.append((f"{batch:,}", lookups, rates, f"{both[1].to_one_master:.2f}", *processors))
-    head = (
-        "keys a lookup",
-        "lookups/s",
-        "M keys/s",
-        "three to one",
-        "M keys a second of servers' cores",
-        "of the client's core",
-    )
-    return _lines(head, rows)
-
-
-def _redis_changes() -> list[str]:
-    """What lookups of 100 keys meet while a cluster changes."""
-    asked: dict[str, dict[str, Any]] = {
-        f"master {how}, `cluster-node-timeout` {timeout_s} s": {"work": f"master {how}", "node_timeout_s": timeout_s}
-        for timeout_s in (1, 5)
-        for how in ("killed", "hangs")
-    }
-    asked["replica takes over when asked (`CLUSTER FAILOVER`)"] = {"work": "CLUSTER FAILOVER"}
-    for rows, how in ((16_666, "MIGRATE"), (200_000, "MIGRATE"), (200_000, "CLUSTER MIGRATESLOTS")):
-        asked[f"slot with {rows:,} rows moves by `{how}`"] = {"work": "slot moved", "rows": rows, "how": how}
-    found = [(name, rows_of("redis_cluster", **axes)) for name, axes in asked.items()]
-    return _lines(
-        ("", "lookups fail, s", "slowest lookup, ms", "errors"),
-        [
-            (
-                name,
-                _each(f"{row.failing_s:.1f}" if row.failed_calls else "no" for row in rows),
-                _each(f"{row.slowest_s * 1e3:,.0f}" for row in rows),
-                ", ".join(dict.fromkeys(reason for row in rows for reason in row.reasons)) or "none",
-            )
-            for name, rows in found
-        ],
-    )
-
-
-def _redis_filled() -> list[str]:
-    """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
-    names = {
-        "Redis whole": "redis",
-        "RocksDB alone": "rocks_db",
-        "while Redis is filled": "filled",
-        "the same, by `hps refresh`": "filled by refresh",
-        "filled without lookups": "filled without lookups",
-    }
-    return _table(
-        named({name: figures("volatile_tier", phase=phase) for name, phase in names.items()}),
-        ("", "{name}"),
-        ("p50, ms", "{p50_ms:.1f}"),
-        ("p99, ms", "{p99_ms:.1f}"),
-        ("p50 to RocksDB alone", "{p50_to_rocks_db:.2f}"),
-        ("p99 to RocksDB alone", "{p99_to_rocks_db:.2f}"),
-        ("filled after, s", lambda row: f"{row.seconds:.1f}" if "to_load" in row else ""),
-        ("to a load", "{to_load:.2f}"),
-    )
-
-
-def _redis_memory() -> list[str]:
-    """Bytes of a row, measured and planned."""
-    rows = []
-    for dim in (16, 32, 64, 128):
-        redis, valkey = (figures("redis_cluster", work="memory", program=program, dim=dim) for program in ("redis", "valkey"))
-        cells = (4 * dim, redis.planned_bytes_per_row, redis.bytes_per_row, valkey.bytes_per_row)
-        rows.append((str(dim), *(f"{value:.0f}" for value in cells)))
-    head = [f"{row.version} ({row.allocator})" for row in (redis, valkey)]
-    return _lines(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), rows)
-
-
 def _row_bytes() -> list[str]:
     """Bytes of a row by tier and format, and rows per GB beside float32."""
     rows = []
@@ -347,19 +270,6 @@ def _gpu_queries() -> list[str]:
     )
 
 
-def _gpu_refresh() -> list[str]:
-    """Every measurement of lookups beside a refresh, in the order in which they were taken."""
-    return _table(
-        [row for row in rows_of("refresh") if "loop" in row],
-        ("tensors, lookups", "{place}, {loop}"),
-        ("share", "{share:g}"),
-        ("p99 idle, us", "{idle_p99_us:r}"),
-        ("beside a refresh, us", "{beside_p99_us:r}"),
-        ("ratio of each round", lambda row: _each(f"{ratio:.2f}" for ratio in row.p99_ratios)),
-        ("10 M rows take, s", "{whole_s:r}"),
-    )
-
-
 def _misses(work: str, path: str) -> list[Row]:
     return rows_of("misses", work=work, path=path)
 
@@ -373,22 +283,6 @@ def _by(path: str, figure: str) -> Callable[[Row], str]:
         return _round(found[0][figure]) if found and figure in found[0] else ""
 
     return cell
-
-
-def _misses_all() -> list[str]:
-    """Lookups of keys that all miss, by the link and by a copy, beside gathers of the same rows."""
-    return _table(
-        _misses("misses", "link"),
-        ("rows, dim", "{rows:,} x {dim}"),
-        ("distinct keys, all missing", "{keys:,}"),
-        ("link, M keys/s", "{mkeys_per_s:r}"),
-        ("without waiting", "{enqueued_mkeys_per_s:r}"),
-        ("index on the device", _by("index", "mkeys_per_s")),
-        ("dense table", _by("link, dense", "mkeys_per_s")),
-        ("copy", _by("copy", "mkeys_per_s")),
-        ("gather by place", "{gather_mkeys_per_s:r}"),
-        ("in random order", "{random_gather_mkeys_per_s:r}"),
-    )
 
 
 def _misses_mixed() -> list[str]:
@@ -420,18 +314,6 @@ def _prepared() -> list[str]:
         rows.append((f"{tables} x {keys:,}", *(found.get((tables, keys, way), "") for way in ways)))
     head = ("torch's tensors", "CuPy's", "concatenated", "prepared, torch's tensors", "prepared, buffers")
     return _lines(("tables x keys, p50 in us", *head, "a layer", "`index_select`"), rows)
-
-
-def _layers() -> list[str]:
-    """What the layers add to the calls beneath them."""
-    works = {"4,096 keys": "lookup", "26 features": "pooled lookup"}
-    return _table(
-        [Row(row, name=name) for work, name in works.items() for row in rows_of("layers", work=work)],
-        ("p50, us", "{name}, dim {dim}, {how}"),
-        ("the layer", "{layer_p50_us:r}"),
-        ("the call beneath it", "{lookup_p50_us:r}"),
-        ("more", "{layer_more_us:.1f}"),
-    )
 
 
 def _updates() -> list[str]:
@@ -489,45 +371,6 @@ def _cold_start() -> list[str]:
     rows = [(text, *(seconds(work, start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
     return _lines(
         ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), rows
-    )
-
-
-def _row_formats() -> list[str]:
-    """What a DLRM answers with rows in fewer bits."""
-    rows = []
-    for row_dtype in ("float32", "float16", "bfloat16", "int8"):
-        worst = "0"
-        if row_dtype != "float32":
-            worst = f"{figures('row_formats', work='rows', row_dtype=row_dtype).rms_share:.2%}"
-        rows.append(Row(figures("row_formats", work="AUC", row_dtype=row_dtype), worst=worst))
-    return _table(
-        rows,
-        ("", "`{row_dtype}`"),
-        ("bytes of a row of 16", "{row_bytes}"),
-        ("AUC", "{auc:.4f}"),
-        ("beside the trained module", "{auc_difference:+.1e}"),
-        ("largest difference of a logit", "{logit_difference:.1e}"),
-        ("RMS error, worst table", "{worst}"),
-    )
-
-
-def _row_formats_hits() -> list[str]:
-    """Resident keys alone, by format of rows and outputs."""
-
-    def hits(row_dtype: str, out: str, keys: int) -> Row:
-        return figures("row_formats_gpu", work="hits", row_dtype=row_dtype, out=out, keys=keys)
-
-    plain = hits("float32", "float32", 1 << 20).us
-    return _table(
-        [
-            Row(hits(row_dtype, out, 1 << 20), few=hits(row_dtype, out, 1 << 16).mkeys_per_s)
-            for row_dtype in ("float32", "float16", "int8")
-            for out in ("float32", "float16")
-        ],
-        ("rows", "`{row_dtype}`"),
-        ("outputs", "`{out}`"),
-        ("65,536 keys, M/s", "{few:r}"),
-        ("1,048,576 keys, M/s", lambda row: f"{_round(row.mkeys_per_s)} ({plain / row.us:.2f} x)"),
     )
 
 
@@ -613,13 +456,12 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         row = Row({**measured["axes"], **measured["figures"]})
         if "error" in row or row.work == "dense stand-in alone" or not ("p99_ms" in row or "mrows_per_s" in row):
             continue
-        if row.work == "sustained" and (row.threads, row.queries) not in (min(sizes), max(sizes)):
+        if row.work == "served" or (row.work == "sustained" and (row.threads, row.queries) != max(sizes)):
             continue
         devices = row.get("devices", 1)
         names = [row.work, row.get("sharing", ""), f"{row.ids} ids" if "ids" in row else ""]
         names.append(f"{row.threads} threads x {row.queries}" if row.work == "sustained" else "")
         names.append(f"{row.rate:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in row.work else "")
-        names.append(f"{row.rate:,.0f} queries/s offered" if row.work == "served" else "")
         names.append(f"hit rate {row.hit_rate:.3f}" if "hit_rate" in row else "")
         rate = row.get("queries_per_s") or row.get("rate") or 1e6 * row.mrows_per_s / about["keys_of_a_query"]
         cells = (
@@ -665,25 +507,16 @@ def _sharing_traffic() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": _sharing_traffic,
     "clients": _clients,
-    "row-formats": _row_formats,
-    "row-formats-hits": _row_formats_hits,
     "routes": _routes,
     "machines": _machines,
     "readme": _readme,
     "measured-gpu": _measured_gpu,
     "measured-host": _measured_host,
     "model-sources": _model_sources,
-    "redis-cluster": _redis_cluster,
-    "redis-changes": _redis_changes,
-    "redis-memory": _redis_memory,
-    "redis-filled": _redis_filled,
     "row-bytes": _row_bytes,
     "gpu-queries": _gpu_queries,
-    "gpu-refresh": _gpu_refresh,
-    "misses": _misses_all,
     "misses-mixed": _misses_mixed,
     "prepared": _prepared,
-    "layers": _layers,
     "scores": _scores,
     "scores-once": _scores_once,
     "scores-device": _scores_device,
@@ -691,12 +524,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sparse-stage": sparse_stage,
     "updates": _updates,
     "planning": _planning,
-    "planning-cost": lambda: _table(
-        [figures("plan", work="recording", tables=tables, rate=0.01) for tables in (1, 26)],
-        ("p50 in process, at a rate of 0.01", "{tables} x 1,000 keys, resident"),
-        ("without", "{lookup_us:.0f} us"),
-        ("recorded", "{recorded_us:.0f} us"),
-    ),
     "cold-start": _cold_start,
 }
 

@@ -395,8 +395,8 @@ class LiveModels:
         with self._changed:
             return self._models[name].doing if name in self._models else ""
 
-    def begin(self, name: str, doing: str, what: str = "", by: str = "") -> Change:
-        """Begin a change of a model, and exclude others until `end`.
+    def start_change(self, name: str, doing: str, what: str = "", by: str = "") -> Change:
+        """Start a change of a model, and exclude others until `finish_change`.
 
         Args:
             doing: a participle such as `deploying`, for the message to others that want to change it.
@@ -426,7 +426,7 @@ class LiveModels:
                 self.requested[name] = change
             return change
 
-    def end(self, change: Change, error: BaseException | None = None) -> None:
+    def finish_change(self, change: Change, error: BaseException | None = None) -> None:
         change.end(error)
         with self._changed:
             self._forget_gone(change.model)
@@ -437,7 +437,7 @@ class LiveModels:
         """Change a model exclusively. Continues a change that was begun for this thread.
 
         Args:
-            doing: as for `begin`.
+            doing: as for `start_change`.
 
         Raises:
             ConflictError: another change is under way.
@@ -450,7 +450,7 @@ class LiveModels:
             if begun is not None and begun.thread is threading.current_thread():
                 change, ends_it, begun.thread = begun, False, None
             else:
-                change, ends_it = self.begin(name, doing), True
+                change, ends_it = self.start_change(name, doing), True
         change.listener = progress or NoProgress()
         try:
             with self._changed:
@@ -464,10 +464,10 @@ class LiveModels:
             yield change
         except BaseException as error:
             if ends_it:
-                self.end(change, error)
+                self.finish_change(change, error)
             raise
         if ends_it:
-            self.end(change)
+            self.finish_change(change)
 
     def serve(
         self,
@@ -509,7 +509,7 @@ class LiveModels:
             for one in before:
                 if one.state == "retiring" and one.deployment is not deployment:
                     self._retire_later(name, one.deployment, tables)
-        self._tell()
+        self._notify()
         for one in before:
             if one.state == "available" and one.deployment.version in held:
                 _log.warning(
@@ -550,10 +550,10 @@ class LiveModels:
                     self.serving = {**self.serving, name: highest.deployment}
             for one in out:
                 one.state = "retiring"
-        self._tell()
+        self._notify()
         return [one.deployment for one in out]
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for watcher in self.watchers:
             watcher()
 

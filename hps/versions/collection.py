@@ -146,12 +146,12 @@ class StatisticsCollector:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:
                     if not database.in_process:
-                        self._ask(database, table.tag, partial(database.stats, database.stored(table).tag))
+                        self._query(database, table.tag, partial(database.stats, database.stored(table).tag))
                 for cache in deployment.device_caches:
                     if cache.device != "cpu":
-                        self._ask(cache, table.tag, partial(cache.stats, index))
+                        self._query(cache, table.tag, partial(cache.stats, index))
             for cache in deployment.device_caches:
-                self._ask(cache, _DEVICE, cache.device_memory)
+                self._query(cache, _DEVICE, cache.device_memory)
 
     def close(self) -> None:
         """Start no more rounds, and wait for the current one."""
@@ -175,18 +175,18 @@ class StatisticsCollector:
         except Exception:  # noqa: BLE001 - logged with its traceback; the next round may do better
             _log.exception("asking databases and devices for their sizes")
 
-    def _ask(self, whom: Database | EmbeddingCache, what: str, ask: Callable[[], object]) -> None:
+    def _query(self, source: Database | EmbeddingCache, what: str, read: Callable[[], object]) -> None:
         if self._closed:
             return
         with suppress(HPSError):  # the source is down or closing: the last figures stay
-            value = ask()
+            value = read()
             with self._lock:
-                self._known.setdefault(whom, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
+                self._known.setdefault(source, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
 
-    def _last(self, whom: Database | EmbeddingCache, what: str, kind: type[_Known]) -> tuple[_Known | None, float]:
+    def _last(self, source: Database | EmbeddingCache, what: str, kind: type[_Known]) -> tuple[_Known | None, float]:
         """Return the last answer and its age in seconds."""
         with self._lock:
-            measured = self._known.get(whom, {}).get(what)
+            measured = self._known.get(source, {}).get(what)
         if measured is None or not isinstance(measured.value, kind):
             return None, 0.0
         return measured.value, max(0.0, self._clock() - measured.at)

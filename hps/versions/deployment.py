@@ -326,7 +326,7 @@ class Deployment:
             rows = encode(f"updating {table.tag}", changes.vectors, table.row_dtype, changes.keys)
             changes = replace(changes, vectors=rows, exact=changes.vectors)
 
-        def tell(latest: BoolArray | None) -> None:
+        def update_caches(latest: BoolArray | None) -> None:
             if latest is None:
                 keys, vectors, gone, stale = changes.keys[:0], changes.vectors[:0], changes.keys[:0], changes.keys
             else:
@@ -344,7 +344,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            latest = self.chain.apply(table, changes, positions, tell, self._changing(index))
+            latest = self.chain.apply(table, changes, positions, update_caches, self._changing(index))
             return int(np.count_nonzero(latest))
 
     def row(self, index: int, key: int) -> StoredRow:

@@ -503,6 +503,9 @@ class LiveModels:
                     one.state = "available" if one.deployment.version in stays else "retiring"
             model.versions = [one for one in model.versions if one.deployment not in (deployment, kept)]
             model.versions.append(_Version(deployment, "available" if stands else "serving"))
+            # Lookups read `serving` without a lock, once each: a new dict in one store is what makes the takeover a single
+            # step, and what `repeated_after_takeover` compares by identity. The old deployment is closed only afterwards, so
+            # that a lookup which still found it here either runs to its end on it, or is refused and finds the new one.
             if not stands:
                 self.serving = {**self.serving, name: deployment}
             model.holders = {version: model.holders[version] for version in model.held}
@@ -654,6 +657,8 @@ class LiveModels:
             del self._models[name]
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
+        # On a thread of its own: a lookup may run for long, and a captured graph holds its lookup for as long as it lives.
+        # Until then no other change of the model begins, since the next version could be given the slot of these tables.
         def work() -> None:
             while not self._ended(name, deployment, tables) and not self._closed:
                 time.sleep(_RELEASE_PAUSE_S)

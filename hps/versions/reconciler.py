@@ -235,6 +235,8 @@ class Reconciler:
             documents_only: only those in service or awaited that do not serve what their serving document says, as far as it
                 was read; see `HPS.follow`.
         """
+        # Documents are read and followed by two other threads than polling's. A load takes minutes to hours: whoever waited for
+        # it could not hear that the fleet has gone back meanwhile, which ends the load (`_end_if_superseded`).
         if not documents_only:
             self.read_documents()
         outcome: dict[str, Exception | None] = {}

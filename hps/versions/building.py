@@ -14,11 +14,7 @@ from hps.engine.coalescing import FetchCoalescer
 from hps.engine.miss_path import MissPaths, choose_paths
 from hps.engine.refresh import refresh
 from hps.engine.session import CachedSession, DirectSession, Session, SessionSettings
-from hps.errors import (
-    CapacityError,
-    DatabaseError,
-    DeviceMemoryError,
-)
+from hps.errors import CapacityError, DatabaseError, DeviceMemoryError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.progress import Progress
 from hps.ground.registry import implementation

@@ -153,23 +153,7 @@ class LiveUpdates:
         problem = "not followed: the network has a copy, which updates do not reach (dense.stale_copies, allow_stale_copy)"
         _log.warning("updates of model %r, version %s, %s: %s", config.model, config.version, ", ".join(names), problem)
         self._left_out[deployment] = [
-            UpdateStatus(
-                model=config.model,
-                version=config.version,
-                table=name,
-                topic=topics[name],
-                positions={},
-                behind=None,
-                lag_s=None,
-                rows_per_s=0.0,
-                rows=0,
-                stale_rows=0,
-                future_times=0,
-                dead_letters={},
-                problem=problem,
-                connected=False,
-            )
-            for name in names
+            UpdateStatus(config.model, config.version, name, topics[name], {}, None, None, problem=problem) for name in names
         ]
         deployment.stop_following.append(partial(self._forget, deployment))
 

@@ -8,9 +8,7 @@ from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.engine.chain import DatabaseChain
-from hps.errors import (
-    DatabaseError,
-)
+from hps.errors import DatabaseError
 from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.registry import implementation
 from hps.ground.rows import row_kernels

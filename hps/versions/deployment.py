@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from inspect import iscoroutinefunction
 from itertools import cycle
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -468,7 +467,7 @@ def repeated_after_takeover(call: _Call) -> _Call:
     """Retry a call that a retired version refused, as long as the serving versions have changed since it began.
 
     Args:
-        call: a function or coroutine function whose first argument is the parameter server. It looks up the serving version on
+        call: a function whose first argument is the parameter server. It looks up the serving version on
             each call, and has changed nothing if it raises NotReadyError.
     """
 
@@ -482,14 +481,4 @@ def repeated_after_takeover(call: _Call) -> _Call:
                 if server.live.serving is serving:
                     raise
 
-    @wraps(call)
-    async def repeated_coroutine(server: Any, *args: Any, **kwargs: Any) -> Any:
-        while True:
-            serving = server.live.serving
-            try:
-                return await call(server, *args, **kwargs)
-            except NotReadyError:
-                if server.live.serving is serving:
-                    raise
-
-    return cast(_Call, repeated_coroutine if iscoroutinefunction(call) else repeated)
+    return cast(_Call, repeated)

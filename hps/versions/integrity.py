@@ -25,9 +25,10 @@ def check_tiers(live: LiveModels, timeout_s: float) -> list[str]:
     parts: dict[object, str] = {}
     for deployment in live.all():
         where = f"model {deployment.config.model!r}, version {deployment.version}"
-        caches = {cache: f"{where}, cache on {cache.device_name}" for cache in deployment.device_caches}
-        databases = {database: database.kind for database in deployment.chain.databases}
-        parts = {**caches, **databases, **parts}
+        for cache in deployment.device_caches:
+            parts[cache] = f"{where}, cache on {cache.device_name}"
+        for database in deployment.chain.databases:
+            parts.setdefault(database, database.kind)
     checks = [(what, part.check_integrity) for part, what in parts.items() if isinstance(part, Checkable)]
     running = [(what, call_in_thread("integrity", check)) for what, check in checks]
     deadline = time.monotonic() + timeout_s

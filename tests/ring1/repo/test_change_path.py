@@ -119,7 +119,6 @@ def test_a_deploy_over_http_crosses_few_files_and_no_name_twice(
         (table_load.TableLoad, "run"),
         (building, "warm_up"),
         (deployment.Deployment, "close"),
-        (LiveModels, "serve"),
     ):
         monkeypatch.setattr(module, name, noting(getattr(module, name), entered, names))
     entered.clear()

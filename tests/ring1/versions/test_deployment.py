@@ -1,6 +1,5 @@
 """What a deployment answers, closes and refuses, and how a configuration chooses caches and databases."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -209,8 +208,7 @@ def test_databases_are_loaded_unless_they_keep_their_rows(
 
 
 @pytest.mark.parametrize("takeovers", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["function", "coroutine"])
-def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(kind: str, takeovers: int) -> None:
+def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(takeovers: int) -> None:
     server: Any = SimpleNamespace(live=SimpleNamespace(serving={}))
     calls: list[int] = []
 
@@ -223,13 +221,8 @@ def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_t
             raise hps.NotReadyError("closed")
         return value + 1
 
-    async def look_up_later(server: Any, value: int) -> int:
-        return look_up(server, value)
-
     def call(value: int) -> Any:
         calls.clear()
-        if kind == "coroutine":
-            return asyncio.run(repeated_after_takeover(look_up_later)(server, value))
         return repeated_after_takeover(look_up)(server, value)
 
     assert (call(7), len(calls)) == (8, takeovers + 1)

@@ -321,17 +321,16 @@ def updates() -> list[str]:
 
 
 def machines() -> list[str]:
-    """Where, when and by which command the pictures' figures were measured."""
-    rows = []
-    for picture, names in PICTURED.items():
-        for name in names:
-            result = json.loads((RESULTS / f"{name}.json").read_text())
-            machine = result["machine"]
-            place = f"{machine['processor']}, {machine['cores']} cores"
-            gpu = result["about"].get("gpu")
-            taken = f"{result['taken_at'][:10]}, {machine['commit'][:7]}"
-            rows.append((picture, f"`python -m benchmarks {name}`", f"{gpu}; {place}" if gpu else place, taken))
-    return _table(("picture", "command", "machine", "taken on, commit"), *rows)
+    """On which machine and when the pictures' figures were measured."""
+    taken: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for names in PICTURED.values() for name in names):
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        machine = result["machine"]
+        place = f"{machine['processor']}, {machine['cores']} cores"
+        gpu = result["about"].get("gpu")
+        what = f"`{name}` ({result['taken_at'][:10]}, {machine['commit'][:7]})"
+        taken.setdefault(f"{gpu}; {place}" if gpu else place, []).append(what)
+    return _table(("machine", "benchmark (date, commit)"), *((place, ", ".join(names)) for place, names in taken.items()))
 
 
 def planning() -> list[str]:
@@ -468,7 +467,6 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         cells = (
             ", ".join(name for name in names if name),
             f"{devices} x {about['device']}",
-            f"{about['rows'] / 1e6:.3g} M x {about['dim']}",
             f"{rate:,.0f}",
             f"{rate / devices:,.0f}",
             f"{found['p99_ms']:.2g}" if "p99_ms" in found else "",
@@ -480,15 +478,12 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def sparse_stage() -> list[str]:
     """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
-    rows = [
-        (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
-        for what, hardware, rate in _DLRMV3_PUBLISHED
-    ]
+    rows = [(what, hardware, f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "") for what, hardware, rate in _DLRMV3_PUBLISHED]
     for result in ("dlrmv3", "dlrmv3_two_gpus"):
         path = RESULTS / f"{result}.json"
         if path.exists():
             rows += _sparse_stage_of(json.loads(path.read_text()))
-    return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
+    return _table(("", "hardware", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
 
 
 def sharing_traffic() -> list[str]:

@@ -407,25 +407,11 @@ def cold_start() -> list[str]:
 def clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
-    for name in dict.fromkeys(row["axes"]["client"] for row in result_rows("client")):
+    for name in ("hps", "hps, shared memory", "raw socket", "httpx", "tritonclient", "tritonclient, shared memory"):
         found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
         took = [f"{_round(one['p50_us'])} us ({_round(one['relative'])} x)" for one in found]
         rows.append((name, *took, _each(f"{_round(one['cpu_us'])} us" for one in found)))
     return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
-
-
-def routes() -> list[str]:
-    """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
-    rows = []
-    names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
-    for kind, name in names.items():
-        rate = figures("routes", work="hit rate", servers=kind)["hit_rate"]
-        tables = () if kind == "in turn" else (1, 26)
-        calls = [figures("routes", work="call", servers=kind, tables=count) for count in tables]
-        times = [f"{_round(call['p50_us'])} us ({call['relative']:.2g} x)" for call in calls] or ["", ""]
-        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call['cpu_us'])} us" for call in calls)))
-    head = ("", "hit rate", "1 table x 1,000 keys, p50", "26 tables x 1,000 keys, p50", "processor time of the caller")
-    return _table(head, *rows)
 
 
 def scores() -> list[str]:
@@ -529,7 +515,6 @@ def sharing_traffic() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": sharing_traffic,
     "clients": clients,
-    "routes": routes,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,

@@ -274,46 +274,6 @@ def gpu_queries() -> list[str]:
     return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
 
 
-def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Axes and figures of one kind of work of `misses.json`, without what failed."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("misses") if "error" not in row["figures"]]
-    return [(axes, found) for axes, found in rows if (axes["work"], axes["path"]) == (work, path)]
-
-
-def _by(path: str, axes: dict[str, Any], figure: str) -> str:
-    """What another path reached of the same; empty where that was not measured."""
-    found = [found for of, found in _misses(axes["work"], path) if of == axes | {"path": path}]
-    return _round(found[0][figure]) if found else ""
-
-
-def misses_mixed() -> list[str]:
-    """Lookups by popularity, of which a tenth misses."""
-    return _table(
-        (
-            "keys by popularity, alpha 1.05",
-            "hit rate",
-            "link, M keys/s",
-            "p50, us",
-            "index on the device",
-            "p50, us",
-            "dense table",
-            "p50, us",
-            "copy",
-            "p50, us",
-        ),
-        *(
-            (
-                f"{axes['keys']:,} x dim {axes['dim']}, after {axes['batches_before']} batches",
-                f"{found['hit_rate']:.3f}",
-                _round(found["mkeys_per_s"]),
-                _round(found["p50_us"]),
-                *(_by(path, axes, figure) for path in ("index", "link, dense", "copy") for figure in ("mkeys_per_s", "p50_us")),
-            )
-            for axes, found in _misses("mixed", "link")
-        ),
-    )
-
-
 def prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {
@@ -522,7 +482,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "model-sources": model_sources,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
-    "misses-mixed": misses_mixed,
     "prepared": prepared,
     "scores": scores,
     "scores-once": scores_once,

@@ -343,24 +343,11 @@ def _cold_start() -> list[str]:
 def _clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
-    for name in dict.fromkeys(row.client for row in rows_of("client")):
+    for name in ("hps", "hps, shared memory", "raw socket", "httpx", "tritonclient", "tritonclient, shared memory"):
         found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
         times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
         rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
     return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
-
-
-def _routes() -> list[str]:
-    """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
-    rows = []
-    names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
-    for kind, name in names.items():
-        rate = figures("routes", work="hit rate", servers=kind).hit_rate
-        calls = rows_of("routes", work="call", servers=kind)
-        times = [f"{_round(call.p50_us)} us ({call.relative:.2g} x)" for call in calls] or ["", ""]
-        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call.cpu_us)} us" for call in calls)))
-    head = ("", "hit rate", "1 table x 1,000 keys, p50", "26 tables x 1,000 keys, p50", "processor time of the caller")
-    return _lines(head, rows)
 
 
 _PLACES = {"scores": "H100", "scores_cpu": "two processors"}
@@ -451,7 +438,6 @@ def _sharing_traffic() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": _sharing_traffic,
     "clients": _clients,
-    "routes": _routes,
     "machines": _machines,
     "readme": _readme,
     "measured-gpu": _measured_gpu,

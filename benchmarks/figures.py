@@ -270,39 +270,6 @@ def _gpu_queries() -> list[str]:
     )
 
 
-def _misses(work: str, path: str) -> list[Row]:
-    return rows_of("misses", work=work, path=path)
-
-
-def _by(path: str, figure: str) -> Callable[[Row], str]:
-    """A column of what another path reached of the same; empty where that was not measured."""
-
-    def cell(row: Row) -> str:
-        axes = {name: row[name] for name in ("keys", "dim", "rows", "batches_before") if name in row}
-        found = rows_of("misses", work=row.work, path=path, **axes)
-        return _round(found[0][figure]) if found and figure in found[0] else ""
-
-    return cell
-
-
-def _misses_mixed() -> list[str]:
-    """Lookups by popularity, of which a tenth misses."""
-    others = {"index on the device": "index", "dense table": "link, dense", "copy": "copy"}
-    paths = [
-        column
-        for name, path in others.items()
-        for column in ((name, _by(path, "mkeys_per_s")), ("p50, us", _by(path, "p50_us")))
-    ]
-    return _table(
-        _misses("mixed", "link"),
-        ("keys by popularity, alpha 1.05", "{keys:,} x dim {dim}, after {batches_before} batches"),
-        ("hit rate", "{hit_rate:.3f}"),
-        ("link, M keys/s", "{mkeys_per_s:r}"),
-        ("p50, us", "{p50_us:r}"),
-        *paths,
-    )
-
-
 def _prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {(row.tables, row["keys"], row.work): _round(row.p50_us) for row in rows_of("prepared")}
@@ -422,26 +389,6 @@ def _scores_once() -> list[str]:
     return _lines(("", "given once, requests/s", "with each candidate", "more"), rows)
 
 
-def _scores_device() -> list[str]:
-    """Calls in process on a GPU."""
-    found = {
-        batch: {row.what: _round(row.us) for row in rows_of("scores", work="device", batch=batch)} for batch in (256, 2048)
-    }
-    return _lines(("us, samples", *found[256]), [(f"{batch:,}", *times.values()) for batch, times in found.items()])
-
-
-def _scores_loadgen() -> list[str]:
-    """LoadGen's runs."""
-    return _table(
-        rows_of("loadgen"),
-        ("scenario", lambda row: row.scenario + (f", {row.target_s:.0f} requests/s" if row.target_s else "")),
-        ("result", "{result}"),
-        ("requests/s", "{requests_s:r}"),
-        ("pairs/s", "{pairs_s:r}"),
-        ("p99", lambda row: f"{_round(row.p99_ms)} ms" if row.target_s else ""),
-    )
-
-
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI355X", 12_198.8),
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI350X", 9_297.78),
@@ -515,12 +462,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "model-sources": _model_sources,
     "row-bytes": _row_bytes,
     "gpu-queries": _gpu_queries,
-    "misses-mixed": _misses_mixed,
     "prepared": _prepared,
     "scores": _scores,
     "scores-once": _scores_once,
-    "scores-device": _scores_device,
-    "scores-loadgen": _scores_loadgen,
     "sparse-stage": sparse_stage,
     "updates": _updates,
     "planning": _planning,

@@ -259,16 +259,10 @@ class _Nothing(Database):
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         return iter(())
 
-    def size(self, tag: str) -> int:
-        return 0
-
     def stats(self, tag: str) -> Any:
         from hps.stores.base import TableStats
 
         return TableStats(0, 0, 0)
-
-    def tags(self) -> list[str]:
-        return []
 
 
 def _memory(report: Report, source: str, rows: int, kind: str, directory: Path) -> None:

@@ -52,7 +52,7 @@ from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.scoring.packing import gather
 from hps.statistics.metrics import TIERS, Metrics
 from hps.stores.away import AwayDatabase
-from hps.stores.base import Database, LogPosition, Partition, RowChanges
+from hps.stores.base import Database, LogPosition, Partition, PersistentDatabase, RowChanges
 from hps.tensors.dlpack import cuda_device_of
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
@@ -876,8 +876,8 @@ def _check_room(
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
     """Build the chain of a static (or uvm) cache: a private hash map of every row, above the persistent database if any."""
     resident: Database = implementation("database", "hash_map")()
-    load = tuple(database for database in targets.load if database.persistent)
-    keep = tuple(database for database in targets.keep if database.persistent)
+    load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
+    keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))
     chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
     return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)
 
@@ -892,9 +892,10 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
         DatabaseError: one of them cannot be opened; none is left open.
     """
     above, below = configuration.volatile_db, configuration.persistent_db
-    volatile, persistent, away = None, None, ""
+    volatile, away = None, ""
+    persistent: PersistentDatabase | None = None
     if below.type != "disabled":
-        persistent = open_database(below)
+        persistent = cast(PersistentDatabase, open_database(below))  # the configuration accepts no other kind
     try:
         if above.type != "disabled":
             volatile, away = _open_volatile(configuration)

@@ -54,6 +54,7 @@ from hps.stores.base import (
     DatabaseReport,
     LoadRecord,
     LogPosition,
+    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -102,7 +103,7 @@ def _writer_of(path: Path) -> int:
     return os.getpid() if here else directory.holder(path)
 
 
-class RocksDatabase(PersistentDatabase):
+class RocksDatabase(PersistentDatabase, OrderedWrites):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
     `size` counts a table of up to 131,072 rows. For a larger one it returns RocksDB's estimate, which counts a row again for

@@ -247,94 +247,6 @@ def model_sources() -> list[str]:
     )
 
 
-def redis_cluster() -> list[str]:
-    """Lookups from three masters beside one, and what a second of a processor gives."""
-    rows = []
-    for batch in (100, 1_000, 10_000, 100_000):
-        one, three = (figures("redis_cluster", work="lookup", masters=masters, batch=batch) for masters in (1, 3))
-        each = ([row[f"keys_per_{place}_processor_s"] / 1e6 for row in (one, three)] for place in ("server", "client"))
-        rows.append(
-            (
-                f"{batch:,}",
-                _each(_round(row["lookups_per_s"]) for row in (one, three)),
-                _each(f"{row['keys_per_s'] / 1e6:.2f}" for row in (one, three)),
-                f"{three['to_one_master']:.2f}",
-                *(_each(f"{rate:.2f}" for rate in rates) for rates in each),
-            )
-        )
-    head = (
-        "keys a lookup",
-        "lookups/s",
-        "M keys/s",
-        "three to one",
-        "M keys a second of servers' cores",
-        "of the client's core",
-    )
-    return _table(head, *rows)
-
-
-def redis_changes() -> list[str]:
-    """What lookups of 100 keys meet while a cluster changes."""
-    named: list[tuple[str, dict[str, Any]]] = [
-        (f"master {how}, `cluster-node-timeout` {timeout_s} s", {"work": f"master {how}", "node_timeout_s": timeout_s})
-        for timeout_s in (1, 5)
-        for how in ("killed", "hangs")
-    ]
-    named.append(("replica takes over when asked (`CLUSTER FAILOVER`)", {"work": "CLUSTER FAILOVER"}))
-    named += [
-        (f"slot with {row['rows']:,} rows moves by `{row['how']}`", {"work": "slot moved", **row})
-        for row in (
-            {"rows": 16_666, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "CLUSTER MIGRATESLOTS"},
-        )
-    ]
-    rows = []
-    for name, axes in named:
-        found = [row["figures"] for row in result_rows("redis_cluster") if axes.items() <= row["axes"].items()]
-        reasons = dict.fromkeys(reason for row in found for reason in row["reasons"])
-        rows.append(
-            (
-                name,
-                _each(f"{row['failing_s']:.1f}" if row["failed_calls"] else "no" for row in found),
-                _each(f"{row['slowest_s'] * 1e3:,.0f}" for row in found),
-                ", ".join(reasons) or "none",
-            )
-        )
-    return _table(("", "lookups fail, s", "slowest lookup, ms", "errors"), *rows)
-
-
-def redis_filled() -> list[str]:
-    """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
-    names = {
-        "redis": "Redis whole",
-        "rocks_db": "RocksDB alone",
-        "filled": "while Redis is filled",
-        "filled by refresh": "the same, by `hps refresh`",
-        "filled without lookups": "filled without lookups",
-    }
-    rows = []
-    for phase, name in names.items():
-        one = figures("volatile_tier", phase=phase)
-        lookups = [f"{one[f'{which}_ms']:.1f}" if "p50_ms" in one else "" for which in ("p50", "p99")]
-        ratios = [f"{one[f'{which}_to_rocks_db']:.2f}" if "p50_to_rocks_db" in one else "" for which in ("p50", "p99")]
-        fill = [f"{one['seconds']:.1f}", f"{one['to_load']:.2f}"] if "to_load" in one else ["", ""]
-        rows.append((name, *lookups, *ratios, *fill))
-    head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
-    return _table(head, *rows)
-
-
-def redis_memory() -> list[str]:
-    """Bytes of a row, measured and planned."""
-    rows = []
-    for dim in (16, 32, 64, 128):
-        redis, valkey = (figures("redis_cluster", work="memory", program=program, dim=dim) for program in ("redis", "valkey"))
-        cells = (4 * dim, redis["planned_bytes_per_row"], redis["bytes_per_row"], valkey["bytes_per_row"])
-        rows.append((str(dim), *(f"{value:.0f}" for value in cells)))
-    head = [f"{row['version']} ({row['allocator']})" for row in (redis, valkey)]
-    return _table(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), *rows)
-
-
 def row_bytes() -> list[str]:
     """Bytes of a row by tier and format, and rows per GB beside float32."""
     names = {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}
@@ -362,95 +274,6 @@ def gpu_queries() -> list[str]:
     return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
 
 
-def gpu_refresh() -> list[str]:
-    """Every measurement of lookups beside a refresh, in the order in which they were taken."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
-    head = ("tensors, lookups", "share", "p99 idle, us", "beside a refresh, us", "ratio of each round", "10 M rows take, s")
-    return _table(
-        head,
-        *(
-            (
-                f"{axes['place']}, {axes['loop']}",
-                f"{axes['share']:g}",
-                _round(found["idle_p99_us"]),
-                _round(found["beside_p99_us"]),
-                _each(f"{ratio:.2f}" for ratio in found["p99_ratios"]),
-                _round(found["whole_s"]),
-            )
-            for axes, found in rows
-        ),
-    )
-
-
-def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Axes and figures of one kind of work of `misses.json`, without what failed."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("misses") if "error" not in row["figures"]]
-    return [(axes, found) for axes, found in rows if (axes["work"], axes["path"]) == (work, path)]
-
-
-def _by(path: str, axes: dict[str, Any], figure: str) -> str:
-    """What another path reached of the same; empty where that was not measured."""
-    found = [found for of, found in _misses(axes["work"], path) if of == axes | {"path": path}]
-    return _round(found[0][figure]) if found else ""
-
-
-def misses() -> list[str]:
-    """Lookups of keys that all miss, by the link and by a copy, beside gathers of the same rows."""
-    return _table(
-        (
-            "rows, dim",
-            "distinct keys, all missing",
-            "link, M keys/s",
-            "without waiting",
-            "index on the device",
-            "dense table",
-            "copy",
-            "gather by place",
-            "in random order",
-        ),
-        *(
-            (
-                f"{axes['rows']:,} x {axes['dim']}",
-                f"{axes['keys']:,}",
-                _round(found["mkeys_per_s"]),
-                _round(found["enqueued_mkeys_per_s"]),
-                *(_by(path, axes, "mkeys_per_s") for path in ("index", "link, dense", "copy")),
-                _round(found["gather_mkeys_per_s"]),
-                _round(found["random_gather_mkeys_per_s"]),
-            )
-            for axes, found in _misses("misses", "link")
-        ),
-    )
-
-
-def misses_mixed() -> list[str]:
-    """Lookups by popularity, of which a tenth misses."""
-    return _table(
-        (
-            "keys by popularity, alpha 1.05",
-            "hit rate",
-            "link, M keys/s",
-            "p50, us",
-            "index on the device",
-            "p50, us",
-            "dense table",
-            "p50, us",
-            "copy",
-            "p50, us",
-        ),
-        *(
-            (
-                f"{axes['keys']:,} x dim {axes['dim']}, after {axes['batches_before']} batches",
-                f"{found['hit_rate']:.3f}",
-                _round(found["mkeys_per_s"]),
-                _round(found["p50_us"]),
-                *(_by(path, axes, figure) for path in ("index", "link, dense", "copy") for figure in ("mkeys_per_s", "p50_us")),
-            )
-            for axes, found in _misses("mixed", "link")
-        ),
-    )
-
-
 def prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {
@@ -472,18 +295,6 @@ def prepared() -> list[str]:
         "prepared, buffers",
     )
     return _table((*head, "a layer", "`index_select`"), *rows)
-
-
-def layers() -> list[str]:
-    """What the layers add to the calls beneath them."""
-    rows = []
-    for work, name in (("4,096 keys", "lookup"), ("26 features", "pooled lookup")):
-        found = [row for row in result_rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
-        for row in found:
-            axes, measured = row["axes"], row["figures"]
-            times = (_round(measured[f"{one}_p50_us"]) for one in ("layer", "lookup"))
-            rows.append((f"{name}, dim {axes['dim']}, {axes['how']}", *times, f"{measured['layer_more_us']:.1f}"))
-    return _table(("p50, us", "the layer", "the call beneath it", "more"), *rows)
 
 
 def updates() -> list[str]:
@@ -534,15 +345,6 @@ def planning() -> list[str]:
     return _table(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), *rows)
 
 
-def planning_cost() -> list[str]:
-    """What a recording costs lookups."""
-    rows = []
-    for tables in (1, 26):
-        one = figures("plan", work="recording", tables=tables, rate=0.01)
-        rows.append((f"{tables} x 1,000 keys, resident", *(f"{one[name]:.0f} us" for name in ("lookup_us", "recorded_us"))))
-    return _table(("p50 in process, at a rate of 0.01", "without", "recorded"), *rows)
-
-
 def cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
@@ -560,48 +362,6 @@ def cold_start() -> list[str]:
     return _table(
         ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), *rows
     )
-
-
-def row_formats() -> list[str]:
-    """What a DLRM answers with rows in fewer bits."""
-    rows = []
-    for row_dtype in ("float32", "float16", "bfloat16", "int8"):
-        one = figures("row_formats", work="AUC", row_dtype=row_dtype)
-        worst = (
-            "0" if row_dtype == "float32" else f"{figures('row_formats', work='rows', row_dtype=row_dtype)['rms_share']:.2%}"
-        )
-        off = (
-            f"{one['row_bytes']}",
-            f"{one['auc']:.4f}",
-            f"{one['auc_difference']:+.1e}",
-            f"{one['logit_difference']:.1e}",
-            worst,
-        )
-        rows.append((f"`{row_dtype}`", *off))
-    head = (
-        "bytes of a row of 16",
-        "AUC",
-        "beside the trained module",
-        "largest difference of a logit",
-        "RMS error, worst table",
-    )
-    return _table(("", *head), *rows)
-
-
-def _gpu_rows(**axes: Any) -> dict[str, Any]:
-    return figures("row_formats_gpu", **axes)
-
-
-def row_formats_hits() -> list[str]:
-    """Resident keys alone, by format of rows and outputs."""
-    plain = _gpu_rows(work="hits", row_dtype="float32", out="float32", keys=1 << 20)["us"]
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for out in ("float32", "float16"):
-            few, many = (_gpu_rows(work="hits", row_dtype=row_dtype, out=out, keys=n) for n in (1 << 16, 1 << 20))
-            own = f"{_round(many['mkeys_per_s'])} ({plain / many['us']:.2f} x)"
-            rows.append((f"`{row_dtype}`", f"`{out}`", _round(few["mkeys_per_s"]), own))
-    return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
 
 
 def clients() -> list[str]:
@@ -655,33 +415,6 @@ def scores_once() -> list[str]:
     return _table(("", "given once, requests/s", "with each candidate", "more"), *rows)
 
 
-def scores_device() -> list[str]:
-    """Calls in process on a GPU."""
-    rows = []
-    for batch in (256, 2048):
-        found = {
-            row["axes"]["what"]: _round(row["figures"]["us"])
-            for row in result_rows("scores")
-            if row["axes"]["work"] == "device" and row["axes"]["batch"] == batch
-        }
-        rows.append((f"{batch:,}", *found.values()))
-        names = [*found]
-    return _table(("us, samples", *names), *rows)
-
-
-def scores_loadgen() -> list[str]:
-    """LoadGen's runs."""
-    rows = []
-    for row in result_rows("loadgen"):
-        axes, found = row["axes"], row["figures"]
-        target = "" if axes["target_s"] is None else f", {axes['target_s']:.0f} requests/s"
-        p99 = f"{_round(found['p99_ms'])} ms" if axes["target_s"] else ""
-        rows.append(
-            (f"{axes['scenario']}{target}", found["result"], _round(found["requests_s"]), _round(found["pairs_s"]), p99)
-        )
-    return _table(("scenario", "result", "requests/s", "pairs/s", "p99"), *rows)
-
-
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI355X", 12_198.8),
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI350X", 9_297.78),
@@ -696,13 +429,12 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         work = axes["work"]
         if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
             continue
-        if work == "sustained" and (axes["threads"], axes["queries"]) not in ((1, 1), (4, 16)):
+        if work == "served" or (work == "sustained" and (axes["threads"], axes["queries"]) != (4, 16)):
             continue
         devices = axes.get("devices", 1)
         names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
         names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
         names.append(f"{axes['rate']:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in work else "")
-        names.append(f"{axes['rate']:,.0f} queries/s offered" if work == "served" else "")
         names.append(f"hit rate {found['hit_rate']:.3f}" if "hit_rate" in found else "")
         rate = found.get("queries_per_s") or axes.get("rate") or 1e6 * found["mrows_per_s"] / about["keys_of_a_query"]
         result = found.get("result") or (f"{_round(found['mrows_per_s'])} M rows/s" if "mrows_per_s" in found else "")
@@ -757,33 +489,20 @@ def sharing_traffic() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": sharing_traffic,
     "clients": clients,
-    "row-formats": row_formats,
-    "row-formats-hits": row_formats_hits,
     "routes": routes,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,
     "measured-host": measured_host,
     "model-sources": model_sources,
-    "redis-cluster": redis_cluster,
-    "redis-changes": redis_changes,
-    "redis-memory": redis_memory,
-    "redis-filled": redis_filled,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
-    "gpu-refresh": gpu_refresh,
-    "misses": misses,
-    "misses-mixed": misses_mixed,
     "prepared": prepared,
-    "layers": layers,
     "scores": scores,
     "scores-once": scores_once,
-    "scores-device": scores_device,
-    "scores-loadgen": scores_loadgen,
     "sparse-stage": sparse_stage,
     "updates": updates,
     "planning": planning,
-    "planning-cost": planning_cost,
     "cold-start": cold_start,
 }
 

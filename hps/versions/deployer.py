@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from hps.versions.catalog_watch import CatalogWatch
 from hps.versions.changes import Change
 from hps.versions.deployment import DRAIN_S, Deployment, Fate, deploy, reconfigure
 from hps.versions.fleet import SERVING, ServingDocument
-from hps.versions.format_changes import FormatChanges, find_changes
+from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
 from hps.versions.live_models import LiveModels, may_pass
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
@@ -285,7 +285,9 @@ class Deployer:
             )
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
-        if there and there.fingerprint == fingerprint and there.config.row_dtype == config.row_dtype and not force:
+        same_files = there if there and there.fingerprint == fingerprint and not force else None
+        if there and same_files:
+            refuse_format_in_service(there.config, config)
             same = _same_settings(there.config, config)
             if same or there.chain.databases:
                 deployed = there if same else self._renewed(there, config)
@@ -304,8 +306,7 @@ class Deployer:
                     raise
                 self._updates.hand_over(there, deployed)
                 return fingerprint
-        with_writes = there if there and there.fingerprint == fingerprint and not force else None
-        replacing = partial(self._replace, name, wanted, fingerprints, with_writes, change, force, chosen)
+        replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force, chosen)
         try:
             replacing()
         except DatabaseError as error:
@@ -333,62 +334,57 @@ class Deployer:
         """Load a version, or take one that is kept, and put it into service.
 
         Args:
-            there: the deployment in service with the same files in other formats, whose online writes are carried over.
+            there: the deployment in service with the same files and other settings; it has no database.
             change, force, chosen: as for `_deploy`.
         """
         config, version = wanted.config, wanted.config.version
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         kept, targets = self._live.kept(name), self._targets()
         old = next((one for one in kept if (one.version, one.fingerprint) == (version, fingerprint)), None)
-        with ExitStack() as noting:
-            changes = FormatChanges()
-            same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
-            if old and same and there is None and not force:  # including its online writes
-                deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
-            else:
-                used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
-                slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
-                tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
-                if not force:
-                    changes = find_changes(config, tables, fingerprints, there, self._chain.databases)
-                noting.enter_context(changes.noted())
-                load = partial(
-                    deploy,
-                    wanted,
-                    tables,
-                    self._cache_class,
-                    self._chain,
-                    targets=replace(targets, force=force),
-                    follows=self._updates.follows,
-                    progress=change,
-                    carried=changes.tables,
-                )
-                change.expect(table.table_name for table in tables)
-                try:
-                    deployed = load()
-                except CapacityError:  # no load happened, so tables due for removal afterwards can go now
-                    self._drop_rest(name, kept, config, [*tables, *changes.sources])
-                    deployed, kept = load(), self._live.kept(name)
-            policy = self._catalog.model(name).version_policy
-
-            def stay(versions: list[str]) -> list[str]:
-                return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
-
-            def give_up() -> bool:
-                change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
-                return self._live.closed
-
-            beside = bool(chosen) and version != chosen[-1]
-            fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+        same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
+        if old and same and there is None and not force:  # including its online writes
+            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
+        else:
+            used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
+            slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
+            tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
+            if not force:
+                refuse_format_change(config, tables, fingerprints, self._chain.databases)
+            load = partial(
+                deploy,
+                wanted,
+                tables,
+                self._cache_class,
+                self._chain,
+                targets=replace(targets, force=force),
+                follows=self._updates.follows,
+                progress=change,
+            )
+            change.expect(table.table_name for table in tables)
             try:
-                self._updates.start_and_wait(deployed, give_up, change.wait_for)
-                change.proceed()
-                with changes.taken_over(deployed):
-                    self._live.serve(deployed, stay, fate, old, beside=beside)
-            except BaseException:
-                if self._live.serving.get(name) is not deployed:
-                    deployed.close("keep" if old else "release")
-                raise
+                deployed = load()
+            except CapacityError:  # no load happened, so tables due for removal afterwards can go now
+                self._drop_rest(name, kept, config, tables)
+                deployed, kept = load(), self._live.kept(name)
+        policy = self._catalog.model(name).version_policy
+
+        def stay(versions: list[str]) -> list[str]:
+            return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
+
+        def give_up() -> bool:
+            change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
+            return self._live.closed
+
+        beside = bool(chosen) and version != chosen[-1]
+        fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+        try:
+            self._updates.start_and_wait(deployed, give_up, change.wait_for)
+            change.proceed()
+            self._live.serve(deployed, stay, fate, old, beside=beside)
+        except BaseException:
+            if self._live.serving.get(name) is not deployed:
+                deployed.close("keep" if old else "release")
+            raise
         self._drop_rest(name, kept, config)
 
     def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:

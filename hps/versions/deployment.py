@@ -37,13 +37,12 @@ from hps.errors import (
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import places_kernels, set_kernels
 from hps.ground.memory.heap import trim_heap
-from hps.ground.progress import NoProgress, Progress
+from hps.ground.progress import Progress
 from hps.ground.registry import implementation
 from hps.ground.rows import decode, encode, row_kernels
 from hps.ground.threads.open_calls import OpenCalls
 from hps.models.deltas import HeldTable
 from hps.models.files import SparseModel, joint_fingerprint
-from hps.models.loading.carried_rows import CarriedTable
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, last_rows, warm_up
@@ -53,7 +52,7 @@ from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.scoring.packing import gather
 from hps.statistics.metrics import TIERS, Metrics
 from hps.stores.away import AwayDatabase
-from hps.stores.base import Database, LogPosition, Partition, RowChanges
+from hps.stores.base import Database, LogPosition, Partition, PersistentDatabase, RowChanges
 from hps.tensors.dlpack import cuda_device_of
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
@@ -66,7 +65,6 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 DRAIN_S = 10.0
 """Seconds that closing a deployment waits for its lookups. Later lookups continue and keep the tables."""
 
-_CARRIED_ROWS = 65_536  # of a table without files, at a time
 
 RESIDENT = ("static", "uvm")
 """Cache types above a private hash map that holds every row."""
@@ -96,7 +94,7 @@ class StoredRow:
 
 @dataclass(eq=False)
 class Deployment:
-    """One version of a model in service. *Thread-safe.* Only `successors`, `watchers` and `stop_following` change, in place.
+    """One version of a model in service. *Thread-safe.* Only `successors` and `stop_following` change, in place.
 
     Attributes:
         tables: its tables, in the order of their ids.
@@ -120,7 +118,6 @@ class Deployment:
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
         successors: deployments that take over the same tables; writes reach their caches too.
-        watchers: called with the index of a table and the keys of each online insertion and deletion, before others follow.
         lookups_ended: set once it has closed and the last of its lookups has ended.
     """
 
@@ -147,7 +144,6 @@ class Deployment:
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
     successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
-    watchers: list[Callable[[int, KeyArray], None]] = field(init=False, default_factory=list, repr=False)
     lookups_ended: threading.Event = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -302,7 +298,6 @@ class Deployment:
         distinct, latest = last_rows(keys, rows)  # before any write: an error here changes nothing
 
         def apply(written: bool) -> None:
-            self._tell(index, distinct)
             for cache in self._all_caches():
                 with cache.unless_lost():
                     if written:
@@ -319,7 +314,6 @@ class Deployment:
         self._check_writable(f"deleting from {self.tables[index].tag}", self.tables[index])
 
         def apply(written: bool) -> None:
-            self._tell(index, keys)
             for cache in self._all_caches():
                 with cache.unless_lost():
                     if written:
@@ -408,10 +402,6 @@ class Deployment:
             for cache in self._all_caches():
                 stack.enter_context(cache.changing(index))
             yield
-
-    def _tell(self, index: int, keys: KeyArray) -> None:
-        for watcher in self.watchers:
-            watcher(index, keys)
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
@@ -522,7 +512,6 @@ def deploy(
     targets: LoadTargets,
     follows: Callable[[TableSpec], bool] = lambda table: False,
     progress: Progress | None = None,
-    carried: Sequence[CarriedTable | None] = (),
 ) -> Deployment:
     """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
 
@@ -531,7 +520,6 @@ def deploy(
         tables: its tables, with the slots to use.
         targets: databases of the chain to load from the model files, and how.
         follows: says whether a table follows a log of updates.
-        carried: per table, the table whose online writes are carried over to it; none by default.
 
     Raises:
         CapacityError: it does not fit; nothing was loaded.
@@ -545,12 +533,8 @@ def deploy(
         chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    carried = carried or [None] * len(tables)
     targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
-    loads = [
-        TableLoad(table, source, targets, progress, old)
-        for table, source, old in zip(tables, version.sources, carried, strict=True)
-    ]
+    loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
     network = _open_network(version, targets.sources, cache_class)
     try:
@@ -565,12 +549,10 @@ def deploy(
     _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
     try:
         reports = []
-        for table, load, old in zip(tables, loads, carried, strict=True):
+        for table, load in zip(tables, loads, strict=True):
             load.make_way()
             chain.open_table(table, volatile=opens)
             reports.append(load.run())
-            if old is not None and not targets.load:  # a stochastic model, whose databases hold online writes alone
-                old.copy(chain.databases[-1], _CARRIED_ROWS, progress or NoProgress())
         fingerprints = tuple(report.fingerprint for report in reports)
         starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
         positions = _log_positions(chain, tables, starts)
@@ -894,8 +876,8 @@ def _check_room(
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
     """Build the chain of a static (or uvm) cache: a private hash map of every row, above the persistent database if any."""
     resident: Database = implementation("database", "hash_map")()
-    load = tuple(database for database in targets.load if database.persistent)
-    keep = tuple(database for database in targets.keep if database.persistent)
+    load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
+    keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))
     chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
     return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)
 
@@ -910,9 +892,10 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
         DatabaseError: one of them cannot be opened; none is left open.
     """
     above, below = configuration.volatile_db, configuration.persistent_db
-    volatile, persistent, away = None, None, ""
+    volatile, away = None, ""
+    persistent: PersistentDatabase | None = None
     if below.type != "disabled":
-        persistent = open_database(below)
+        persistent = cast(PersistentDatabase, open_database(below))  # the configuration accepts no other kind
     try:
         if above.type != "disabled":
             volatile, away = _open_volatile(configuration)

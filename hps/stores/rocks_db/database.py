@@ -54,6 +54,7 @@ from hps.stores.base import (
     DatabaseReport,
     LoadRecord,
     LogPosition,
+    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -102,7 +103,7 @@ def _writer_of(path: Path) -> int:
     return os.getpid() if here else directory.holder(path)
 
 
-class RocksDatabase(PersistentDatabase):
+class RocksDatabase(PersistentDatabase, OrderedWrites):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
     `size` counts a table of up to 131,072 rows. For a larger one it returns RocksDB's estimate, which counts a row again for
@@ -642,19 +643,6 @@ class RocksDatabase(PersistentDatabase):
         self._recover()
         with self._calls:
             return self._table_with_times(tag).apply(changes, positions)
-
-    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
-        table, start = self._table(tag), b""
-        while True:
-            with self._calls:  # as in `_chunks`
-                keys, start = table.changed_keys(start, chunk_rows)
-            if not keys.size:
-                return
-            yield keys
-
-    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
-        with self._calls:
-            return self._table(tag).sequences_of(keys)
 
     def _table_with_times(self, tag: str) -> RocksTable:
         table = self._table(tag)

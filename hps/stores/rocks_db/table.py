@@ -162,21 +162,6 @@ class RocksTable:
             last[known] = np.frombuffer(b"".join(whole), "<i8").reshape(-1, 2)
         return last
 
-    def changed_keys(self, start: bytes, rows: int) -> tuple[KeyArray, bytes]:
-        """Read the keys of up to `rows` changed rows from the engine's key `start` on; return them and the next start."""
-        keys = self._engine.read_keys(self._times, start, rows, f"reading changes of table {self.tag}") if self._times else []
-        return np.frombuffer(b"".join(keys), "<i8").astype(np.int64), after(keys[-1]) if keys else start
-
-    def sequences_of(self, keys: KeyArray) -> IndexArray:
-        """As `Database.sequences_of`."""
-        doing = f"asking for the changes of table {self.tag}"
-        found: IndexArray = np.zeros(keys.size, np.int64)
-        order = np.argsort(_ranks(keys))
-        for start in range(0, keys.size, self._fetch_rows):
-            rows = order[start : start + self._fetch_rows]
-            found[rows] = self._last_changes(_key_list(keys[rows]), doing)[:, 1]
-        return found
-
     def held_bytes(self) -> int:
         """Return the size of its files and of the rows that are not yet in files."""
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")

@@ -292,12 +292,12 @@ def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settin
 NOT_ASKED_FOR = {
     "cache.cpu.miniature": "planning",
     "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
-    "databases.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
-    "databases.rocks_db.change_order": "updates from a log",
+    "stores.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
+    "stores.rocks_db.change_order": "updates from a log",
     "models.differences": "writing models",
     "models.formats.quantised_rows": "imports",
-    "models.sample": "samples",
-    "planning": "planning",
+    "tools.cli.tables.sample": "samples",
+    "tools.planning": "planning",
     "statistics.key_traces": "recordings, which compile theirs when they begin",
     "updates.publisher": "publishers",
 }

@@ -22,6 +22,7 @@ from hps.testing.databases import (
     DIM,
     TAG,
     DatabaseContract,
+    OrderedWritesContract,
     applied,
     changes_of,
     distinct_keys,
@@ -32,7 +33,7 @@ from hps.testing.readers import reading
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, placed
 
 
-class TestHashMapDatabase(DatabaseContract):
+class TestHashMapDatabase(DatabaseContract, OrderedWritesContract):
     """With as few buckets as can be, which grow until they are segments; in segments from the start, and with stamps."""
 
     @pytest.fixture(params=["one bucket", "oldest"])

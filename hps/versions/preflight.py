@@ -20,8 +20,9 @@ from hps.statistics.metrics import Metrics
 from hps.stores.base import Database, LastingDatabase
 from hps.types import CheckResult, TableSpec
 from hps.updates.base import UpdateLog
-from hps.versions.deployment import cache_capacities, is_static, not_shared, usable_sharing, why_unavailable
+from hps.versions.cache_sizes import cache_capacities, is_static, not_shared, usable_sharing
 from hps.versions.live_updates import LiveUpdates, topic_of
+from hps.versions.tiers import why_unavailable
 
 
 def preflight(

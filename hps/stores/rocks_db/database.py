@@ -210,7 +210,11 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
     def _checked(self) -> tuple[bool, CheckedLogs]:
         """Return whether a database is there, and the state of its logs, of which none is damaged."""
         exists = directory.check_directory(self.path, self.read_only)
-        logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
+        logs = (
+            check_logs(self.path, partial(oldest_needed_log, self.path))
+            if exists
+            else CheckedLogs(sealed=True, damages={}, ends={})
+        )
         for name, what in logs.damages.items():
             raise damaged(self.path, name, what)
         return exists, logs

@@ -21,21 +21,10 @@ from hps.models.sources import ModelSources
 from hps.statistics.metrics import Metrics
 from hps.stores.base import RowChanges
 from hps.types import CheckResult
-from hps.versions.deployment import (
-    cache_capacities,
-    choose_cache,
-    device_sharing,
-    index_sizes,
-    is_direct,
-    is_static,
-    kernels_of,
-    open_databases,
-    repeated_after_takeover,
-    served_kernels,
-    usable_sharing,
-    why_unavailable,
-)
+from hps.versions.cache_sizes import cache_capacities, device_sharing, index_sizes, is_direct, is_static, usable_sharing
+from hps.versions.deployment import repeated_after_takeover
 from hps.versions.preflight import preflight
+from hps.versions.tiers import choose_cache, kernels_of, open_databases, served_kernels, why_unavailable
 from tests.servers.running_service import document_of, model_of
 
 KEYS = np.arange(10)

@@ -95,7 +95,7 @@ def _architectures(options: list[str]) -> list[str]:
 
 
 def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
-    from hps.versions.deployment import choose_cache, served_kernels
+    from hps.versions.tiers import choose_cache, served_kernels
 
     return served_kernels(configuration, choose_cache(configuration.device))
 
@@ -109,7 +109,7 @@ def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -
 
 
 def _models(configuration: "Configuration") -> list[tuple[list[tuple[int, str]], bool, bool]]:
-    from hps.versions.deployment import is_static
+    from hps.versions.cache_sizes import is_static
 
     models = [model for model in configuration.models if model.gpucache]
     return [

@@ -66,7 +66,7 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     """Open the databases that outlive the process; `stack` closes them."""
     from hps.ground.registry import implementation
     from hps.stores.base import LastingDatabase
-    from hps.versions.deployment import open_database
+    from hps.versions.tiers import open_database
 
     persistent = configuration.persistent_db
     if persistent.type != "disabled" and persistent.read_only:

@@ -18,12 +18,11 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
-from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontDescriptors, Memory
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
 from hps.serve.frontend.shared_memory import Segments
-from hps.serve.frontend.slots import Slots
 from hps.serve.http.http_answer import OverloadedError, RequestError
 from hps.serve.logs.lines import fields
 from hps.serve.logs.lookup_report import report_of
@@ -34,10 +33,87 @@ _log = logging.getLogger(__name__)
 _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
+_LEAST_ORDER: Final = 12  # of slots: 4 KB
+_OWNER_EPOCH: Final = layout.OWNER_EPOCH // 8
 _CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
 """Serial, flags, segments, and place and size of what is beside them, of a request that names no deployment."""
 MOST_PENDING: Final = RING // 2
 """Maximum number of lookups that the owner works on for one front."""
+
+
+class Slots:
+    """Slots of powers of two bytes in one slab. *One per event loop.*
+
+    Buddies are joined only when there is no room otherwise: most requests are as large as others before them. The slot that
+    was given back last is taken first, since the processor's caches still hold it, where a device writes, too.
+
+    Args:
+        size: of the region.
+
+    Attributes:
+        size: of the slab.
+        largest: the largest slot that there can be, in bytes.
+        used: bytes of slots that are taken.
+        crowded: whether more than half is taken: then no slow client may hold a slot.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free: list[list[int]] = [[] for _ in range(64)]
+        self._order: dict[int, int] = {}  # of taken slots
+        self.size = size - SLAB
+        start, left = 0, self.size
+        while left >= 1 << _LEAST_ORDER:
+            order = left.bit_length() - 1
+            self._free[order].append(start)
+            start += 1 << order
+            left -= 1 << order
+        self._most = max((order for order, free in enumerate(self._free) if free), default=0)
+        self.largest = 1 << self._most
+        self.used = 0
+        self.crowded = False
+
+    def take(self, size: int) -> int:
+        """Return the offset of a slot, a multiple of 4,096; -1 if there is no room now."""
+        order = max(_LEAST_ORDER, (size - 1).bit_length())
+        if order > self._most:
+            return -1
+        free = self._free[order]
+        if not free and not self._split(order) and not (self._join() and (free or self._split(order))):
+            return -1
+        place = free.pop()
+        self._order[place] = order
+        self.used += 1 << order
+        self.crowded = 2 * self.used > self.size
+        return SLAB + place
+
+    def give_back(self, slot: int) -> None:
+        place = slot - SLAB
+        order = self._order.pop(place)
+        self.used -= 1 << order
+        self.crowded = 2 * self.used > self.size
+        self._free[order].append(place)
+
+    def _split(self, order: int) -> bool:
+        larger = next((one for one in range(order + 1, self._most + 1) if self._free[one]), 0)
+        if not larger:
+            return False
+        place = self._free[larger].pop()
+        for half in range(larger - 1, order - 1, -1):
+            self._free[half].append(place + (1 << half))
+        self._free[order].append(place)
+        return True
+
+    def _join(self) -> bool:
+        """Join free buddies; return whether any were."""
+        joined = False
+        for order in range(_LEAST_ORDER, self._most):
+            free = set(self._free[order])
+            pairs = [place for place in free if not place >> order & 1 and place | 1 << order in free]
+            if pairs:
+                self._free[order][:] = sorted(free.difference(pairs, [place | 1 << order for place in pairs]))  # `take` has it
+                self._free[order + 1] += pairs
+                joined = True
+        return joined
 
 
 class OwnerExchange:
@@ -243,7 +319,7 @@ class OwnerExchange:
     def _submit(self, lookup: Lookup) -> None:
         if post(self.region.address, lookup.slot):  # the owner sleeps, and nobody else wakes it
             if self._spins or len(self.pending) == 1:
-                self._wake_owner()
+                os.eventfd_write(self._owner_event, 1)
             else:
                 self._loop.call_soon(self._wake_owner)  # for all that this turn of the event loop posts
         if self._spins:
@@ -264,7 +340,8 @@ class OwnerExchange:
 
     def _woken(self) -> None:
         os.eventfd_read(self._event)
-        self._look_at_owner()
+        if not self._connected or self.region.longs[_OWNER_EPOCH] != self._epoch:
+            self._look_at_owner()
         self._drain()
         if not self._spinning:
             self._arm()
@@ -383,7 +460,7 @@ class OwnerExchange:
         lookup.slot = -1
         self.release(slot)
         lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
-        self._published.look()
+        self._published.poll()
         version = self._published.version_of(lookup.target)
         if version is before and time.perf_counter() < lookup.due:
             self._loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup)

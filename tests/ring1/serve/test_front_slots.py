@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.regions.layout import SLAB
-from hps.serve.frontend.slots import Slots
+from hps.serve.frontend.exchange import Slots
 
 LEAST = 4096
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +54,7 @@ def run(report: Report, quick: bool) -> None:
             shutil.rmtree(source)
         for count in (100_000, 400_000) if quick else (1_000_000, 4_000_000):
             source = _write(directory / "memory", count, 32, "random")
-            for kind in ("nothing", "hash_map", "rocks_db"):
+            for kind in ("hash_map", "rocks_db"):
                 _memory(report, source, count, kind, directory)
             shutil.rmtree(source)
     finally:
@@ -237,40 +236,6 @@ def _warming(report: Report, source: str, dim: int) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-class _Nothing(Database):
-    """Takes every chunk and keeps none, so that all memory is the pipeline's."""
-
-    kind = "nothing"
-
-    @classmethod
-    def from_config(cls, config: Any) -> "_Nothing":
-        return cls()
-
-    def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None: ...
-    def open_table(self, tag: str, dim: int) -> None: ...
-    def close(self) -> None: ...
-    def drop_table(self, tag: str) -> None: ...
-    def delete(self, tag: str, keys: KeyArray) -> int:
-        return -1
-
-    def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: Any) -> int:
-        return 0
-
-    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        return iter(())
-
-    def size(self, tag: str) -> int:
-        return 0
-
-    def stats(self, tag: str) -> Any:
-        from hps.stores.base import TableStats
-
-        return TableStats(0, 0, 0)
-
-    def tags(self) -> list[str]:
-        return []
-
-
 def _memory(report: Report, source: str, rows: int, kind: str, directory: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.bench_load", source, kind, str(directory)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
@@ -286,7 +251,7 @@ def _measure_memory(source: str, kind: str, directory: Path) -> None:
     """Load in this process and print its peak: first a small table, so that code and engines are there already."""
     with tempfile.TemporaryDirectory(dir=directory) as small:
         _write(Path(small) / "m", 1000, 32, "random")
-        with _databases(kind, directory) if kind != "nothing" else _nothing() as databases:
+        with _databases(kind, directory) as databases:
             _load(TableSpec("bench", "small", 32, 0.0, 1000), f"{small}/m", databases)
             Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
             before = _status_bytes("VmRSS:")
@@ -303,11 +268,6 @@ def _measure_memory(source: str, kind: str, directory: Path) -> None:
         "seconds": seconds,
     }
     print(json.dumps(figures))
-
-
-@contextmanager
-def _nothing() -> Iterator[list[Database]]:
-    yield [_Nothing()]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ faster. The peer of `fetch` is the whole path with rocksdict: keys sorted, one m
 values joined and scattered to an array. Ours has no block cache unless the row says so. Loads are timed once and write to disk,
 so their figures vary most.
 
-Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha · chunks of the load.
+Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha.
 """
 
 import shutil
@@ -36,15 +36,11 @@ CHUNK_BYTES = 16 << 20  # of a model file's chunk
 class Peer:
     """A table in bare rocksdict. `fetch`, `load`, `insert` and `scan` are what a short script would write."""
 
-    def __init__(self, path: Path, dim: int, *, block_bytes: int = 4096, cache_bytes: int = 1 << 30) -> None:
+    def __init__(self, path: Path, dim: int) -> None:
         block = rocksdict.BlockBasedOptions()
-        block.set_block_size(block_bytes)
         block.set_bloom_filter(10, False)
         block.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
-        if cache_bytes:
-            block.set_block_cache(rocksdict.Cache(cache_bytes))
-        else:
-            block.disable_cache()
+        block.set_block_cache(rocksdict.Cache(1 << 30))
         self.options = rocksdict.Options(raw_mode=True)
         self.options.create_if_missing(True)
         self.options.set_block_based_table_factory(block)
@@ -53,7 +49,7 @@ class Peer:
         self.db = rocksdict.Rdict(str(path), self.options)
         self.table: Any = self.db.create_column_family(TAG, self.options)
 
-    def load(self, keys: np.ndarray, vectors: np.ndarray, move: bool) -> None:
+    def load(self, keys: np.ndarray, vectors: np.ndarray) -> None:
         order = np.argsort(keys.byteswap().view(np.uint64))
         writer = rocksdict.SstFileWriter(self.options)
         staged = self.path / "staged.sst"
@@ -61,9 +57,7 @@ class Peer:
         values = vectors[order].view(f"V{4 * self.dim}").ravel().tolist()
         deque(map(writer.__setitem__, keys[order].view("V8").tolist(), values), maxlen=0)
         writer.finish()
-        ingest = rocksdict.IngestExternalFileOptions()
-        ingest.set_move_files(move)
-        self.table.ingest_external_file([str(staged)], ingest)
+        self.table.ingest_external_file([str(staged)])
         staged.unlink(missing_ok=True)
 
     def fetch(self, keys: np.ndarray, out: np.ndarray, found: np.ndarray) -> None:
@@ -146,22 +140,15 @@ class Table:
                 raise SystemExit("wrong vectors were fetched")
         return call
 
-    def load(self, database: RocksDatabase, chunks: int | None = None) -> float:
-        """Load as a model is loaded, or in as many chunks as given; returns seconds."""
+    def load(self, database: RocksDatabase) -> float:
+        """Load as a model is loaded; returns seconds."""
         start = time.perf_counter()
-        if chunks is None:
-            feed = LoadFeed(
-                database, TableSpec("bench", "item", self.dim, 0.0, 1), LoadRecord("bench", 0, self.rows), self.rows
-            )
-            for low in range(0, self.rows, step := CHUNK_BYTES // (8 + 4 * self.dim)):
-                vectors = self.vectors[low : low + step]
-                feed.add(low, self.keys[low : low + step], vectors, vectors)
-            feed.end()
-            return time.perf_counter() - start
-        step = self.rows // chunks
-        for low in range(0, self.rows, step):
-            part = slice(low, min(low + step, self.rows))
-            database.load_chunk(TAG, self.keys[part], self.vectors[part], LoadRecord("bench", part.stop, self.rows))
+        record = LoadRecord("bench", 0, self.rows)
+        feed = LoadFeed(database, TableSpec("bench", "item", self.dim, 0.0, 1), record, self.rows)
+        for low in range(0, self.rows, step := CHUNK_BYTES // (8 + 4 * self.dim)):
+            vectors = self.vectors[low : low + step]
+            feed.add(low, self.keys[low : low + step], vectors, vectors)
+        feed.end()
         return time.perf_counter() - start
 
 
@@ -174,14 +161,13 @@ def run(report: Report, quick: bool) -> None:
         for dim, rows in ((32, 1_000_000), (16, 1_000_000), (128, 300_000)):
             table = Table(rng, rows // 20 if quick else rows, dim)
             _one_dim(report, directory, table, rounds, detailed=dim == 32)
-        _blocks(report, directory, Table(rng, 25_000 if quick else 300_000, 32), rounds)
 
 
 def _one_dim(report: Report, directory: Path, table: Table, rounds: int, *, detailed: bool) -> None:
     axes = {"table_rows": table.rows, "dim": table.dim}
     peer = Peer(directory / "peer", table.dim)
     start = time.perf_counter()
-    peer.load(table.keys, table.vectors, move=False)
+    peer.load(table.keys, table.vectors)
     one_file = table.rows / (time.perf_counter() - start)
     database = RocksDatabase(directory / "ours")
     database.open_table(TAG, table.dim)
@@ -233,20 +219,6 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
     report.add({"what": "fetch, block cache of all", **axes, **axis}, figures(alternate(calls, rounds), 10_000))
     cached.close()
 
-    chunks = 40
-    unmerged, merged = (RocksDatabase(directory / name, num_threads=2) for name in ("unmerged", "merged"))
-    for each in (unmerged, merged):
-        each.open_table(TAG, table.dim)
-        table.load(each, chunks)
-    merged.finish_load(TAG)
-    for file in (directory / "unmerged").glob("*.sst"):
-        file.read_bytes()  # the engine drops from the page cache what it writes for ingestion
-    calls = {name: table.fetcher(partial(each.fetch, TAG), 10_000) for name, each in (("ours", merged), ("unmerged", unmerged))}
-    taken = alternate(calls, rounds // 2)
-    report.add({"what": "fetch, merged by finish_load", **axes, **axis, "chunks": chunks}, figures(taken, 10_000))
-    for each in (unmerged, merged):
-        each.close()
-
     def by_threads(threads: int) -> float:
         calls = [table.fetcher(partial(database.fetch, TAG), 10_000) for _ in range(threads)]
         with ThreadPoolExecutor(threads) as pool:
@@ -272,30 +244,3 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
         "write_batch": lambda i: peer.insert(table.keys[part(i)], table.vectors[part(i)]),
     }
     report.add({"what": "insert", **axes, "batch": 10_000}, figures(alternate(writes, rounds // 2), 10_000))
-    step = CHUNK_BYTES // (8 + 4 * table.dim)
-    loads = {
-        "ours": lambda i: peer.load(table.keys[:step], table.vectors[:step], move=True),
-        "copying": lambda i: peer.load(table.keys[:step], table.vectors[:step], move=False),
-    }
-    report.add({"what": "ingest, moving the file", **axes, "batch": step}, figures(alternate(loads, 6), step))
-
-
-def _blocks(report: Report, directory: Path, table: Table, rounds: int) -> None:
-    """Block size and block cache, on bare rocksdict: with none, with a quarter of the table, with all of it."""
-    table_bytes = table.rows * (8 + 4 * table.dim)
-    peers: dict[tuple[int, str], Peer] = {}
-    for block_bytes in (1024, 2048, 4096, 16384):
-        for cache, size in (("none", 0), ("quarter", table_bytes // 4), ("all", 4 * table_bytes)):
-            peer = Peer(directory / f"{block_bytes}{cache}", table.dim, block_bytes=block_bytes, cache_bytes=size)
-            peer.load(table.keys, table.vectors, move=True)
-            peer.fetch(table.keys, np.empty_like(table.vectors), np.empty(0))
-            peers[block_bytes, cache] = peer
-    names = {f"{block_bytes} {cache}": peer for (block_bytes, cache), peer in peers.items()}
-    taken = alternate({name: table.fetcher(peer.fetch, 2000) for name, peer in names.items()}, rounds)
-    chosen = np.median(taken["2048 none"], axis=0)
-    for (block_bytes, cache), peer in peers.items():
-        wall, cpu = np.median(taken[f"{block_bytes} {cache}"], axis=0)
-        axes = {"what": "block sizes", "table_rows": table.rows, "dim": table.dim, "batch": 2000}
-        rates = {"rows_per_s": 2000 / wall, "ratio_to_chosen": chosen[0] / wall, "cpu_ratio_to_chosen": chosen[1] / cpu}
-        report.add({**axes, "block_bytes": block_bytes, "cache": cache}, {name: float(rate) for name, rate in rates.items()})
-        peer.close()

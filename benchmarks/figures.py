@@ -7,7 +7,7 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -247,119 +247,6 @@ def model_sources() -> list[str]:
     )
 
 
-def redis_speed() -> list[str]:
-    """What a fetch and a load take from one server and from three."""
-    rows = []
-    for servers, name in ((1, "one server"), (3, "three servers")):
-        load = figures("redis", work="load", servers=servers, dim=32)
-        rows.append((f"load, {name}", load["ours_vectors_per_s"], load))
-        for batch in (1_000, 10_000, 100_000):
-            fetch = figures("redis", work="fetch", servers=servers, dim=32, batch=batch, hit_rate=1.0)
-            rows.append((f"fetch of {batch:,} keys, {name}", fetch["ours_keys_per_s"], fetch))
-    return _table(
-        ("dim 32", "M/s", "x redis-py with hiredis"),
-        *((what, f"{rate / 1e6:.2f}", f"{row['ours_to_redis_py']:.1f}") for what, rate, row in rows),
-    )
-
-
-def redis_cluster() -> list[str]:
-    """Lookups from three masters beside one, and what a second of a processor gives."""
-    rows = []
-    for batch in (100, 1_000, 10_000, 100_000):
-        one, three = (figures("redis_cluster", work="lookup", masters=masters, batch=batch) for masters in (1, 3))
-        each = ([row[f"keys_per_{place}_processor_s"] / 1e6 for row in (one, three)] for place in ("server", "client"))
-        rows.append(
-            (
-                f"{batch:,}",
-                _each(_round(row["lookups_per_s"]) for row in (one, three)),
-                _each(f"{row['keys_per_s'] / 1e6:.2f}" for row in (one, three)),
-                f"{three['to_one_master']:.2f}",
-                *(_each(f"{rate:.2f}" for rate in rates) for rates in each),
-            )
-        )
-    head = (
-        "keys a lookup",
-        "lookups/s",
-        "M keys/s",
-        "three to one",
-        "M keys a second of servers' cores",
-        "of the client's core",
-    )
-    return _table(head, *rows)
-
-
-def redis_changes() -> list[str]:
-    """What lookups of 100 keys meet while a cluster changes."""
-    named: list[tuple[str, dict[str, Any]]] = [
-        (f"master {how}, `cluster-node-timeout` {timeout_s} s", {"work": f"master {how}", "node_timeout_s": timeout_s})
-        for timeout_s in (1, 5)
-        for how in ("killed", "hangs")
-    ]
-    named.append(("replica takes over when asked (`CLUSTER FAILOVER`)", {"work": "CLUSTER FAILOVER"}))
-    named += [
-        (f"slot with {row['rows']:,} rows moves by `{row['how']}`", {"work": "slot moved", **row})
-        for row in (
-            {"rows": 16_666, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "CLUSTER MIGRATESLOTS"},
-        )
-    ]
-    rows = []
-    for name, axes in named:
-        found = [row["figures"] for row in result_rows("redis_cluster") if axes.items() <= row["axes"].items()]
-        reasons = dict.fromkeys(reason for row in found for reason in row["reasons"])
-        rows.append(
-            (
-                name,
-                _each(f"{row['failing_s']:.1f}" if row["failed_calls"] else "no" for row in found),
-                _each(f"{row['slowest_s'] * 1e3:,.0f}" for row in found),
-                ", ".join(reasons) or "none",
-            )
-        )
-    return _table(("", "lookups fail, s", "slowest lookup, ms", "errors"), *rows)
-
-
-def redis_filled() -> list[str]:
-    """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
-    names = {
-        "redis": "Redis whole",
-        "rocks_db": "RocksDB alone",
-        "filled": "while Redis is filled",
-        "filled by refresh": "the same, by `hps refresh`",
-        "filled without lookups": "filled without lookups",
-    }
-    rows = []
-    for phase, name in names.items():
-        one = figures("volatile_tier", phase=phase)
-        lookups = [f"{one[f'{which}_ms']:.1f}" if "p50_ms" in one else "" for which in ("p50", "p99")]
-        ratios = [f"{one[f'{which}_to_rocks_db']:.2f}" if "p50_to_rocks_db" in one else "" for which in ("p50", "p99")]
-        fill = [f"{one['seconds']:.1f}", f"{one['to_load']:.2f}"] if "to_load" in one else ["", ""]
-        rows.append((name, *lookups, *ratios, *fill))
-    head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
-    return _table(head, *rows)
-
-
-def redis_starts() -> list[str]:
-    """Starts with Redis away, beside starts without it."""
-    one = figures("volatile_tier", phase="starts")
-    rows = [
-        (name, *(f"{1e3 * one[f'{which}_{what}_s']:.0f}" for what in ("p50", "max")))
-        for which, name in (("away", "Redis away"), ("none", "no Redis configured"))
-    ]
-    return _table(("a start, ms", "median", "slowest"), *rows)
-
-
-def redis_memory() -> list[str]:
-    """Bytes of a row, measured and planned."""
-    rows = []
-    for dim in (16, 32, 64, 128):
-        redis, valkey = (figures("redis_cluster", work="memory", program=program, dim=dim) for program in ("redis", "valkey"))
-        cells = (4 * dim, redis["planned_bytes_per_row"], redis["bytes_per_row"], valkey["bytes_per_row"])
-        rows.append((str(dim), *(f"{value:.0f}" for value in cells)))
-    head = [f"{row['version']} ({row['allocator']})" for row in (redis, valkey)]
-    return _table(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), *rows)
-
-
 def row_bytes() -> list[str]:
     """Bytes of a row by tier and format, and rows per GB beside float32."""
     names = {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}
@@ -387,184 +274,6 @@ def gpu_queries() -> list[str]:
     return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
 
 
-def gpu_insertions() -> list[str]:
-    """Insertions of 2^20 rows."""
-
-    def row(name: str, work: str) -> tuple[str, ...]:
-        return name, *(_round(figures("gpu_cache", work=work, dim=dim, batch=1 << 20)["mkeys_per_s"]) for dim in (32, 128))
-
-    return _table(
-        ("inserting n = 2^20, M keys/s", "dim 32", "dim 128"),
-        row("resident keys", "insert resident"),
-        row("new keys into full buckets", "insert new"),
-    )
-
-
-def query_order() -> list[str]:
-    """What it costs to order the second look at a bucket behind the copy of the row."""
-    kinds = {
-        "acquire fences and the dependency (in use)": "acquire_fences_and_dependency",
-        "acquire fences alone": "acquire_fences_alone",
-        "acquire fences and `__syncwarp()` (`HPS_FORMAL_ORDER=1`)": "formal",
-        "one `fence.acq_rel.gpu` and `__syncwarp()`": "acq_rel_fence",
-    }
-    cases = [(dim, batch) for batch in (1 << 20, 1 << 16, 1 << 13) for dim in (32, 128)]
-    found = [figures("gpu_query_order", dim=dim, batch=batch, alpha=0.0) for dim, batch in cases]
-    return _table(
-        ("uniform keys", *(f"{batch:,} x dim {dim}" for dim, batch in cases)),
-        *((name, *(f"{row[kind]:.3f}" for row in found)) for name, kind in kinds.items()),
-    )
-
-
-def gpu_refresh() -> list[str]:
-    """Every measurement of lookups beside a refresh, in the order in which they were taken."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
-    head = ("tensors, lookups", "share", "p99 idle, us", "beside a refresh, us", "ratio of each round", "10 M rows take, s")
-    return _table(
-        head,
-        *(
-            (
-                f"{axes['place']}, {axes['loop']}",
-                f"{axes['share']:g}",
-                _round(found["idle_p99_us"]),
-                _round(found["beside_p99_us"]),
-                _each(f"{ratio:.2f}" for ratio in found["p99_ratios"]),
-                _round(found["whole_s"]),
-            )
-            for axes, found in rows
-        ),
-    )
-
-
-def admission() -> list[str]:
-    """Hit rates over the ideal by traffic and policy, at a tenth of 2^22 rows, and of two policies at a tenth of 2^24."""
-    small = [
-        ("steady, alpha 0.99", {"traffic": "steady", "alpha": 0.99, "batches": "700 to 800"}),
-        ("steady, alpha 1.05, after 200 batches", {"traffic": "steady", "alpha": 1.05, "batches": "150 to 200"}),
-        ("steady, alpha 1.05, after 800", {"traffic": "steady", "alpha": 1.05, "batches": "700 to 800"}),
-        ("steady, alpha 1.2", {"traffic": "steady", "alpha": 1.2, "batches": "700 to 800"}),
-        ("0.001 of the ids change ranks every batch", {"traffic": "drift 0.001"}),
-        ("0.003 of them", {"traffic": "drift 0.003"}),
-        ("0.01 of them", {"traffic": "drift 0.01"}),
-        ("0.3 of them every 200 batches", {"traffic": "jump"}),
-        ("every fourth batch scans the ids", {"traffic": "scan"}),
-        ("table full of random keys before, batches 5 to 50", {"traffic": "after a warm-up"}),
-    ]
-    large = [
-        (f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}", {"rows": 1 << 24, "batches": batches})
-        for batches in ("150 to 200", "450 to 600", "1100 to 1200")
-    ]
-    measured = {row["axes"]["policy"] for row in result_rows("admission") if row["axes"]["rows"] == 1 << 24}
-    policies = list(dict.fromkeys(row["axes"]["policy"] for row in result_rows("admission")))
-    rows = []
-    for name, axes in [*((name, {"rows": 1 << 22} | axes) for name, axes in small), *large]:
-        asked = [policy if axes["rows"] == 1 << 22 or policy in measured else None for policy in policies]
-        rows.append(
-            (name, *(f"{figures('admission', policy=policy, **axes)['of_ideal']:.3f}" if policy else "" for policy in asked))
-        )
-    return _table(("of the ideal hit rate", *policies), *rows)
-
-
-def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Axes and figures of one kind of work of `misses.json`, without what failed."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("misses") if "error" not in row["figures"]]
-    return [(axes, found) for axes, found in rows if (axes["work"], axes["path"]) == (work, path)]
-
-
-def _by(path: str, axes: dict[str, Any], figure: str) -> str:
-    """What another path reached of the same; empty where that was not measured."""
-    found = [found for of, found in _misses(axes["work"], path) if of == axes | {"path": path}]
-    return _round(found[0][figure]) if found else ""
-
-
-def misses() -> list[str]:
-    """Lookups of keys that all miss, by the link and by a copy, beside gathers of the same rows."""
-    return _table(
-        (
-            "rows, dim",
-            "distinct keys, all missing",
-            "link, M keys/s",
-            "without waiting",
-            "index on the device",
-            "dense table",
-            "copy",
-            "gather by place",
-            "in random order",
-        ),
-        *(
-            (
-                f"{axes['rows']:,} x {axes['dim']}",
-                f"{axes['keys']:,}",
-                _round(found["mkeys_per_s"]),
-                _round(found["enqueued_mkeys_per_s"]),
-                *(_by(path, axes, "mkeys_per_s") for path in ("index", "link, dense", "copy")),
-                _round(found["gather_mkeys_per_s"]),
-                _round(found["random_gather_mkeys_per_s"]),
-            )
-            for axes, found in _misses("misses", "link")
-        ),
-    )
-
-
-def misses_mixed() -> list[str]:
-    """Lookups by popularity, of which a tenth misses."""
-    return _table(
-        (
-            "keys by popularity, alpha 1.05",
-            "hit rate",
-            "link, M keys/s",
-            "p50, us",
-            "index on the device",
-            "p50, us",
-            "dense table",
-            "p50, us",
-            "copy",
-            "p50, us",
-        ),
-        *(
-            (
-                f"{axes['keys']:,} x dim {axes['dim']}, after {axes['batches_before']} batches",
-                f"{found['hit_rate']:.3f}",
-                _round(found["mkeys_per_s"]),
-                _round(found["p50_us"]),
-                *(_by(path, axes, figure) for path in ("index", "link, dense", "copy") for figure in ("mkeys_per_s", "p50_us")),
-            )
-            for axes, found in _misses("mixed", "link")
-        ),
-    )
-
-
-def captured() -> list[str]:
-    """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("captured")]
-    more = {(axes["keys"], axes["dim"], axes.get("missing", 0), axes["path"]): found for axes, found in rows}
-    return _table(
-        (
-            "keys, dim",
-            "query alone, us",
-            "lookup, us",
-            "of the query",
-            "1 missing",
-            "10",
-            "100",
-            "1,000",
-            "1,000 with the index",
-        ),
-        *(
-            (
-                f"{keys:,} x {dim}",
-                _round(found["query_us"]),
-                _round(found["captured_us"]),
-                f"{found['of_query']:.2f}",
-                *(f"+{_round(more[keys, dim, count, 'link']['more_us'])}" for count in (1, 10, 100, 1000)),
-                f"+{_round(more[keys, dim, 1000, 'index']['more_us'])}",
-            )
-            for (keys, dim, missing, path), found in more.items()
-            if not missing and path == "link"
-        ),
-    )
-
-
 def prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {
@@ -586,50 +295,6 @@ def prepared() -> list[str]:
         "prepared, buffers",
     )
     return _table((*head, "a layer", "`index_select`"), *rows)
-
-
-def misses_small() -> list[str]:
-    """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
-    rows = []
-    for how in ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured"):
-        for axes, found in _misses(f"{how}, 10 % missing", "link"):
-            hits = [_round(found["hits_p50_us"]), _by("copy", axes, "hits_p50_us")] if "hits_p50_us" in found else ["", ""]
-            some = [_round(found["p50_us"]), *(_by(path, axes, "p50_us") for path in ("index", "link, dense", "copy"))]
-            rows.append((f"{how}, dim {axes['dim']}", *hits, *some))
-    return _table(
-        ("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "index", "dense table", "copy"), *rows
-    )
-
-
-def pooled() -> list[str]:
-    """Bags of resident keys, beside a plain kernel that adds up the same rows, and torch."""
-    rows = []
-    for tables, dim, batch in ((26, 128, 4096), (26, 64, 4096), (26, 32, 4096), (26, 128, 256), (1, 128, 4096)):
-        for alpha in (1.05, 0.0):
-            case = partial(figures, "pooled", tables=tables, dim=dim, batch=batch, alpha=alpha)
-            ours, whole = (case(bags=bags) for bags in ("offsets", "torch embedding_bag"))
-            ratios = (f"{row['of_anchor']:.2f}" for row in (ours, whole))
-            name = f"{tables} x {batch:,}, dim {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-            rows.append((name, _round(ours["mkeys_per_s"]), *ratios))
-    head = (
-        "tables x bags, dim, keys",
-        "M keys/s",
-        "of a plain kernel",
-        "torch `embedding_bag` of it",
-    )
-    return _table(head, *rows)
-
-
-def layers() -> list[str]:
-    """What the layers add to the calls beneath them."""
-    rows = []
-    for work, name in (("4,096 keys", "lookup"), ("26 features", "pooled lookup")):
-        found = [row for row in result_rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
-        for row in found:
-            axes, measured = row["axes"], row["figures"]
-            times = (_round(measured[f"{one}_p50_us"]) for one in ("layer", "lookup"))
-            rows.append((f"{name}, dim {axes['dim']}, {axes['how']}", *times, f"{measured['layer_more_us']:.1f}"))
-    return _table(("p50, us", "the layer", "the call beneath it", "more"), *rows)
 
 
 def updates() -> list[str]:
@@ -680,107 +345,23 @@ def planning() -> list[str]:
     return _table(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), *rows)
 
 
-def planning_cost() -> list[str]:
-    """What a recording costs lookups."""
-    rows = []
-    for tables in (1, 26):
-        one = figures("plan", work="recording", tables=tables, rate=0.01)
-        rows.append((f"{tables} x 1,000 keys, resident", *(f"{one[name]:.0f} us" for name in ("lookup_us", "recorded_us"))))
-    return _table(("p50 in process, at a rate of 0.01", "without", "recorded"), *rows)
-
-
 def cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
-    def seconds(work: str, code: str, start: str) -> str:
+    def seconds(work: str, start: str) -> str:
         found = [
             row["figures"]
             for row in result_rows("cold_start")
-            if row["axes"] == {"work": f"first lookup, {work}", "code": code, "start": start}
+            if row["axes"] == {"work": f"first lookup, {work}", "code": "now", "start": start}
         ]
         wall, processor = (median(one[name] for one in found) for name in ("wall_s", "processor_s"))
         return f"{wall:.1f} s ({processor:.1f} s)"
 
     starts = {"nothing compiled": "cold", "compiled by an earlier start": "warm", "compiled for the baseline": "ahead"}
-    rows = [(text, *(seconds(work, "now", start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
-    old = [seconds(work, "before", "cold") for work in ("in process", "hps serve")]
-    rows.insert(0, ("nothing compiled, before `hps compile` and parallel compilation", *old))
+    rows = [(text, *(seconds(work, start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
     return _table(
         ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), *rows
     )
-
-
-def cold_start_baseline() -> list[str]:
-    """Kernels for the baseline beside those for the processor at hand."""
-    rows = []
-    for row in result_rows("cold_start"):
-        if kernel := row["axes"].get("kernel"):
-            one = row["figures"]
-            spread = f"{one['of_native']:.2f} ({one['least_of_native']:.2f} to {one['most_of_native']:.2f})"
-            rows.append((kernel, f"{one['native_us']:.0f} us", f"{one['baseline_us']:.0f} us", spread))
-    return _table(("kernel", "this processor", "baseline", "speed of the baseline (five pairs of processes)"), *rows)
-
-
-def row_formats() -> list[str]:
-    """What a DLRM answers with rows in fewer bits."""
-    rows = []
-    for row_dtype in ("float32", "float16", "bfloat16", "int8"):
-        one = figures("row_formats", work="AUC", row_dtype=row_dtype)
-        worst = (
-            "0" if row_dtype == "float32" else f"{figures('row_formats', work='rows', row_dtype=row_dtype)['rms_share']:.2%}"
-        )
-        off = (
-            f"{one['row_bytes']}",
-            f"{one['auc']:.4f}",
-            f"{one['auc_difference']:+.1e}",
-            f"{one['logit_difference']:.1e}",
-            worst,
-        )
-        rows.append((f"`{row_dtype}`", *off))
-    head = (
-        "bytes of a row of 16",
-        "AUC",
-        "beside the trained module",
-        "largest difference of a logit",
-        "RMS error, worst table",
-    )
-    return _table(("", *head), *rows)
-
-
-def _gpu_rows(**axes: Any) -> dict[str, Any]:
-    return figures("row_formats_gpu", **axes)
-
-
-def row_formats_hits() -> list[str]:
-    """Resident keys alone, by format of rows and outputs."""
-    plain = _gpu_rows(work="hits", row_dtype="float32", out="float32", keys=1 << 20)["us"]
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for out in ("float32", "float16"):
-            few, many = (_gpu_rows(work="hits", row_dtype=row_dtype, out=out, keys=n) for n in (1 << 16, 1 << 20))
-            own = f"{_round(many['mkeys_per_s'])} ({plain / many['us']:.2f} x)"
-            rows.append((f"`{row_dtype}`", f"`{out}`", _round(few["mkeys_per_s"]), own))
-    return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
-
-
-def row_formats_mixed() -> list[str]:
-    """Keys by popularity over the link, by format."""
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for path, name in (("link", "link"), ("index", "index on the device"), ("dense", "dense table")):
-            one = _gpu_rows(work="mixed", row_dtype=row_dtype, path=path)
-            rows.append(
-                (
-                    f"`{row_dtype}`, {name}",
-                    f"{one['hit_rate']:.3f} ({one['of_ideal']:.3f})",
-                    _round(one["mkeys_per_s"]),
-                    f"{one['misses']:,}",
-                    _round(one["p50_us"]),
-                    _round(one["cold_rows_us"]),
-                )
-            )
-    head = ("rows", "hit rate (of the ideal)", "M keys/s", "misses", "us", "us of a plain read of as many rows")
-    return _table(head, *rows)
 
 
 def clients() -> list[str]:
@@ -791,41 +372,6 @@ def clients() -> list[str]:
         took = [f"{_round(one['p50_us'])} us ({_round(one['relative'])} x)" for one in found]
         rows.append((name, *took, _each(f"{_round(one['cpu_us'])} us" for one in found)))
     return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
-
-
-def _turns(benchmark: str, figure: str, **axes: Any) -> list[float]:
-    return [row["figures"][figure] for row in result_rows(benchmark) if axes.items() <= row["axes"].items()]
-
-
-def fronts() -> list[str]:
-    """What two fronts do on two cores: medians of all turns."""
-    rows = []
-    for form, route in (("json", "/v2/models/m/infer"), ("lookup", "/v1/models/m/lookup")):
-        now, before = (median(_turns("fronts_json", "rps", form=form, kind=kind)) for kind in ("this", "before"))
-        ratio = f"{now / before:.1f} x the version before fronts, one process"
-        rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
-    for connections in (4, 16):
-        now, before = (
-            median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before")
-        )
-        ratio = f"{now / before:.2f} x the version before fronts"
-        rows.append(
-            (f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio)
-        )
-    beside = "26x1000:4 beside"
-    for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
-        now, before, alone = (
-            median(_turns("fronts_beside", figure, kind=kind, beside=with_)) / 1000
-            for kind, with_ in (("this", beside), ("before", beside), ("this", ""))
-        )
-        against = f"{before:.0f} ms before fronts; {alone:.2f} ms alone"
-        rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now:.1f} ms", against))
-    slow, alone = (median(_turns("fronts_slow", "p99_us", beside=with_)) for with_ in ("5000 slow clients", ""))
-    name = "1,000 keys, one connection, beside 5,000 slow clients, p99"
-    rates = [median(_turns("fronts_slow", "rps", beside=with_)) for with_ in ("5000 slow clients", "")]
-    against = f"{slow / alone:.1f} x alone; {rates[0] / rates[1]:.2f} of the requests/s alone"
-    rows.append((name, f"{slow / 1000:.2f} ms", against))
-    return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
 
 
 def routes() -> list[str]:
@@ -869,33 +415,6 @@ def scores_once() -> list[str]:
     return _table(("", "given once, requests/s", "with each candidate", "more"), *rows)
 
 
-def scores_device() -> list[str]:
-    """Calls in process on a GPU."""
-    rows = []
-    for batch in (256, 2048):
-        found = {
-            row["axes"]["what"]: _round(row["figures"]["us"])
-            for row in result_rows("scores")
-            if row["axes"]["work"] == "device" and row["axes"]["batch"] == batch
-        }
-        rows.append((f"{batch:,}", *found.values()))
-        names = [*found]
-    return _table(("us, samples", *names), *rows)
-
-
-def scores_loadgen() -> list[str]:
-    """LoadGen's runs."""
-    rows = []
-    for row in result_rows("loadgen"):
-        axes, found = row["axes"], row["figures"]
-        target = "" if axes["target_s"] is None else f", {axes['target_s']:.0f} requests/s"
-        p99 = f"{_round(found['p99_ms'])} ms" if axes["target_s"] else ""
-        rows.append(
-            (f"{axes['scenario']}{target}", found["result"], _round(found["requests_s"]), _round(found["pairs_s"]), p99)
-        )
-    return _table(("scenario", "result", "requests/s", "pairs/s", "p99"), *rows)
-
-
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI355X", 12_198.8),
     ("MLPerf v6.1, closed: the whole DLRMv3", "8 x AMD Instinct MI350X", 9_297.78),
@@ -910,11 +429,12 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         work = axes["work"]
         if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
             continue
+        if work == "served" or (work == "sustained" and (axes["threads"], axes["queries"]) != (4, 16)):
+            continue
         devices = axes.get("devices", 1)
         names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
         names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
         names.append(f"{axes['rate']:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in work else "")
-        names.append(f"{axes['rate']:,.0f} queries/s offered" if work == "served" else "")
         names.append(f"hit rate {found['hit_rate']:.3f}" if "hit_rate" in found else "")
         rate = found.get("queries_per_s") or axes.get("rate") or 1e6 * found["mrows_per_s"] / about["keys_of_a_query"]
         result = found.get("result") or (f"{_round(found['mrows_per_s'])} M rows/s" if "mrows_per_s" in found else "")
@@ -944,18 +464,6 @@ def sparse_stage() -> list[str]:
     return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
 
 
-def sharing_resident() -> list[str]:
-    """Queries of resident rows on two devices, half of which lie on the other, beside a plain gather of the same rows."""
-    rows = []
-    for row in result_rows("sharing"):
-        axes, found = row["axes"], row["figures"]
-        if axes["work"] == "resident":
-            devices = "both at once" if axes["devices"] == 2 else "one"
-            rates = (f"{found['mkeys_per_s']:,.0f}", f"{found['gather_mkeys_per_s']:,.0f}", f"{found['of_gather']:.2f}")
-            rows.append((f"{axes['batch']:,} x {axes['dim']}", devices, *rates))
-    return _table(("keys x dim", "devices that ask", "M keys/s for each", "gather", "of it"), *rows)
-
-
 def sharing_traffic() -> list[str]:
     """Keys by popularity on two devices at once, by how they share rows."""
     rows = []
@@ -979,48 +487,23 @@ def sharing_traffic() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "sharing-resident": sharing_resident,
     "sharing-traffic": sharing_traffic,
     "clients": clients,
-    "row-formats": row_formats,
-    "row-formats-hits": row_formats_hits,
-    "row-formats-mixed": row_formats_mixed,
-    "fronts": fronts,
     "routes": routes,
     "machines": machines,
     "readme": readme,
     "measured-gpu": measured_gpu,
     "measured-host": measured_host,
     "model-sources": model_sources,
-    "redis-speed": redis_speed,
-    "redis-cluster": redis_cluster,
-    "redis-changes": redis_changes,
-    "redis-memory": redis_memory,
-    "redis-filled": redis_filled,
-    "redis-starts": redis_starts,
     "row-bytes": row_bytes,
     "gpu-queries": gpu_queries,
-    "gpu-insertions": gpu_insertions,
-    "query-order": query_order,
-    "gpu-refresh": gpu_refresh,
-    "admission": admission,
-    "misses": misses,
-    "misses-mixed": misses_mixed,
-    "misses-small": misses_small,
-    "captured": captured,
     "prepared": prepared,
-    "pooled": pooled,
-    "layers": layers,
     "scores": scores,
     "scores-once": scores_once,
-    "scores-device": scores_device,
-    "scores-loadgen": scores_loadgen,
     "sparse-stage": sparse_stage,
     "updates": updates,
     "planning": planning,
-    "planning-cost": planning_cost,
     "cold-start": cold_start,
-    "cold-start-baseline": cold_start_baseline,
 }
 
 

@@ -81,7 +81,7 @@ def test_older_and_ignored_keys_are_documented(title: str, section: type[Section
 
 @each_section
 def test_documented_defaults_are_those_of_the_models(title: str, section: type[Section], example: dict[str, Any]) -> None:
-    for key, _, default, _ in rows(title):
+    for key, default, _ in rows(title):
         field = section.model_fields[key.strip("`")]
         if field.is_required():
             assert default == "required", key

@@ -93,6 +93,23 @@ class Slots:
         self.crowded = 2 * self.used > self.size
         self._free[order].append(place)
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken: slots and free places cover the slab once, and are counted."""
+        places = [(place, order) for order, free in enumerate(self._free) for place in free]
+        findings, end = [], 0
+        for place, order in sorted([*places, *self._order.items()]):
+            if place != end:
+                findings.append(f"slots: got a place at {place}, expected one at {end}")
+            end = place + (1 << order)
+        if end != self.size >> _LEAST_ORDER << _LEAST_ORDER:
+            findings.append(f"slots: {end} bytes are free or taken, of {self.size}")
+        if (taken := sum(1 << order for order in self._order.values())) != self.used:
+            findings.append(f"slots: {taken} bytes are taken, but {self.used} are counted")
+        return findings
+
+    def is_taken(self, slot: int) -> bool:
+        return slot - SLAB in self._order
+
     def _split(self, order: int) -> bool:
         larger = next((one for one in range(order + 1, self._most + 1) if self._free[one]), 0)
         if not larger:
@@ -317,7 +334,9 @@ class OwnerExchange:
         self._submit(lookup)
 
     def _submit(self, lookup: Lookup) -> None:
-        if post(self.region.address, lookup.slot):  # the owner sleeps, and nobody else wakes it
+        # One wake for all that this turn of the event loop posts: a write to an eventfd costs more than posting. The first
+        # lookup of a quiet frontend is not held back for it.
+        if post(self.region.address, lookup.slot):
             if self._spins or len(self.pending) == 1:
                 os.eventfd_write(self._owner_event, 1)
             else:
@@ -347,6 +366,8 @@ class OwnerExchange:
             self._arm()
 
     def _arm(self) -> None:
+        # `arm` asks to be woken, and only then reads how many completions there are, with a full barrier between: one that
+        # came before the engine could see the question is found here, and one that comes later wakes.
         address = self.region.address
         while arm(address) != self._tail and self._connected:
             self._drain()
@@ -482,6 +503,12 @@ class OwnerExchange:
                 requester.wait_with(lookup.body)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             requester.refuse(error)
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken: of the slots, and that the engine has none that is free."""
+        posted = [*self.pending, *([self._check] if self._check >= 0 else [])]
+        free = [slot for slot in posted if not self.slots.is_taken(slot)]
+        return self.slots.check_integrity() + [f"exchange: slot {slot} is posted, but free" for slot in free]
 
     def disown(self, lookup: Lookup) -> None:
         """Forget the requester of a lookup. The slot of one that was posted is the owner's until it is completed."""

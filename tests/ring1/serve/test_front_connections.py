@@ -69,6 +69,7 @@ async def refused(client):
 async def clean(front, *, connections=None):
     """Wait until no slot and no memory is taken, and so many connections are left."""
     await wait_until_async(lambda: front.exchange.slots.used == front.memory.held == 0, "all is given back")
+    assert front.exchange.check_integrity() == []
     if connections is not None:
         await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
 

@@ -1,4 +1,4 @@
-"""A front's side of its region: posts lookups to the owner, and takes its answers."""
+"""A frontend's side of its region: allocates slots, posts lookups to the engine, and takes its answers."""
 
 import asyncio
 import json
@@ -133,17 +133,17 @@ class Slots:
         return joined
 
 
-class OwnerExchange:
-    """Posts the lookups of one front. *One event loop.*
+class EngineExchange:
+    """Posts the lookups of one frontend. *One event loop.*
 
     Args:
-        number: which of the fronts it is.
-        shared: what all fronts share with the owner.
-        published: what the owner has published.
+        number: which of the frontends it is.
+        shared: what all frontends share with the engine.
+        published: what the engine has published.
         spins: whether to spin while lookups are under way, rather than sleep.
 
     Attributes:
-        region: memory that the front shares with the owner.
+        region: memory that the frontend shares with the engine.
         slots: of its slab.
         segments: shared memory of clients.
         settings: of the service.
@@ -157,7 +157,7 @@ class OwnerExchange:
         self._number = number
         self.region = Memory(shared.regions[number])
         self._event = shared.events[number]
-        self._owner_event = shared.loop_events[number % len(shared.loop_events)]
+        self._engine_event = shared.loop_events[number % len(shared.loop_events)]
         self._published = published
         self._spins = spins
         self.settings = settings
@@ -191,11 +191,10 @@ class OwnerExchange:
         Args:
             now: time of `time.monotonic`.
         """
-        self._look_at_owner()
+        self._follow_engine()
         clock, limit = time.perf_counter(), self.settings.request_timeout_s
-        for lookup in [one for one in self.pending.values() if one.due < clock and one.requester is not None]:
-            requester = lookup.requester
-            if requester is not None:
+        for lookup in list(self.pending.values()):
+            if lookup.due < clock and (requester := lookup.requester) is not None:
                 lookup.version.counts.failed(lookup.began_ns)
                 requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
@@ -206,25 +205,25 @@ class OwnerExchange:
     # -- the owner --------------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> None:
-        """Ask the owner for empty rings; what is under way is posted again once it has them."""
+        """Request empty rings from the engine; pending lookups are posted again once it has them."""
         region = self.region
         self._connected = self._answers = False
         self._tail = 0
         self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
         store_word(region.address + layout.SUBMITTED, 0)
         store_word(region.address + layout.FRONT_EPOCH, self._epoch)
-        self._wake_owner()
+        self._wake_engine()
 
-    def _wake_owner(self) -> None:
-        os.eventfd_write(self._owner_event, 1)
+    def _wake_engine(self) -> None:
+        os.eventfd_write(self._engine_event, 1)
 
-    def _look_at_owner(self) -> None:
-        """Follow an owner that has begun our epoch, or is another one."""
+    def _follow_engine(self) -> None:
+        """Follow an engine that has started our epoch, or is another process."""
         epoch = self.region[layout.OWNER_EPOCH]
         if self._connected:
             if epoch != self._epoch:
                 _log.warning(
-                    "front %d: the owner of the tiers is gone; %d lookups wait for it", self._number, len(self.pending)
+                    "frontend %d: engine process exited; %d lookups queued until it restarts", self._number, len(self.pending)
                 )
                 self._begin_epoch()
         elif epoch == self._epoch:
@@ -249,12 +248,12 @@ class OwnerExchange:
             self.region.longs[slot >> 3 : (slot >> 3) + len(_CHECK)] = array("q", _CHECK)
             self._check, self._check_since = slot, time.monotonic()
             if post(self.region.address, slot):
-                self._wake_owner()
+                self._wake_engine()
 
     def unanswered(self) -> str:
-        """Why the owner does not answer what this front posts; empty if it does. Checks that anew."""
+        """Why the engine does not answer what this frontend posts; empty if it does. Checks that anew."""
         if not self._connected:
-            self._look_at_owner()
+            self._follow_engine()
         if not self._connected:
             return self.away()
         late_s, limit_s = time.monotonic() - self._check_since, self.settings.request_timeout_s
@@ -266,7 +265,7 @@ class OwnerExchange:
         return ""
 
     def away(self) -> str:
-        """Why there is no owner that works for this front."""
+        """Why no engine works for this frontend."""
         if blocked := self._published.blocked or ("" if self._was_connected else "the service is starting"):
             return f"the parameter server is not ready: {blocked}"
         return "the parameter server is being started again; send the request again later"
@@ -281,7 +280,7 @@ class OwnerExchange:
             NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
         """
         if not self._connected:
-            self._expect_owner()
+            self._require_engine()
         plan, placed = lookup.plan, lookup.placed
         size = plan.size if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
@@ -297,8 +296,8 @@ class OwnerExchange:
         lookup.slot, lookup.slot_due = slot, 0.0
         return True
 
-    def _expect_owner(self) -> None:
-        self._look_at_owner()
+    def _require_engine(self) -> None:
+        self._follow_engine()
         if not self._connected:
             raise NotReadyError(self.away())
 
@@ -315,7 +314,7 @@ class OwnerExchange:
             HPSError: it is refused.
         """
         if not self._connected:
-            self._expect_owner()
+            self._require_engine()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
         serial = lookup.version.serials[lookup.device]
@@ -338,9 +337,9 @@ class OwnerExchange:
         # lookup of a quiet frontend is not held back for it.
         if post(self.region.address, lookup.slot):
             if self._spins or len(self.pending) == 1:
-                os.eventfd_write(self._owner_event, 1)
+                os.eventfd_write(self._engine_event, 1)
             else:
-                self._loop.call_soon(self._wake_owner)  # for all that this turn of the event loop posts
+                self._loop.call_soon(self._wake_engine)  # for all that this turn of the event loop posts
         if self._spins:
             self._spun_ns = time.perf_counter_ns()
             if not self._spinning:
@@ -360,7 +359,7 @@ class OwnerExchange:
     def _woken(self) -> None:
         os.eventfd_read(self._event)
         if not self._connected or self.region.longs[_OWNER_EPOCH] != self._epoch:
-            self._look_at_owner()
+            self._follow_engine()
         self._drain()
         if not self._spinning:
             self._arm()
@@ -417,14 +416,14 @@ class OwnerExchange:
             requester.answered(lookup, slot, deferred)
             return
         if status == RETIRED:
-            self._again(lookup)
+            self._retry_retired(lookup)
             return
         if status == FAILED:
             raise self._failure(lookup)
-        raise HPSError(f"the owner refused a descriptor (status {status})")
+        raise HPSError(f"the engine refused a descriptor (status {status})")
 
-    def _aside(self, lookup: Lookup) -> Any:
-        """Read what the owner has written aside."""
+    def _read_scratch(self, lookup: Lookup) -> Any:
+        """Read what the engine has written to the scratch of a slot."""
         at, words = lookup.slot >> 3, self.region.words
         start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
         if not 0 < size <= self.region.size:
@@ -432,7 +431,7 @@ class OwnerExchange:
         return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))
 
     def _failure(self, lookup: Lookup) -> Exception:
-        found = self._aside(lookup) or {}
+        found = self._read_scratch(lookup) or {}
         lookup.version.counts.failed(lookup.began_ns)
         message, status = (
             found.get("message", "internal error; the log of the service has the details"),
@@ -440,7 +439,7 @@ class OwnerExchange:
         )
         if status == 500:  # a bug
             identity = lookup.served.id.decode()
-            _log.error("a lookup failed unexpectedly; the owner has logged why", extra=fields(request_id=identity))
+            _log.error("a lookup failed unexpectedly; the log of the engine has the details", extra=fields(request_id=identity))
         if found.get("reason"):
             error = OverloadedError(found["reason"], message)
             error.status = status
@@ -452,7 +451,7 @@ class OwnerExchange:
         at = lookup.slot >> 3
         deferred = int(words[at + layout.DEFERRED // 8])
         report = None
-        if placed is not None and lookup.traced and (found := self._aside(lookup)) is not None:
+        if placed is not None and lookup.traced and (found := self._read_scratch(lookup)) is not None:
             trace = LookupTrace()
             trace.tables.update({name: TableAnswers(**counts) for name, counts in found["tables"].items()})
             trace.spans += [Span(*span) for span in found["spans"]]
@@ -472,8 +471,8 @@ class OwnerExchange:
         slot, lookup.slot = lookup.slot, -1
         requester.encoded(lookup, slot, deferred, answer)
 
-    def _again(self, lookup: Lookup) -> None:
-        """Look up again what a retired deployment did not answer: another version may have taken over."""
+    def _retry_retired(self, lookup: Lookup) -> None:
+        """Retry what a retired deployment did not answer: another version may have taken over."""
         before, slot = lookup.version, lookup.slot
         body, json_bytes = lookup.body, lookup.json_bytes
         if lookup.plan is not None:
@@ -511,20 +510,20 @@ class OwnerExchange:
         return self.slots.check_integrity() + [f"exchange: slot {slot} is posted, but free" for slot in free]
 
     def disown(self, lookup: Lookup) -> None:
-        """Forget the requester of a lookup. The slot of one that was posted is the owner's until it is completed."""
+        """Forget the requester of a lookup. A posted slot is the engine's until it is completed."""
         lookup.requester = None
         if lookup.slot >= 0 and self.pending.get(lookup.slot) is not lookup:
             self.release(lookup.slot)
             lookup.slot = -1
 
     def release(self, slot: int) -> None:
-        """Take a slot back that neither the owner nor a client uses."""
+        """Take back a slot that neither the engine nor a client uses."""
         self.slots.give_back(slot)
         if self._waiting:
             self._loop.call_soon(self._serve_next)
 
     def _serve_next(self) -> None:
-        """Let the first that waits for a slot try again."""
+        """Let the first that waits for a slot retry."""
         while self._waiting:
             lookup, requester = self._waiting.popleft()
             if lookup.requester is not requester:

@@ -23,10 +23,10 @@ from hps.regions.layout import FrontDescriptors, Memory
 from hps.regions.sharing import body_bytes
 from hps.serve.frontend.connections import UNREAD_S, ClientConnection, Connections
 from hps.serve.frontend.engine_health import OwnerHealth
-from hps.serve.frontend.exchange import OwnerExchange
+from hps.serve.frontend.exchange import EngineExchange
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
-from hps.serve.frontend.proxy import OwnerConnections
+from hps.serve.frontend.proxy import EngineConnections
 from hps.serve.frontend.published import FrontVersion, LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
@@ -102,7 +102,7 @@ class Front:
         self._fronts = len(shared.regions)
         settings = self.settings = configuration.service
         self.published = Published(Memory(shared.page, writable=False), self._follow)
-        self.exchange = OwnerExchange(number, shared, self.published, settings, spins=spins)
+        self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
         self.leaving = False
         self.refusals = Refusals()
         self.memory = HeldMemory(settings.max_held_bytes)
@@ -116,7 +116,7 @@ class Front:
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
         self.new_id = new_ids()
-        self.owner = OwnerConnections(shared.path, self.exchange.away)
+        self.owner = EngineConnections(shared.path, self.exchange.away)
         self.owner_health = OwnerHealth(self.owner, self.check_ready)
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)

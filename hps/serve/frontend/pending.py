@@ -22,7 +22,7 @@ class Requester(Protocol):
     """Who asked for a lookup. The front calls exactly one of the three that end it."""
 
     def slot_free(self) -> None:
-        """There may be a slot now: call `OwnerExchange.take_slot` again."""
+        """There may be a slot now: call `EngineExchange.take_slot` again."""
 
     def hold(self, size: int, what: str) -> None:
         """Hold so many bytes for the lookup in the memory of the front, instead of what was held before.

@@ -62,7 +62,7 @@ def forwarded(
 class Upstream(asyncio.Protocol):
     """A connection to the owner's application. *Used only by its event loop.*"""
 
-    def __init__(self, pool: "OwnerConnections") -> None:
+    def __init__(self, pool: "EngineConnections") -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._client: Recipient | None = None
@@ -158,7 +158,7 @@ class _WholeAnswer:
             self.found.set_exception(RequestError(503, self._away()))
 
 
-class OwnerConnections:
+class EngineConnections:
     """Connections to the owner's application. *One per event loop.*
 
     Args:

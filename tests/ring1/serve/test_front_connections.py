@@ -435,7 +435,7 @@ async def test_an_error_of_the_owner_reaches_the_client(scene, front, owner, /):
     owner.complete(job, FAILED, json.dumps({"status": 503, "message": "no database", "reason": ""}).encode())
     status, headers, body = await client.answer()
     assert (status, headers["retry-after"], json.loads(body)["error"]) == (503, "1", "no database")
-    for status, said in ((layout.MALFORMED, "the owner refused"), (FAILED, "internal error; the log")):
+    for status, said in ((layout.MALFORMED, "the engine refused"), (FAILED, "internal error; the log")):
         _, job = await ask(scene, owner, [2], client)
         owner.complete(job, status)
         status, _, body = await client.answer()

@@ -1,8 +1,7 @@
-"""The first lookup after an installation, in process and over HTTP; kernels for the baseline beside those for this processor.
+"""The first lookup after an installation, in process and over HTTP.
 
 `cold` starts with no compiled kernel, `warm` with those of the start before, `ahead` with what `hps compile --baseline` left.
-`HPS_BEFORE=CHECKOUT` measures another checkout in the same run. Seconds of all processors are given beside the seconds that a
-person waits: on a busy machine the first say more. The kernels run in two processes in turn, and the answers of both are equal.
+Seconds of all processors are given beside the seconds that a person waits: on a busy machine the first say more.
 """
 
 import os
@@ -10,11 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, scratch
 
 ROOT = Path(__file__).parents[1]
 _LIMIT_S = 300.0
@@ -42,42 +40,35 @@ with hps.HPS(document) as server:
 
 
 def run(report: Report, quick: bool) -> None:
-    """Measure all of it; `quick` measures two kernels in two rounds, and one start."""
+    """Measure all of it; `quick` measures one start in process."""
     report.about["load_average"] = os.getloadavg()[0]
-    checkouts = {"now": ROOT}
-    if before := os.environ.get("HPS_BEFORE"):
-        checkouts["before"] = Path(before)
+    firsts = {"in process": _first_lookup} if quick else {"in process": _first_lookup, "hps serve": _first_served}
+
+    def add(directory: Path, work: str, start: str) -> None:
+        report.add({"work": f"first lookup, {work}", "code": "now", "start": start}, firsts[work](directory, start))
+
     for _ in range(1 if quick else 3):
-        for code, checkout in checkouts.items():
-            with tempfile.TemporaryDirectory() as directory:
+        for work in firsts:
+            with scratch("cold-start") as directory:
                 for start in ("cold", "warm"):
-                    _add_start(report, code, "in process", start, _first_lookup(checkout, Path(directory), start))
-            with tempfile.TemporaryDirectory() as directory:
-                for start in () if quick else ("cold", "warm"):
-                    _add_start(report, code, "hps serve", start, _first_served(checkout, Path(directory), start))
-    with tempfile.TemporaryDirectory() as directory:
-        environment = _environment(ROOT, Path(directory))
+                    add(directory, work, start)
+    with scratch("cold-start") as directory:
         command = [sys.executable, "-m", "hps", "compile", "--baseline"]
         began, used = time.monotonic(), _processor_seconds()
-        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=_LIMIT_S)
+        subprocess.run(command, env=_environment(directory), check=True, capture_output=True, timeout=_LIMIT_S)
         report.add({"work": "hps compile --baseline"}, _seconds(began, used))
-        for work in ("in process",) if quick else ("in process", "hps serve"):
-            first = _first_lookup if work == "in process" else _first_served
-            _add_start(report, "now", work, "ahead", first(ROOT, Path(directory), "ahead"))
-        size = sum(path.stat().st_size for path in Path(directory).rglob("*.code"))
+        for work in firsts:
+            add(directory, work, "ahead")
+        size = sum(path.stat().st_size for path in directory.rglob("*.code"))
         report.add({"work": "machine code of all kernels, one Python version"}, {"bytes": size})
 
 
-def _add_start(report: Report, code: str, work: str, start: str, figures: dict[str, float]) -> None:
-    report.add({"work": f"first lookup, {work}", "code": code, "start": start}, figures)
-
-
-def _environment(checkout: Path, directory: Path) -> dict[str, str]:
+def _environment(directory: Path) -> dict[str, str]:
     """Copy the package without compiled kernels, once for each directory."""
     if not (directory / "site").exists():
         ignored = shutil.ignore_patterns("__pycache__")
-        for part in ("hps", "cuda", "benchmarks"):
-            shutil.copytree(checkout / part, directory / "site" / part, ignore=ignored)
+        for part in ("hps", "cuda"):
+            shutil.copytree(ROOT / part, directory / "site" / part, ignore=ignored)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "HPS_"))}
     return kept | {"PYTHONPATH": str(directory / "site"), "NUMBA_CACHE_DIR": str(directory / "kernels"), "HOME": str(directory)}
 
@@ -91,21 +82,21 @@ def _seconds(began: float, used: float) -> dict[str, float]:
     return {"wall_s": time.monotonic() - began, "processor_s": _processor_seconds() - used}
 
 
-def _first_lookup(checkout: Path, directory: Path, start: str) -> dict[str, float]:
+def _first_lookup(directory: Path, start: str) -> dict[str, float]:
     where = directory / f"process-{start}"
     where.mkdir()
     command = [sys.executable, "-c", _FIRST, str(where)]
-    environment = _environment(checkout, directory)
+    environment = _environment(directory)
     began, used = time.monotonic(), _processor_seconds()
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_LIMIT_S, cwd=directory)
     return _seconds(began, used) | {"wall_s": float(done.stdout)}  # not the end of the process
 
 
-def _first_served(checkout: Path, directory: Path, start: str) -> dict[str, float]:
+def _first_served(directory: Path, start: str) -> dict[str, float]:
     """Do what `make serve` does: make a sample model, serve it, and ask for it."""
     import httpx
 
-    where, environment = directory / f"serve-{start}", _environment(checkout, directory)
+    where, environment = directory / f"serve-{start}", _environment(directory)
     where.mkdir()
     began, used = time.monotonic(), _processor_seconds()
     hps = [sys.executable, "-m", "hps"]

@@ -21,7 +21,7 @@ import torch
 
 import hps
 from benchmarks import served
-from benchmarks.gpu_timing import wake
+from benchmarks.gpu import wake
 from benchmarks.harness import Report, gpu_facts, microseconds, require, scratch, seconds_of, take_turns
 from hps.models.loading.warm_up import warm_up
 from hps.models.writer import write_sparse_model

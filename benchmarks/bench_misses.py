@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import cupy
@@ -24,10 +22,8 @@ import numpy as np
 import torch
 from numba import njit
 
-import hps
 from benchmarks.gpu import popular_keys, wake
-from benchmarks.harness import ALPHA, Report, gpu_facts, ideal_hit_rate, microseconds, require, scratch
-from benchmarks.served import document, model
+from benchmarks.harness import ALPHA, Report, gpu_facts, ideal_hit_rate, microseconds, require
 from hps.cache.cuda.cache import CupyCache
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
@@ -35,12 +31,10 @@ from hps.engine.session import CachedSession, SessionSettings
 from hps.errors import HPSError
 from hps.ground.hashing import mix
 from hps.ground.memory.host_tables import HostTable
-from hps.models.writer import write_sparse_model
 from hps.statistics.metrics import Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import U0, row_of, search, vector_of
 from hps.tensors.segments import Segment
-from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _DEVICE = "cuda"
@@ -92,12 +86,6 @@ def run(report: Report, quick: bool) -> None:
                 report.part(f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
                 report.part(f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
         report.part(f"closing {about}", 30, table.close)
-    with scratch("misses") as directory:
-        place = directory / "items"
-        rows = 1 << (15 if quick else 20)
-        if report.part("writing a model", 60, lambda: write_sparse_model(place, sample_chunks(rows, 128, 1)) or True):
-            for path in ("link", "index", "copy"):
-                report.part(f"HPS, {path}", 45, partial(_server, report, place, rows, path, quick))
 
 
 # -- a table, and the caches above it ----------------------------------------------------------------------------------
@@ -455,7 +443,7 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
     session, _metrics = table.session(path)
     cache: Any = session.cache
     rng = np.random.default_rng(report.seed)
-    hits, some = _draws(cache.dump(0), table.rows, n, n // 10, 2 * calls + 40, rng)
+    hits, some = _draws(cache.dump(0), table.rows, n, n // 10, calls + 20, rng)
     outs = torch.full((16, n, table.dim), torch.nan, device=_DEVICE)
 
     def timed(sets: Sequence[Any]) -> dict[str, float]:
@@ -469,96 +457,4 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
         return figures
 
     axes = table.axes(path, n)
-    report.add({"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
-    if path != "copy":
-        figures = _replayed(cache.create_lookup(), some[calls + 20 :], outs[0])
-        report.add({"work": "replayed graph, 10 % missing", **axes}, figures)
-
-
-def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
-    """One lookup as a graph: from its launch until the host knows, and what the device works for that."""
-    keys = sets[0].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        lookup.prepare([Segment(0, keys, out)])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        lookup.enqueue([Segment(0, keys, out)], captured=True)
-    walls, works = [], []
-    for asked, timed_by_events in zip(sets[1:], cycle((False, True))):
-        keys.copy_(asked)
-        out.fill_(torch.nan)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        if timed_by_events:
-            before.record()
-            graph.replay()
-            after.record()
-            after.synchronize()
-            works.append(before.elapsed_time(after) * 1e3)
-        else:
-            start = time.perf_counter()
-            graph.replay()
-            torch.cuda.synchronize()
-            walls.append(time.perf_counter() - start)
-        check(asked, out)
-    return {**microseconds(walls), "event_us": float(np.median(works))}
-
-
-def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> None:
-    """The same through `HPS`: waiting, without waiting, and captured."""
-    n, calls, dim = (512, 30, 128) if quick else (4096, 400, 128)
-    rng = np.random.default_rng(report.seed)
-    with hps.HPS(_configuration(place, dim, path)) as server:
-        hits, fresh = _draws(server.model("bench").caches[0].dump(0), rows, n, n // 10, 3 * (calls + 20), rng)
-        out = torch.empty(n, dim, device=_DEVICE)
-
-        def check(keys: Any, vectors: Any) -> None:
-            require(np.array_equal(vectors, sample_vectors(keys.cpu().numpy(), dim, 1)))
-
-        def waiting(keys: Any) -> None:
-            server.lookup_fromdlpack(keys, out, "bench", 0)
-
-        def unwaited(keys: Any) -> None:
-            server.lookup_fromdlpack(keys, out, "bench", 0, wait=False)
-
-        def timed(way: Callable[[Any], None], sets: Sequence[Any]) -> dict[str, float]:
-            for keys in sets[:20]:
-                way(keys)
-                check(keys, out.cpu().numpy())
-            measure = _each if way is unwaited else _answers
-            return measure(lambda i: way(sets[(20 + i) % len(sets)]), calls)
-
-        def captured(sets: Sequence[Any]) -> dict[str, float]:
-            keys, seconds = sets[0].clone(), []
-            with server.capture(keys, out, "bench", 0) as graph:
-                for i, asked in enumerate(sets):
-                    keys.copy_(asked)
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    graph.replay()
-                    torch.cuda.synchronize()
-                    seconds.append(time.perf_counter() - start)
-                    if i % 20 == 0:
-                        check(asked, out.cpu().numpy())
-            return microseconds(seconds)
-
-        axes = {"path": path, "keys": n, "dim": dim, "rows": rows}
-        of_hits, part = timed(waiting, hits), calls + 20
-        report.add({"work": "HPS, 10 % missing", **axes}, _ratios(of_hits, timed(waiting, fresh[:part])))
-        ways = {
-            "HPS without waiting, 10 % missing": partial(timed, unwaited, fresh[part : 2 * part]),
-            "HPS captured, 10 % missing": partial(captured, fresh[2 * part :]),
-        }
-        for work, measure in ways.items() if path != "copy" else ():
-            try:
-                figures: dict[str, Any] = measure()
-            except (AttributeError, TypeError, HPSError) as error:
-                figures = {"error": f"not there: {error}"}
-            report.add({"work": work, **axes}, figures)
-
-
-def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:
-    reads = {"miss_path": "link", "index_on_device": True} if path == "index" else {"miss_path": path}
-    return document(model([place], [dim], "bench", max_batch_size=16_384, gpucacheper=0.5, **reads), device="cuda")
+    report.add({"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some)))

@@ -4,8 +4,6 @@ Limit of a query: `numpy.take` of the same vectors from known rows into the same
 Limit of the hit rate: that of the most popular keys, as many as the cache holds (perfect frequency knowledge).
 """
 
-import threading
-
 import numpy as np
 
 from benchmarks.harness import ALPHA, Report, ideal_hit_rate, require, time_calls
@@ -27,8 +25,6 @@ def run(report: Report, quick: bool) -> None:
         for dim in (32,) if quick else (16, 32, 128):
             for alpha in (0.0, ALPHA):
                 _queries(report, rng, rows, n, dim, alpha)
-    _many_tables(report, rng, 2_000 if quick else 50_000)
-    _while_writing(report, rng, 2_000 if quick else 100_000)
     for resident in (True, False):
         _inserts(report, rng, 5_000 if quick else 1 << 20, resident)
     _hit_rate(report, rng, 1 << (14 if quick else 20))
@@ -75,56 +71,6 @@ def _queries(report: Report, rng: np.random.Generator, rows: int, n: int, dim: i
     ratio = float(np.median([gathered.p50_s / queried.p50_s for queried, gathered in rounds]))
     axes = {"work": "query", "rows": rows, "batch": n, "dim": dim, "alpha": alpha}
     report.add(axes, timing.as_dict() | {"mkeys_per_s": n / timing.p50_s / 1e6, "of_gather": ratio})
-
-
-def _many_tables(report: Report, rng: np.random.Generator, rows: int) -> None:
-    tables, n, dim = 26, 1024, 16
-    cache = NumpyCache.create([TableSpec("bench", f"t{i}", dim, 0.0, n) for i in range(tables)], [2 * rows] * tables, 0)
-    for table in range(tables):
-        keys = rng.permutation(4 * rows)[:rows]
-        cache.insert(table, keys, _vectors(keys, dim))
-    lookup = cache.create_lookup()
-    rotation = [
-        [Segment(table, rng.choice(cache.dump(table), n), np.empty((n, dim), np.float32)) for table in range(tables)]
-        for _ in range(_ROTATION)
-    ]
-    for segments in rotation:
-        require(lookup.query(segments) == 0)
-        require(all(np.array_equal(segment.out, _vectors(segment.keys, dim)) for segment in segments))
-    timing = time_calls(lambda i: lookup.query(rotation[i % _ROTATION]), 500)
-    report.add({"work": "query of 26 tables", "rows": rows, "batch": tables * n, "dim": dim, "alpha": 0.0}, timing.as_dict())
-
-
-def _while_writing(report: Report, rng: np.random.Generator, rows: int) -> None:
-    """Queries beside a thread that updates the same table without pause."""
-    n, dim = 10_000, 32
-    cache, resident = _filled(rng, rows, dim)
-    batches = _batches(rng, resident, n, 0.0)
-    lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
-
-    def query(i: int) -> None:
-        lookup.query([Segment(0, batches[i % _ROTATION], out)])
-
-    quiet = time_calls(query, 300)
-    done, updated, vectors = threading.Event(), 0, _vectors(resident, dim)
-
-    def update() -> None:
-        nonlocal updated
-        while not done.is_set():
-            cache.update(0, resident, vectors)
-            updated += resident.size
-
-    writer = threading.Thread(target=update)
-    writer.start()
-    try:
-        busy = time_calls(query, 300)
-    finally:
-        done.set()
-        writer.join(timeout=60)
-    query(0)
-    require(updated > 0 and np.array_equal(out, _vectors(batches[0], dim)))
-    axes = {"work": "query beside updates", "rows": rows, "batch": n, "dim": dim, "alpha": 0.0}
-    report.add(axes, busy.as_dict() | {"of_quiet": quiet.p50_s / busy.p50_s})
 
 
 def _inserts(report: Report, rng: np.random.Generator, rows: int, resident: bool) -> None:

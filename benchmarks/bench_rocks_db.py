@@ -3,14 +3,13 @@
 Calls of ours and of the peer alternate, so that a noisy machine disturbs both alike. `ratio_to_x` compares medians of wall
 clock time, `cpu_ratio_to_x` those of the calling thread's CPU time, which other processes disturb less; above 1, ours is
 faster. The peer of `fetch` is the whole path with rocksdict: keys sorted, one multi-get with the whole table in a block cache,
-values joined and scattered to an array. Ours has no block cache unless the row says so. Loads are timed once and write to disk,
+values joined and scattered to an array. Ours has no block cache. Loads are timed once and write to disk,
 so their figures vary most.
 
 Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha.
 """
 
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import rocksdict
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, require, scratch
 from hps.models.loading.table_load import LoadFeed
 from hps.stores.base import LoadRecord
 from hps.stores.rocks_db.database import RocksDatabase
@@ -136,8 +135,7 @@ class Table:
 
         for i in range(len(sets)):
             call(i)
-            if not np.array_equal(out[hits[i]], self.vectors[picks[i]][hits[i]]):
-                raise SystemExit("wrong vectors were fetched")
+            require(np.array_equal(out[hits[i]], self.vectors[picks[i]][hits[i]]))
         return call
 
     def load(self, database: RocksDatabase) -> float:
@@ -156,8 +154,7 @@ def run(report: Report, quick: bool) -> None:
     """Measure, in a temporary directory that is removed."""
     rounds = 4 if quick else 24
     rng = np.random.default_rng(report.seed)
-    with tempfile.TemporaryDirectory(prefix="hps-bench-") as name:
-        directory = Path(name)
+    with scratch("rocks-db") as directory:
         for dim, rows in ((32, 1_000_000), (16, 1_000_000), (128, 300_000)):
             table = Table(rng, rows // 20 if quick else rows, dim)
             _one_dim(report, directory, table, rounds, detailed=dim == 32)
@@ -191,14 +188,14 @@ def _one_dim(report: Report, directory: Path, table: Table, rounds: int, *, deta
             {"what": "fetch", **axes, "batch": batch, "hit_rate": 1.0, "threads": 1, "alpha": 0.0}, figures(taken, batch)
         )
     if detailed:
-        _detailed(report, directory, table, database, peer, rounds)
+        _detailed(report, table, database, peer, rounds)
     database.close()
     peer.close()
     shutil.rmtree(directory / "ours")
     shutil.rmtree(directory / "peer")
 
 
-def _detailed(report: Report, directory: Path, table: Table, database: RocksDatabase, peer: Peer, rounds: int) -> None:
+def _detailed(report: Report, table: Table, database: RocksDatabase, peer: Peer, rounds: int) -> None:
     axes = {"table_rows": table.rows, "dim": table.dim}
     for alpha, hit_rate in ((1.05, 1.0), (0.0, 0.5), (0.0, 0.0)):
         fetches = {"ours": partial(database.fetch, TAG), "sorted": peer.fetch}
@@ -206,18 +203,6 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
         taken = alternate(calls, rounds // 2)
         axis = {"batch": 10_000, "hit_rate": hit_rate, "threads": 1, "alpha": alpha}
         report.add({"what": "fetch", **axes, **axis}, figures(taken, 10_000))
-
-    cached = RocksDatabase(directory / "cached", num_threads=2, block_cache_bytes=1 << 30)
-    cached.open_table(TAG, table.dim)
-    table.load(cached)
-    cached.finish_load(TAG)
-    fetches = {"ours": partial(cached.fetch, TAG), "sorted": peer.fetch}
-    calls = {name: table.fetcher(fetch, 10_000) for name, fetch in fetches.items()}
-    for i in range(0, table.rows, 10_000):  # fill the cache
-        cached.fetch(TAG, table.keys[i : i + 10_000], np.empty((10_000, table.dim), np.float32), np.zeros(10_000, np.bool_))
-    axis = {"batch": 10_000, "hit_rate": 1.0, "threads": 1, "alpha": 0.0}
-    report.add({"what": "fetch, block cache of all", **axes, **axis}, figures(alternate(calls, rounds), 10_000))
-    cached.close()
 
     def by_threads(threads: int) -> float:
         calls = [table.fetcher(partial(database.fetch, TAG), 10_000) for _ in range(threads)]
@@ -227,11 +212,11 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
             return threads * rounds * 10_000 / (time.perf_counter() - start)
 
     one, two = by_threads(1), by_threads(2)
-    report.add({"what": "fetch", **axes, **axis, "threads": 2}, {"rows_per_s": two, "ratio_to_one_thread": two / one})
+    axis = {"batch": 10_000, "hit_rate": 1.0, "threads": 2, "alpha": 0.0}
+    report.add({"what": "fetch", **axes, **axis}, {"rows_per_s": two, "ratio_to_one_thread": two / one})
 
     def scan(i: int) -> None:
-        if sum(keys.size for keys, _ in database.scan(TAG, 100_000)) != table.rows:
-            raise SystemExit("rows are missing from the scan")
+        require(sum(keys.size for keys, _ in database.scan(TAG, 100_000)) == table.rows, "the number of rows of a scan")
 
     taken = alternate({"ours": scan, "items": lambda i: peer.scan()}, 3)
     report.add({"what": "scan", **axes, "batch": 100_000}, figures(taken, table.rows))

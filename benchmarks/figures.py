@@ -1,6 +1,6 @@
 """Writes the measured tables of the documentation from `benchmarks/results/`, so that no page says what no file holds.
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `TABLES` has its function by that name.
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `TABLES` has its rows and columns by that name.
 `python -m benchmarks.figures` writes all of them anew; `tests/ring1/repo/test_figures.py` fails where a page differs.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
+from string import Formatter
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -26,22 +27,44 @@ PICTURED = {  # the results that each picture of docs/measured.md shows
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
+class Row(dict[str, Any]):
+    """Axes and figures of one measurement, as items and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 @cache
 def result_rows(benchmark: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["rows"]
     return rows
 
 
-def figures(benchmark: str, **axes: Any) -> dict[str, Any]:
-    """Return the figures of the one row of a result that has these axes (or figures); fail if none or several have."""
-    found = [row["figures"] for row in result_rows(benchmark) if axes.items() <= {**row["figures"], **row["axes"]}.items()]
+def rows_of(benchmark: str, **axes: Any) -> list[Row]:
+    """Return the rows of a result that have these axes (or figures), without what failed."""
+    rows = [Row({**row["figures"], **row["axes"]}) for row in result_rows(benchmark)]
+    return [row for row in rows if axes.items() <= row.items() and "error" not in row]
+
+
+def figures(benchmark: str, **axes: Any) -> Row:
+    """Return the one row of a result that has these axes (or figures); fail if none or several have."""
+    found = rows_of(benchmark, **axes)
     if len(found) != 1:
         raise LookupError(f"{benchmark}.json: {len(found)} rows have the axes {axes}, expected 1")
     return found[0]
 
 
-def _table(head: Sequence[str], *rows: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+def named(found: dict[str, Row]) -> list[Row]:
+    """Give rows a `name`, for the first column."""
+    return [Row(row, name=name) for name, row in found.items()]
+
+
+def middle(benchmark: str, figure: str, **axes: Any) -> float:
+    """Return the median of a figure of all rows that have these axes."""
+    return float(median(row[figure] for row in rows_of(benchmark, **axes)))
+
+
+# -- how a table is written -------------------------------------------------------------------------------------------
 
 
 def _round(value: float) -> str:
@@ -53,251 +76,214 @@ def _each(texts: Iterable[str]) -> str:
     return " / ".join(texts)
 
 
-def readme() -> list[str]:
+class _Cells(Formatter):
+    """str.format with a format `r`, for `_round`; a figure that a row lacks leaves the cell empty."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        return _round(value) if spec == "r" else str(super().format_field(value, spec))
+
+    def cell(self, template: str, row: Row) -> str:
+        try:
+            return self.vformat(template, (), row)
+        except KeyError:
+            return ""
+
+
+_cells = _Cells()
+Column = tuple[str, str | Callable[[Row], str]]  # head, and a template or a function of a row
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def _table(rows: Iterable[Row], *columns: Column) -> list[str]:
+    return _lines(
+        [head for head, _ in columns],
+        [[_cells.cell(cell, row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows],
+    )
+
+
+# -- what several tables show -----------------------------------------------------------------------------------------
+
+_QUERY: dict[str, Any] = {"work": "query", "batch": 1 << 20, "alpha": 0.0}
+_BAGS = {"tables": 26, "dim": 128, "batch": 4096, "alpha": 1.05}
+_MIXED = {"work": "mixed", "rows": 1 << 24, "dim": 128, "batches_before": 600}
+_SHOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "narrow": ("gpu_cache", {**_QUERY, "dim": 32}),
+    "wide": ("gpu_cache", {**_QUERY, "dim": 128}),
+    "one_table": ("gpu_lookup", {"work": "lookup_fromdlpack, torch CUDA tensors"}),
+    "concatenated": ("gpu_lookup", {"work": "lookup_concatenated, torch CUDA tensors", "keys": 1024}),
+    "by_table": ("gpu_lookup", {"work": "lookup_tables, torch CUDA tensors", "keys": 1024}),
+    "missing": ("gpu_lookup", {"work": "synchronous misses from the hash map"}),
+    "warm_up": ("gpu_lookup", {"work": "warm-up from local disk in page cache"}),
+    "bags": ("pooled", {**_BAGS, "bags": "offsets"}),
+    "torch_bags": ("pooled", {**_BAGS, "bags": "torch embedding_bag"}),
+    "link": ("misses", {**_MIXED, "path": "link"}),
+    "copy": ("misses", {**_MIXED, "path": "copy"}),
+    "hash_map": (
+        "hash_map",
+        {"work": "fetch", "batch": 100_000, "rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1},
+    ),
+    "hash_map_write": ("hash_map", {"work": "write", "dim": 32, "rows": 1_000_000, "policy": "none", "reserved": False}),
+    "rocks": (
+        "rocks_db",
+        {"what": "fetch", "table_rows": 1_000_000, "dim": 32, "batch": 10_000, "hit_rate": 1.0, "threads": 1, "alpha": 0.0},
+    ),
+    "load": ("load", {"work": "load", "into": "rocks_db", "dim": 32, "order": "random"}),
+    "redis": ("redis", {"work": "fetch", "servers": 1, "dim": 32, "batch": 10_000, "hit_rate": 1.0}),
+    "binary": ("http", {"form": "binary", "connections": 4, "tier": "embedding_cache", "hop": "own"}),
+    "json": ("http", {"form": "json", "connections": 4, "tier": "embedding_cache", "hop": "own"}),
+}
+
+
+class _Shown:
+    """The rows of `_SHOWN` as attributes."""
+
+    def __getattr__(self, name: str) -> Row:
+        benchmark, axes = _SHOWN[name]
+        return figures(benchmark, **axes)
+
+
+the = _Shown()
+
+
+def _page(text: str) -> list[str]:
+    """Return the lines of a table that is written as one: the head first, `|` between cells; a backslash continues a row."""
+    head, *rows = [[" ".join(cell.split()) for cell in line.split("|")] for line in text.strip().splitlines()]
+    return _lines(head, rows)
+
+
+def _readme() -> list[str]:
     """The first figures that somebody sees: ours, and a peer's or a limit in the same run."""
-    narrow, wide = (figures("gpu_cache", work="query", dim=dim, batch=1 << 20, alpha=0.0) for dim in (32, 128))
-    tables = figures("gpu_lookup", work="lookup_concatenated, torch CUDA tensors")
-    bags, torch_bags = (
-        figures("pooled", tables=26, dim=128, batch=4096, alpha=1.05, bags=bags) for bags in ("offsets", "torch embedding_bag")
-    )
-    link, copy = (
-        figures("misses", work="mixed", path=path, rows=1 << 24, dim=128, batches_before=600) for path in ("link", "copy")
-    )
-    one_thread = {"rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1}
-    hash_map = figures("hash_map", work="fetch", batch=100_000, **one_thread)
-    rocks = figures("rocks_db", what="fetch", table_rows=1_000_000, dim=32, batch=10_000, hit_rate=1.0, threads=1, alpha=0.0)
-    redis = figures("redis", work="fetch", servers=1, dim=32, batch=10_000, hit_rate=1.0)
-    binary = figures("http", form="binary", connections=4, tier="embedding_cache", hop="own")
-    of_torch = _each(f"{row['mkeys_per_s'] / row['torch_index_select_mkeys_per_s']:.1f}" for row in (narrow, wide))
-    return _table(
-        ("", "hps", "in the same run"),
-        (
-            "H200: 2^20 resident keys, dim 32 / 128",
-            f"{_round(narrow['mkeys_per_s'])} / {_round(wide['mkeys_per_s'])} M keys/s",
-            f"{of_torch} x `torch.index_select`; {narrow['of_gather']:.2f} / {wide['of_gather']:.2f} of a plain gather",
-        ),
-        (
-            "H200: 26 tables x 1,024 keys, from Python, p50",
-            f"{tables['p50_us']:.0f} us",
-            f"{tables['p50_us'] / tables['peer_p50_us']:.2f} x the time of 26 `torch.index_select`",
-        ),
-        (
-            "H200: sums of bags, 26 tables, dim 128",
-            f"{_round(bags['mkeys_per_s'])} M keys/s",
-            f"{bags['of_anchor'] / torch_bags['of_anchor']:.1f} x `torch.nn.functional.embedding_bag`",
-        ),
-        (
-            f"H200: 2^18 keys, {100 - 100 * link['hit_rate']:.0f} % read in host memory, dim 128",
-            f"{_round(link['mkeys_per_s'])} M keys/s",
-            f"{link['mkeys_per_s'] / copy['mkeys_per_s']:.1f} x fetching these by the CPU",
-        ),
-        (
-            "two cores: hash map, 100,000 keys of 1 M rows, one thread",
-            f"{hash_map['mkeys_per_s']:.1f} M keys/s",
-            f"{hash_map['of_gather']:.2f} of `np.take`",
-        ),
-        (
-            "two cores: RocksDB / Redis, 10,000 keys",
-            f"{rocks['rows_per_s'] / 1e6:.2f} / {redis['ours_keys_per_s'] / 1e6:.1f} M keys/s",
-            f"{rocks['ratio_to_sorted']:.2f} of rocksdict / {redis['ours_to_redis_py']:.1f} x redis-py with hiredis",
-        ),
-        (
-            "two cores: HTTP, binary, 1,000 keys, server and clients",
-            f"{_round(binary['requests_per_s'])} requests/s",
-            f"{binary['ratio_to_limit']:.2f} of a raw ASGI echo",
-        ),
-    )
+    of_torch = _each(f"{row.mkeys_per_s / row.torch_index_select_mkeys_per_s:.1f}" for row in (the.narrow, the.wide))
+    return _page(f"""| hps | in the same run
+        H200: 2^20 resident keys, dim 32 / 128 | {_round(the.narrow.mkeys_per_s)} / {_round(the.wide.mkeys_per_s)} M keys/s | \
+            {of_torch} x `torch.index_select`; {the.narrow.of_gather:.2f} / {the.wide.of_gather:.2f} of a plain gather
+        H200: 26 tables x 1,024 keys, from Python, p50 | {the.concatenated.p50_us:.0f} us | \
+            {the.concatenated.p50_us / the.concatenated.peer_p50_us:.2f} x the time of 26 `torch.index_select`
+        H200: sums of bags, 26 tables, dim 128 | {_round(the.bags.mkeys_per_s)} M keys/s | \
+            {the.bags.of_anchor / the.torch_bags.of_anchor:.1f} x `torch.nn.functional.embedding_bag`
+        H200: 2^18 keys, {100 - 100 * the.link.hit_rate:.0f} % read in host memory, dim 128 | \
+            {_round(the.link.mkeys_per_s)} M keys/s | \
+            {the.link.mkeys_per_s / the.copy.mkeys_per_s:.1f} x fetching these by the CPU
+        two cores: hash map, 100,000 keys of 1 M rows, one thread | {the.hash_map.mkeys_per_s:.1f} M keys/s | \
+            {the.hash_map.of_gather:.2f} of `np.take`
+        two cores: RocksDB / Redis, 10,000 keys | \
+            {the.rocks.rows_per_s / 1e6:.2f} / {the.redis.ours_keys_per_s / 1e6:.1f} M keys/s | \
+            {the.rocks.ratio_to_sorted:.2f} of rocksdict / {the.redis.ours_to_redis_py:.1f} x redis-py with hiredis
+        two cores: HTTP, binary, 1,000 keys, server and clients | {_round(the.binary.requests_per_s)} requests/s | \
+            {the.binary.ratio_to_limit:.2f} of a raw ASGI echo""")
 
 
-def measured_gpu() -> list[str]:
+def _measured_gpu() -> list[str]:
     """What one GPU does."""
-    narrow, wide = (figures("gpu_cache", work="query", dim=dim, batch=1 << 20, alpha=0.0) for dim in (32, 128))
-    one = figures("gpu_lookup", work="lookup_fromdlpack, torch CUDA tensors")
-    run, many = (figures("gpu_lookup", work=f"{call}, torch CUDA tensors") for call in ("lookup_concatenated", "lookup_tables"))
-    missing = figures("gpu_lookup", work="synchronous misses from the hash map")
-    warm = figures("gpu_lookup", work="warm-up from local disk in page cache")
-    mixed = {
-        path: figures("misses", work="mixed", path=path, rows=1 << 24, dim=128, batches_before=600) for path in ("link", "copy")
-    }
-    return _table(
-        ("on one H200, float32 (`python -m benchmarks gpu_cache gpu_lookup misses`)", "", "against, in the same run"),
-        (
-            "query of 2^20 resident keys, dim 32 / 128, uniform",
-            f"{_round(narrow['mkeys_per_s'])} / {_round(wide['mkeys_per_s'])} M keys/s",
-            f"{narrow['of_gather']:.2f} / {wide['of_gather']:.2f} of copying the vectors from known places",
-        ),
-        (
-            "`lookup_fromdlpack`, 4,096 keys, torch tensors, p50",
-            f"{one['p50_us']:.0f} us",
-            f"{one['p50_us'] / one['peer_p50_us']:.1f} x the time of torch `index_select`",
-        ),
-        (
-            "26 tables x 1,024 keys, p50: `lookup_concatenated` / `lookup_tables`",
-            f"{run['p50_us']:.0f} / {many['p50_us']:.0f} us",
-            f"{_each(format(call['p50_us'] / call['peer_p50_us'], '.2f') for call in (run, many))} x the time of 26 of these",
-        ),
-        (
-            "2,000 keys, 14 % of them missing and fetched, p50 / p99",
-            f"{missing['p50_us']:.0f} / {missing['p99_us']:.0f} us",
-            "",
-        ),
-        (
-            f"2^18 keys by popularity, dim 128, {100 - 100 * mixed['link']['hit_rate']:.0f} % missing, read in the hash map",
-            f"{_round(mixed['link']['mkeys_per_s'])} M keys/s",
-            f"{mixed['link']['mkeys_per_s'] / mixed['copy']['mkeys_per_s']:.1f} x fetching them by the CPU",
-        ),
-        (
-            "warm-up of 10 GB from files in page cache",
-            f"{warm['gb_per_s']:.0f} GB/s",
-            f"{warm['of_pinned_copy']:.2f} of a pinned copy",
-        ),
-    )
+    calls = (the.concatenated, the.by_table)
+    return _page(f"""on one H200, float32 (`python -m benchmarks gpu_cache gpu_lookup misses`) | | against, in the same run
+        query of 2^20 resident keys, dim 32 / 128, uniform | \
+            {_round(the.narrow.mkeys_per_s)} / {_round(the.wide.mkeys_per_s)} M keys/s | \
+            {the.narrow.of_gather:.2f} / {the.wide.of_gather:.2f} of copying the vectors from known places
+        `lookup_fromdlpack`, 4,096 keys, torch tensors, p50 | {the.one_table.p50_us:.0f} us | \
+            {the.one_table.p50_us / the.one_table.peer_p50_us:.1f} x the time of torch `index_select`
+        26 tables x 1,024 keys, p50: `lookup_concatenated` / `lookup_tables` | \
+            {_each(f"{call.p50_us:.0f}" for call in calls)} us | \
+            {_each(f"{call.p50_us / call.peer_p50_us:.2f}" for call in calls)} x the time of 26 of these
+        2,000 keys, 14 % of them missing and fetched, p50 / p99 | {the.missing.p50_us:.0f} / {the.missing.p99_us:.0f} us |
+        2^18 keys by popularity, dim 128, {100 - 100 * the.link.hit_rate:.0f} % missing, read in the hash map | \
+            {_round(the.link.mkeys_per_s)} M keys/s | \
+            {the.link.mkeys_per_s / the.copy.mkeys_per_s:.1f} x fetching them by the CPU
+        warm-up of 10 GB from files in page cache | {the.warm_up.gb_per_s:.0f} GB/s | \
+            {the.warm_up.of_pinned_copy:.2f} of a pinned copy""")
 
 
-def measured_host() -> list[str]:
+def _measured_host() -> list[str]:
     """What two shared cores do."""
-    one_thread = {"rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1}
-    hash_map = figures("hash_map", work="fetch", batch=100_000, **one_thread)
-    write = figures("hash_map", work="write", dim=32, rows=1_000_000, policy="none", reserved=False)
-    rocks = figures("rocks_db", what="fetch", table_rows=1_000_000, dim=32, batch=10_000, hit_rate=1.0, threads=1, alpha=0.0)
-    load = figures("load", work="load", into="rocks_db", dim=32, order="random")
-    redis = figures("redis", work="fetch", servers=1, dim=32, batch=10_000, hit_rate=1.0)
-    binary, json_body = (
-        figures("http", form=form, connections=4, tier="embedding_cache", hop="own") for form in ("binary", "json")
-    )
     sources = [figures("sources", source=name, fastest_peer=True) for name in ("hdfs", "s3 (nginx)", "gcs")]
-    return _table(
-        (
-            "on two shared cores, dim 32 (`python -m benchmarks hash_map rocks_db redis http load sources`)",
-            "",
-            "against, in the same run",
-        ),
-        (
-            "hash map, 100 k keys of 1 M rows, one thread",
-            f"{hash_map['mkeys_per_s']:.1f} M keys/s",
-            f"{hash_map['of_gather']:.2f} of `np.take`; {write['overhead_bytes_per_row']:.1f} bytes a row beyond the vectors",
-        ),
-        (
-            "RocksDB, 10 k keys",
-            f"{rocks['rows_per_s'] / 1e6:.2f} M keys/s",
-            f"{rocks['ratio_to_sorted']:.2f} of rocksdict's sorted multi-get",
-        ),
-        (
-            "a model of 1 M rows into RocksDB, merged",
-            f"{load['vectors_per_s'] / 1e6:.2f} M vectors/s",
-            f"{load['of_limit']:.2f} of the same from memory",
-        ),
-        (
-            "reading a model from HDFS / S3 (nginx) / GCS (emulator)",
-            f"{_each(_round(source['mb_per_s']) for source in sources)} MB/s",
-            f"{_each(format(source['of_peer'], '.2f') for source in sources)} of the fastest way of its own client",
-        ),
-        (
-            "Redis, one server, 10 k keys",
-            f"{redis['ours_keys_per_s'] / 1e6:.1f} M keys/s",
-            f"{redis['ours_to_socket']:.2f} of its socket, {redis['ours_to_redis_py']:.2f} x redis-py with hiredis",
-        ),
-        (
-            "HTTP, 1,000 keys, binary / JSON",
-            f"{_round(binary['requests_per_s'])} / {_round(json_body['requests_per_s'])} requests/s",
-            f"{binary['ratio_to_limit']:.2f} of raw ASGI / {json_body['ratio_to_limit']:.2f} of a bare orjson route",
-        ),
-    )
+    return _page(f"""on two shared cores, dim 32 (`python -m benchmarks hash_map rocks_db redis http load sources`) | | \
+            against, in the same run
+        hash map, 100 k keys of 1 M rows, one thread | {the.hash_map.mkeys_per_s:.1f} M keys/s | \
+            {the.hash_map.of_gather:.2f} of `np.take`; \
+            {the.hash_map_write.overhead_bytes_per_row:.1f} bytes a row beyond the vectors
+        RocksDB, 10 k keys | {the.rocks.rows_per_s / 1e6:.2f} M keys/s | \
+            {the.rocks.ratio_to_sorted:.2f} of rocksdict's sorted multi-get
+        a model of 1 M rows into RocksDB, merged | {the.load.vectors_per_s / 1e6:.2f} M vectors/s | \
+            {the.load.of_limit:.2f} of the same from memory
+        reading a model from HDFS / S3 (nginx) / GCS (emulator) | \
+            {_each(_round(source.mb_per_s) for source in sources)} MB/s | \
+            {_each(f"{source.of_peer:.2f}" for source in sources)} of the fastest way of its own client
+        Redis, one server, 10 k keys | {the.redis.ours_keys_per_s / 1e6:.1f} M keys/s | \
+            {the.redis.ours_to_socket:.2f} of its socket, {the.redis.ours_to_redis_py:.2f} x redis-py with hiredis
+        HTTP, 1,000 keys, binary / JSON | \
+            {_round(the.binary.requests_per_s)} / {_round(the.json.requests_per_s)} requests/s | \
+            {the.binary.ratio_to_limit:.2f} of raw ASGI / {the.json.ratio_to_limit:.2f} of a bare orjson route""")
 
 
-def model_sources() -> list[str]:
+def _model_sources() -> list[str]:
     """How long loads take."""
-
-    def source(name: str, peer: str, what: str) -> tuple[str, str, str]:
-        row = figures("sources", source=name, peer=peer)
-        return what, f"{_round(row['mb_per_s'])} MB/s", f"{row['of_peer']:.2f} of `{peer}`"
-
-    load = figures("load", work="load", into="rocks_db", dim=32, order="random")
-    first = {
-        (dim, tier): figures("large_load", work="start", tiers=tier, dim=dim, start="first")
-        for dim in (32, 128)
-        for tier in ("rocks_db", "hash_map")
+    peers = {
+        "reading 136 MB from local disk in page cache": ("local", "readinto"),
+        "HDFS, one DataNode": ("hdfs", "read_range, 8 threads"),
+        "S3, nginx as the store": ("s3 (nginx)", "get_object().read()"),
+        "GCS, fake-gcs-server": ("gcs", "download_as_bytes"),
     }
-    again, touched = (
-        figures("large_load", work="start", tiers="rocks_db", dim=128, start=start) for start in ("second", "touched files")
-    )
-    long = first[32, "rocks_db"]
-    return _table(
-        ("", "rate", "against, in the same run"),
-        source("local", "readinto", "reading 136 MB from local disk in page cache"),
-        source("hdfs", "read_range, 8 threads", "HDFS, one DataNode"),
-        source("s3 (nginx)", "get_object().read()", "S3, nginx as the store"),
-        source("gcs", "download_as_bytes", "GCS, fake-gcs-server"),
-        ("into RocksDB, 1 M rows x 32 in no order, merge included", f"{load['vectors_per_s'] / 1e6:.2f} M vectors/s", ""),
-        (
-            "the same, 20 M x 32",
-            f"{long['vectors_per_s'] / 1e6:.2f} M vectors/s: {long['start_s']:.0f} s, of which the merge {long['merge_s']:.0f}",
-            "",
-        ),
-        (
-            "10.7 GB (20.6 M x 128) into RocksDB / the hash map",
-            f"{first[128, 'rocks_db']['start_s']:.0f} s / {first[128, 'hash_map']['start_s']:.0f} s",
-            "",
-        ),
-        (
-            "a start that finds them in RocksDB / that must compare touched files",
-            f"{again['start_s']:.2f} s / {touched['start_s']:.0f} s",
-            "",
-        ),
-    )
+    sources = {name: figures("sources", source=source, peer=peer) for name, (source, peer) in peers.items()}
+    reads = [f"{name} | {_round(row.mb_per_s)} MB/s | {row.of_peer:.2f} of `{row.peer}`" for name, row in sources.items()]
+
+    def start(tiers: str, dim: int, start: str = "first") -> Row:
+        return figures("large_load", work="start", tiers=tiers, dim=dim, start=start)
+
+    long, wide = start("rocks_db", 32), start("rocks_db", 128)
+    in_memory = start("hash_map", 128)
+    again, touched = (start("rocks_db", 128, how) for how in ("second", "touched files"))
+    loads = f"""into RocksDB, 1 M rows x 32 in no order, merge included | {the.load.vectors_per_s / 1e6:.2f} M vectors/s |
+        the same, 20 M x 32 | \
+            {long.vectors_per_s / 1e6:.2f} M vectors/s: {long.start_s:.0f} s, of which the merge {long.merge_s:.0f} |
+        10.7 GB (20.6 M x 128) into RocksDB / the hash map | {wide.start_s:.0f} s / {in_memory.start_s:.0f} s |
+        a start that finds them in RocksDB / that must compare touched files | \
+            {again.start_s:.2f} s / {touched.start_s:.0f} s |"""
+    return _page("\n".join(("| rate | against, in the same run", *reads, loads)))
 
 
-def row_bytes() -> list[str]:
+def _row_bytes() -> list[str]:
     """Bytes of a row by tier and format, and rows per GB beside float32."""
-    names = {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}
     rows = []
-    for tier, name in names.items():
-        own = {row["axes"]["row_dtype"]: row["figures"] for row in result_rows("row_bytes") if row["axes"]["tier"] == tier}
-        cells = [f"{found['bytes_per_row']:.0f} ({found['ratio_to_float32']:.2f} x)" for found in own.values()]
-        rows.append((name, *cells))
-    return _table(("tier", *own), *rows)
+    for tier, name in {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}.items():
+        own = {row.row_dtype: row for row in rows_of("row_bytes", tier=tier)}
+        rows.append((name, *(f"{row.bytes_per_row:.0f} ({row.ratio_to_float32:.2f} x)" for row in own.values())))
+    return _lines(("tier", *own), rows)
 
 
-def _query(dim: int, alpha: float, batch: int = 1 << 20) -> dict[str, Any]:
-    return figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
-
-
-def gpu_queries() -> list[str]:
+def _gpu_queries() -> list[str]:
     """Queries of resident keys, beside a gather of the same vectors."""
-    rows = []
     large = [(1 << 20, dim, alpha) for alpha in (0.0, 1.05) for dim in (32, 128)]
+    rows = {}
     for batch, dim, alpha in [*large, (65_536, 128, 0.0), (8_192, 32, 0.0)]:
-        row = _query(dim, alpha, batch)
         name = f"{'2^20' if batch == 1 << 20 else f'{batch:,}'}, {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-        ratios = (f"{row[key]:.2f}" for key in ("of_gather", "of_tuned_gather", "one_call_of_gather"))
-        rows.append((name, _round(row["mkeys_per_s"]), *ratios))
-    return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
+        rows[name] = figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
+    return _table(
+        named(rows),
+        ("n, dim, keys", "{name}"),
+        ("M keys/s", "{mkeys_per_s:r}"),
+        ("of gather, back to back", "{of_gather:.2f}"),
+        ("of the tuned gather", "{of_tuned_gather:.2f}"),
+        ("of gather, one call", "{one_call_of_gather:.2f}"),
+    )
 
 
-def prepared() -> list[str]:
+def _prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
-    found = {
-        (r["axes"]["tables"], r["axes"]["keys"], r["axes"]["work"]): r["figures"]["p50_us"] for r in result_rows("prepared")
-    }
-    separate = ("lookup_fromdlpack", "lookup_tables")
+    found = {(row.tables, row["keys"], row.work): _round(row.p50_us) for row in rows_of("prepared")}
     rows = []
     for tables, keys in dict.fromkeys((tables, keys) for tables, keys, _ in found):
-        ways = [f"{separate[tables > 1]}, torch", f"{separate[tables > 1]}, CuPy", "lookup_concatenated, torch"]
+        call = ("lookup_fromdlpack", "lookup_tables")[tables > 1]
+        ways = [f"{call}, torch", f"{call}, CuPy", "lookup_concatenated, torch"]
         ways += ["prepared, torch", "prepared, buffers", "layer", "torch index_select"]
-        times = [found.get((tables, keys, way)) for way in ways]
-        rows.append((f"{tables} x {keys:,}", *("" if time is None else _round(time) for time in times)))
-    head = (
-        "tables x keys, p50 in us",
-        "torch's tensors",
-        "CuPy's",
-        "concatenated",
-        "prepared, torch's tensors",
-        "prepared, buffers",
-    )
-    return _table((*head, "a layer", "`index_select`"), *rows)
+        rows.append((f"{tables} x {keys:,}", *(found.get((tables, keys, way), "") for way in ways)))
+    head = ("torch's tensors", "CuPy's", "concatenated", "prepared, torch's tensors", "prepared, buffers")
+    return _lines(("tables x keys, p50 in us", *head, "a layer", "`index_select`"), rows)
 
 
-def updates() -> list[str]:
+def _updates() -> list[str]:
     """Online updates from either log."""
     logs = ("kafka", "redis_stream")
     seen = [figures("updates", work="visible", log=log) for log in logs]
@@ -305,22 +291,18 @@ def updates() -> list[str]:
     rows = [
         (
             "published to visible, 100,000 rows/s, p50 / p99",
-            *(f"{_round(one['p50_ms'])} / {_round(one['p99_ms'])} ms" for one in seen),
+            *(f"{_round(row.p50_ms)} / {_round(row.p99_ms)} ms" for row in seen),
         ),
-        ("lookups beside them, p99 to idle", *(f"{one['p99_to_idle']:.2f}" for one in beside)),
+        ("lookups beside them, p99 to idle", *(f"{row.p99_to_idle:.2f}" for row in beside)),
     ]
-    for frame, message_rows in (("HPS1", 500), ("HPS1", 5000), ("HCTR", 500)):
-        found = [
-            figures("updates", work="sustained", log=log, frame=frame, message_rows=message_rows, max_batch_size=65_536)
-            for log in logs
-        ]
-        rows.append(
-            (f"rows/s of one replica, {frame}, {message_rows:,} a message", *(_round(one["rows_per_s"]) for one in found))
-        )
-    return _table(("dim 32, two cores for everything (`python -m benchmarks updates`)", "Kafka", "Redis Streams"), *rows)
+    for frame, size in (("HPS1", 500), ("HPS1", 5000), ("HCTR", 500)):
+        axes = {"work": "sustained", "frame": frame, "message_rows": size, "max_batch_size": 65_536}
+        rates = [_round(figures("updates", log=log, **axes).rows_per_s) for log in logs]
+        rows.append((f"rows/s of one replica, {frame}, {size:,} a message", *rates))
+    return _lines(("dim 32, two cores for everything (`python -m benchmarks updates`)", "Kafka", "Redis Streams"), rows)
 
 
-def machines() -> list[str]:
+def _machines() -> list[str]:
     """Where, when and by which command the pictures' figures were measured."""
     rows = []
     for picture, names in PICTURED.items():
@@ -331,88 +313,80 @@ def machines() -> list[str]:
             gpu = result["about"].get("gpu")
             taken = f"{result['taken_at'][:10]}, {machine['commit'][:7]}"
             rows.append((picture, f"`python -m benchmarks {name}`", f"{gpu}; {place}" if gpu else place, taken))
-    return _table(("picture", "command", "machine", "taken on, commit"), *rows)
+    return _lines(("picture", "command", "machine", "taken on, commit"), rows)
 
 
-def planning() -> list[str]:
+def _planning() -> list[str]:
     """Predicted and measured hit rates."""
-    rows, shares = [], (0.01, 0.05, 0.1, 0.2, 0.5)
-    devices = dict.fromkeys(row["axes"]["device"] for row in result_rows("plan"))
-    for device in devices:
-        for keys in ("power law 0.99", "power law 1.2", "shifting"):
-            found = [figures("plan", work="hit rate", device=device, keys=keys, cache_share=share) for share in shares]
-            rows.append((f"{device}, {keys}", *(f"{one['predicted']:.3f} / {one['measured']:.3f}" for one in found)))
-    return _table(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), *rows)
+    shares = (0.01, 0.05, 0.1, 0.2, 0.5)
+    rows = []
+    for device in dict.fromkeys(row.device for row in rows_of("plan")):
+        for law in ("power law 0.99", "power law 1.2", "shifting"):
+            found = [figures("plan", work="hit rate", device=device, keys=law, cache_share=share) for share in shares]
+            rows.append((f"{device}, {law}", *(f"{row.predicted:.3f} / {row.measured:.3f}" for row in found)))
+    return _lines(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), rows)
 
 
-def cold_start() -> list[str]:
+def _cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
     def seconds(work: str, start: str) -> str:
-        found = [
-            row["figures"]
-            for row in result_rows("cold_start")
-            if row["axes"] == {"work": f"first lookup, {work}", "code": "now", "start": start}
-        ]
-        wall, processor = (median(one[name] for one in found) for name in ("wall_s", "processor_s"))
-        return f"{wall:.1f} s ({processor:.1f} s)"
+        axes = {"work": f"first lookup, {work}", "code": "now", "start": start}
+        return "{:.1f} s ({:.1f} s)".format(*(middle("cold_start", name, **axes) for name in ("wall_s", "processor_s")))
 
     starts = {"nothing compiled": "cold", "compiled by an earlier start": "warm", "compiled for the baseline": "ahead"}
     rows = [(text, *(seconds(work, start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
-    return _table(
-        ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), *rows
+    return _lines(
+        ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), rows
     )
 
 
-def clients() -> list[str]:
+def _clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
-    for name in dict.fromkeys(row["axes"]["client"] for row in result_rows("client")):
+    for name in dict.fromkeys(row.client for row in rows_of("client")):
         found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
-        took = [f"{_round(one['p50_us'])} us ({_round(one['relative'])} x)" for one in found]
-        rows.append((name, *took, _each(f"{_round(one['cpu_us'])} us" for one in found)))
-    return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
+        times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
+        rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
+    return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
 
 
-def routes() -> list[str]:
+def _routes() -> list[str]:
     """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
     rows = []
     names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
     for kind, name in names.items():
-        rate = figures("routes", work="hit rate", servers=kind)["hit_rate"]
-        tables = () if kind == "in turn" else (1, 26)
-        calls = [figures("routes", work="call", servers=kind, tables=count) for count in tables]
-        times = [f"{_round(call['p50_us'])} us ({call['relative']:.2g} x)" for call in calls] or ["", ""]
-        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call['cpu_us'])} us" for call in calls)))
+        rate = figures("routes", work="hit rate", servers=kind).hit_rate
+        calls = rows_of("routes", work="call", servers=kind)
+        times = [f"{_round(call.p50_us)} us ({call.relative:.2g} x)" for call in calls] or ["", ""]
+        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call.cpu_us)} us" for call in calls)))
     head = ("", "hit rate", "1 table x 1,000 keys, p50", "26 tables x 1,000 keys, p50", "processor time of the caller")
-    return _table(head, *rows)
+    return _lines(head, rows)
 
 
-def scores() -> list[str]:
+_PLACES = {"scores": "H100", "scores_cpu": "two processors"}
+
+
+def _scores() -> list[str]:
     """Scores over HTTP: with batches, without, and of a plain application; on a GPU and on two processors."""
     rows = []
-    for file, where in (("scores", "H100"), ("scores_cpu", "two processors")):
+    for file, where in _PLACES.items():
         for samples, clients in ((32, 64), (256, 16), (32, 1)):
             axes = {"work": "http", "samples": samples, "clients": clients, "turn": 0}
-            found = {name: figures(file, service=name, **axes) for name in ("batched", "alone", "plain")}
-            ours = found["batched"]
-            cells = [f"{_round(one['requests_s'])} ({ours['requests_s'] / one['requests_s']:.2g} x)" for one in found.values()]
-            cells[0] = _round(ours["requests_s"])
-            rows.append((f"{where}, {clients} x {samples}", *cells, f"{_round(ours['p50_ms'])} / {_round(ours['p99_ms'])}"))
-    head = ("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms")
-    return _table(head, *rows)
+            ours, *others = (figures(file, service=name, **axes) for name in ("batched", "alone", "plain"))
+            cells = [f"{_round(row.requests_s)} ({ours.requests_s / row.requests_s:.2g} x)" for row in others]
+            times = f"{_round(ours.p50_ms)} / {_round(ours.p99_ms)}"
+            rows.append((f"{where}, {clients} x {samples}", _round(ours.requests_s), *cells, times))
+    return _lines(("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms"), rows)
 
 
-def scores_once() -> list[str]:
+def _scores_once() -> list[str]:
     """One user and 2,048 candidates, the user given once or with each."""
     rows = []
-    for file, where in (("scores", "H100"), ("scores_cpu", "two processors")):
-        once, each = (
-            median(row["figures"]["requests_s"] for row in result_rows(file) if row["axes"].get("user") == user)
-            for user in ("once", "with each candidate")
-        )
+    for file, where in _PLACES.items():
+        once, each = (middle(file, "requests_s", user=user) for user in ("once", "with each candidate"))
         rows.append((where, _round(once), _round(each), f"{once / each:.2g} x"))
-    return _table(("", "given once, requests/s", "with each candidate", "more"), *rows)
+    return _lines(("", "given once, requests/s", "with each candidate", "more"), rows)
 
 
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
@@ -422,30 +396,29 @@ _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: que
 
 
 def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     about = result["about"]
-    for row in result["rows"]:
-        axes, found = row["axes"], row["figures"]
-        work = axes["work"]
-        if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
+    sizes = [(row["axes"]["threads"], row["axes"]["queries"]) for row in result["rows"] if row["axes"]["work"] == "sustained"]
+    for measured in result["rows"]:
+        row = Row({**measured["axes"], **measured["figures"]})
+        if "error" in row or row.work == "dense stand-in alone" or not ("p99_ms" in row or "mrows_per_s" in row):
             continue
-        if work == "served" or (work == "sustained" and (axes["threads"], axes["queries"]) != (4, 16)):
+        if row.work == "served" or (row.work == "sustained" and (row.threads, row.queries) != max(sizes)):
             continue
-        devices = axes.get("devices", 1)
-        names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
-        names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
-        names.append(f"{axes['rate']:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in work else "")
-        names.append(f"hit rate {found['hit_rate']:.3f}" if "hit_rate" in found else "")
-        rate = found.get("queries_per_s") or axes.get("rate") or 1e6 * found["mrows_per_s"] / about["keys_of_a_query"]
-        result = found.get("result") or (f"{_round(found['mrows_per_s'])} M rows/s" if "mrows_per_s" in found else "")
+        devices = row.get("devices", 1)
+        names = [row.work, row.get("sharing", ""), f"{row.ids} ids" if "ids" in row else ""]
+        names.append(f"{row.threads} threads x {row.queries}" if row.work == "sustained" else "")
+        names.append(f"{row.rate:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in row.work else "")
+        names.append(f"hit rate {row.hit_rate:.3f}" if "hit_rate" in row else "")
+        rate = row.get("queries_per_s") or row.get("rate") or 1e6 * row.mrows_per_s / about["keys_of_a_query"]
         cells = (
             ", ".join(name for name in names if name),
             f"{devices} x {about['device']}",
             f"{about['rows'] / 1e6:.3g} M x {about['dim']}",
             f"{rate:,.0f}",
             f"{rate / devices:,.0f}",
-            f"{found['p99_ms']:.2g}" if "p99_ms" in found else "",
-            result,
+            f"{row.p99_ms:.2g}" if "p99_ms" in row else "",
+            row.get("result") or (f"{_round(row.mrows_per_s)} M rows/s" if "mrows_per_s" in row else ""),
         )
         rows.append(cells)
     return rows
@@ -453,7 +426,7 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def sparse_stage() -> list[str]:
     """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
         for what, hardware, rate in _DLRMV3_PUBLISHED
     ]
@@ -461,49 +434,41 @@ def sparse_stage() -> list[str]:
         path = RESULTS / f"{result}.json"
         if path.exists():
             rows += _sparse_stage_of(json.loads(path.read_text()))
-    return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
+    return _lines(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), rows)
 
 
-def sharing_traffic() -> list[str]:
+def _sharing_traffic() -> list[str]:
     """Keys by popularity on two devices at once, by how they share rows."""
-    rows = []
-    found = {
-        (row["axes"]["sharing"], row["axes"]["threads"]): row["figures"]
-        for row in result_rows("sharing")
-        if "sharing" in row["axes"]
-    }
-    for (sharing, threads), one in found.items():
-        alone = found["replicate", threads]
-        rows.append(
-            (
-                f"`{sharing}`, {threads} thread{'s' if threads > 1 else ''} a GPU",
-                f"{one['hit_rate']:.3f}",
-                f"{(1 - one['hit_rate']) / (1 - alone['hit_rate']):.2f}",
-                _round(one["mkeys_per_s"]),
-                f"{one['mkeys_per_s'] / alone['mkeys_per_s']:.2f}",
-            )
-        )
-    return _table(("sharing", "hit rate", "misses, of `replicate`'s", "M keys/s a GPU", "of `replicate`'s"), *rows)
+    rows = rows_of("sharing", work="traffic")
+    alone = {row.threads: row for row in rows if row.sharing == "replicate"}
+    return _table(
+        rows,
+        ("sharing", lambda row: f"`{row.sharing}`, {row.threads} thread{'s' if row.threads > 1 else ''} a GPU"),
+        ("hit rate", "{hit_rate:.3f}"),
+        ("misses, of `replicate`'s", lambda row: f"{(1 - row.hit_rate) / (1 - alone[row.threads].hit_rate):.2f}"),
+        ("M keys/s a GPU", "{mkeys_per_s:r}"),
+        ("of `replicate`'s", lambda row: f"{row.mkeys_per_s / alone[row.threads].mkeys_per_s:.2f}"),
+    )
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "sharing-traffic": sharing_traffic,
-    "clients": clients,
-    "routes": routes,
-    "machines": machines,
-    "readme": readme,
-    "measured-gpu": measured_gpu,
-    "measured-host": measured_host,
-    "model-sources": model_sources,
-    "row-bytes": row_bytes,
-    "gpu-queries": gpu_queries,
-    "prepared": prepared,
-    "scores": scores,
-    "scores-once": scores_once,
+    "sharing-traffic": _sharing_traffic,
+    "clients": _clients,
+    "routes": _routes,
+    "machines": _machines,
+    "readme": _readme,
+    "measured-gpu": _measured_gpu,
+    "measured-host": _measured_host,
+    "model-sources": _model_sources,
+    "row-bytes": _row_bytes,
+    "gpu-queries": _gpu_queries,
+    "prepared": _prepared,
+    "scores": _scores,
+    "scores-once": _scores_once,
     "sparse-stage": sparse_stage,
-    "updates": updates,
-    "planning": planning,
-    "cold-start": cold_start,
+    "updates": _updates,
+    "planning": _planning,
+    "cold-start": _cold_start,
 }
 
 

@@ -112,6 +112,12 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def memory_bytes(kind: str = "VmRSS", process: str | int = "self") -> int:
+    """Return what the kernel says of a process' memory: `VmRSS`, resident now, or `VmHWM`, its peak."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
+
+
 def require(good: Any, what: str = "an answer") -> None:
     """Raise unless an answer is right, so that no figure of a wrong one is recorded."""
     if not good:

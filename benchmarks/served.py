@@ -59,7 +59,7 @@ class Running(NamedTuple):
     def processor_s(self) -> float:
         """Return the processor time of the process and its children."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return sum(processor_s(int(pid)) for pid in (self.pid, *children))
+        return sum(processor_s(pid) for pid in (self.pid, *map(int, children)))
 
 
 def processor_s(pid: int) -> float:
@@ -80,7 +80,7 @@ def serving(command: Sequence[object], port: int, log: Path) -> Iterator[Running
         while not _is_ready(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command} did not get ready: {log.read_text()[-3000:]}")
-            time.sleep(0.1)
+            time.sleep(0.02)
         yield Running(port, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)

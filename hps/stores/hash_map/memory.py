@@ -263,7 +263,7 @@ class Slabs:
     def current(self) -> tuple[Extent, npt.NDArray[np.int64]]:
         """Return the extent that provides fresh rows, and the used rows of each of its stripes."""
         counters = self.counters
-        extent = next(one for one in reversed(self.extents) if one.first_row == counters[EXTENT_ROW])
+        extent = next(extent for extent in reversed(self.extents) if extent.first_row == counters[EXTENT_ROW])
         start = LISTS + (1 << int(counters[LIST_BITS]))
         return extent, counters[start : start + (1 << extent.stripe_bits)].copy()
 

@@ -87,7 +87,6 @@ class HashMapTable:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """As `Database.fetch`."""
         filled: int = 0
         position = 0
         now = self._now()
@@ -125,7 +124,6 @@ class HashMapTable:
                 self._say_evictions()
 
     def delete(self, keys: KeyArray) -> int:
-        """As `Database.delete`."""
         deleted = 0
         for start in range(0, keys.size, SLICE_ROWS):
             with self.writing(f"deleting {keys.size} keys"):

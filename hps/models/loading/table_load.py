@@ -233,8 +233,8 @@ class TableLoad:
         loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
         if authority is None and not differs:  # what a shared database had before may have been updated since
             had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
-            shared = (one for one in (*databases, *self._targets.keep) if one.shared)
-            differs = any(had.get(id(one), True) for one in shared)
+            shared = (database for database in (*databases, *self._targets.keep) if database.shared)
+            differs = any(had.get(id(database), True) for database in shared)
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
         for i, database in enumerate(databases):
             if loads[i].elsewhere and isinstance(database, SharedDatabase):
@@ -278,8 +278,10 @@ class TableLoad:
     def _complete(self, loads: Sequence[DatabaseLoad]) -> Database | None:
         """Return a volatile database that holds every row and evicts none, if any."""
         loaded = [one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows]
-        kept = [one for one in self._targets.keep if one.shared]  # the others begin empty
-        evictless = (one for one in (*loaded, *kept) if one.stats(self._tag_in(one)).capacity_rows >= UNBOUNDED_ROWS)
+        kept = [database for database in self._targets.keep if database.shared]  # the others begin empty
+        evictless = (
+            database for database in (*loaded, *kept) if database.stats(self._tag_in(database)).capacity_rows >= UNBOUNDED_ROWS
+        )
         return next(evictless, None)
 
     def _put_above(self, authority: PersistentDatabase) -> None:
@@ -616,7 +618,7 @@ class TableLoad:
             base: where a delta's base is, if not in files.
         """
         model, level = self._model, base.level if base else 0
-        parts = [model] if isinstance(model, SparseModel) else [one.changed for one in model.deltas[level:]]
+        parts = [model] if isinstance(model, SparseModel) else [delta.changed for delta in model.deltas[level:]]
         if base:
             yield from (keys for keys, _vectors in base.chunks())
         elif isinstance(model, DeltaModel):

@@ -221,6 +221,11 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         """
         self._table(tag).reserve(rows, keys)
 
+    def check_integrity(self) -> None:
+        """Check the memory of all tables; see `HashMapTable.check_integrity`."""
+        for table in list(self._tables.values()):
+            table.check_integrity()
+
     def _check_open(self) -> None:
         if self._closed:
             raise refusal(self, "a hash map")

@@ -26,7 +26,7 @@ from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, warm_up
 from hps.models.sources import ModelSources
 from hps.scoring.deployed import OpenedNetwork
 from hps.statistics.metrics import Metrics
-from hps.stores.base import Database
+from hps.stores.base import Database, PersistentDatabase
 from hps.types import TableSpec
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
 from hps.versions.catalog import ModelVersion
@@ -341,7 +341,7 @@ def _check_room(
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
     """Build the chain of a static (or uvm) cache: a private hash map of every row, above the persistent database if any."""
     resident: Database = implementation("database", "hash_map")()
-    load = tuple(database for database in targets.load if database.persistent)
-    keep = tuple(database for database in targets.keep if database.persistent)
+    load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
+    keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))
     chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
     return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)

@@ -303,11 +303,11 @@ class Deployment:
             self.chain.delete(self.tables[index], keys, apply, self._changing(index))
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
-        """Return the log position a table starts from, by partition; see `Database.follow_log`."""
+        """Return the log position a table starts from, by partition; see `OrderedWrites.follow_log`."""
         return self.log_positions[index]
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
-        """Apply changes of a log to every tier; see `Database.apply`. Lookups that start after it returns see the changes.
+        """Apply changes of a log to every tier; see `OrderedWrites.apply`. Lookups that start after it returns see the changes.
 
         Args:
             changes: with float32 vectors, which the table's format can hold; those of deletions are finite.

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from hps.configuration.load import ModelConfig
 from hps.errors import ConflictError, DatabaseCorruptError, DatabaseError, TableWidthError
-from hps.stores.base import Database, LoadRecord, SharedDatabase
+from hps.stores.base import Database, LastingDatabase, LoadRecord, SharedDatabase
 from hps.types import TableSpec
 from hps.versions.retention import stored_as
 
@@ -46,7 +46,7 @@ def refuse_format_change(
         if isinstance(database, SharedDatabase):
             _warn_of_others(config, tables, database)
     authority = databases[-1] if databases else None
-    if authority is None or not (authority.persistent or authority.shared):
+    if not isinstance(authority, LastingDatabase):
         return
     tags = authority.tags()
     for table, fingerprint in zip(tables, fingerprints, strict=True):
@@ -75,7 +75,7 @@ def _refusal(config: ModelConfig, table: str, row_dtype: str, there: str) -> Con
     )
 
 
-def _record(table: TableSpec, database: Database) -> LoadRecord | None:
+def _record(table: TableSpec, database: LastingDatabase) -> LoadRecord | None:
     with suppress(TableWidthError, DatabaseCorruptError):
         if database.persistent:
             database.open_table(table.tag, table.width)

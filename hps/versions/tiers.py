@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration
@@ -18,7 +18,7 @@ from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
 from hps.scoring.packing import gather
 from hps.statistics.metrics import Metrics
 from hps.stores.away import AwayDatabase
-from hps.stores.base import Database
+from hps.stores.base import Database, PersistentDatabase
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.versions.cache_sizes import RESIDENT, is_direct
 
@@ -62,9 +62,10 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
         DatabaseError: one of them cannot be opened; none is left open.
     """
     above, below = configuration.volatile_db, configuration.persistent_db
-    volatile, persistent, away = None, None, ""
+    volatile, away = None, ""
+    persistent: PersistentDatabase | None = None
     if below.type != "disabled":
-        persistent = open_database(below)
+        persistent = cast(PersistentDatabase, open_database(below))  # the configuration accepts no other kind
     try:
         if above.type != "disabled":
             volatile, away = _open_volatile(configuration)

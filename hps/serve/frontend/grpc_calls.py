@@ -20,17 +20,16 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from hps.errors import InvalidInputError, NotReadyError
+from hps.ground.http1 import Headers, given_twice
 from hps.ground.memory.bounded_cache import BoundedCache
 from hps.serve.frontend.answers import EncodedAnswer
-from hps.serve.frontend.connection import Beginning
-from hps.serve.frontend.heads import Headers, given_twice
 from hps.serve.frontend.http2 import HTTP2Connection, Stream, literal
 from hps.serve.frontend.proxy import forwarded
+from hps.serve.frontend.published import LookupTarget
 from hps.serve.http.authorization import Identity
 from hps.serve.http.http_answer import DEFERRED_KEYS, RequestError, message_of, status_of
 from hps.serve.http.http_metrics import DISCONNECTED
 from hps.serve.http.request_body import inflate, inflated_bytes, too_large
-from hps.serve.http.targets import LookupTarget
 from hps.serve.protocol.grpc_inference import InferAnswer, read_infer_request, stream_head, write_infer_answer
 from hps.serve.protocol.grpc_messages import FILES, POOL, message
 
@@ -101,7 +100,7 @@ class GrpcCall:
     _slot = -1
 
     def __init__(self, connection: HTTP2Connection, stream: Stream, headers: Headers) -> None:
-        self.front: Front = connection.front
+        self.front = cast("Front", connection.front)
         self.client = connection.client
         self.connection, self._stream = connection, stream
         path = headers.get(b":path", b"").decode("latin-1")
@@ -125,7 +124,7 @@ class GrpcCall:
         if self._method is _UNKNOWN:
             raise RequestError(405, f"got {self.head.path[:300]!r}, which is not served; reflection lists the services")
         front, certificate = self.front, self.connection.certificate
-        front.published.look()
+        front.published.poll()
         if front.authorization.asks or certificate:
             served = front.served()
             try:
@@ -431,11 +430,6 @@ class GrpcInference:
         try:
             if self._call.streams:
                 front.authorization.count(self._call.identity)
-            if (last := self._call.connection.last) is not None and self._begins_like(last, data):
-                served.model, served.version = last.target.model_name, last.version.tables.version
-                self._lookup, self._keys = front.again(self, last, served), (memoryview(data)[len(last.prefix) :],)
-                self.slot_free()
-                return
             request = read_infer_request(data)
             target = LookupTarget(head.path, request.model_name, request.version or None)
             self._watched = front.begin(self._call.client, head, target, served, self._began)
@@ -444,18 +438,10 @@ class GrpcInference:
             if lookup is None:
                 length = b"%d" % len(request.text)
                 lookup = front.decoded(self, target, served, b"".join((request.text, *request.binary)), length)
-            elif lookup.plan is not None and request.prefix and (page := front.page_if_same(head.headers)) >= 0:
-                prefix, connection = bytes(data[: request.prefix]), self._call.connection
-                connection.last = Beginning(prefix, head, target, lookup.version, lookup.text, lookup.plan, page)
             self._lookup, self._keys = lookup, request.binary
             self.slot_free()
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             self.refuse(error)
-
-    def _begins_like(self, last: Beginning, data: bytes | bytearray) -> bool:
-        """Whether a message with the same headers differs from the last one by its keys alone."""
-        same = last.head.headers is self._call.head.headers and len(data) == len(last.prefix) + last.plan.keys_bytes
-        return same and data.startswith(last.prefix) and self._front.holds(last, self._began)
 
     def slot_free(self) -> None:
         front, lookup = self._front, self._lookup

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
+from hps.ground.http1 import Headers
 from hps.serve.frontend.connections import ClientConnection
-from hps.serve.frontend.heads import Headers
 
 if TYPE_CHECKING:
-    from hps.serve.frontend.connection import Beginning
     from hps.serve.frontend.frontend import Front
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -153,7 +152,6 @@ class HTTP2Connection(ClientConnection):
     def __init__(self, front: "Front", begin: Callable[["HTTP2Connection", Stream, Headers], StreamRequest]) -> None:
         super().__init__(front, front.grpc_tls)
         self._idle_since = self.opened
-        self.last: Beginning | None = None
         self._begin = begin
         self.unknown = 0
         self._buffer = bytearray()  # until something arrives
@@ -652,7 +650,6 @@ class HTTP2Connection(ClientConnection):
 
     def _rest(self) -> None:
         """Give back what was kept for the next stream."""
-        self.last = None
         self._forget_blocks()
         if not self._have and self._buffer:
             self._buffer = bytearray()

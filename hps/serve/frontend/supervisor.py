@@ -22,6 +22,7 @@ from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
 from hps.regions.sharing import share
+from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Front
 from hps.serve.http.authorization import is_loopback
 
@@ -135,7 +136,8 @@ class Supervisor:
                     os.close(event)
             page = read_only(shared.page)
             os.close(shared.page)
-            front = Front(number, replace(shared, page=page), self._configuration, spins=self._spins, loopback=self._loopback)
+            where = number, replace(shared, page=page), self._configuration
+            front = Front(*where, connect=Connection, spins=self._spins, loopback=self._loopback)
             front.run(listener, grpc_listener)
             code = 0
         except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code

@@ -83,7 +83,6 @@ class RocksTable:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """As `Database.fetch`."""
         doing = f"fetching from table {self.tag}"
         keys, out, found = check_fetch(doing, keys, out, found, self.dim)
         missing = np.flatnonzero(~found)
@@ -137,7 +136,7 @@ class RocksTable:
         return max(rows, estimate)
 
     def written_at(self, keys: KeyArray) -> IndexArray:
-        """As `Database.written_at`; of a load and an online write, the later time counts."""
+        """As `PersistentDatabase.written_at`; of a load and an online write, the later time counts."""
         doing = f"asking when rows of table {self.tag} were written"
         keys = check_keys(doing, keys)
         record = self._records.get(self.tag)
@@ -266,12 +265,11 @@ class RocksTable:
     # -- updates of a log ---------------------------------------------------------------------------------------------
 
     def follow_log(self) -> dict[Partition, LogPosition]:
-        """As `Database.follow_log`."""
         with self._alone(f"following a log of updates for table {self.tag}"):
             return dict(self._order.positions)
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `Database.apply`. The last write has the positions, so that they never count missing rows."""
+        """As `OrderedWrites.apply`. The last write has the positions, so that they never count missing rows."""
         doing = f"updating table {self.tag}"
         check_rows(doing, changes.keys, changes.vectors, self.dim)
         with self._alone(doing):

@@ -65,7 +65,7 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
 def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack) -> "list[Database]":
     """Open the databases that outlive the process; `stack` closes them."""
     from hps.ground.registry import implementation
-    from hps.stores.base import PersistentDatabase, SharedDatabase
+    from hps.stores.base import LastingDatabase
     from hps.versions.tiers import open_database
 
     persistent = configuration.persistent_db
@@ -74,8 +74,7 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     chosen = [
         section
         for section in (configuration.volatile_db, persistent)
-        if section.type != "disabled"
-        and issubclass(implementation("database", section.type), PersistentDatabase | SharedDatabase)
+        if section.type != "disabled" and issubclass(implementation("database", section.type), LastingDatabase)
     ]
     if not chosen:
         raise errors.ConfigError(

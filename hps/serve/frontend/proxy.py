@@ -106,7 +106,7 @@ class Upstream(asyncio.Protocol):
                 self._pool.give_back(self)
             else:
                 self.close()
-            client.relayed(True)
+            client.relayed(keeps_alive=True)
 
     def abandon(self) -> None:
         """Give up the request: its client is gone."""
@@ -204,7 +204,7 @@ class EngineConnections:
             async with asyncio.timeout(_CONNECT_S):
                 _, upstream = await loop.create_unix_connection(lambda: Upstream(self), self._path)
         except (OSError, TimeoutError):
-            client.unrelayed(False)
+            client.unrelayed(began=False)
             return
         chosen(upstream)
         upstream.ask(client, request, head_only=head_only)

@@ -485,7 +485,20 @@ def _by_bags(
     for bags, dim in zip(tables, dims, strict=True):
         name, count = model.tables[bags.table].table_name, bags.count
         step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
-        ranges.append(KeyRange(bags.table, dim, bags.source, bags.start, bags.stop, False, count, step, strides, bags))
+        ranges.append(
+            KeyRange(
+                bags.table,
+                dim,
+                bags.source,
+                bags.start,
+                bags.stop,
+                masked=False,
+                rows=count,
+                step=step,
+                strides=strides,
+                bags=bags,
+            )
+        )
         if not concatenated and (wanted := header.vectors(name)) is not None:
             outputs.append(OutputTensor(name, [count, dim], place, count * dim, *wanted))
         place += count * dim

@@ -21,7 +21,7 @@ from hps.serve.frontend.connections import TOO_MANY, ClientConnection
 from hps.serve.frontend.frontend import Front
 from hps.serve.frontend.pending import Lookup
 from hps.serve.frontend.proxy import Upstream, forwarded
-from hps.serve.frontend.published import FrontVersion, LookupTarget, lookup_target
+from hps.serve.frontend.published import LookupTarget, lookup_target
 from hps.serve.http.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.serve.http.http_metrics import DISCONNECTED
 from hps.serve.http.request_body import inflate, inflated_bytes, too_large
@@ -61,7 +61,6 @@ class Connection(ClientConnection):
         self._last_snapshot = -1
         self._head: Head | None = None
         self._target: LookupTarget | None = None
-        self._version: FrontVersion | None = None
         self._raw = b""
         self._served: Served = cast(Served, None)
         self._started = 0.0
@@ -178,7 +177,7 @@ class Connection(ClientConnection):
     def _forget(self) -> None:
         """Give back what was kept of the last request, which the next one could have repeated."""
         self._prefix, self._last, self._last_head = b"", cast(Lookup, None), cast(Head, None)
-        self._raw, self._target, self._version, self._served = b"", None, None, cast(Served, None)
+        self._raw, self._target, self._served = b"", None, cast(Served, None)
 
     def _shrink(self) -> None:
         """Give back what the buffer took for a long head."""
@@ -250,16 +249,15 @@ class Connection(ClientConnection):
         self._at = end
         self._started = time.perf_counter()
         self._served = self.front.served()
-        self._left, self._version = 0, None
+        self._left = 0
         # A client that sends head and body apart, as most libraries do, is seen here before `_prefix` is complete.
         self._head = head = self._last_head if self._prefix.startswith(raw) else Head(raw)
         self._left = head.length
         self._since = time.monotonic()
         self._target = target = lookup_target(head.path)
         self._watched = self.front.begin(self.client, head, target, self._served, self._started)
-        self._version = self.front.check(
-            head, target, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate
-        )
+        server = self.transport.get_extra_info("sockname")
+        self.front.check(head, target, self._served, self.client, server, self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:
@@ -295,7 +293,7 @@ class Connection(ClientConnection):
                 return
             text = bytes(self._view[self._at : self._at + text_bytes])
             target = cast(LookupTarget, self._target)
-            lookup = self.front.planned(self, target, self._served, text, head.length, self._version)
+            lookup = self.front.planned(self, target, self._served, text, head.length)
             if lookup is not None:
                 self._lookup, self._prefix = lookup, b""
                 names_itself = b"x-request-id" in head.headers or b"traceparent" in head.headers

@@ -27,7 +27,7 @@ from hps.serve.frontend.exchange import EngineExchange
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.proxy import EngineConnections
-from hps.serve.frontend.published import FrontVersion, LookupTarget, Published
+from hps.serve.frontend.published import LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
 from hps.serve.http.authorization import CERTIFICATE, Authorization
@@ -166,8 +166,8 @@ class Front:
 
     def check(
         self, head: Head, target: LookupTarget | None, served: Served, client: str, server: Any, certificate: Sequence[str]
-    ) -> FrontVersion | None:
-        """Refuse a request by its head, or the names in its client's certificate, alone; return what answers a lookup.
+    ) -> None:
+        """Refuse a request by its head, or the names in its client's certificate, alone.
 
         Args:
             server: the address that the client has connected to.
@@ -187,11 +187,11 @@ class Front:
             if not 0 <= head.length <= SMALL_BYTES:  # the owner checks rights, but no memory is held for strangers before
                 scope = {**self._scope(head, client), "server": server, CERTIFICATE: certificate}
                 self.authorization.check(scope, head.headers, served.identity)
-            return None
+            return
         if head.method != "POST":
             got = f"got {head.method} {head.path[:300]}"
             raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
-        return self.published.version_of(target)
+        self.published.version_of(target)
 
     def authorize(
         self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
@@ -235,25 +235,15 @@ class Front:
         size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
         return size if size is not None and size < SMALL_JSON_BYTES else -1
 
-    def planned(
-        self,
-        requester: Requester,
-        target: LookupTarget,
-        served: Served,
-        text: bytes,
-        size: int,
-        version: FrontVersion | None = None,
-    ) -> Lookup | None:
+    def planned(self, requester: Requester, target: LookupTarget, served: Served, text: bytes, size: int) -> Lookup | None:
         """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first.
 
         Args:
             size: of the body.
-            version: what answers it, if it was found.
         """
         if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
-        if version is None or self.published.written[0] != self.published.version:
-            version = self.published.version_of(target)
+        version = self.published.version_of(target)
         began = time.perf_counter_ns()
         plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
         if plan is None:

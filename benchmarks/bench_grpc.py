@@ -83,7 +83,13 @@ def header(name: bytes, value: bytes) -> bytes:
 class GRPCClient:
     """A connection with at most one call. Frames have at most 16,384 bytes, as clients of gRPC ask for."""
 
-    HEADERS = b"\x83\x86" + header(b":path", PATH) + header(b"content-type", b"application/grpc") + header(b"te", b"trailers")
+    HEADERS = (
+        b"\x83\x86"
+        + header(b":authority", b"h")
+        + header(b":path", PATH)
+        + header(b"content-type", b"application/grpc")
+        + header(b"te", b"trailers")
+    )
 
     def __init__(self, port: int, pool: list[np.ndarray]) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -125,6 +131,8 @@ class GRPCClient:
                 raise SystemExit("the server ended a call")
             elif word & 255 == 4 and not flags & 1:
                 self.socket.sendall(frame(4, 1, 0, b""))
+            elif word & 255 == 6 and not flags & 1:
+                self.socket.sendall(frame(6, 1, 0, bytes(self.room[self.at + 9 : self.at + 17])))
             done |= word & 255 in (0, 1) and bool(flags & 1)
             self.at += 9 + (word >> 8)
         return done

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Collection
 from contextlib import aclosing, suppress
 from typing import Any, Final
 
@@ -111,13 +112,11 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
                 limit = f"within {settings.request_timeout_s:g} s (service.request_timeout_s)"
                 call.end_with(RequestError(408, f"the message did not arrive {limit}"))
         lagging = {call.peer: call for call, since in self._unsent.items() if now - since > settings.answer_timeout_s}
-        for peer, call in lagging.items():
-            self._front.refusals.abort(
-                "answer",
-                call.client or "an unknown address",
-                f"no progress in {settings.answer_timeout_s:g} s (service.answer_timeout_s)",
-            )
-            _disconnect(peer)
+        for call in lagging.values():
+            limit = f"no progress in {settings.answer_timeout_s:g} s (service.answer_timeout_s)"
+            self._front.refusals.abort("answer", call.client or "an unknown address", limit)
+        if lagging:
+            _disconnect(lagging)
 
     async def stop(self, timeout_s: float) -> None:
         """Tell clients to connect elsewhere, and wait until the calls that are under way have their answers."""
@@ -233,14 +232,16 @@ def _certificate_of(settings: ServiceConfig) -> Any:
     return grpc.ssl_server_certificate_configuration([(key, chain)], read_small(ca) if ca else None)
 
 
-def _disconnect(peer: str) -> None:
-    """Shut down the connection of this address.
+def _disconnect(peers: Collection[str]) -> None:
+    """Shut down the connections of these addresses.
 
     A call whose answer is stuck behind a closed window ends only with its connection: the library queues even the status of
     an abort behind the answer, and has no call that closes a connection.
     """
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-            address = connection.getpeername()
-            if peer in (f"ipv4:{address[0]}:{address[1]}", f"ipv6:%5B{address[0]}%5D:{address[1]}"):
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            host, port = connection.getpeername()[:2]
+            if f"ipv4:{host}:{port}" in peers or f"ipv6:%5B{host}%5D:{port}" in peers:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -169,7 +169,7 @@ async def test_binary_metadata_is_not_forwarded_to_the_engine(front, engine, cha
 async def test_an_answer_that_is_not_read_is_held_until_its_client_leaves(front, engine, channel, port, /, how):
     for _ in range(2):
         caller = await RawCaller.connected(port, window=0)
-        caller.send(frame(HEADERS, 4, 1, call_headers(authority="a")), frame(DATA, 1, 1, message(body_of(range(LARGE)))))
+        caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 1, 1, message(body_of(range(LARGE)))))
         engine.complete(await engine.job())
         await caller.next_of(HEADERS)
         await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
@@ -192,7 +192,7 @@ async def test_an_answer_that_is_not_read_is_held_until_its_client_leaves(front,
 async def test_a_message_that_never_ends_is_forgotten_with_its_call(front, engine, channel, port, /, how):
     for _ in range(2):
         caller = await RawCaller.connected(port)
-        caller.send(frame(HEADERS, 4, 1, call_headers(authority="a")), frame(DATA, 0, 1, message(body_of([1]))[:9]))
+        caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 0, 1, message(body_of([1]))[:9]))
         await wait_until_async(lambda: any(call.waits for call in front.grpc._calls), "the call waits for its message")
         if how == "reset":
             caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--port", type=int, default=8220, help="of HTTP; gRPC has the next")
     arguments = parser.parse_args()
-    given = {"cache_type": "", "cached": 1.0, "rocks_db": "", "rocks_db_alone": False}
+    given = {"cache_type": "", "cached": 1.0, "rocks_db": "", "rocks_db_alone": False, "workspaces": 3}
     settings = {name: getattr(arguments, name) for name in ("device", "seconds", "turns", "processes", "check")}
     report = Report("grpc", about={**settings, "load_average_before": os.getloadavg()[0]})
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,6 +4,7 @@ Import this in a frontend's process only, after the fork: the library's threads 
 """
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -79,6 +80,8 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
 
     async def start(self) -> None:
         """Listen. The settings of now stay: the library cannot change them."""
+        # It logs a traceback for each client that leaves before its answer is sent; what fails in a handler is logged here.
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         settings = self._front.settings
         self._server = grpc.aio.server(options=_options(settings, self._front.connections.most))
         self._server.add_generic_rpc_handlers((self,))

@@ -3,7 +3,7 @@
 import asyncio
 import struct
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import grpc.aio
@@ -62,10 +62,16 @@ class RawCaller:
         self._reader, self._writer = reader, writer
 
     @classmethod
+    @asynccontextmanager
     async def connected(cls, port, **values):
         self = cls(*await asyncio.open_connection("127.0.0.1", port))
         self.send(PREFACE + settings(**values))
-        return self
+        try:
+            yield self
+        finally:
+            self.close()
+            with suppress(ConnectionError):
+                await self._writer.wait_closed()
 
     def send(self, *frames):
         self._writer.write(b"".join(frames))
@@ -168,41 +174,41 @@ async def test_binary_metadata_is_not_forwarded_to_the_engine(front, engine, cha
 @beside(serving)
 async def test_an_answer_that_is_not_read_is_held_until_its_client_leaves(front, engine, channel, port, /, how):
     for _ in range(2):
-        caller = await RawCaller.connected(port, window=0)
-        caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 1, 1, message(body_of(range(LARGE)))))
-        engine.complete(await engine.job())
-        await caller.next_of(HEADERS)
-        await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
-        assert front.memory.held > 4 * DIM * LARGE
-        if how == "reset":
-            caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
-        elif how == "connection":
-            caller.close()
-        else:
-            before = front.refusals.aborted["answer"]
-            front.grpc.poll(time.monotonic() + 1e6)
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-                await caller.next_of(RESET)
-            assert front.refusals.aborted["answer"] == before + 1
-        await wait_until_async(lambda: is_clean(front), "nothing is held")
+        async with RawCaller.connected(port, window=0) as caller:
+            caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 1, 1, message(body_of(range(LARGE)))))
+            engine.complete(await engine.job())
+            await caller.next_of(HEADERS)
+            await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
+            assert front.memory.held > 4 * DIM * LARGE
+            if how == "reset":
+                caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
+            elif how == "connection":
+                caller.close()
+            else:
+                before = front.refusals.aborted["answer"]
+                front.grpc.poll(time.monotonic() + 1e6)
+                with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                    await caller.next_of(RESET)
+                assert front.refusals.aborted["answer"] == before + 1
+            await wait_until_async(lambda: is_clean(front), "nothing is held")
 
 
 @pytest.mark.parametrize("how", ["reset", "connection", "too late"])
 @beside(serving)
 async def test_a_message_that_never_ends_is_forgotten_with_its_call(front, engine, channel, port, /, how):
     for _ in range(2):
-        caller = await RawCaller.connected(port)
-        caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 0, 1, message(body_of([1]))[:9]))
-        await wait_until_async(lambda: any(call.waits for call in front.grpc._calls), "the call waits for its message")
-        if how == "reset":
-            caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
-        elif how == "connection":
-            caller.close()
-        else:
-            front.grpc.poll(time.monotonic() + 1e6)
-            headers = Decoder().decode((await caller.next_of(HEADERS)).payload)
-            assert dict(headers)["grpc-status"] == "4"
-        await wait_until_async(lambda: is_clean(front), "nothing is held")
+        async with RawCaller.connected(port) as caller:
+            caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 0, 1, message(body_of([1]))[:9]))
+            await wait_until_async(lambda: any(call.waits for call in front.grpc._calls), "the call waits for its message")
+            if how == "reset":
+                caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
+            elif how == "connection":
+                caller.close()
+            else:
+                front.grpc.poll(time.monotonic() + 1e6)
+                headers = Decoder().decode((await caller.next_of(HEADERS)).payload)
+                assert dict(headers)["grpc-status"] == "4"
+            await wait_until_async(lambda: is_clean(front), "nothing is held")
 
 
 @beside(serving)

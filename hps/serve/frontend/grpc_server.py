@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -241,10 +242,13 @@ def _disconnect(peers: Collection[str]) -> None:
     A call whose answer is stuck behind a closed window ends only with its connection: the library queues even the status of
     an abort behind the answer, and has no call that closes a connection.
     """
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # it is closed by now, or listens
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-            host, port = connection.getpeername()[:2]
-            if f"ipv4:{host}:{port}" in peers or f"ipv6:%5B{host}%5D:{port}" in peers:
-                connection.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    host, port = connection.getpeername()[:2]
+                    host = host.removeprefix("::ffff:")  # the library listens for IPv4 by sockets of IPv6, too
+                    if f"ipv4:{host}:{port}" in peers or f"ipv6:%5B{host}%5D:{port}" in peers:
+                        connection.shutdown(socket.SHUT_RDWR)

@@ -41,24 +41,18 @@ from hps.tensors.segments import (
 )
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
-from hps.versions.catalog_watch import CatalogWatch, FleetStatus, IndexEntry
 from hps.versions.collection import StatisticsCollector
-from hps.versions.deployer import Deployer
-from hps.versions.deployment import (
-    Deployment,
-    StoredRow,
-    choose_cache,
-    kernels_of,
-    open_database,
-    open_databases,
-    repeated_after_takeover,
-)
+from hps.versions.deployment import Deployment, StoredRow, repeated_after_takeover
+from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
-from hps.versions.fleet import FLEET, Fleet, FleetChange, ServingDocument
+from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
+from hps.versions.index import IndexEntry, version_index
 from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
-from hps.versions.pins import PINS, Pin, Pins
+from hps.versions.pins import PINS, Pins
+from hps.versions.reconciler import Reconciler
+from hps.versions.tiers import choose_cache, kernels_of, open_database, open_databases
 from hps.versions.volatile_tier import VolatileTier, load_again
 
 _log = logging.getLogger(__name__)
@@ -128,10 +122,7 @@ class HPS:
         sources = targets().sources
         pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(sources, kept_files(self._chain, FLEET))
         self.catalog = ModelCatalog(self.config, sources, pins, fleet)
-        self._watch = CatalogWatch(self.catalog, self.live)
-        self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
-        self._deployer = self._make_deployer(targets)
-        self._volatile_tier = self._look_after_volatile_tier(targets)
+        self._manage(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
         if self._chain.volatile is None and not self._chain.databases:
@@ -143,8 +134,12 @@ class HPS:
             self.close()
             raise
 
-    def _make_deployer(self, targets: Callable[[], LoadTargets]) -> Deployer:
-        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+    def _manage(self, targets: Callable[[], LoadTargets]) -> None:
+        """Build what changes and reports the versions, over the tiers that are open."""
+        self._reconciler = Reconciler(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+        chosen_by, fleet = self._reconciler.chosen_by, self._reconciler.fleet
+        self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet)
+        self._volatile_tier = self._look_after_volatile_tier(targets)
 
     def _look_after_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
         """Start what looks after a volatile database that processes share; the hash map of this process needs nobody."""
@@ -254,7 +249,7 @@ class HPS:
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
-        self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], True, began)
+        self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], began, wait=True)
         return vectors if found is None else (vectors, found)
 
     @repeated_after_takeover
@@ -287,7 +282,7 @@ class HPS:
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
         segments = _named(deployment, session, tables, out, return_found)
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
@@ -333,7 +328,7 @@ class HPS:
         dim = deployment.tables[index].dim
         segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
         segments = [segment] if segment.narrow is None else NarrowSegments([segment])
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         return segment.found
 
     @repeated_after_takeover
@@ -371,7 +366,7 @@ class HPS:
         segments, found = concatenated_segments(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
         )
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         return found
 
     @repeated_after_takeover
@@ -406,7 +401,7 @@ class HPS:
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        self._answer(deployment, session, segments, wait, began)
+        self._answer(deployment, session, segments, began, wait=wait)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
 
     @repeated_after_takeover
@@ -543,10 +538,12 @@ class HPS:
         began = perf_counter_ns()
         refuse_repeated_tables([segment.table for segment in segments], deployment.tables)
         device_id = deployment.device(device_id)
-        self._answer(deployment, deployment.session(device_id), segments, True, began)
+        self._answer(deployment, deployment.session(device_id), segments, began, wait=True)
         return device_id
 
-    def _answer(self, deployment: Deployment, session: Session, segments: Sequence[Segment], wait: bool, began_ns: int) -> None:
+    def _answer(
+        self, deployment: Deployment, session: Session, segments: Sequence[Segment], began_ns: int, *, wait: bool
+    ) -> None:
         if wait:
             session.lookup(segments, began_ns)
             if type(segments) is NarrowSegments:
@@ -699,11 +696,9 @@ class HPS:
             NotReadyError: lookups of a replaced or undeployed version still run.
             CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. The serving version continues.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
-        name = model if isinstance(model, str) else model.model
-        self._deployer.deploy(name, None if isinstance(model, str) else model, version, progress, force, remember, pin)
+        self._require_open()
+        name, entry = (model, None) if isinstance(model, str) else (model.model, model)
+        self._reconciler.bring_up(name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin)
         return self.model(name)
 
     def rollback(self, model_name: str) -> Deployment:
@@ -721,10 +716,8 @@ class HPS:
             ConflictError: there is no version to roll back to, or another change of the model is under way.
             DatabaseError, DeviceError, ModelFileError: it cannot be put into service. The serving version continues.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
-        self._deployer.rollback(model_name)
+        self._require_open()
+        self._reconciler.roll_back(model_name)
         return self.model(model_name)
 
     def unpin(self, model_name: str, *, progress: Progress | None = None) -> Deployment:
@@ -738,13 +731,11 @@ class HPS:
         Raises:
             As `deploy`.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
-        self._deployer.unpin(model_name, progress)
+        self._require_open()
+        self._reconciler.end_pin(model_name, progress)
         return self.model(model_name)
 
-    def pin(self, model_name: str) -> Pin | None:
+    def pin(self, model_name: str) -> DesiredVersion | None:
         """Return the version that a roll-back or a deployment pinned a model to, if any."""
         return self.catalog.pins.shown(model_name)
 
@@ -764,19 +755,17 @@ class HPS:
                 directory of versions.
             ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
+        self._require_open()
         serving = self.live.serving.get(model_name)
         return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version)
 
     def fleet(self, model_name: str) -> FleetStatus | None:
         """Return whether this process follows the `serving.json` of a model; None if the model has none."""
-        return self._watch.fleet(model_name)
+        return self._reconciler.fleet(model_name)
 
     def read_documents(self) -> None:
         """Read the `serving.json` of every model in service or awaited. A load of a version that one supersedes ends."""
-        self._deployer.read_documents()
+        self._reconciler.read_documents()
 
     def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
         """Deploy what the documents say that `read_documents` has read, where another version serves.
@@ -784,7 +773,7 @@ class HPS:
         Returns:
             As `poll`.
         """
-        return self._deployer.follow(self._watch, progress)
+        return self._reconciler.reconcile(progress, documents_only=True)
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
@@ -803,7 +792,7 @@ class HPS:
             ConflictError: the version is the only one, or another change of the model is under way.
         """
         self.model(model_name)
-        self._deployer.undeploy(model_name, version)
+        self._reconciler.take_down(model_name, version)
 
     def index(self) -> list[IndexEntry]:
         """Return every known version of every model, and whether it answers lookups. Does not read model files.
@@ -811,7 +800,7 @@ class HPS:
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        return self._watch.index()
+        return version_index(self.catalog, self.live)
 
     def change_of(self, model_name: str) -> str:
         """Return the current change of a model, such as `deploying`; empty if none."""
@@ -830,7 +819,7 @@ class HPS:
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        return self._deployer.poll(self._watch, progress)
+        return self._reconciler.reconcile(progress)
 
     @repeated_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
@@ -872,9 +861,7 @@ class HPS:
             NotReadyError: the server is closed.
             ForkedProcessError: it was created before this process was forked.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
+        self._require_open()
         return self.statistics.statistics()
 
     def drain(self, timeout_s: float = 10.0) -> bool:
@@ -914,6 +901,12 @@ class HPS:
         if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in serving.values()):
             self._reopenable = serving
 
+    def _require_open(self) -> None:
+        """Reopen in a forked child, where that is possible; raise if the server is closed."""
+        self._reopen()
+        if self.closed:
+            raise refusal(self, "the parameter server")
+
     def _reopen(self) -> None:
         """In a forked child: reopen the shared databases, with the versions that served."""
         with self._closing:
@@ -931,10 +924,7 @@ class HPS:
                 deployments[name] = replace(deployment, sessions=sessions, chain=chain, stop_following=[])
             self._chain = chain
             self.live = LiveModels(deployments, self.metrics.models)
-            self._watch = CatalogWatch(self.catalog, self.live)
-            self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
-            self._deployer = self._make_deployer(targets)
-            self._volatile_tier = self._look_after_volatile_tier(targets)
+            self._manage(targets)
             self.closed, self._reopenable = False, {}
             disown_in_children(self)
             close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))

@@ -33,6 +33,7 @@ from hps.regions.layout import FrontDescriptors
 from hps.regions.sharing import default_fronts, share
 from hps.serve.engine.app import CLOSE_TIMEOUT_S, Application
 from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import BACKLOG, Front
 from hps.serve.frontend.supervisor import Supervisor, reserve, url_of
 from hps.serve.frontend.tls import context_of
@@ -238,7 +239,7 @@ class Server:
                 shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
-                self.front = Front(0, shared, configuration, spins=False, loopback=loopback)
+                self.front = Front(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
             with suppress(FileNotFoundError):  # of an owner that has died
                 os.unlink(shared.path)
             own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

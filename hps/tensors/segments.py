@@ -244,7 +244,7 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
         flat, n, place = keys, keys.size, out
     else:
         flat, n = adopt_keys(keys, on_cuda)
-        place = adopt_output(out, n, dim, on_cuda, narrow=True)
+        place = adopt_output(out, n, dim, on_cuda=on_cuda, narrow=True)
         if type(place) is np.ndarray and place.dtype != _FLOAT32:
             return _narrowed(Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n))
     return Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n)
@@ -297,7 +297,7 @@ def named_segments(
             if type(place) is np.ndarray:
                 place = as_output(place, n, dim, narrow=True)
             else:
-                place = adopt_output(place, n, dim, on_cuda, narrow=True)
+                place = adopt_output(place, n, dim, on_cuda=on_cuda, narrow=True)
         segment = Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n)
         if type(place) is np.ndarray and place.dtype != _FLOAT32:
             segment, narrows = _narrowed(segment), True
@@ -358,7 +358,7 @@ def fixed_segments(
         keys, n = adopt_keys(given, on_cuda)
         if name not in out:
             raise InvalidInputError(f"preparing a lookup: out has no entry for {name!r}; name an output for every table")
-        place = adopt_output(out[name], n, specs[index].dim, on_cuda)
+        place = adopt_output(out[name], n, specs[index].dim, on_cuda=on_cuda)
         if type(keys) is np.ndarray and keys is not given and keys.flags.owndata:
             raise InvalidInputError(
                 f"preparing a lookup of table {name!r}: got keys that are not int64 or not aligned, expected aligned int64: a "
@@ -408,7 +408,7 @@ def concatenated_segments(
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
     found = np.empty(total, np.bool_) if with_found else None
-    place = adopt_output(out, size, 1, on_cuda, narrow=True)
+    place = adopt_output(out, size, 1, on_cuda=on_cuda, narrow=True)
     if found is None and not isinstance(flat, np.ndarray) and not isinstance(place, np.ndarray):
         return ConcatenatedSegments(flat, place, counts, dims, size), None
     parts = _parts(flat, place, counts, dims, found)
@@ -498,7 +498,7 @@ def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     return flat, flat.size
 
 
-def adopt_output(out: Any, rows: int, dim: int, on_cuda: bool, *, narrow: bool = False) -> Any:
+def adopt_output(out: Any, rows: int, dim: int, *, on_cuda: bool, narrow: bool = False) -> Any:
     """Adopt an output: (rows, dim) in host memory, see `as_output`, or the tensor that a CUDA cache writes itself."""
     if on_cuda and type(out) is not np.ndarray:
         if size_on_device(out) >= 0:

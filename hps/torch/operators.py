@@ -148,7 +148,7 @@ def _refuse_width(model_name: str, table: int | str, dim: int, expected: int) ->
     )
 
 
-def _refuse_unwaited(doing: str, keys_on_cuda: bool, wait: bool) -> None:
+def _refuse_unwaited(doing: str, *, keys_on_cuda: bool, wait: bool) -> None:
     """Refuse what a lookup over HTTP cannot be: left on a stream."""
     capturing = keys_on_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or not wait:
@@ -173,7 +173,7 @@ def _deployment(server: HPS, model_name: str, version: str) -> Deployment:
         ) from error
 
 
-def _look_up(session: Session, segments: Sequence[Segment], on_cuda: bool, wait: bool) -> None:
+def _look_up(session: Session, segments: Sequence[Segment], *, on_cuda: bool, wait: bool) -> None:
     if wait and not (on_cuda and torch.cuda.is_current_stream_capturing()):
         session.lookup(segments)
     else:
@@ -204,7 +204,7 @@ def lookup_rows(
 def _remote_rows(
     server: RemoteTables, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool
 ) -> Tensor:
-    _refuse_unwaited(_doing(model_name, table), keys.is_cuda, wait)
+    _refuse_unwaited(_doing(model_name, table), keys_on_cuda=keys.is_cuda, wait=wait)
     shape = *keys.shape, emb_vec_size
     vectors = server.rows(keys.cpu().numpy().reshape(-1), model_name, version, table)
     if vectors is None:
@@ -236,7 +236,7 @@ def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int |
             return out
     else:
         segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
-    _look_up(session, [segment], on_cuda, wait)
+    _look_up(session, [segment], on_cuda=on_cuda, wait=wait)
     return out
 
 
@@ -454,7 +454,7 @@ def _pooled(call: _Call, features: _Features, bags: Sequence[Bags], count: int) 
 
 def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> list[Tensor]:
     device = call.device
-    _refuse_unwaited(_doing(call.model_name, None), device.type == "cuda", call.wait)
+    _refuse_unwaited(_doing(call.model_name, None), keys_on_cuda=device.type == "cuda", wait=call.wait)
     if device.type != "cpu":
         bags = [
             replace(one, **{name: getattr(one, name).cpu().numpy() for name in _TENSORS if getattr(one, name) is not None})
@@ -483,7 +483,7 @@ def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], 
         out: Any = np.empty((count, width), np.float32) if on_host else torch.empty((count, width), device=device)
         tables = {features.of[place].table: bags[place] for place in places}
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        _look_up(session, segments, not on_host, call.wait)
+        _look_up(session, segments, on_cuda=not on_host, wait=call.wait)
         parts.append(torch.from_numpy(out) if on_host else out)
     return parts
 
@@ -521,7 +521,7 @@ def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | Non
             columns = Columns(out, column, count, features.width)
         segments.append(Segment(index, flat, columns, None, count * hotness, pooling))
         column += feature.dim
-    _look_up(session, segments, not on_host, call.wait)
+    _look_up(session, segments, on_cuda=not on_host, wait=call.wait)
     return torch.from_numpy(out) if on_host else out
 
 

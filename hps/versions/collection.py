@@ -24,10 +24,9 @@ from hps.statistics.metrics import TIERS, Metrics, TableCounters
 from hps.statistics.prometheus import Family, family, label_text, server_families
 from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
-from hps.versions.catalog_watch import FleetStatus
 from hps.versions.deployment import Deployment
+from hps.versions.fleet import FleetStatus
 from hps.versions.live_models import LiveModels
-from hps.versions.pins import Pins, pinned_text
 
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
@@ -53,6 +52,7 @@ class StatisticsCollector:
     figures.
 
     Args:
+        chosen_by: describes what chose the serving version of a model, other than its policy.
         fleet: returns whether a model follows its serving document.
         clock: monotonic time in seconds.
     """
@@ -61,12 +61,12 @@ class StatisticsCollector:
         self,
         live: LiveModels,
         metrics: Metrics,
-        pins: Pins | None = None,
+        chosen_by: Callable[[str, str], str] = lambda name, serving: "",
         fleet: Callable[[str], FleetStatus | None] = lambda name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._live = live
-        self._pins = pins or Pins()
+        self._chosen_by = chosen_by
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
@@ -207,14 +207,8 @@ class StatisticsCollector:
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
-            pinned=self._chosen(name, deployment.version),
+            pinned=self._chosen_by(name, deployment.version),
         )
-
-    def _chosen(self, name: str, serving: str) -> str:
-        """Describe who chose the serving version, other than the policy: the fleet or a pin."""
-        if (status := self._fleet(name)) is None:
-            return pinned_text(self._pins.shown(name), serving)
-        return f"the fleet serves {status.document}" + (f"; {status.reason}" if status.reason else "")
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
         table = deployment.tables[index]

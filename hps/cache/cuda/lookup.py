@@ -426,7 +426,7 @@ class CupyLookup(CacheLookup):
         counts = [0] * self._segment_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
-            counts = self._answer_misses(attached, answered=launched)
+            counts = self._answer_misses(attached=attached, answered=launched)
             self.flags[:2] = 0
         if attached:
             share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
@@ -469,7 +469,7 @@ class CupyLookup(CacheLookup):
             return [0] * self._segment_count
         self._placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
-        counts = self._answer_misses(self._find_layouts(), answered=False)
+        counts = self._answer_misses(attached=self._find_layouts(), answered=False)
         self.flags[:2] = 0
         return counts
 
@@ -494,7 +494,7 @@ class CupyLookup(CacheLookup):
         unread = [self._unread_of(place.table) if settles else 0 for place in self._bags.placed]
         self._bags.launch(name, self.stream, misses, self.flags_at, unread)
 
-    def _answer_misses(self, attached: bool, answered: bool) -> list[int]:
+    def _answer_misses(self, *, attached: bool, answered: bool) -> list[int]:
         """Answer misses from attached tables; return the number of keys left in each segment.
 
         Args:
@@ -537,7 +537,7 @@ class CupyLookup(CacheLookup):
         """Launch the queries of all segments of rows."""
         self._queries.launch(self._places, self.stream)
 
-    def launch_answer(self, settles: bool = False, defers: bool = False) -> None:
+    def launch_answer(self, *, settles: bool = False, defers: bool = False) -> None:
         """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.
 
         Args:
@@ -551,12 +551,12 @@ class CupyLookup(CacheLookup):
         else:
             asked = self._places.asked()
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles, defers)
+            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
         if defers:
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
 
-    def _launch_answer_of(self, group: Sequence[AskedRows], settles: bool, defers: bool) -> None:
+    def _launch_answer_of(self, group: Sequence[AskedRows], *, settles: bool, defers: bool) -> None:
         alignment, specs, structs, on_host = 0, self.memory.specs, self.kernels.structs, self._places.on_host
         for _index, _table, _n, out, _found, _missing in group:
             alignment |= out

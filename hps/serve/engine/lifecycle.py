@@ -21,8 +21,8 @@ from hps.parameter_server import HPS
 from hps.serve.engine.readiness import Readiness
 from hps.versions.catalog import absent_models, may_be_empty
 from hps.versions.changes import cause_of
-from hps.versions.deployment import choose_cache, served_kernels
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
+from hps.versions.tiers import choose_cache, served_kernels
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

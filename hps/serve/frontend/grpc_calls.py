@@ -13,16 +13,16 @@ from urllib.parse import unquote
 import orjson
 
 from hps.errors import InvalidInputError
+from hps.ground.http1 import Headers, given_twice
 from hps.ground.memory.bounded_cache import BoundedCache
 from hps.serve.frontend.answers import EncodedAnswer
 from hps.serve.frontend.frontend import Front
-from hps.serve.frontend.heads import Headers, given_twice
 from hps.serve.frontend.pending import Lookup
 from hps.serve.frontend.proxy import forwarded
+from hps.serve.frontend.published import LookupTarget
 from hps.serve.http.authorization import Identity
 from hps.serve.http.http_answer import DEFERRED_KEYS, RequestError, status_of
 from hps.serve.http.http_metrics import DISCONNECTED
-from hps.serve.http.targets import LookupTarget
 from hps.serve.protocol.grpc_inference import InferAnswer, read_infer_request, write_infer_answer
 
 _CALL_BYTES: Final = 16_384  # of a call's objects, here and in the library, beside its headers
@@ -94,7 +94,7 @@ class GrpcCall:
         size = _CALL_BYTES + sum(_HEADER_BYTES + len(name) + len(value) for name, value in headers.items())
         self.hold(size, "reading the headers", spare=True)
         self._metadata_bytes = size
-        front.published.look()
+        front.published.poll()
         if front.authorization.asks or self.certificate:
             served = front.served()
             try:

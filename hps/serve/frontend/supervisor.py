@@ -22,6 +22,7 @@ from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
 from hps.regions.sharing import share
+from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Front
 from hps.serve.http.authorization import is_loopback
 
@@ -136,7 +137,8 @@ class Supervisor:
                     os.close(event)
             page = read_only(shared.page)
             os.close(shared.page)
-            front = Front(number, replace(shared, page=page), self._configuration, spins=self._spins, loopback=self._loopback)
+            where = number, replace(shared, page=page), self._configuration
+            front = Front(*where, connect=Connection, spins=self._spins, loopback=self._loopback)
             if self._grpc_address is not None:
                 from hps.serve.frontend.grpc_server import GrpcServer  # of an extra, and not before the fork
 

@@ -15,7 +15,7 @@ from hps.models.loading import table_load
 from hps.serve.server import Server
 from hps.testing.waiting import wait_until
 from hps.tools.cli.app import app
-from hps.versions import deployment
+from hps.versions import building, deployment
 from hps.versions.live_models import LiveModels
 from tests.ring1.repo.test_lookup_path import PACKAGE
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
@@ -112,7 +112,7 @@ def test_a_deploy_over_http_crosses_few_files(
     service: RunningService, entered: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the request to the load of a table, the warm-up of its cache, and the takeover."""
-    for module, name in ((table_load.TableLoad, "run"), (deployment, "warm_up"), (deployment.Deployment, "close")):
+    for module, name in ((table_load.TableLoad, "run"), (building, "warm_up"), (deployment.Deployment, "close")):
         monkeypatch.setattr(module, name, noting(getattr(module, name), entered))
     entered.clear()
     service.client.post("/v1/models/m/deploy", json={"version": "2"}).raise_for_status()

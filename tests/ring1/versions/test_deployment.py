@@ -21,21 +21,10 @@ from hps.models.sources import ModelSources
 from hps.statistics.metrics import Metrics
 from hps.stores.base import RowChanges
 from hps.types import CheckResult
-from hps.versions.deployment import (
-    cache_capacities,
-    choose_cache,
-    device_sharing,
-    index_sizes,
-    is_direct,
-    is_static,
-    kernels_of,
-    open_databases,
-    repeated_after_takeover,
-    served_kernels,
-    usable_sharing,
-    why_unavailable,
-)
+from hps.versions.cache_sizes import cache_capacities, device_sharing, index_sizes, is_direct, is_static, usable_sharing
+from hps.versions.deployment import repeated_after_takeover
 from hps.versions.preflight import preflight
+from hps.versions.tiers import choose_cache, kernels_of, open_databases, served_kernels, why_unavailable
 from tests.servers.running_service import document_of, model_of
 
 KEYS = np.arange(10)
@@ -292,12 +281,12 @@ def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settin
 NOT_ASKED_FOR = {
     "cache.cpu.miniature": "planning",
     "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
-    "databases.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
-    "databases.rocks_db.change_order": "updates from a log",
+    "stores.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
+    "stores.rocks_db.change_order": "updates from a log",
     "models.differences": "writing models",
     "models.formats.quantised_rows": "imports",
-    "models.sample": "samples",
-    "planning": "planning",
+    "tools.cli.tables.sample": "samples",
+    "tools.planning": "planning",
     "statistics.key_traces": "recordings, which compile theirs when they begin",
     "updates.publisher": "publishers",
 }

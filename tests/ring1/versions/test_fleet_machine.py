@@ -163,10 +163,10 @@ class FleetMachine(RuleBasedStateMachine):
             known = replica.fleet.of("m", str(self.place))
             assert known is not None
             assert known.number >= replica.known.number
-            (chosen,) = known.to_serve(VERSIONS, POLICY) or [""]
+            (chosen,) = known.desired.chosen(VERSIONS, POLICY) or [""]
             if known == replica.known:
                 assert chosen not in known.withdrawn
-                assert not chosen or known.allows(chosen) or known.version not in VERSIONS
+                assert not chosen or known.desired.allows(chosen) or known.version not in VERSIONS
 
 
 TestFleet = FleetMachine.TestCase

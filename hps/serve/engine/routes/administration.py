@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -22,8 +22,8 @@ from hps.serve.logs.changes import log_change, request_line
 from hps.serve.logs.requests import SERVED, Served
 from hps.serve.protocol import schemas
 from hps.versions.changes import Change
+from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import REFRESHING
-from hps.versions.pins import Pin
 
 _Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET /v1/models for the outcome.")]
 
@@ -190,10 +190,11 @@ def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
     )
 
 
-def _pin(pin: Pin | None) -> schemas.PinStatus | None:
+def _pin(pin: DesiredVersion | None) -> schemas.PinStatus | None:
     if pin is None:
         return None
-    return schemas.PinStatus(version=pin.version, by=pin.by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
+    by = cast("Literal['rollback', 'deploy']", pin.by)
+    return schemas.PinStatus(version=pin.version, by=by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
 
 
 def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:

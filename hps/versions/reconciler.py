@@ -1,8 +1,8 @@
-"""Changes the served versions of a model: deploys, rolls back, undeploys, and follows the catalog."""
+"""Puts into service what is desired: the verbs that change what serves, and the loop that follows what is desired."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -22,13 +22,14 @@ from hps.ground.progress import Progress
 from hps.models.deltas import HeldTable
 from hps.models.loading.table_load import LoadTargets
 from hps.types import TableSpec
+from hps.versions.building import load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
-from hps.versions.catalog_watch import CatalogWatch
 from hps.versions.changes import Change
-from hps.versions.deployment import DRAIN_S, Deployment, Fate, deploy, reconfigure
-from hps.versions.fleet import SERVING, ServingDocument
-from hps.versions.format_changes import FormatChanges, find_changes
-from hps.versions.live_models import LiveModels, may_pass
+from hps.versions.deployment import DRAIN_S, Deployment, Fate
+from hps.versions.desired import DesiredVersion
+from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
+from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
+from hps.versions.live_models import LiveModels, Wanted, may_pass
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
 
@@ -45,8 +46,11 @@ class _SupersededError(ConflictError):
     """The serving document changed while what it said was being loaded: no failure of that version."""
 
 
-class Deployer:
-    """Deploys, rolls back and undeploys models, one change per model at a time; `LiveModels` holds their states. *Thread-safe.*
+class Reconciler:
+    """Puts into service what is desired, one change per model at a time; `LiveModels` holds the states. *Thread-safe.*
+
+    What is desired of a model is one record, `ModelCatalog.desired`. `bring_up` puts it into service; `roll_back` and
+    `bring_up` with a version change it first. `reconcile` does so for every model that serves something else.
 
     Args:
         chain: the databases.
@@ -70,18 +74,23 @@ class Deployer:
         self._targets = targets
         self._cache_class = cache_class
         self._metrics = chain.metrics
+        self._unreadable: dict[str, str] = {}  # models whose files cannot be read, and the error
+        self._tried: dict[str, int] = {}  # by model, number of the last serving document that was followed, or tried
 
-    def deploy(
+    # -- the verbs ----------------------------------------------------------------------------------------------------------
+
+    def bring_up(
         self,
         name: str,
-        entry: ModelConfig | None,
-        version: str | None,
-        progress: Progress | None,
-        force: bool,
-        remember: bool,
-        pin: bool,
+        version: str | None = None,
+        *,
+        entry: ModelConfig | None = None,
+        progress: Progress | None = None,
+        force: bool = False,
+        remember: bool = True,
+        pin: bool = False,
     ) -> None:
-        """Deploy a model; see `HPS.deploy`.
+        """Put a version into service, or what is desired; see `HPS.deploy`.
 
         Args:
             entry: replaces the known entry of the model.
@@ -92,68 +101,71 @@ class Deployer:
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
-            chosen: list[str] = []
-            fingerprints: list[str] = []
-            served = False
+            stays = False
             try:
-                if version is None:
-                    self._catalog.read_document(name)
-                chosen = self._catalog.to_serve(name, pinned=not pin) if version is None else [version]
-                change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
-                others = chosen if version is None else []
-                for number in chosen:
-                    fingerprints.append(self._deploy(name, number, change, force, others))  # noqa: PERF401 - counts if one fails
-                served = True
-            except _SupersededError:
-                raise
-            except Exception as error:
-                self._live.failed(name, error, known=known)
-                refused = chosen[len(fingerprints) :][:1]
-                if version is not None or pin or not refused or not self._serve_without(name, refused[0], error, change, force):
-                    raise
-                served = True
-                return
+                served = self._serve_chosen(name, version, change, force=force, pin=pin, known=known)
+                stays = remember or not known
             finally:
-                if entry is not None and not (served and (remember or not known)):
+                if entry is not None and not stays:
                     self._catalog.restore(name, before)
+            if served is None:  # in place of a refused version, which polling tries again
+                return
             if version is None or pin:
-                versions = tuple(zip(chosen, fingerprints, strict=True))
-                self._live.deployed_by_policy(name, (self._catalog.model(name), versions))
+                self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
             if self._catalog.fleet.shown(name) is not None:
                 if self._catalog.pins.shown(name) is not None:
                     self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
             elif not pin:
-                self._tell_pin(name, chosen[-1])
+                self._log_pin(name, served[-1][0])
             elif version is None:
                 self._catalog.pins.end(name)
             else:
                 change.pin = self._catalog.pins.pin(name, version, "deploy")
 
-    def _serve_without(self, name: str, refused: str, error: Exception, change: Change, force: bool) -> bool:
-        """If no version of a model serves, put into service what would be chosen if refused versions were not there.
+    def _serve_chosen(
+        self, name: str, version: str | None, change: Change, *, force: bool, pin: bool, known: bool
+    ) -> list[tuple[str, str]] | None:
+        """Put a version into service, or all that are chosen, and return their numbers and fingerprints.
 
-        A restart then serves what served before the bad version came. Polling tries the refused one again. A conflict with
-        another change, such as a newer serving document, refuses no version: it ends this.
+        If no version of a model serves, as at a start, and a chosen one is refused, what would be chosen without that one goes
+        into service, and the result is None: what served before the bad version came serves again. A conflict with another
+        change, such as a newer serving document, refuses no version: it ends this.
         """
-        cause, without = error, {refused}
-        while name not in self._live.serving and _refuses(error):
-            done: list[str] = []
-            try:
-                chosen = self._catalog.to_serve(name, without=without)
-            except UnknownVersionError:
-                return False
-            try:
-                for number in chosen:
-                    done.append(self._deploy(name, number, change, force, chosen))  # noqa: PERF401 - likewise
-            except Exception as other:  # noqa: BLE001 - the caller raises the first
-                error = other
-                without.add(chosen[len(done)])
-                continue
-            _log.error("model %r: version %s serves, since version %s was refused: %s", name, chosen[-1], refused, cause)
-            return True
-        return False
+        refused: list[str] = []
+        errors: list[Exception] = []
+        try:
+            while True:
+                chosen: list[str] = []
+                served: list[tuple[str, str]] = []
+                try:
+                    if version is None and not errors:
+                        self._catalog.read_document(name)
+                    chosen = self._catalog.to_serve(name, pinned=not pin, without=refused) if version is None else [version]
+                    if not errors:
+                        change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
+                    others = chosen if version is None else []
+                    for number in chosen:
+                        fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
+                        served.append((number, fingerprint))
+                    break
+                except Exception as error:
+                    if not errors:
+                        if isinstance(error, _SupersededError):
+                            raise
+                        self._live.failed(name, error, known=known)
+                    errors.append(error)
+                    asked = version is not None or pin
+                    if asked or not chosen or name in self._live.serving or not _refuses(error):
+                        raise errors[0]  # noqa: B904 - the first is the cause
+                    refused.append(chosen[len(served)])
+            if errors:
+                why = f"since version {refused[0]} was refused"
+                _log.error("model %r: version %s serves, %s: %s", name, chosen[-1], why, errors[0])
+            return None if errors else served
+        finally:
+            del errors  # whose tracebacks refer to this frame
 
-    def rollback(self, name: str) -> None:
+    def roll_back(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
         self._refuse_in_fleet(name, "rolling back")
         with self._live.changing(name, "rolling back") as change, self._metrics.changing("rollback", done=name, failed=name):
@@ -166,7 +178,7 @@ class Deployer:
                         f"rolling back model {name!r}: there is no version to go back to; version {serving.version} "
                         "serves, none was replaced, and there is none below it"
                     )
-                fingerprint = self._deploy(name, below[-1], change, False)
+                fingerprint = self._put_into_service(name, below[-1], change)
                 self._rolled_back(name, below[-1], fingerprint, change)
                 return
 
@@ -182,20 +194,20 @@ class Deployer:
                 raise
             self._rolled_back(name, deployed.version, deployed.fingerprint, change)
 
-    def unpin(self, name: str, progress: Progress | None) -> None:
+    def end_pin(self, name: str, progress: Progress | None) -> None:
         """End the pin of a model, if it has one; see `HPS.unpin`."""
         if self._catalog.document(name) is not None:
             self._catalog.fleet.forget(name)
-            self.deploy(name, None, None, progress, False, True, True)
+            self.bring_up(name, progress=progress, pin=True)
             return
         try:
             pinned = self._catalog.pins.of(self._catalog.model(name).model) is not None
         except DatabaseError:
             pinned = True
         if pinned:
-            self.deploy(name, None, None, progress, False, True, True)
+            self.bring_up(name, progress=progress, pin=True)
 
-    def undeploy(self, name: str, version: str | None) -> None:
+    def take_down(self, name: str, version: str | None = None) -> None:
         """Undeploy a model or one version; see `HPS.undeploy`."""
         if version is not None:
             self._refuse_in_fleet(name, "undeploying a version of")
@@ -208,10 +220,7 @@ class Deployer:
             if version is None:
                 self._live.drop_kept(name, self._live.kept(name), "release")
 
-    def poll(self, watch: CatalogWatch, progress: Progress | None) -> dict[str, Exception | None]:
-        """Deploy and undeploy what differs from the catalog; see `HPS.poll`."""
-        self.read_documents()
-        return self._make(watch.differing(), progress)
+    # -- the loop -----------------------------------------------------------------------------------------------------------
 
     def read_documents(self) -> None:
         """Read the serving document of every model in service or awaited; see `HPS.read_documents`."""
@@ -219,25 +228,113 @@ class Deployer:
             with suppress(HPSError):  # its entry is gone
                 self._catalog.read_document(life.name)
 
-    def follow(self, watch: CatalogWatch, progress: Progress | None) -> dict[str, Exception | None]:
-        """Deploy what the serving documents say, as far as they were read; see `HPS.follow`."""
-        return self._make(((name, False) for name in watch.not_following()), progress)
+    def reconcile(self, progress: Progress | None, *, documents_only: bool = False) -> dict[str, Exception | None]:
+        """Bring up every model that does not serve what is desired, and take down those that are gone; see `HPS.poll`.
 
-    def _make(self, changes: Iterator[tuple[str, bool]], progress: Progress | None) -> dict[str, Exception | None]:
-        """Deploy each of these models by its catalog, or undeploy those that are gone; return the outcomes."""
+        Args:
+            documents_only: only those in service or awaited that do not serve what their serving document says, as far as it
+                was read; see `HPS.follow`.
+        """
+        if not documents_only:
+            self.read_documents()
         outcome: dict[str, Exception | None] = {}
-        for name, gone in changes:
+        for name, gone in self._not_following() if documents_only else self._differing():
             try:
                 if gone:
-                    self.undeploy(name, None)
+                    self.take_down(name)
                 else:
-                    self.deploy(name, None, None, progress, False, True, False)
+                    self.bring_up(name, progress=progress)
                 outcome[name] = None
             except ConflictError as error:
                 _log.debug("polling model %r: it is left for the next time: %s", name, error)
             except Exception as error:  # noqa: BLE001 - the other models are not concerned
                 outcome[name] = error
         return outcome
+
+    def _differing(self) -> Iterator[tuple[str, bool]]:
+        """Yield each model that differs from the catalog: its name, and whether it is gone.
+
+        A model differs if its entry, the versions that are chosen, or their files have changed since it was last deployed. A
+        pinned model differs only if the pinned version does; an undeployment alone makes no difference. Reads no rows.
+
+        Raises:
+            HPSError: the models cannot be listed.
+        """
+        self._catalog.scan()
+        names = self._catalog.names
+        known = {*names, *self._catalog.problems}
+        yield from [(name, True) for name in self._live.serving if name not in known]
+        self._live.forget_others(names)
+        for name in names:
+            if (wanted := self._wanted(name)) is not None and self._live.differs(name, wanted):
+                yield name, False
+
+    def _not_following(self) -> Iterator[tuple[str, bool]]:
+        """Yield each model, in service or awaited, that does not serve what its serving document says.
+
+        A version that does not exist yet, or cannot be examined, leaves the model as it is.
+        """
+        for name in [life.name for life in self._live.models()]:
+            document = self._catalog.fleet.shown(name)
+            if document is None or self._live.change_of(name):
+                continue
+            new = self._tried.get(name) != document.number
+            if new:
+                self._live.forget_failure(name)  # of what the fleet served before
+            if not self._serves(name, document.desired) or (new and not document.version):
+                wanted = self._wanted(name)
+                if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
+                    yield name, False
+            self._tried[name] = document.number  # after the caller has tried: until then it is pending
+
+    def _wanted(self, name: str) -> Wanted | None:
+        """Return the entry, versions and files that are desired of a model; None, with one warning, if unknown."""
+        try:
+            numbers, desired = self._catalog.to_serve(name), self._catalog.desired(name)
+            if desired.version and desired.version not in numbers and name in self._live.serving:
+                # Its files are not there: a fleet awaits them, and a pinned version goes on without.
+                if desired.source == "fleet":
+                    raise UnknownVersionError(f"the fleet serves {desired}, and there is no such version (yet)")
+                if self._serves(name, desired):
+                    raise UnknownVersionError(f"version {desired.version}, which serves, is {desired}, and its files are gone")
+            chosen = [self._catalog.version(name, number) for number in numbers]
+            versions = tuple((version.config.version, self._catalog.fingerprint(version)) for version in chosen)
+            wanted = self._catalog.model(name), versions
+        except HPSError as error:
+            if self._unreadable.get(name) != str(error):
+                self._unreadable[name] = str(error)
+                _log.warning("polling model %s: it is left as it is: %s", name, error)
+            return None
+        self._unreadable.pop(name, None)
+        return wanted
+
+    def _serves(self, name: str, desired: DesiredVersion) -> bool:
+        serving = self._live.serving.get(name)
+        return serving is not None and desired.allows(serving.version)
+
+    def fleet(self, name: str) -> FleetStatus | None:
+        """Return whether this replica follows the serving document of a model; None if it has none."""
+        document = self._catalog.fleet.shown(name)
+        if document is None:
+            return None
+        deployment, failure = self._live.serving.get(name), self._live.failure(name)
+        change = self._live.change_of(name)
+        pending = bool(change) or self._tried.get(name) != document.number
+        reason = self._catalog.fleet.problem(name)
+        if not reason and not self._serves(name, document.desired):
+            cause = self._unreadable.get(name, "") or ("" if failure is None else failure.cause)
+            reason = (change and f"{change} it is under way") or ("" if pending else cause) or "it is not deployed yet"
+        serving = "" if deployment is None else deployment.version
+        return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
+
+    def chosen_by(self, name: str, serving: str) -> str:
+        """Describe what other than the policy chose the serving version of a model; empty if nothing did."""
+        status = self.fleet(name)
+        desired = self._catalog.pins.shown(name) if status is None else status.document.desired
+        reason = f"; {status.reason}" if status is not None and status.reason else ""
+        return "" if desired is None else desired.describe(serving) + reason
+
+    # -- the steps ----------------------------------------------------------------------------------------------------------
 
     def _rolled_back(self, name: str, version: str, fingerprint: str, change: Change) -> None:
         """Pin a model to the version that was rolled back to, so that neither polling nor a restart takes a newer one."""
@@ -258,7 +355,7 @@ class Deployer:
         if document is not None and document != chosen_by:
             raise _SupersededError(f"deploying model {name!r}: meanwhile the fleet serves {document}")
 
-    def _tell_pin(self, name: str, served: str) -> None:
+    def _log_pin(self, name: str, served: str) -> None:
         """Log that a pin, and not the model's policy, chose what serves."""
         pin = self._catalog.pins.of(name)
         if pin is None:
@@ -268,7 +365,9 @@ class Deployer:
         else:
             _log.error("model %r: version %s is %s, but its files are gone: version %s serves", name, pin.version, pin, served)
 
-    def _deploy(self, name: str, version: str, change: Change, force: bool, chosen: Sequence[str] = ()) -> str:
+    def _put_into_service(
+        self, name: str, version: str, change: Change, *, force: bool = False, chosen: Sequence[str] = ()
+    ) -> str:
         """Put a version into service, and return the fingerprint of its files.
 
         Args:
@@ -285,7 +384,9 @@ class Deployer:
             )
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
-        if there and there.fingerprint == fingerprint and there.config.row_dtype == config.row_dtype and not force:
+        same_files = there if there and there.fingerprint == fingerprint and not force else None
+        if there and same_files:
+            refuse_format_in_service(there.config, config)
             same = _same_settings(there.config, config)
             if same or there.chain.databases:
                 deployed = there if same else self._renewed(there, config)
@@ -304,8 +405,7 @@ class Deployer:
                     raise
                 self._updates.hand_over(there, deployed)
                 return fingerprint
-        with_writes = there if there and there.fingerprint == fingerprint and not force else None
-        replacing = partial(self._replace, name, wanted, fingerprints, with_writes, change, force, chosen)
+        replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
         try:
             replacing()
         except DatabaseError as error:
@@ -327,68 +427,64 @@ class Deployer:
         fingerprints: Sequence[str],
         there: Deployment | None,
         change: Change,
+        *,
         force: bool,
         chosen: Sequence[str],
     ) -> None:
         """Load a version, or take one that is kept, and put it into service.
 
         Args:
-            there: the deployment in service with the same files in other formats, whose online writes are carried over.
-            change, force, chosen: as for `_deploy`.
+            there: the deployment in service with the same files and other settings; it has no database.
+            change, force, chosen: as for `_put_into_service`.
         """
         config, version = wanted.config, wanted.config.version
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         kept, targets = self._live.kept(name), self._targets()
         old = next((one for one in kept if (one.version, one.fingerprint) == (version, fingerprint)), None)
-        with ExitStack() as noting:
-            changes = FormatChanges()
-            same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
-            if old and same and there is None and not force:  # including its online writes
-                deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
-            else:
-                used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
-                slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
-                tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
-                if not force:
-                    changes = find_changes(config, tables, fingerprints, there, self._chain.databases)
-                noting.enter_context(changes.noted())
-                load = partial(
-                    deploy,
-                    wanted,
-                    tables,
-                    self._cache_class,
-                    self._chain,
-                    targets=replace(targets, force=force),
-                    follows=self._updates.follows,
-                    progress=change,
-                    carried=changes.tables,
-                )
-                change.expect(table.table_name for table in tables)
-                try:
-                    deployed = load()
-                except CapacityError:  # no load happened, so tables due for removal afterwards can go now
-                    self._drop_rest(name, kept, config, [*tables, *changes.sources])
-                    deployed, kept = load(), self._live.kept(name)
-            policy = self._catalog.model(name).version_policy
-
-            def stay(versions: list[str]) -> list[str]:
-                return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
-
-            def give_up() -> bool:
-                change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
-                return self._live.closed
-
-            beside = bool(chosen) and version != chosen[-1]
-            fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+        same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
+        if old and same and there is None and not force:  # including its online writes
+            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
+        else:
+            used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
+            slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
+            tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
+            if not force:
+                refuse_format_change(config, tables, fingerprints, self._chain.databases)
+            load = partial(
+                load_deployment,
+                wanted,
+                tables,
+                self._cache_class,
+                self._chain,
+                targets=replace(targets, force=force),
+                follows=self._updates.follows,
+                progress=change,
+            )
+            change.expect(table.table_name for table in tables)
             try:
-                self._updates.start_and_wait(deployed, give_up, change.wait_for)
-                change.proceed()
-                with changes.taken_over(deployed):
-                    self._live.serve(deployed, stay, fate, old, beside=beside)
-            except BaseException:
-                if self._live.serving.get(name) is not deployed:
-                    deployed.close("keep" if old else "release")
-                raise
+                deployed = load()
+            except CapacityError:  # no load happened, so tables due for removal afterwards can go now
+                self._drop_rest(name, kept, config, tables)
+                deployed, kept = load(), self._live.kept(name)
+        policy = self._catalog.model(name).version_policy
+
+        def stay(versions: list[str]) -> list[str]:
+            return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
+
+        def give_up() -> bool:
+            change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
+            return self._live.closed
+
+        beside = bool(chosen) and version != chosen[-1]
+        fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+        try:
+            self._updates.start_and_wait(deployed, give_up, change.wait_for)
+            change.proceed()
+            self._live.serve(deployed, stay, fate, old, beside=beside)
+        except BaseException:
+            if self._live.serving.get(name) is not deployed:
+                deployed.close("keep" if old else "release")
+            raise
         self._drop_rest(name, kept, config)
 
     def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:

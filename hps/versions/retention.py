@@ -152,7 +152,7 @@ def leftovers(
 
     Of the versions below the serving one, the last `keep_versions`, less those that this process keeps, stay complete for a
     fast roll-back after a restart. Tables of the serving version in other row formats go, also from shared databases: their
-    online writes were carried over. One without a load record stays, which another program may have written.
+    online writes were given up by force, or none. One without a load record stays, which another program may have written.
 
     Args:
         config: configuration of the serving version.

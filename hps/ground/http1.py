@@ -47,9 +47,8 @@ class MalformedRequestError(InvalidInputError):
 
 _SINGLE: Final = frozenset(
     {
-        *(b":method", b":path", b":scheme", b":authority"),  # of HTTP/2
         *(b"authorization", b"content-encoding", b"content-length", b"content-type", b"host"),
-        *(b"inference-header-content-length", b"transfer-encoding", b"grpc-encoding", b"grpc-timeout"),
+        *(b"inference-header-content-length", b"transfer-encoding"),
     }
 )
 

@@ -33,7 +33,7 @@ _IMPORTED: Final = (
     "hps.tools.cli.app",
     "hps.serve.server",
     "hps.client.client",
-    "hps.serve.frontend.grpc_calls",
+    "hps.serve.protocol.grpc_inference",  # not grpcio, which no fork survives
     # What a served process imports when it needs it.
     "hps.cache.cpu.cache",
     "hps.stores.hash_map.database",

@@ -72,6 +72,18 @@ class RequestHead(Protocol):
     def headers(self) -> Mapping[bytes, bytes]: ...
 
 
+class GrpcPort(Protocol):
+    """Serves gRPC beside HTTP, on the event loop of a front."""
+
+    async def start(self) -> None: ...
+    async def stop(self, timeout_s: float) -> None: ...
+    def poll(self, now: float) -> None:
+        """Called twice a second."""
+
+    def renew_certificate(self) -> None:
+        """The files of the certificate have changed."""
+
+
 class Front:
     """One front process. *One event loop.*
 
@@ -85,6 +97,7 @@ class Front:
 
     Attributes:
         leaving: whether the service is stopping, so that each answer tells its client to reconnect.
+        grpc: serves gRPC; set it before `start`.
     """
 
     def __init__(
@@ -110,7 +123,7 @@ class Front:
         self.authorization = Authorization(settings, share=1 / self._fronts)
         self.authorization.loopback = loopback
         self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
-        self.grpc_tls: TLS | None = None
+        self.grpc: GrpcPort | None = None
         self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
@@ -395,9 +408,10 @@ class Front:
         settings = self.settings
         self.published.poll()
         self.exchange.look(now)
-        for tls in (self.tls, self.grpc_tls):
-            if tls is not None:
-                tls.look()
+        if self.tls is not None and self.tls.look() and self.grpc is not None:
+            self.grpc.renew_certificate()
+        if self.grpc is not None:
+            self.grpc.poll(now)
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         if self.exchange.slots.crowded:
@@ -448,11 +462,11 @@ class Front:
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
-    def run(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
+    def run(self, listener: socket.socket) -> None:
         """Serve until SIGTERM. Blocks."""
-        uvloop.run(self._run(listener, grpc_listener))
+        uvloop.run(self._run(listener))
 
-    async def _run(self, listener: socket.socket, grpc_listener: socket.socket | None) -> None:
+    async def _run(self, listener: socket.socket) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
@@ -461,24 +475,19 @@ class Front:
         bound_heap(_HEAPS)
         gc.collect()  # before connections wait for it
         gc.freeze()
-        await self.start(listener, grpc_listener)
+        await self.start(listener)
         await stopping.wait()
         await self.stop(_STOP_S)
         self.close()
 
-    async def start(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
-        """Begin to serve HTTP, and gRPC if it has a listener, on this event loop."""
+    async def start(self, listener: socket.socket) -> None:
+        """Begin to serve HTTP, and gRPC if it is set, on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
         self.exchange.start(loop)
         self.published.poll()
         self._servers = [(listener, await loop.create_server(lambda: self._connect(self), sock=listener, backlog=BACKLOG))]
-        if grpc_listener is not None:
-            from hps.serve.frontend.grpc_calls import grpc_connection  # of an extra
-
-            if self.tls is not None:
-                self.grpc_tls = TLS(self.settings, logging.DEBUG, "h2")
-            server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
-            self._servers.append((grpc_listener, server))
+        if self.grpc is not None:
+            await self.grpc.start()
         self._look()
         self._publish_often()
 
@@ -491,6 +500,7 @@ class Front:
         until the requests that are under way have their answers.
         """
         self.leave()
+        grpc = None if self.grpc is None else asyncio.create_task(self.grpc.stop(timeout_s))
         queued = select.poll()
         for listener, _ in self._servers:
             queued.register(listener, select.POLLIN)
@@ -505,6 +515,8 @@ class Front:
             for connection in list(self.connections.order):
                 connection.close_if_quiet()
             await asyncio.sleep(_STOP_TICK_S)
+        if grpc is not None:
+            await grpc
 
     def close(self) -> None:
         """End what is left, and publish the last figures."""

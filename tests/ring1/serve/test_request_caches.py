@@ -6,7 +6,6 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2 as pb
 
 from hps.errors import HPSError
 from hps.ground.memory import bounded_cache
@@ -15,7 +14,6 @@ from hps.serve.frontend.grpc_calls import _answer_of
 from hps.serve.frontend.lookups import read_cached, read_lookup
 from hps.serve.frontend.shared_memory import _cached_moves, translate
 from hps.serve.protocol import row_writes
-from hps.serve.protocol.grpc_inference import read_infer_request
 from hps.serve.protocol.open_inference import lay_out_body
 from hps.serve.protocol.open_inference_header import CACHED_BYTES
 from hps.serve.protocol.request_checks import ModelTables
@@ -61,17 +59,6 @@ def score_all() -> None:
     read_cached(body[:length], None, SCORED, MOST_KEYS)
 
 
-def infer(outputs: int = 0, typed: int = 0, **names: str) -> Callable[[], object]:
-    asked = pb.ModelInferRequest(**{"model_name": "m", **names})
-    tensor = asked.inputs.add(name="t0", datatype="FP64" if typed else "INT64", shape=[1])
-    tensor.contents.fp64_contents.extend([0.0] * typed)
-    for number in range(outputs):
-        asked.outputs.add(name=f"{number}")
-    if not typed:
-        asked.raw_input_contents.append(bytes(8))
-    return lambda: read_infer_request(asked.SerializeToString())
-
-
 def share() -> None:
     place = {"shared_memory_region": WIDE, "shared_memory_byte_size": 8}
     inputs = [{"name": f"t{number}", "datatype": "INT64", "shape": [1], "parameters": place} for number in range(40)]
@@ -113,10 +100,6 @@ HOSTILE = {
     ),
     "numbers of keys": look_up({"KEYS": np.zeros(60, np.int64), "NUMKEYS": np.ones(60, np.int32)}),
     "scores": score_all,
-    "an id of gRPC": infer(id="x" * CLOSE),
-    "a model of gRPC": infer(model_name=WIDE + "x" * CLOSE),
-    "outputs of gRPC": infer(outputs=1000),
-    "typed contents of gRPC": infer(typed=1000),
     "an answer of gRPC": answer_all,
     "shared memory": share,
     "rows": write_rows,

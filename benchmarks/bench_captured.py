@@ -13,7 +13,7 @@ import torch
 from benchmarks.bench_misses import Table, check
 from benchmarks.gpu_timing import torch_graph, wake
 from benchmarks.harness import Report, add, part
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 
 _ROUNDS = 9
 
@@ -44,9 +44,9 @@ def _lookups(report: Report, table: Table, path: str, quick: bool) -> None:
         outs = torch.full((calls, n, table.dim), torch.nan, device="cuda")
 
         def time(keys: Any, alone: bool, erased: Any = None, outs: Any = outs) -> float:
-            segments = [Segment(0, one, out) for one, out in zip(keys, outs, strict=True)]
-            lookup.prepare([segments[0]])
-            graph = torch_graph([partial(_launch, lookup, segment, alone) for segment in segments])
+            batches = [Batch.of(0, one, out) for one, out in zip(keys, outs, strict=True)]
+            lookup.prepare(batches[0])
+            graph = torch_graph([partial(_launch, lookup, batch, alone) for batch in batches])
             times = []
             for _ in range(_ROUNDS):
                 if erased is not None:
@@ -58,7 +58,7 @@ def _lookups(report: Report, table: Table, path: str, quick: bool) -> None:
                 graph.replay()
                 stop.record()
                 stop.synchronize()
-                times.append(start.elapsed_time(stop) * 1e3 / len(segments))
+                times.append(start.elapsed_time(stop) * 1e3 / len(batches))
                 check(keys.reshape(-1), outs.view(-1, table.dim))
             return float(np.median(times))
 
@@ -83,10 +83,10 @@ def _lookups(report: Report, table: Table, path: str, quick: bool) -> None:
     cache.close()
 
 
-def _launch(lookup: Any, segment: Segment, alone: bool) -> None:
+def _launch(lookup: Any, batch: Batch, alone: bool) -> None:
     captured = torch.cuda.is_current_stream_capturing()
     if alone:
-        lookup.begin([segment], captured)
+        lookup.begin(batch, captured)
         lookup.launch_query()
     else:
-        lookup.enqueue([segment], captured)
+        lookup.enqueue(batch, captured)

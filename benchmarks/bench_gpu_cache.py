@@ -18,7 +18,7 @@ from benchmarks.gpu_timing import back_to_back, one_call, slots_of_resident_keys
 from benchmarks.harness import Report, time_calls
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.lookup import CupyLookup
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.tools.profiling.workloads import power_law_ranks
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -109,7 +109,7 @@ def _queries(
 
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
-            lookup.begin([Segment(0, batch, out)])
+            lookup.begin(Batch.of(0, batch, out))
             lookup.launch_query()
 
         return launch
@@ -131,7 +131,7 @@ def _queries(
 
     for batch in keys[:4]:
         out.fill(cupy.nan)
-        _check(lookup.query([Segment(0, batch, out)]) == 0 and bool((out == _vectors(batch, dim)).all()))
+        _check(lookup.query(Batch.of(0, batch, out)) == 0 and bool((out == _vectors(batch, dim)).all()))
     out.fill(cupy.nan)
     gather(places[0], _PLAIN)()
     _check(bool((out == _vectors(keys[0], dim)).all()))
@@ -236,7 +236,7 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
             lookup.changes._events = events  # the old ones belong to the graph
             lookup.changes.order._last, lookup.changes.order.pending = 0, False
             out = cupy.empty((n, dim), cupy.float32)
-            _check(lookup.query([Segment(0, keys[-1], out)]) == 0 and bool((out == vectors[-1]).all()))
+            _check(lookup.query(Batch.of(0, keys[-1], out)) == 0 and bool((out == vectors[-1]).all()))
         else:
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record()
@@ -257,19 +257,19 @@ def _calls(report: Report, rng: np.random.Generator, quick: bool) -> None:
         specs = [_table(f"t{i}", dim) for i in range(tables)]
         cache = CupyCache.create(specs, [1000 if quick else 100_000] * tables, 0)
         lookup = cache.create_lookup()
-        rotation: dict[str, list[list[Segment]]] = {"torch": [], "host": []}
+        rotation: dict[str, list[Batch]] = {"torch": [], "host": []}
         for table in range(tables):
             keys = np.arange(cache.stats(table).capacity_rows // 2)
             cache.insert(table, keys, _vectors(cupy.asarray(keys), dim).get())
         for _ in range(8):
-            host = [Segment(t, rng.choice(cache.dump(t), n), np.empty((n, dim), np.float32)) for t in range(tables)]
-            rotation["host"].append(host)
-            rotation["torch"].append(
-                [Segment(s.table, torch.from_numpy(s.keys).cuda(), torch.empty(n, dim, device="cuda")) for s in host]
-            )
-        for place, segments in rotation.items():
+            keys, sizes = [rng.choice(cache.dump(table), n) for table in range(tables)], [n] * tables
+            outs = [np.empty((n, dim), np.float32) for _ in range(tables)]
+            rotation["host"].append(Batch(range(tables), sizes, keys, outs))
+            places = [torch.empty(n, dim, device="cuda") for _ in range(tables)]
+            rotation["torch"].append(Batch(range(tables), sizes, [torch.from_numpy(one).cuda() for one in keys], places))
+        for place, batches in rotation.items():
             axes = {"work": f"cache calls, {place} tensors", "tables": tables, "batch": n, "dim": dim}
-            report.add(axes, _time_lookups(lookup, dim, segments))
+            report.add(axes, _time_lookups(lookup, dim, batches))
         cache.close()
     indices, table = torch.randint(0, 100_000, (4096,), device="cuda"), torch.empty(100_000, 32, device="cuda")
 
@@ -280,19 +280,19 @@ def _calls(report: Report, rng: np.random.Generator, quick: bool) -> None:
     report.add({"work": "torch index_select + sync", "tables": 1, "batch": 4096, "dim": 32}, time_calls(select, 2000).as_dict())
 
 
-def _time_lookups(lookup: CupyLookup, dim: int, rotation: list[list[Segment]]) -> dict[str, float]:
+def _time_lookups(lookup: CupyLookup, dim: int, rotation: list[Batch]) -> dict[str, float]:
     def call(i: int) -> int:
         missing = lookup.query(rotation[i % 8])
         lookup.finish()
         return missing
 
     _check(all(call(i) == 0 for i in range(8)))
-    _check(all(_right(segment, dim) for segment in rotation[7]))
+    _check(all(_right(*both, dim) for both in zip(rotation[7].keys, rotation[7].outs, strict=True)))
     return time_calls(call, 2000).as_dict()
 
 
-def _right(segment: Segment, dim: int) -> bool:
-    keys, out = cupy.asarray(segment.keys), cupy.asarray(segment.out)
+def _right(asked: Any, answered: Any, dim: int) -> bool:
+    keys, out = cupy.asarray(asked), cupy.asarray(answered)
     return bool((out == _vectors(keys, dim)).all())
 
 
@@ -312,7 +312,7 @@ def _misses(report: Report, rng: np.random.Generator, quick: bool) -> None:
     fresh = iter(batches)
 
     def call(_i: int) -> None:
-        lookup.query([Segment(0, next(fresh), out)])
+        lookup.query(Batch.of(0, next(fresh), out))
         for missed in lookup.unique():
             found = np.ones(missed.keys.size, np.bool_)
             missed.buffer()[:, 0] = missed.keys
@@ -367,7 +367,7 @@ def _hit_rate(report: Report, rng: np.random.Generator, rows: int, batches: int)
     g = 1.0 - _ALPHA
     for batch in range(batches):
         ranks = ((random.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).astype(cupy.int64)
-        missing = lookup.query([Segment(0, ids[cupy.minimum(ranks, rows - 1)], out)])
+        missing = lookup.query(Batch.of(0, ids[cupy.minimum(ranks, rows - 1)], out))
         for missed in lookup.unique():
             found = np.ones(missed.keys.size, np.bool_)
             missed.buffer()[...] = 0

@@ -24,7 +24,7 @@ from hps.ground.threads.thread_pool import POOL, available_threads
 from hps.statistics.metrics import Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.array_checks import as_keys, as_output
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.tools.profiling.workloads import power_law_keys
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -73,11 +73,11 @@ def _queries(report: Report, rng: np.random.Generator, rows: int, n: int, dim: i
     cache, resident = _filled(rng, rows, dim)
     batches = _batches(rng, resident, n, alpha)
     lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
-    segments = [[Segment(0, keys, out)] for keys in batches]
+    asked = [Batch.of(0, keys, out) for keys in batches]
     calls = 400 if n < 10_000 else 12
 
     def query(i: int) -> int:
-        return lookup.query(segments[i % _ROTATION])
+        return lookup.query(asked[i % _ROTATION])
 
     for i, keys in enumerate(batches):
         out.fill(np.nan)
@@ -102,13 +102,12 @@ def _many_tables(report: Report, rng: np.random.Generator, rows: int) -> None:
         keys = rng.permutation(4 * rows)[:rows]
         cache.insert(table, keys, _vectors(keys, dim))
     lookup = cache.create_lookup()
-    rotation = [
-        [Segment(table, rng.choice(cache.dump(table), n), np.empty((n, dim), np.float32)) for table in range(tables)]
-        for _ in range(_ROTATION)
-    ]
-    for segments in rotation:
-        _check(lookup.query(segments) == 0)
-        _check(all(np.array_equal(segment.out, _vectors(segment.keys, dim)) for segment in segments))
+    outs = [[np.empty((n, dim), np.float32) for _ in range(tables)] for _ in range(_ROTATION)]
+    keys_of = [[rng.choice(cache.dump(table), n) for table in range(tables)] for _ in range(_ROTATION)]
+    rotation = [Batch(range(tables), [n] * tables, asked, out) for asked, out in zip(keys_of, outs, strict=True)]
+    for batch in rotation:
+        _check(lookup.query(batch) == 0)
+        _check(all(np.array_equal(out, _vectors(keys, dim)) for keys, out in zip(batch.keys, batch.outs, strict=True)))
     timing = time_calls(lambda i: lookup.query(rotation[i % _ROTATION]), 500)
     report.add({"work": "query of 26 tables", "rows": rows, "batch": tables * n, "dim": dim, "alpha": 0.0}, timing.as_dict())
 
@@ -121,7 +120,7 @@ def _while_writing(report: Report, rng: np.random.Generator, rows: int) -> None:
     lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
 
     def query(i: int) -> None:
-        lookup.query([Segment(0, batches[i % _ROTATION], out)])
+        lookup.query(Batch.of(0, batches[i % _ROTATION], out))
 
     quiet = time_calls(query, 300)
     done, updated, vectors = threading.Event(), 0, _vectors(resident, dim)
@@ -165,7 +164,7 @@ def _misses(report: Report, rng: np.random.Generator) -> None:
         absent = rng.integers(1 << 40, 1 << 60, missing)
         keys = rng.permutation(np.concatenate([rng.choice(resident, n - missing), rng.choice(absent, missing)]))
         lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
-        _check(lookup.query([Segment(0, keys, out)]) == missing)
+        _check(lookup.query(Batch.of(0, keys, out)) == missing)
 
         def answer(_: int) -> None:
             for missed in lookup.unique():  # noqa: B023
@@ -208,7 +207,7 @@ def _hit_rate(report: Report, rng: np.random.Generator, rows: int) -> None:
         keys = power_law_keys(rng, calls * batch, rows, _ALPHA) + (1 << 40) * (phase == "after all keys changed")
         missing = 0
         for start in range(0, keys.size, batch):
-            missing += lookup.query([Segment(0, keys[start : start + batch], out)])
+            missing += lookup.query(Batch.of(0, keys[start : start + batch], out))
             for missed in lookup.unique():
                 missed.buffer()[:] = _vectors(missed.keys, 1)
                 found = np.ones(missed.keys.size, np.bool_)
@@ -263,7 +262,7 @@ def _shared_misses(report: Report, rng: np.random.Generator, rows: int, dim: int
                     POOL.limit_to(threads)
                     keys = rng.choice(rows, n, replace=False)
                     began = time.perf_counter()
-                    session.lookup([Segment(0, keys, out)])
+                    session.run(Batch.of(0, keys, out))
                     seconds[threads].append(time.perf_counter() - began)
                     _check(np.array_equal(out, _vectors(keys, dim)))
             for threads, each in seconds.items():

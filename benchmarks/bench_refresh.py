@@ -34,7 +34,7 @@ from hps.errors import NotReadyError
 from hps.ground.threads.open_calls import OpenCalls
 from hps.statistics.metrics import TIERS, Metrics
 from hps.stores.hash_map.database import HashMapDatabase
-from hps.tensors.segments import Segment, tensor_segment
+from hps.tensors.batch import Batch, table_batch
 from hps.types import TableSpec
 from hps.versions.deployment import choose_cache
 
@@ -251,9 +251,9 @@ class _Lookups:
             self._out = torch.empty((KEYS, stage.table.dim), dtype=torch.float32, device="cuda")
             tensors = [torch.from_numpy(one).cuda() for one in keys]
             dim = stage.table.dim
-            self._segments = [tensor_segment(0, dim, one, self._out, on_cuda=True, with_found=False) for one in tensors]
+            self._segments = [table_batch(0, dim, one, self._out, on_cuda=True, with_found=False) for one in tensors]
         else:
-            self._segments = [Segment(0, one, self._out) for one in keys]
+            self._segments = [Batch.of(0, one, self._out) for one in keys]
 
     def check(self, nth: int) -> None:
         self._lookup(nth)
@@ -282,7 +282,7 @@ class _Lookups:
         return np.array(seconds)
 
     def _lookup(self, nth: int) -> None:
-        self._stage.session.lookup([self._segments[nth]])
+        self._stage.session.run(self._segments[nth])
         self._wait()
 
 

@@ -24,7 +24,7 @@ from hps.cache.cuda.cache import CupyCache
 from hps.ground.rows import decode, encode
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.bags import Combiner, Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _DIM = 128
@@ -154,7 +154,7 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> bool:
 
         def ask(keys: Any) -> None:
             nonlocal missed
-            _ask(lookup, Segment(0, keys, out))
+            _ask(lookup, Batch.of(0, keys, out))
             missed += sum(lookup.linked)
 
         for _ in range(batches):
@@ -175,7 +175,7 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> bool:
         asked = [table.traffic(n, random) for _ in range(calls)]
 
         def enqueued(i: int) -> None:
-            lookup.enqueue([Segment(0, asked[i], out)])
+            lookup.enqueue(Batch.of(0, asked[i], out))
             torch.cuda.synchronize()
 
         without = time_calls(enqueued, calls, warmup=0)
@@ -240,11 +240,11 @@ def _hits(report: Report, table: _Table, quick: bool) -> bool:
                 arrays = [(cupy.asarray(some), cupy.asarray(out)) for some, out in zip(asked, outs, strict=True)]
 
                 def launch(i: int, lookup: Any = lookup, arrays: Any = arrays) -> None:
-                    lookup.begin([Segment(0, *arrays[i])])
+                    lookup.begin(Batch.of(0, *arrays[i]))
                     lookup.launch_query()
 
                 def whole(i: int, lookup: Any = lookup, arrays: Any = arrays) -> None:
-                    _ask(lookup, Segment(0, *arrays[i % 8]))
+                    _ask(lookup, Batch.of(0, *arrays[i % 8]))
                     torch.cuda.synchronize()
 
                 one_call = time_calls(whole, 40)
@@ -257,8 +257,8 @@ def _hits(report: Report, table: _Table, quick: bool) -> bool:
     return True
 
 
-def _ask(lookup: Any, segment: Segment) -> None:
-    if lookup.query([segment]):
+def _ask(lookup: Any, batch: Batch) -> None:
+    if lookup.query(batch):
         raise RuntimeError("keys are left for the host")
     lookup.finish()
 
@@ -273,7 +273,7 @@ def _bags(report: Report, table: _Table, quick: bool) -> bool:
         lookup = cache.create_lookup()
 
         def ask(_i: int) -> None:
-            _ask(lookup, Segment(0, keys, out, None, keys.numel(), pooling))
+            _ask(lookup, Batch.of(0, keys, out, None, keys.numel(), pooling))
             torch.cuda.synchronize()
 
         timing = time_calls(ask, 40)

@@ -11,8 +11,8 @@ from hps.networks.base import Tensor
 from hps.scoring.merging import Keys, Merged
 from hps.scoring.runner import Runner, index_of
 from hps.scoring.signature import Lookup, Source
-from hps.tensors.bags import Bags, pooled_segments
-from hps.tensors.segments import Segment, named_segments
+from hps.tensors.bags import Bags, pooled_batch
+from hps.tensors.batch import named_batch
 from hps.types import KeyArray
 
 
@@ -147,13 +147,12 @@ class NewBatches:
     def _look_up(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
         """Look up one lookup of each table."""
         index, on_device = self._indices.__getitem__, self._runner.on_device
+        tables_of = self._runner.tables
         if pooled:
-            segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._runner.tables, on_cuda=on_device)
+            batch = pooled_batch(tables, outs, index, tables_of, on_cuda=on_device)
         else:
-            segments = named_segments(
-                tables, outs, index, self._indices, self._runner.tables, on_cuda=on_device, with_found=False
-            )
-        self._runner.lookup(segments)
+            batch = named_batch(tables, outs, index, self._indices, tables_of, on_cuda=on_device, with_found=False)
+        self._runner.lookup(batch)
 
     def _ask(self, batch: _Batch, lookup: Lookup) -> _Asked:
         """Find the keys of a lookup, and its bags if it pools."""

@@ -132,13 +132,14 @@ class Batch:
         Raises:
             InvalidInputError: some have bags, and some have none.
         """
-        columns = [[column for one in batches for column in getattr(one, name)] for name in ("tables", "sizes", "keys", "outs")]
+        tables, sizes = [one.tables[0] for one in batches], [one.sizes[0] for one in batches]
+        keys, outs = [one.keys[0] for one in batches], [one.outs[0] for one in batches]
         poolings = [pooling for one in batches for pooling in one.poolings]
         if poolings and len(poolings) != len(batches):
             raise InvalidInputError("looking up bags: got a table without bags beside some with bags, expected bags alone")
         masked = any(one.founds for one in batches)
         founds = [one.founds[0] if one.founds else None for one in batches] if masked else ()
-        return cls(*columns, founds, poolings)
+        return cls(tables, sizes, keys, outs, founds, poolings)
 
 
 def as_host_keys(keys: Any) -> KeyArray:

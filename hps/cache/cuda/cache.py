@@ -38,7 +38,7 @@ from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.workers import PeriodicTask
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -258,12 +258,12 @@ class CupyCache(EmbeddingCache):
         return StreamOrderedCounts(counts.misses + missed, counts.linked, counts.absent, counts.unread + unread, settled)
 
     @device_call("capturing a lookup")
-    def capture_of(self, segments: Sequence[Segment]) -> CupyCapture | None:
-        return capture_of(self._reader(), segments)
+    def capture_of(self, batch: Batch) -> CupyCapture | None:
+        return capture_of(self._reader(), batch)
 
     @device_call("capturing a lookup")
-    def record(self, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]) -> CupyGraph:
-        return record(self._reader(), self.memory, segments, enqueue)
+    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> CupyGraph:
+        return record(self._reader(), self.memory, batch, enqueue)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Return pinned host memory. See `EmbeddingCache.host_buffer`."""

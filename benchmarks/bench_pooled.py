@@ -230,10 +230,10 @@ def _anchor(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out:
     return best
 
 
-def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any, weights: Any, out: Any) -> list[Any]:
-    """The segments of a lookup of bags with one output for all tables."""
+def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any, weights: Any, out: Any) -> Any:
+    """The batch of a lookup of bags with one output for all tables."""
     import hps
-    from hps.tensors.bags import pooled_segments
+    from hps.tensors.bags import pooled_batch
 
     bags = {
         table: hps.Bags(
@@ -243,7 +243,7 @@ def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any,
         )
         for table, (keys, hot) in enumerate(zip(each.keys, hotness, strict=True))
     }
-    return pooled_segments(bags, out, int, tables.specs, on_cuda=True)
+    return pooled_batch(bags, out, int, tables.specs, on_cuda=True)
 
 
 def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check, kind: str) -> dict[str, Any]:
@@ -279,15 +279,15 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
     calls = time_calls(whole, 100)
     figures: dict[str, Any] = {"call_p50_us": calls.p50_s * 1e6, "call_p99_us": calls.p99_s * 1e6}
 
-    def launch(segments: Any) -> None:
-        lookup.begin(segments)
+    def launch(batch: Any) -> None:
+        lookup.begin(batch)
         lookup.launch_pool("pool")
 
     try:  # what the device does of it; the streams of the tensors are those that work is captured on
-        segments = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
-        seconds = back_to_back([partial(launch, each) for each in segments])
+        asked = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
+        seconds = back_to_back([partial(launch, each) for each in asked])
         check(f"ours in a graph, {kind}", batches[-1], weights)
-        return {"seconds": seconds, "one_call_s": one_call(partial(launch, segments[0]))} | figures
+        return {"seconds": seconds, "one_call_s": one_call(partial(launch, asked[0]))} | figures
     except Exception as error:  # noqa: BLE001 - the calls' time stands for it
         print(f"# in a graph: {type(error).__name__}: {error}; the time of calls stands for the device's", flush=True)
         return {"seconds": calls.p50_s, "in_a_graph": f"{type(error).__name__}: {error}"[:200]} | figures

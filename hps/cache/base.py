@@ -595,6 +595,14 @@ class EmbeddingCache(ABC):
     def stats(self, table: int) -> CacheStats:
         """Counters of a table."""
 
+    def check_integrity(self) -> list[str]:
+        """Check the invariants of all tables; copies their index from the device.
+
+        Returns:
+            A sentence for each that is broken. Changes that run meanwhile may be reported, too.
+        """
+        return []
+
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the cache's device. May wait for the device.
 

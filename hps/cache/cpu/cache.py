@@ -20,7 +20,8 @@ from hps.cache.base import (
 )
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
-from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
+from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_BYTES, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
+from hps.cache.integrity import check_keys_of_sets, hashes_of
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
@@ -180,6 +181,21 @@ class NumpyCache(EmbeddingCache):
             size_bytes=own.lines.nbytes + own.vectors.nbytes + own.state.nbytes,
             unplaced=int(own.state[UNPLACED]),
         )
+
+    def check_integrity(self) -> list[str]:
+        findings = []
+        for table in self.open_tables():
+            lines = table.lines.copy()
+            ages = lines.view(np.uint8).reshape(-1, LINE_BYTES)[:, 2 : 2 + WAYS]
+            sets, slots = np.nonzero(ages)
+            keys = lines[sets, 2 + slots]
+            strangers = 0
+            if not self.static:  # keys of a static table walk on from a full home
+                homes = (hashes_of(keys) >> np.uint64(32)) * np.uint64(len(lines)) >> np.uint64(32)
+                strangers = int(np.count_nonzero(homes != sets))
+            owned = int(np.count_nonzero(lines.view(np.uint16).reshape(-1, LINE_BYTES // 2)[:, 0] & 1))
+            findings += check_keys_of_sets(table.spec.tag, keys, owned, strangers, int(table.state[RESIDENT]))
+        return findings
 
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the machine, and what this process may still allocate."""

@@ -25,6 +25,7 @@ from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.compiler import compile_ahead
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, TableMemory, compile_all, copy_to_host, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
+from hps.cache.cuda.integrity import check_buckets
 from hps.cache.cuda.kernels import Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
@@ -314,6 +315,16 @@ class CupyCache(EmbeddingCache):
         admitted, evicted, erased, unplaced, *_ = self._changes.counters(own) if own.pairs else [0] * geometry.COUNTERS
         resident, size_bytes = admitted - evicted - erased, own.bytes_on(self.device_id)
         return CacheStats(own.capacity_rows, resident, admitted, evicted, size_bytes, unplaced)
+
+    @device_call("checking the tables")
+    def check_integrity(self) -> list[str]:
+        findings = []
+        for table in self.memory.tables():
+            if table.pairs:
+                buckets, (admitted, evicted, erased, *_) = self._changes.buckets(table), self._changes.counters(table)
+                counted = admitted - evicted - erased
+                findings += check_buckets(table.spec.tag, buckets, table.packed, static=self.static, counted_rows=counted)
+        return findings
 
     @device_call("asking for the memory")
     def device_memory(self) -> DeviceMemory:

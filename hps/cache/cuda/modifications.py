@@ -21,7 +21,7 @@ from hps.cache.cuda.device import (
     launch,
 )
 from hps.cache.cuda.kernels import Kernel, Kind, Rows
-from hps.types import KeyArray
+from hps.types import IndexArray, KeyArray
 
 _MAPPED_BYTES = 1 << 18  # up to this size, kernels read host arrays from pinned memory: a separate copy costs more
 _STAGED_BYTES = 1 << 24
@@ -193,6 +193,15 @@ class Modifications:
                     copy_to_host(part, count_at + 256, self._stream)
                 parts.append(part)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def buckets(self, table: DeviceTable) -> IndexArray:
+        """Return a copy of the buckets of a table, (2 pairs, 8) int64, after the changes before it."""
+        copied: IndexArray = np.empty((2 * table.pairs, kernels.PAIR_BYTES // 16), np.int64)
+        with self._staging:
+            if self.order.pending:
+                self.order.show(self._stream)
+            copy_to_host(copied, table.buckets, self._stream)
+        return copied
 
     def counters(self, table: DeviceTable) -> list[int]:
         """Return the counters of a table since construction: keys admitted, evicted, erased; then those of `cuda/walk.cuh`."""

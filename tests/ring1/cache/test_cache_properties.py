@@ -144,6 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_resident_is_whole_and_current(self) -> None:
         if not hasattr(self, "cache"):
             return
+        assert self.cache.check_integrity() == []
         for table, known in enumerate(self.known):
             rows = self.contract.raw_rows(self.cache, table)
             stats = self.cache.stats(table)

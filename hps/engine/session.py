@@ -172,7 +172,28 @@ class RecordedLookup:
         self._graph.close()
 
 
-class CachedSession:
+class _TableLimits:
+    """The tables of a session, and how many keys each may be asked for at once."""
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self.tables = tuple(tables)
+        self._max_keys = [table.max_keys for table in self.tables]
+
+    def check(self, batch: Batch) -> None:
+        max_keys = self._max_keys
+        for index, n in zip(batch.tables, batch.sizes):  # noqa: B905 - as many, and this is the hot path
+            if n > max_keys[index]:
+                table = self.tables[index]
+                raise TooManyKeysError(
+                    f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
+                    f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
+                    "send fewer or raise them"
+                )
+        if batch.kept:
+            batch.checked = self
+
+
+class CachedSession(_TableLimits):
     """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
 
     Args:
@@ -191,7 +212,7 @@ class CachedSession:
         settings: SessionSettings,
         metrics: Metrics,
     ) -> None:
-        self.tables = tuple(tables)
+        super().__init__(tables)
         self.cache = cache
         self.on_cuda = cache.device == "cuda"
         self._chain = chain
@@ -199,7 +220,6 @@ class CachedSession:
         self._threshold = settings.hit_rate_threshold
         self.miss_paths = settings.miss_paths
         self._metrics = metrics
-        self._max_keys = [table.max_keys for table in self.tables]
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
@@ -316,11 +336,6 @@ class CachedSession:
                 counters.misses[0] += keys - hits
                 if linked or absent:
                     counters.count_linked(linked, absent)
-
-    def check(self, batch: Batch) -> None:
-        _refuse_too_many(self.tables, self._max_keys, batch)
-        if batch.kept:
-            batch.checked = self
 
     def _run_later(self, batch: Batch, start: int) -> None:
         if any(found is not None for found in batch.founds):
@@ -536,7 +551,7 @@ class CachedSession:
             answers.defaults += by_default
 
 
-class DirectSession:
+class DirectSession(_TableLimits):
     """Answers lookups from the databases, then the default vector. *Thread-safe.* Keys and outputs are in host memory.
 
     For models without an embedding cache. The databases answer duplicate keys and write vectors straight to the output, so keys
@@ -544,7 +559,7 @@ class DirectSession:
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
-        self.tables = tuple(tables)
+        super().__init__(tables)
         self.cache: EmbeddingCache | None = None
         self.on_cuda = self.lost = False
         self.refuses = ""
@@ -553,7 +568,6 @@ class DirectSession:
         self.miss_paths: Sequence[str] = ()
         self._chain = chain
         self._metrics = metrics
-        self._max_keys = [table.max_keys for table in self.tables]
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._times = metrics.lookup_times(self.tables[0].model_name)
         self._calls = OpenCalls(f"the deployment of model {self.tables[0].model_name!r}")
@@ -645,11 +659,6 @@ class DirectSession:
             ended("scatter", table.table_name, began, found.size)
         return positions.size, absent
 
-    def check(self, batch: Batch) -> None:
-        _refuse_too_many(self.tables, self._max_keys, batch)
-        if batch.kept:
-            batch.checked = self
-
     def record(self, batch: Batch) -> RecordedLookup:
         raise self._without_device()
 
@@ -739,17 +748,6 @@ class _LookupPool:
             self.size -= 1
         self._free.put(None)
         return True
-
-
-def _refuse_too_many(tables: Sequence[TableSpec], max_keys: Sequence[int], batch: Batch) -> None:
-    for index, n in zip(batch.tables, batch.sizes):  # noqa: B905 - as many, and this is the hot path
-        if n > max_keys[index]:
-            table = tables[index]
-            raise TooManyKeysError(
-                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
-                f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
-                "send fewer or raise them"
-            )
 
 
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:

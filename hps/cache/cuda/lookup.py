@@ -397,7 +397,7 @@ class CupyLookup(CacheLookup):
         """
         if self.memory.complete and self._settle():
             return [0] * self._table_count
-        self.launch_query()
+        self._queries.launch(self.placed, self.stream)  # not by `launch_query`: every call counts here
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:

@@ -48,7 +48,7 @@ class Deployed:
         return [session.busy for session in self.deployment.sessions.values()]
 
     def lookup(self, device, keys) -> None:
-        self.session(device).lookup(Batch.of(0, np.arange(keys), np.empty((keys, 2), np.float32)))
+        self.session(device).run(Batch.of(0, np.arange(keys), np.empty((keys, 2), np.float32)))
 
     def start(self, device, keys) -> "Future[None]":
         """A lookup that runs, or waits for a workspace, until the database opens."""

@@ -18,6 +18,7 @@ import hps
 from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
 from hps.stores.base import RowChanges
+from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import split_tag
 from hps.versions.deployment import Deployment, reconfigure
@@ -258,7 +259,7 @@ def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS,
         leaving = pool.submit(server.undeploy, "ranker")
         wait_until(lambda: server.models == (), "the model was out of service")
         with pytest.raises(hps.NotReadyError):  # of a caller that had found the model before it was undeployed
-            wait_until(lambda: deployment.session(None).lookup([]), "new lookups were refused")
+            wait_until(lambda: deployment.session(None).run(Batch.merged([])), "new lookups were refused")
         batch.go_on.set()
         running.result(PATIENCE_S)
         leaving.result(PATIENCE_S)

@@ -9,12 +9,9 @@ rounds. `relative` is `p50_us` divided by that of `hps.connect` in the same run.
 import asyncio
 import json
 import socket
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,9 +21,8 @@ import urllib3
 from tritonclient.utils import shared_memory as regions
 
 import hps
-from benchmarks.harness import Report
-from benchmarks.served import document, head, model
-from tests.servers.served_process import ServedProcess
+from benchmarks.harness import Report, require, scratch
+from benchmarks.served import SERVICE, document, head, hps_serve, model
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _PATH = "/v2/models/m/infer"
@@ -60,37 +56,31 @@ def _read(body: bytes | memoryview, text_bytes: int) -> Tables:
 
 @contextmanager
 def _raw(url: str) -> Iterator[Ask]:
-    """The limit: a request that is made each time, an answer whose sizes are known."""
-    address = url.removeprefix("http://").split(":")
-    known: dict[int, tuple[bytearray, int, list[tuple[str, int, int]]]] = {}
-    with socket.create_connection((address[0], int(address[1]))) as connection:
+    """The limit: a request that is made each time, an answer whose sizes are known from the first one."""
+    host, port = url.removeprefix("http://").split(":")
+    known: dict[int, tuple[int, int]] = {}  # by number of tables: size of an answer, and where its vectors begin
+    with socket.create_connection((host, int(port))) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def learn(tables: int) -> None:
+            while b"\r\n\r\n" not in (peeked := connection.recv(1 << 16, socket.MSG_PEEK)):
+                pass
+            lines, _, _ = peeked.partition(b"\r\n\r\n")
+            sizes = {line.split(b":")[0].lower(): int(line.split(b":")[1]) for line in lines.split(b"\r\n") if b"ength" in line}
+            start = len(lines) + 4
+            known[tables] = start + sizes[b"content-length"], start + sizes[b"inference-header-content-length"]
 
         def ask(tables: Tables) -> Tables:
             text, body = _body(tables)
             connection.sendall(head(_PATH, len(body), len(text)) + body)
-            if (of := known.get(len(tables))) is None:
-                data = bytearray()
-                while b"\r\n\r\n" not in data:
-                    data += connection.recv(1 << 20)
-                lines, _, rest = bytes(data).partition(b"\r\n\r\n")
-                sizes = {
-                    line.split(b":")[0].lower(): int(line.split(b":")[1]) for line in lines.split(b"\r\n") if b"ength" in line
-                }
-                rest = bytearray(rest)
-                while len(rest) < sizes[b"content-length"]:
-                    rest += connection.recv(1 << 20)
-                found = _read(bytes(rest), sizes[b"inference-header-content-length"])
-                start = len(lines) + 4 + sizes[b"inference-header-content-length"]
-                known[len(tables)] = (bytearray(len(lines) + 4 + len(rest)), start, list(found))
-                return found
-            _, start, names = of
-            buffer = np.empty(len(of[0]), np.uint8)
+            if len(tables) not in known:
+                learn(len(tables))
+            size, start = known[len(tables)]
+            buffer = np.empty(size, np.uint8)
             view, have = memoryview(buffer), 0
-            while have < len(view):
+            while have < size:
                 have += connection.recv_into(view[have:])
-            flat = np.frombuffer(view[start:], np.float32).reshape(len(names), _KEYS, _DIM)
-            return dict(zip(names, flat, strict=True))
+            return dict(zip(tables, np.frombuffer(view[start:], np.float32).reshape(len(tables), _KEYS, _DIM), strict=True))
 
         yield ask
 
@@ -239,33 +229,30 @@ def run(report: Report, quick: bool) -> None:
     rounds, calls = (1, 20) if quick else (40, 50)
     rng = np.random.default_rng(report.seed)
     report.about |= {"rounds": rounds, "calls": calls, "fronts": 1}
-    with tempfile.TemporaryDirectory(prefix="hps-bench-client-") as name, ExitStack() as stack:
-        directory, files = Path(name), []
-        for table in range(26):
-            files.append(directory / f"t{table}.model")
-            hps.write_sparse_model(files[-1], (np.arange(_ROWS), _vectors(table, np.arange(_ROWS))))
-        settings = {"shared_memory_bytes": 1 << 28, "access_log_per_s": 0}
-        served = stack.enter_context(ServedProcess(document(model(files, [_DIM] * 26), service=settings), directory))
-        asks = {kind: stack.enter_context(make(served.url)) for kind, make in _CLIENTS.items()}
+    with scratch("client") as directory, ExitStack() as stack:
+        files = [directory / f"t{table}.model" for table in range(26)]
+        for table, file in enumerate(files):
+            hps.write_sparse_model(file, (np.arange(_ROWS), _vectors(table, np.arange(_ROWS))))
+        settings = {**SERVICE, "shared_memory_bytes": 1 << 28}
+        configuration = document(model(files, [_DIM] * 26), service=settings)
+        service = stack.enter_context(hps_serve(configuration, directory, fronts=1))
+        asks = {kind: stack.enter_context(make(f"http://127.0.0.1:{service.port}")) for kind, make in _CLIENTS.items()}
         for tables in (1, 26):
             requests = [{f"t{table}": rng.integers(0, _ROWS, _KEYS) for table in range(tables)} for _ in range(8)]
-            times: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in asks}
             for kind, ask in asks.items():
                 for request in requests:
                     found = ask(request)
                     for nth, keys in enumerate(request.values()):
-                        if not np.array_equal(found[f"t{nth}"], _vectors(nth, keys)):
-                            raise RuntimeError(f"{kind} returned wrong vectors")
+                        require(np.array_equal(found[f"t{nth}"], _vectors(nth, keys)), kind)
                     del found
-            for _ in range(rounds):
-                for kind, ask in asks.items():
-                    times[kind].append(_round(ask, requests, calls))
-            best = {kind: [float(np.quantile(column, 0.1)) for column in zip(*of, strict=True)] for kind, of in times.items()}
-            own, *_ = best["hps"]
+            turns = [{kind: _round(ask, requests, calls) for kind, ask in asks.items()} for _ in range(rounds)]
+            taken = {kind: np.array([turn[kind] for turn in turns]) for kind in asks}
+            best = {kind: np.quantile(found, 0.1, axis=0) for kind, found in taken.items()}
             for kind, (p50, _, cpu) in best.items():
-                p99 = statistics.median(p99 for _, p99, _ in times[kind])
-                figures = {"p50_us": 1e6 * p50, "p99_us": 1e6 * p99, "cpu_us": 1e6 * cpu, "relative": p50 / own}
-                report.add({"client": kind, "tables": tables, "keys": _KEYS, "dim": _DIM}, figures)
+                p99 = float(np.median(taken[kind][:, 1]))
+                figures = {"p50_us": 1e6 * p50, "p99_us": 1e6 * p99, "cpu_us": 1e6 * cpu, "relative": p50 / best["hps"][0]}
+                axes = {"client": kind, "tables": tables, "keys": _KEYS, "dim": _DIM}
+                report.add(axes, {name: float(value) for name, value in figures.items()})
 
 
 def _round(ask: Ask, requests: list[Tables], calls: int) -> tuple[float, float, float]:

@@ -6,12 +6,11 @@ power-law popularity (alpha 1.05) by a random permutation of the ids; or uniform
 
 - `sustained`: threads that look up 1, 4 or 16 queries in one call, call after call. Limit: `torch.index_select` of as many rows
   of a table in device memory.
-- `served`: queries arrive as a Poisson process, whatever happens before. A worker takes all that have arrived, up to 16, copies
-  their keys from pinned host memory, looks them up in one call, and notes when the answer is complete on the device.
-- `loadgen`: the same workers under MLCommons LoadGen, scenario Server, with DLRMv3's bound: 99 % within 80 ms. The sparse stage
-  alone, and with a `dense stand-in`: matrix products of about as many FLOPs as DLRMv3's network, which they are not.
+- `loadgen`: MLCommons LoadGen, scenario Server, with DLRMv3's bound: 99 % within 80 ms. A worker takes all queries that have
+  arrived, up to 16, copies their keys from pinned host memory, and looks them up in one call. The sparse stage alone, and with
+  a `dense stand-in`: matrix products of about as many FLOPs as DLRMv3's network, which they are not.
 
-All bits of every answer are compared with what its keys say: after the clock of a `sustained` round has stopped; in the others
+All bits of every answer are compared with what its keys say: after the clock of a `sustained` round has stopped; under LoadGen
 as part of a worker's turn, after the query counts as answered.
 
 `HPS_DLRMV3_ROWS`, `_SECONDS` (of a run of LoadGen; MLPerf wants 600), `_SHARING` (for two GPUs: values of `device_sharing`, by
@@ -19,9 +18,7 @@ comma) and `_LIMIT_S` (no further part begins then) change the run. LoadGen need
 """
 
 import os
-import queue
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,15 +33,15 @@ import torch
 from numba import njit
 
 import hps
-from benchmarks.harness import Report, add, part
+from benchmarks import loadgen
+from benchmarks.harness import ALPHA, Report, ranks_of
 from benchmarks.served import document, model
 from hps.configuration.load import load_configuration
 from hps.types import TableSpec
 
 _MODEL, _TABLE = "dlrm", "item_id"
-_ALPHA = 1.05
 _CACHE_SHARE = 0.1
-_BOUND_NS = 80_000_000
+_BOUND_S = 0.08
 _MOST_ROWS = 60_000_000
 _MEMORY_SHARE = 0.6  # of what is free
 _FILL_ROWS = 1 << 15
@@ -88,7 +85,6 @@ class Shape:
     library: int = 16_384
     warm_s: float = 10.0
     sustained_s: float = 1.5
-    served_s: float = 8.0
     loadgen_s: float = 20.0
     hidden: int = 4096
     layers: int = 4
@@ -109,7 +105,7 @@ def shape_of(quick: bool) -> Shape:
     wanted = int(os.environ.get("HPS_DLRMV3_ROWS") or 0)
     if quick:
         small = {"history": 96, "candidates": 32, "most": 4, "rate": 50.0, "library": 256, "warm_s": 0.5, "hidden": 64}
-        return Shape(wanted or 20_000, **small, sustained_s=0.2, served_s=1.0, loadgen_s=2.0)  # type: ignore[arg-type]
+        return Shape(wanted or 20_000, **small, sustained_s=0.2, loadgen_s=2.0)  # type: ignore[arg-type]
     seconds = float(os.environ.get("HPS_DLRMV3_SECONDS") or 20.0)
     return Shape(wanted or min(_MOST_ROWS, int(_MEMORY_SHARE * _free_bytes()) // (2 * Shape(0).dim)), loadgen_s=seconds)
 
@@ -263,10 +259,8 @@ class Traffic:
         """Return n keys; see `hps.tools.profiling.workloads`."""
         if law == "uniform":
             return torch.randint(self._rows, (n,), device=self._device, generator=self._random)
-        g = 1.0 - _ALPHA
-        u = torch.rand(n, dtype=torch.float64, device=self._device, generator=self._random)
-        ranks = ((u * (float(self._rows) ** g - 1.0) + 1.0) ** (1.0 / g)).to(torch.int64)
-        return self._by_rank[ranks.clamp_(max=self._rows - 1)]
+        uniform = torch.rand(n, dtype=torch.float64, device=self._device, generator=self._random)
+        return self._by_rank[ranks_of(uniform, self._rows).long().clamp_(max=self._rows - 1)]
 
 
 class Server:
@@ -484,13 +478,12 @@ class Worker:
         self._out = torch.empty((shape.most * shape.keys, shape.dim), dtype=torch.float16, device=place)
         self._place = place
         self.check = Check(place)
-        self.lookups = 0
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> Iterator[loadgen.Answer]:
         """Work on a stream of its own."""
         with _stream(self._place):
-            yield
+            yield self.answer
 
     def answer(self, queries: Sequence[int], done: Callable[[], None]) -> None:
         """Answer queries of the library; `done` is called when the answer is complete on the device."""
@@ -504,180 +497,33 @@ class Worker:
             if self._place.type == "cuda":
                 torch.cuda.current_stream(self._place).synchronize()
         done()
-        self.lookups += 1
         self.check.add(keys, out)
-
-
-class Arrivals:
-    """Times of queries that arrive whatever happens before. *Thread-safe.*
-
-    Args:
-        offsets: (n,) seconds after the start, ascending.
-    """
-
-    def __init__(self, offsets: np.ndarray) -> None:
-        self._times = time.perf_counter() + 0.05 + offsets
-        self.latencies: np.ndarray = np.full(offsets.size, np.nan)
-        self._next = 0
-        self._waiting = threading.Lock()
-
-    def take(self, most: int) -> range:
-        """Wait until a query has arrived; returns all that have, up to `most`; none if there will be no more."""
-        with self._waiting:  # of several idle workers, one waits
-            first = self._next
-            if first == self._times.size:
-                return range(0)
-            while (left := self._times[first] - time.perf_counter()) > 0:
-                time.sleep(left - 1e-4 if left > 2e-4 else 0)
-            arrived = int(np.searchsorted(self._times, time.perf_counter(), "right"))
-            self._next = min(arrived, first + most)
-            return range(first, self._next)
-
-    def done(self, queries: range) -> None:
-        """Note that queries are answered."""
-        self.latencies[queries.start : queries.stop] = time.perf_counter() - self._times[queries.start : queries.stop]
-
-
-def served(server: Server, library: Library, rate: float, seconds: float, threads: int, seed: int) -> dict[str, Any]:
-    """Offer queries at a rate, as a Poisson process, and answer them."""
-    count, most = max(1, int(rate * seconds)), server.shape.most
-    library.draw()
-    workers = [Worker(server, library, i % len(server.devices)) for i in range(threads * len(server.devices))]
-    figures: dict[str, Any] = {}
-
-    def warm(worker: Worker) -> None:
-        with worker.working():
-            for size in range(1, most + 1):
-                worker.answer(range(size), lambda: None)
-
-    def work(worker: Worker, arrivals: Arrivals) -> None:
-        with worker.working():
-            while queries := arrivals.take(most):
-                worker.answer([query % len(library.keys) for query in queries], partial(arrivals.done, queries))
-
-    with ThreadPoolExecutor(len(workers)) as pool:
-        list(pool.map(warm, workers))
-        for worker in workers:
-            worker.check.end()
-            worker.lookups = 0
-        with _hit_rate(server, figures):
-            arrivals = Arrivals(np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, count)))
-            list(pool.map(work, workers, [arrivals] * len(workers)))
-    rows = sum(worker.check.end() for worker in workers)
-    if rows != count * server.shape.keys or np.isnan(arrivals.latencies).any():
-        raise RuntimeError(f"{rows} rows were answered, expected {count * server.shape.keys}: nothing is recorded")
-    p50, p99 = (1e3 * float(np.quantile(arrivals.latencies, share)) for share in (0.5, 0.99))
-    together = count / sum(worker.lookups for worker in workers)
-    return {"p50_ms": p50, "p99_ms": p99, "queries_a_lookup": together, **figures}
-
-
-# -- LoadGen ---------------------------------------------------------------------------------------------------------------
-
-
-class _Queue:
-    """What LoadGen issued; threads answer all that is there with one lookup."""
-
-    def __init__(self, loadgen: Any, workers: Sequence[Worker], most: int) -> None:
-        self._loadgen, self._most = loadgen, most
-        self._issued: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._work, args=(worker,), daemon=True) for worker in workers]
-        for one in self._threads:
-            one.start()
-
-    def issue(self, samples: list[Any]) -> None:
-        """Take queries; LoadGen's thread must not wait."""
-        for one in samples:
-            self._issued.put((one.id, one.index))
-
-    def flush(self) -> None:
-        """Do nothing: all is answered as it comes."""
-
-    def close(self) -> None:
-        """End the threads. Raises what failed in them."""
-        for _ in self._threads:
-            self._issued.put(None)
-        for one in self._threads:
-            one.join(10)
-        if self.errors:
-            raise self.errors[0]
-
-    def _work(self, worker: Worker) -> None:
-        with worker.working():
-            while (first := self._issued.get()) is not None:
-                taken, ended = [first], False
-                while len(taken) < self._most:
-                    try:
-                        one = self._issued.get_nowait()
-                    except queue.Empty:
-                        break
-                    if one is None:
-                        ended = True
-                        break
-                    taken.append(one)
-                complete = partial(self._complete, taken)
-                try:
-                    worker.answer([index for _identity, index in taken], complete)
-                except Exception as error:  # noqa: BLE001 - raised by `close`
-                    self.errors.append(error)
-                    complete()  # else LoadGen waits for ever
-                if ended:
-                    return
-
-    def _complete(self, taken: list[Any]) -> None:
-        self._loadgen.QuerySamplesComplete([self._loadgen.QuerySampleResponse(identity, 0, 0) for identity, _index in taken])
 
 
 def under_loadgen(
     server: Server, library: Library, rate: float, seconds: float, threads: int, dense: Sequence[Any] | None = None
 ) -> dict[str, Any]:
     """Run LoadGen's scenario Server at a target rate."""
-    import mlperf_loadgen as loadgen
-
     library.draw()
     devices = len(server.devices)
     workers = [Worker(server, library, i % devices, dense[i % devices] if dense else None) for i in range(threads * devices)]
-    settings = loadgen.TestSettings()
-    settings.scenario = loadgen.TestScenario.Server
-    settings.mode = loadgen.TestMode.PerformanceOnly
-    settings.min_duration_ms = int(1000 * seconds)
-    settings.min_query_count = 1
-    settings.server_target_qps = rate
-    settings.server_target_latency_ns = _BOUND_NS
-    settings.server_target_latency_percentile = 0.99
+    for worker in workers:  # what is made by the first lookup of a size
+        with worker.working() as answer:
+            answer(range(server.shape.most), lambda: None)
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="hps-dlrmv3-log-") as logs:
-        output = loadgen.LogOutputSettings()
-        output.outdir = logs
-        log = loadgen.LogSettings()
-        log.log_output = output
-        for worker in workers:  # what is made by the first lookup of a size
-            with worker.working():
-                worker.answer(range(server.shape.most), lambda: None)
-        service = _Queue(loadgen, workers, server.shape.most)
-        sut = loadgen.ConstructSUT(service.issue, service.flush)
-        size = len(library.keys)
-        samples = loadgen.ConstructQSL(size, size, lambda indices: None, lambda indices: None)
-        try:
-            with _hit_rate(server, figures):
-                loadgen.StartTestWithLogSettings(sut, samples, settings, log)
-        finally:
-            loadgen.DestroyQSL(samples)
-            loadgen.DestroySUT(sut)
-        service.close()
-        for worker in workers:
-            worker.check.end()
-        return read_summary((Path(logs) / "mlperf_log_summary.txt").read_text()) | figures
-
-
-def read_summary(text: str) -> dict[str, Any]:
-    """Read LoadGen's summary: whether the run is valid, completed queries a second, and the latency of 99 %."""
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines()) if value}
-    return {
-        "result": found["Result is"],
-        "queries_per_s": float(found.get("Completed samples per second") or found["Samples per second"]),
-        "p99_ms": int(found["99.00 percentile latency (ns)"]) / 1e6,
-    }
+    with _hit_rate(server, figures):
+        of_run = loadgen.drive(
+            "server",
+            [worker.working for worker in workers],
+            len(library.keys),
+            rate=rate,
+            seconds=seconds,
+            bound_s=_BOUND_S,
+            most=server.shape.most,
+        )
+    for worker in workers:
+        worker.check.end()
+    return of_run | figures
 
 
 def dense_alone(server: Server, dense: Any) -> dict[str, Any]:
@@ -698,14 +544,6 @@ def dense_alone(server: Server, dense: Any) -> dict[str, Any]:
 # -- all of it -------------------------------------------------------------------------------------------------------------
 
 
-def _loadgen_missing() -> str:
-    try:
-        import mlperf_loadgen  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return ""
-
-
 class _Parts:
     """Runs parts one after the other while time is left, and records what they return."""
 
@@ -715,11 +553,11 @@ class _Parts:
     def __call__(self, axes: dict[str, Any], limit_s: int, call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         name = ", ".join([axes["work"], *(f"{name} {value}" for name, value in axes.items() if name != "work" and value != "")])
         if time.monotonic() > self._end:
-            add(self._report, axes, {"result": "left out: no time was left"})
+            self._report.add(axes, {"result": "left out: no time was left"})
             return None
-        figures: dict[str, Any] | None = part(self._report, name, limit_s, call)
+        figures: dict[str, Any] | None = self._report.part(name, limit_s, call)
         if figures is not None:
-            add(self._report, axes, figures)
+            self._report.add(axes, figures)
         return figures
 
 
@@ -740,16 +578,16 @@ def run(report: Report, quick: bool) -> None:
         "table_gb": 2 * shape.dim * shape.rows / 1e9,
         "dim": shape.dim,
         "keys_of_a_query": shape.keys,
-        "alpha": _ALPHA,
+        "alpha": ALPHA,
         "cache_share_of_each_device": _CACHE_SHARE,
-        "bound_ms": _BOUND_NS / 1e6,
+        "bound_ms": 1e3 * _BOUND_S,
         "gflop_of_the_dense_stand_in": shape.dense_flops / 1e9,
         "loadgen_s": shape.loadgen_s,
     }
     for device in devices:
         check_itself(device, shape.dim)
     with Server(shape, devices, report.seed) as server:
-        filled = part(report, "filling", 170, server.fill)
+        filled = report.part("filling", 170, server.fill)
         if filled is None:
             return
         report.about["fill_s"] = round(filled, 1)
@@ -763,7 +601,7 @@ def _measured(parts: _Parts, report: Report, server: Server, library: Library, s
     """Measure one way of sharing the rows among devices."""
     shape, axes = server.shape, {"devices": len(server.devices), "sharing": sharing}
     about = sharing or server.devices[0].type
-    deployed = part(report, f"deploying, {about}", 120, partial(server.deploy, sharing))
+    deployed = report.part(f"deploying, {about}", 120, partial(server.deploy, sharing))
     if deployed is None:
         return
     report.about[f"deploy_s, {about}"] = round(deployed, 1)
@@ -773,15 +611,14 @@ def _measured(parts: _Parts, report: Report, server: Server, library: Library, s
     if len(server.devices) > 1:
         ways = [(full, shape.most)]
     for law, lookups in (("uniform", [(full, shape.most)]), ("power law", ways)):
-        if part(report, f"warming up, {about}, {law}", 60, partial(warm_up, server, law)) is None:
+        if report.part(f"warming up, {about}, {law}", 60, partial(warm_up, server, law)) is None:
             return
         for threads, queries in lookups:
             each = {"work": "sustained", **axes, "threads": threads, "queries": queries, "ids": law}
             parts(each, 30, partial(sustained, server, threads, queries, shape.sustained_s, law))
     rate = shape.rate * len(server.devices)
     offered = {**axes, "threads": 2, "queries": f"up to {shape.most}", "ids": "power law", "rate": rate}
-    parts({"work": "served", **offered}, 60, partial(served, server, library, rate, shape.served_s, 2, report.seed))
-    if missing := _loadgen_missing():
+    if missing := loadgen.missing():
         print(f"# LoadGen is left out: {missing}; pip install mlcommons-loadgen", flush=True)
         report.about["loadgen"] = "left out: not installed"
         return

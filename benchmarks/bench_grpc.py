@@ -1,253 +1,192 @@
-"""Measures lookups by gRPC beside the same over HTTP, from one service in one run; the generator checks vectors.
+"""Lookups by gRPC beside the same over HTTP, from one service in one run: requests a second, and processor time of a request.
 
-    python -m benchmarks.bench_grpc --device cpu --keys 1000 --connections 1,16 --fronts 1,2
-
-The generator speaks both protocols from raw sockets, in processes of its own, so that it takes as little as it can of the
-machine. Both get the same keys; the two are measured in turn, and the medians of all turns are compared. `cpu_us` is the CPU
-time of the fronts for a request, which says more where the machine has other work. Element c of key k is the float32 with the
-bits k << 5 | c.
+One process loads either with the same keys, from raw sockets, so that it takes as little as it can of the machine; the two
+are measured in turn, and the medians of all rounds are compared. `cpu_us` is the processor time of the service for a request,
+which says more where the machine has other work. Every tenth answer is compared with the vectors.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import selectors
 import socket
+import statistics
 import struct
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from benchmarks.bench_fronts import DIM, Service, configuration, write_model
-from benchmarks.harness import Report, add
+from benchmarks.harness import Report, microseconds, require, scratch
+from benchmarks.served import Running, address_of, binary_post, document, free_port, hps_serve, model
+from hps.models.writer import write_sparse_model
+from hps.tools.profiling.http_load import HttpLoad
 
-POOL = 32
-PATH = b"/inference.GRPCInferenceService/ModelInfer"
-
-
-def vectors_of(keys: np.ndarray) -> np.ndarray:
-    return keys.astype(np.uint32)[:, None] << 5 | np.arange(DIM, dtype=np.uint32)
+_ROWS, _DIM, _POOL, _CHECKED = 100_000, 32, 32, 10
+_PATH = b"/inference.GRPCInferenceService/ModelInfer"
 
 
-class HTTPClient:
-    """A connection with at most one request."""
-
-    def __init__(self, port: int, pool: list[np.ndarray]) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.room = bytearray(1 << 20)
-        self.have = self.want = 0
-        self.requests = []
-        for keys in pool:
-            tensor = {
-                "name": "t0",
-                "shape": [keys.size],
-                "datatype": "INT64",
-                "parameters": {"binary_data_size": 8 * keys.size},
-            }
-            text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-            sizes = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (
-                len(text),
-                len(text) + 8 * keys.size,
-            )
-            self.requests.append(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: h\r\n" + sizes + text + keys.tobytes())
-
-    def ask(self, place: int) -> None:
-        self.have = self.want = 0
-        self.socket.sendall(self.requests[place])
-
-    def read(self) -> bool:
-        self.have += self.socket.recv_into(memoryview(self.room)[self.have :])
-        if not self.want and (end := self.room.find(b"\r\n\r\n", 0, self.have)) >= 0:
-            head = bytes(self.room[:end]).lower()
-            self.want = end + 4 + int(head.split(b"\r\ncontent-length: ")[1].split(b"\r\n")[0])
-        return 0 < self.want <= self.have
-
-    def tensor(self, size: int) -> bytes:
-        return bytes(self.room[self.have - size : self.have])
+def run(report: Report, quick: bool) -> None:
+    """Measure 1,000 keys a request with one front and two; `quick` takes one short round."""
+    rounds, seconds = (1, 0.5) if quick else (5, 2.0)
+    report.about |= {"rounds": rounds, "seconds": seconds, "load_average_before": os.getloadavg()[0]}
+    with scratch("grpc") as directory, multiprocessing.get_context("spawn").Pool(1) as client:
+        write_sparse_model(directory / "t0.model", (np.arange(_ROWS), _vectors(np.arange(_ROWS))))
+        configuration = document(model([directory / "t0.model"], [_DIM]))
+        for fronts in (1, 2):
+            grpc = free_port()
+            with hps_serve(configuration, directory, "--grpc-port", grpc, fronts=fronts) as http:
+                ports = {"http": http.port, "grpc": grpc}
+                for keys, connections in ((1000, 1), (1000, 16), (100, 16)):
+                    taken: dict[str, list[dict[str, float]]] = {protocol: [] for protocol in ports}
+                    for turn in range(rounds):
+                        for protocol, port in ports.items():
+                            arguments = (protocol, port, connections, keys, seconds, turn)
+                            taken[protocol].append(_measured(client, http, arguments))
+                    medians = {
+                        protocol: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+                        for protocol, rows in taken.items()
+                    }
+                    for protocol, figures in medians.items():
+                        axes = {"protocol": protocol, "fronts": fronts, "connections": connections, "batch": keys, "dim": _DIM}
+                        ratio = figures["requests_per_s"] / medians["http"]["requests_per_s"]
+                        report.add(axes, {**figures, "ratio_to_http": ratio})
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def _measured(client: Any, service: Running, arguments: tuple[Any, ...]) -> dict[str, float]:
+    before = service.processor_s()
+    seconds, latencies = client.apply(_load, arguments)
+    cpu_us = 1e6 * (service.processor_s() - before) / len(latencies)
+    return {"requests_per_s": len(latencies) / seconds, **microseconds(latencies), "cpu_us": cpu_us}
+
+
+def _vectors(keys: np.ndarray) -> Any:
+    """Element c of key k is the float32 with the bits k << 5 | c."""
+    return (keys.astype(np.uint32)[:, None] << 5 | np.arange(_DIM, dtype=np.uint32)).view(np.float32)
+
+
+def _load(protocol: str, port: int, connections: int, keys: int, seconds: float, seed: int) -> tuple[float, np.ndarray]:
+    """Load one port; return the seconds that it took, and the seconds of each request."""
+    random = np.random.default_rng(seed)
+    pool = [random.integers(0, _ROWS, keys) for _ in range(_POOL)]
+    wanted = [_vectors(part).tobytes() for part in pool]
+    if protocol == "grpc":
+        return _load_grpc(port, connections, pool, wanted, seconds)
+    requests = [binary_post("/v2/models/m/infer", {"t0": part}) for part in pool]
+    latencies: list[float] = []
+    sent: dict[int, float] = {}
+
+    def request(number: int) -> tuple[bytes]:
+        sent[number] = time.perf_counter()
+        return (requests[number % _POOL],)
+
+    def check(number: int, _head: bytes, body: memoryview) -> str:
+        latencies.append(time.perf_counter() - sent.pop(number))
+        expected = wanted[number % _POOL]
+        right = number % _CHECKED or body[len(body) - len(expected) :] == expected
+        return "" if right else "wrong vectors"
+
+    result = HttpLoad(address_of(port), connections, request, check).run(seconds)
+    require(not result.failures and latencies, f"HTTP ({dict(result.failures)})")
+    return seconds, np.array(latencies)
+
+
+# -- the least of HTTP/2 that a client of gRPC needs ------------------------------------------------------------------
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">IBI", len(payload) << 8 | kind, flags, stream) + payload
 
 
-def header(name: bytes, value: bytes) -> bytes:
+def _header(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-class GRPCClient:
+class _Connection:
     """A connection with at most one call. Frames have at most 16,384 bytes, as clients of gRPC ask for."""
 
-    HEADERS = b"\x83\x86" + header(b":path", PATH) + header(b"content-type", b"application/grpc") + header(b"te", b"trailers")
+    _HEADERS = (
+        b"\x83\x86" + _header(b":path", _PATH) + _header(b"content-type", b"application/grpc") + _header(b"te", b"trailers")
+    )
 
-    def __init__(self, port: int, pool: list[np.ndarray]) -> None:
+    def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        windows = frame(4, 0, 0, struct.pack(">HI", 4, 2**31 - 1)) + frame(8, 0, 0, struct.pack(">I", 2**31 - 1 - 65535))
+        windows = _frame(4, 0, 0, struct.pack(">HI", 4, 2**31 - 1)) + _frame(8, 0, 0, struct.pack(">I", 2**31 - 1 - 65535))
         self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + windows)
-        self.room = bytearray(1 << 20)
-        self.have = self.at = self.taken = 0
-        self.stream = -1
-        self.requests: list[list[bytes]] = []
-        for keys in pool:
-            request = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[keys.tobytes()])
-            request.inputs.add(name="t0", datatype="INT64", shape=[keys.size])
-            message = request.SerializeToString()
-            message = b"\0" + len(message).to_bytes(4, "big") + message
-            self.requests.append([message[at : at + 16384] for at in range(0, len(message), 16384)])
+        self._buffer = bytearray(1 << 20)
+        self._have = self._at = self._taken = 0
+        self._stream = -1
+        self.number, self.sent = 0, 0.0
 
-    def ask(self, place: int) -> None:
-        self.have = self.at = 0
-        self.stream += 2
-        pieces = self.requests[place]
-        out = [frame(1, 4, self.stream, self.HEADERS)]
-        out += [frame(0, piece is pieces[-1], self.stream, piece) for piece in pieces]
-        if self.taken > 1 << 28:
-            out.append(frame(8, 0, 0, struct.pack(">I", self.taken)))
-            self.taken = 0
-        self.socket.sendall(b"".join(out))
+    def send(self, number: int, message: bytes) -> None:
+        self._have = self._at = 0
+        self._stream += 2
+        self.number = number
+        pieces = [message[at : at + 16384] for at in range(0, len(message), 16384)]
+        frames = [_frame(1, 4, self._stream, self._HEADERS)]
+        frames += [_frame(0, piece is pieces[-1], self._stream, piece) for piece in pieces]
+        if self._taken > 1 << 28:
+            frames.append(_frame(8, 0, 0, struct.pack(">I", self._taken)))
+            self._taken = 0
+        self.sent = time.perf_counter()
+        self.socket.sendall(b"".join(frames))
 
     def read(self) -> bool:
-        self.have += self.socket.recv_into(memoryview(self.room)[self.have :])
+        """Read what is there; return True once the answer is complete."""
+        self._have += self.socket.recv_into(memoryview(self._buffer)[self._have :])
         done = False
-        while self.have - self.at >= 9:
-            word, flags, _ = struct.unpack_from(">IBI", self.room, self.at)
-            if self.have - self.at < 9 + (word >> 8):
+        while self._have - self._at >= 9:
+            word, flags, _ = struct.unpack_from(">IBI", self._buffer, self._at)
+            if self._have - self._at < 9 + (word >> 8):
                 break
             if word & 255 == 0:
-                self.taken += word >> 8
-            elif word & 255 in (3, 7):
-                raise SystemExit("the server ended a call")
-            elif word & 255 == 4 and not flags & 1:
-                self.socket.sendall(frame(4, 1, 0, b""))
+                self._taken += word >> 8
+            require(word & 255 not in (3, 7), "the end of a call")
+            if word & 255 == 4 and not flags & 1:
+                self.socket.sendall(_frame(4, 1, 0, b""))
+            elif word & 255 == 6 and not flags & 1:
+                self.socket.sendall(_frame(6, 1, 0, bytes(self._buffer[self._at + 9 : self._at + 17])))
             done |= word & 255 in (0, 1) and bool(flags & 1)
-            self.at += 9 + (word >> 8)
+            self._at += 9 + (word >> 8)
         return done
 
-    def tensor(self, size: int) -> bytes:
+    def tail(self, size: int) -> bytes:
+        """Return the last bytes of the answer: its vectors."""
         data, at = bytearray(), 0
-        while at < self.have:
-            word, _, _ = struct.unpack_from(">IBI", self.room, at)
+        while at < self._have:
+            word, _, _ = struct.unpack_from(">IBI", self._buffer, at)
             if word & 255 == 0:
-                data += self.room[at + 9 : at + 9 + (word >> 8)]
+                data += self._buffer[at + 9 : at + 9 + (word >> 8)]
             at += 9 + (word >> 8)
         return bytes(data[-size:])
 
 
-def generate(
-    kind: str, port: int, connections: int, keys: int, rows: int, seconds: float, check: int, seed: int
-) -> dict[str, Any]:
-    random = np.random.default_rng(seed)
-    pool = [random.integers(0, rows, keys) for _ in range(POOL)]
-    wanted = [vectors_of(one).tobytes() for one in pool]
-    clients = [(HTTPClient if kind == "http" else GRPCClient)(port, pool) for _ in range(connections)]
-    state = {id(client): [nth % POOL, 0.0] for nth, client in enumerate(clients)}
-    latencies, done, wrong, checked = [], 0, 0, 0
+def _load_grpc(port: int, count: int, pool: list[np.ndarray], wanted: list[bytes], seconds: float) -> tuple[float, np.ndarray]:
+    messages = []
+    for keys in pool:
+        request = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[keys.tobytes()])
+        request.inputs.add(name="t0", datatype="INT64", shape=[keys.size])
+        message = request.SerializeToString()
+        messages.append(b"\0" + len(message).to_bytes(4, "big") + message)
+    latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
-        for client in clients:
-            selector.register(client.socket, selectors.EVENT_READ, client)
-            state[id(client)][1] = time.perf_counter()
-            client.ask(int(state[id(client)][0]))
-        end = time.perf_counter() + seconds
-        while (now := time.perf_counter()) < end:
+        for number in range(count):
+            connection = _Connection(port)
+            selector.register(connection.socket, selectors.EVENT_READ, connection)
+            connection.send(number, messages[number % _POOL])
+        number, start = count, time.perf_counter()
+        while time.perf_counter() < start + seconds:
             for key, _ in selector.select(0.1):
-                client, (place, since) = key.data, state[id(key.data)]
-                if client.read():
-                    latencies.append(time.perf_counter() - since)
-                    done += 1
-                    if done % check == 0:
-                        checked += 1
-                        wrong += client.tensor(len(wanted[int(place)])) != wanted[int(place)]
-                    state[id(client)] = [(place + 1) % POOL, time.perf_counter()]
-                    client.ask(int(place + 1) % POOL)
-        seconds += now - end
-    return {"requests": done, "seconds": seconds, "latencies": latencies, "wrong": wrong, "checked": checked}
-
-
-def cpu_s(parent: int) -> float:
-    """CPU time of all fronts of a service, which are the children of its first process after the owner."""
-    fronts = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[1:]
-    ticks = [Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:13] for one in fronts]
-    return sum(int(tick) for one in ticks for tick in one) / os.sysconf("SC_CLK_TCK")
-
-
-def measure(kind: str, port: int, connections: int, parent: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    processes = min(arguments.processes, connections)
-    shares = [connections // processes + (nth < connections % processes) for nth in range(processes)]
-    common = (arguments.keys, arguments.rows, arguments.seconds, arguments.check)
-    before = cpu_s(parent)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        found = pool.starmap(generate, [(kind, port, share, *common, nth) for nth, share in enumerate(shares)])
-    latencies = np.sort(np.concatenate([one["latencies"] for one in found]))
-    if sum(one["wrong"] for one in found) or not latencies.size:
-        raise SystemExit(f"{kind}: wrong vectors, or none")
-    return {
-        "requests_per_s": sum(one["requests"] / one["seconds"] for one in found),
-        "p50_us": float(latencies[latencies.size // 2]) * 1e6,
-        "p99_us": float(latencies[latencies.size * 99 // 100]) * 1e6,
-        "cpu_us": (cpu_s(parent) - before) * 1e6 / latencies.size,
-        "checked": sum(one["checked"] for one in found),
-    }
-
-
-def median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure, and the sum of checked answers."""
-    medians = {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
-    return {**medians, "checked": sum(row["checked"] for row in rows)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--devices", type=lambda text: [int(one) for one in text.split(",")], default=[0])
-    parser.add_argument("--keys", type=int, default=1000)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--connections", default="1,16")
-    parser.add_argument("--fronts", default="1,2")
-    parser.add_argument("--processes", type=int, default=1, help="of the generator")
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--check", type=int, default=10, help="every how many answers")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--port", type=int, default=8220, help="of HTTP; gRPC has the next")
-    arguments = parser.parse_args()
-    given = {"cache_type": "", "cached": 1.0, "rocks_db": "", "rocks_db_alone": False}
-    settings = {name: getattr(arguments, name) for name in ("device", "seconds", "turns", "processes", "check")}
-    report = Report("grpc", about={**settings, "load_average_before": os.getloadavg()[0]})
-    with tempfile.TemporaryDirectory() as scratch:
-        files = write_model(Path(scratch), 1, arguments.rows)
-        config = Path(scratch) / "ps.json"
-        document = configuration(files, argparse.Namespace(**vars(arguments), **given), arguments.keys)
-        config.write_text(json.dumps(document))
-        here = str(Path(__file__).resolve().parents[1])
-        for fronts in map(int, arguments.fronts.split(",")):
-            more = ("--grpc-port", str(arguments.port + 1))
-            service = Service(here, config, fronts, arguments.port, Path(scratch) / "log", *more)
-            try:
-                for connections in map(int, arguments.connections.split(",")):
-                    found: dict[str, list[dict[str, Any]]] = {"http": [], "grpc": []}
-                    for _ in range(arguments.turns):
-                        for nth, (kind, rows) in enumerate(found.items()):
-                            rows.append(measure(kind, arguments.port + nth, connections, service.process.pid, arguments))
-                    medians = {kind: median_of(rows) for kind, rows in found.items()}
-                    for kind, figures in medians.items():
-                        ratio = figures["requests_per_s"] / medians["http"]["requests_per_s"]
-                        axes = {
-                            "protocol": kind,
-                            "fronts": fronts,
-                            "connections": connections,
-                            "batch": arguments.keys,
-                            "dim": DIM,
-                        }
-                        add(report, axes, {**figures, "ratio_to_http": ratio})
-            finally:
-                service.stop()
-    report.write()
-
-
-if __name__ == "__main__":
-    main()
+                connection = key.data
+                if connection.read():
+                    latencies.append(time.perf_counter() - connection.sent)
+                    expected = wanted[connection.number % _POOL]
+                    require(number % _CHECKED or connection.tail(len(expected)) == expected)
+                    connection.send(number, messages[number % _POOL])
+                    number += 1
+        took = time.perf_counter() - start
+        for key in list(selector.get_map().values()):
+            key.data.socket.close()
+    require(latencies, "no answer")
+    return took, np.array(latencies)

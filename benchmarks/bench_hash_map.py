@@ -6,18 +6,15 @@ half of the gather's keys per second, and a greater share the wider the vectors.
 target is in `mkeys_per_s`: 15 at 100,000 uniform keys of 1 M rows, dim 32, one thread.
 """
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from time import perf_counter
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Report, Timing, time_calls
+from benchmarks.harness import Report, Timing, memory_bytes, require, seconds_of, time_calls
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.eviction import Policy
 from hps.tools.profiling.workloads import power_law_keys
@@ -39,7 +36,6 @@ def run(report: Report, quick: bool) -> None:
     for alpha in (1.05, 1.2):
         _fetch(report, rng, table, batch=rows // 10, alpha=alpha, quick=quick)
     _fetch(report, rng, table, batch=rows // 10, threads=2, quick=quick)
-    _beside_a_writer(report, rng, table, rows // 10, quick)
     del table
     for dim, count in ((1, rows), (128, rows // 4)):
         _fetch(report, rng, Filled.make(rng, count, dim), batch=rows // 10, quick=quick)
@@ -110,8 +106,8 @@ def _fetch(
     for i in range(QUERY_SETS):
         outs[0].fill(-1)
         fetch(i)
-        assert_same(founds[0], hits[i])
-        assert_same(outs[0], np.where(hits[i][:, None], table.vectors[picks[i]], np.float32(-1)))
+        require(np.array_equal(founds[0], hits[i]))
+        require(np.array_equal(outs[0], np.where(hits[i][:, None], table.vectors[picks[i]], np.float32(-1))))
     calls = 2 if quick else int(np.clip(300_000 // batch, 8, 2000))
     with ThreadPoolExecutor(threads) as pool:
 
@@ -138,7 +134,8 @@ def _fetch(
             np.take(table.vectors, found, axis=0, out=outs[0], mode="clip")
 
         figures["of_dict"] = _compared(fetch, look_up, 2 if quick else max(calls // 10, 3))[2]
-    report.add(_axes("fetch", batch=batch, dim=dim, rows=rows, hit_rate=hit_rate, alpha=alpha, threads=threads), figures)
+    axes = {"work": "fetch", "batch": batch, "dim": dim, "rows": rows}
+    report.add({**axes, "hit_rate": hit_rate, "alpha": alpha, "threads": threads}, figures)
 
 
 def _compared(call: Callable[[int], Any], other: Callable[[int], Any], calls: int) -> tuple[Timing, Timing, float]:
@@ -147,39 +144,9 @@ def _compared(call: Callable[[int], Any], other: Callable[[int], Any], calls: in
     Rounds alternate, so that noise affects both. Other work on the machine lengthens a median, but not a minimum.
     """
     rounds = [(time_calls(call, calls), time_calls(other, calls)) for _ in range(ROUNDS)]
-    ours = min((timing for timing, _ in rounds), key=lambda timing: timing.p50_s)
-    theirs = min((timing for _, timing in rounds), key=lambda timing: timing.p50_s)
-    return ours, theirs, min(timing.min_s for _, timing in rounds) / min(timing.min_s for timing, _ in rounds)
-
-
-def _beside_a_writer(report: Report, rng: np.random.Generator, table: Filled, batch: int, quick: bool) -> None:
-    """Fetch while another thread replaces vectors without a pause."""
-    rows, dim = table.vectors.shape
-    queries = [table.keys[rng.integers(0, rows, batch)] for _ in range(QUERY_SETS)]
-    out, found = np.zeros((batch, dim), np.float32), np.zeros(batch, np.bool_)
-    done = threading.Event()
-
-    def write() -> int:
-        written = 0
-        while not done.is_set():
-            picks = rng.integers(0, rows, 4096)
-            table.database.insert(TAG, table.keys[picks], table.vectors[picks])
-            written += picks.size
-        return written
-
-    def fetch(i: int) -> None:
-        found.fill(False)
-        table.database.fetch(TAG, queries[i % QUERY_SETS], out, found)
-
-    with ThreadPoolExecutor(1) as pool:
-        start = perf_counter()
-        writer = pool.submit(write)
-        timing = time_calls(fetch, 2 if quick else 60)
-        done.set()
-        written = writer.result(60) / (perf_counter() - start)
-    assert_same(found, np.ones(batch, np.bool_))
-    figures = {"mkeys_per_s": batch / timing.p50_s / 1e6, "p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6}
-    report.add(_axes("fetch beside a writer", batch=batch, dim=dim, rows=rows), {**figures, "written_m_per_s": written / 1e6})
+    ours, theirs = (min(timings, key=lambda timing: timing.p50_s) for timings in zip(*rounds, strict=True))
+    least, others_least = (min(timing.min_s for timing in timings) for timings in zip(*rounds, strict=True))
+    return ours, theirs, others_least / least
 
 
 def _write(
@@ -189,25 +156,25 @@ def _write(
     keys, vectors = _content(rng, rows, dim)
     order = rng.permutation(rows)
     shuffled_keys, shuffled_vectors = keys[order], vectors[order]
-    copied = _seconds(lambda: vectors.copy())
-    before = _resident_bytes()
+    copied = seconds_of(lambda: vectors.copy())
+    before = memory_bytes()
     database = HashMapDatabase(**options)
     database.open_table(TAG, dim)
     if reserve:
         database.reserve(TAG, rows)
-    insert = _seconds(lambda: _insert(database, keys, vectors))
-    resident = _resident_bytes() - before
-    replace = _seconds(lambda: _insert(database, shuffled_keys, shuffled_vectors))
+    insert = seconds_of(lambda: _insert(database, keys, vectors))
+    resident = memory_bytes() - before
+    replace = seconds_of(lambda: _insert(database, shuffled_keys, shuffled_vectors))
     stats = database.stats(TAG)
     chunks: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
-    scan = _seconds(lambda: chunks.extend(database.scan(TAG, 65_536)))
-    assert_same(np.sort(np.concatenate([chunk[0] for chunk in chunks])), np.sort(keys))
+    scan = seconds_of(lambda: chunks.extend(database.scan(TAG, 65_536)))
+    require(np.array_equal(np.sort(np.concatenate([chunk[0] for chunk in chunks])), np.sort(keys)))
     for chunk_keys, chunk_vectors in chunks:
-        assert_same(chunk_vectors, (chunk_keys[:, None] + np.arange(dim)).astype(np.float32))
-    delete = _seconds(lambda: database.delete(TAG, shuffled_keys))
-    assert_same(np.array(database.size(TAG)), np.array(0))
+        require(np.array_equal(chunk_vectors, (chunk_keys[:, None] + np.arange(dim)).astype(np.float32)))
+    delete = seconds_of(lambda: database.delete(TAG, shuffled_keys))
+    require(database.size(TAG) == 0, "the number of rows that are left")
     report.add(
-        _axes("write", dim=dim, rows=rows, policy=options.get("overflow_policy", "none"), reserved=reserve),
+        {"work": "write", "dim": dim, "rows": rows, "policy": options.get("overflow_policy", "none"), "reserved": reserve},
         {
             "insert_m_per_s": rows / insert / 1e6,
             "of_a_copy": copied / insert,
@@ -229,29 +196,10 @@ def _overflow(report: Report, rng: np.random.Generator, rows: int, policy: Polic
     )
     database.open_table(TAG, 8)
     _insert(database, keys[:rows], vectors[:rows])
-    seconds = _seconds(lambda: _insert(database, keys[rows:], vectors[rows:]))
+    seconds = seconds_of(lambda: _insert(database, keys[rows:], vectors[rows:]))
     out, found = np.zeros((rows // 50, 8), np.float32), np.zeros(rows // 50, np.bool_)
     database.fetch(TAG, keys[-(rows // 50) :], out, found)
-    assert_same(out, vectors[-(rows // 50) :])
-    assert_same(np.array(database.size(TAG) <= rows), np.array(True))
-    report.add(_axes("insert into a full table", dim=8, rows=rows, policy=policy), {"insert_m_per_s": 2 * rows / seconds / 1e6})
-
-
-def _axes(work: str, **axes: Any) -> dict[str, Any]:
-    return {"work": work, **axes}
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = perf_counter()
-    call()
-    return perf_counter() - start
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def assert_same(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
-    """Raise unless the answer is right, so that no figure of a wrong one is reported."""
-    if not np.array_equal(got, expected):
-        raise AssertionError("the answer is wrong, so there is nothing to time")
+    require(np.array_equal(out, vectors[-(rows // 50) :]))
+    require(database.size(TAG) <= rows, "the number of rows")
+    axes = {"work": "insert into a full table", "dim": 8, "rows": rows, "policy": policy}
+    report.add(axes, {"insert_m_per_s": 2 * rows / seconds / 1e6})

@@ -1,32 +1,27 @@
-"""Loading sparse model files: reading, filling databases and the embedding cache, and the memory that it takes.
+"""Loading sparse model files: filling databases, and the memory that it takes.
 
-Axes: what is filled, dim, the order of the keys in the file (RocksDB takes ascending ones in one piece). Limits, in the same
-run: `pread` of both files into one buffer for reading; the same database or cache fed from memory for filling.
+Axes: what is filled, dim, the order of the keys in the file (RocksDB takes ascending ones in one piece). Limit, in the same
+run: the same database fed from memory. What reading takes is measured by `sources`.
 Memory: a process of its own loads a table; its peak is counted beyond what it held before and beyond the table's own memory.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Report
-from hps.cache.cpu.cache import NumpyCache
+from benchmarks.harness import Report, memory_bytes, scratch, seconds_of
 from hps.configuration.load import PersistentDbConfig, VolatileDbConfig
 from hps.ground.registry import implementation
 from hps.models.files import SparseModel, open_sparse_model
 from hps.models.loading.read_ahead import read_ahead
 from hps.models.loading.table_load import LoadTargets, TableLoad
-from hps.models.loading.warm_up import warm_up
 from hps.models.writer import write_sparse_model
 from hps.stores.base import Database, LoadRecord
 from hps.tools.cli.tables.sample import sample_vectors
@@ -38,28 +33,21 @@ _SEED = 1
 
 def run(report: Report, quick: bool) -> None:
     """Measure reading, filling and memory; every answer is checked first."""
-    directory = Path(tempfile.mkdtemp(prefix="hps-bench-load-"))
-    try:
+    with scratch("load") as directory:
         rows = 200_000 if quick else 1_000_000
         for dim, order in (
             ((32, "ascending"), (32, "random")) if quick else ((32, "ascending"), (32, "random"), (128, "random"))
         ):
             count = rows * 32 // dim
             source = _write(directory / f"{order}-{dim}", count, dim, order)
-            if order == "random":
-                _reading(report, source, dim)
             for kind in ("hash_map", "rocks_db", "both") if dim == 32 else ("both",):
                 _filling(report, source, dim, order, kind, directory)
-            if order == "random":
-                _warming(report, source, dim)
             shutil.rmtree(source)
         for count in (100_000, 400_000) if quick else (1_000_000, 4_000_000):
             source = _write(directory / "memory", count, 32, "random")
-            for kind in ("nothing", "hash_map", "rocks_db"):
+            for kind in ("hash_map", "rocks_db"):
                 _memory(report, source, count, kind, directory)
             shutil.rmtree(source)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _keys(start: int, stop: int, order: str) -> KeyArray:
@@ -85,49 +73,11 @@ def _load(table: TableSpec, source: str, databases: list[Database]) -> None:
     TableLoad(table, source, LoadTargets(tuple(databases))).run()
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _reading(report: Report, source: str, dim: int) -> None:
-    model = open_sparse_model(source, dim)
-    step = model.chunk_rows
-    ranges = [(start, min(start + step, model.rows)) for start in range(0, model.rows, step)]
-    for start, keys, vectors in read_ahead(model, ranges):
-        np.testing.assert_array_equal(vectors, sample_vectors(keys, dim, _SEED), err_msg=f"rows from {start}")
-
-    def ahead() -> None:
-        for _ in read_ahead(model, ranges):
-            pass
-
-    times = [(_seconds(ahead), _seconds(lambda: _pread(model, step))) for _ in range(_REPEATS)]
-    ours, limit = (min(column) for column in zip(*times, strict=True))
-    report.add(
-        {"work": "read", "into": "read_ahead", "dim": dim, "rows": model.rows},
-        {"gb_per_s": model.size_bytes / ours / 1e9, "of_limit": limit / ours, "limit": "pread into one buffer"},
-    )
-
-
 def _chunks(model: SparseModel) -> list[tuple[KeyArray, FloatArray]]:
     """All rows of a model in memory, in chunks."""
     starts = range(0, model.rows, model.chunk_rows)
     ranges = [(start, min(start + model.chunk_rows, model.rows)) for start in starts]
     return [(keys.copy(), vectors.copy()) for _, keys, vectors in read_ahead(model, ranges)]
-
-
-def _pread(model: SparseModel, step: int) -> None:
-    keys, vectors = np.empty(step, np.int64), np.empty((step, model.dim), np.float32)
-    for name, buffer in (("key", keys), ("emb_vector", vectors)):
-        descriptor = os.open(f"{model.place}/{name}", os.O_RDONLY)
-        offset = 0
-        while count := os.preadv(descriptor, [buffer.data.cast("B")], offset):
-            offset += count
-        os.close(descriptor)
 
 
 # -- filling ----------------------------------------------------------------------------------------------------------
@@ -159,7 +109,7 @@ def _filling(report: Report, source: str, dim: int, order: str, kind: str, direc
 
     def from_files() -> float:
         with _databases(kind, directory) as databases:
-            seconds = _seconds(lambda: _load(table, source, databases))
+            seconds = seconds_of(lambda: _load(table, source, databases))
             for database in databases:
                 _check(database, table, model.rows, order)
         return seconds
@@ -178,7 +128,7 @@ def _filling(report: Report, source: str, dim: int, order: str, kind: str, direc
                 for database in databases:
                     database.finish_load(table.tag)
 
-            return _seconds(feed)
+            return seconds_of(feed)
 
     times = [(from_files(), from_memory()) for _ in range(_REPEATS)]
     files, memory = (min(column) for column in zip(*times, strict=True))
@@ -202,73 +152,7 @@ def _check(database: Database, table: TableSpec, rows: int, order: str) -> None:
         raise SystemExit(f"{database.kind}: wrong answer after the load")
 
 
-def _warming(report: Report, source: str, dim: int) -> None:
-    table = _table(dim)
-    model = open_sparse_model(source, dim)
-    chunks = _chunks(model)
-
-    def from_files() -> float:
-        cache = NumpyCache([table], [model.rows])
-        seconds = _seconds(lambda: warm_up(cache, 0, table, model, 0.2))
-        if cache.stats(0).resident_rows < 0.85 * model.rows:
-            raise SystemExit("the cache is not warm")
-        cache.close()
-        return seconds
-
-    def from_memory() -> float:
-        cache = NumpyCache([table], [model.rows])
-        seconds = _seconds(lambda: [cache.insert(0, *chunk) for chunk in chunks])
-        cache.close()
-        return seconds
-
-    times = [(from_files(), from_memory()) for _ in range(_REPEATS)]
-    files, memory = (min(column) for column in zip(*times, strict=True))
-    report.add(
-        {"work": "warm_up", "into": "numpy_cache", "dim": dim, "order": "random", "rows": model.rows},
-        {
-            "vectors_per_s": model.rows / files,
-            "gb_per_s": model.size_bytes / files / 1e9,
-            "of_limit": memory / files,
-            "limit": "the same cache fed from memory",
-        },
-    )
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-class _Nothing(Database):
-    """Takes every chunk and keeps none, so that all memory is the pipeline's."""
-
-    kind = "nothing"
-
-    @classmethod
-    def from_config(cls, config: Any) -> "_Nothing":
-        return cls()
-
-    def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None: ...
-    def open_table(self, tag: str, dim: int) -> None: ...
-    def close(self) -> None: ...
-    def drop_table(self, tag: str) -> None: ...
-    def delete(self, tag: str, keys: KeyArray) -> int:
-        return -1
-
-    def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: Any) -> int:
-        return 0
-
-    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        return iter(())
-
-    def size(self, tag: str) -> int:
-        return 0
-
-    def stats(self, tag: str) -> Any:
-        from hps.stores.base import TableStats
-
-        return TableStats(0, 0, 0)
-
-    def tags(self) -> list[str]:
-        return []
 
 
 def _memory(report: Report, source: str, rows: int, kind: str, directory: Path) -> None:
@@ -277,21 +161,16 @@ def _memory(report: Report, source: str, rows: int, kind: str, directory: Path) 
     report.add({"work": "memory", "into": kind, "dim": 32, "order": "random", "rows": rows}, json.loads(ran.stdout))
 
 
-def _status_bytes(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in text.splitlines() if line.startswith(name)).split()[1])
-
-
 def _measure_memory(source: str, kind: str, directory: Path) -> None:
     """Load in this process and print its peak: first a small table, so that code and engines are there already."""
     with tempfile.TemporaryDirectory(dir=directory) as small:
         _write(Path(small) / "m", 1000, 32, "random")
-        with _databases(kind, directory) if kind != "nothing" else _nothing() as databases:
+        with _databases(kind, directory) as databases:
             _load(TableSpec("bench", "small", 32, 0.0, 1000), f"{small}/m", databases)
             Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-            before = _status_bytes("VmRSS:")
-            seconds = _seconds(lambda: _load(_table(32), source, databases))
-            peak = _status_bytes("VmHWM:")
+            before = memory_bytes("VmRSS")
+            seconds = seconds_of(lambda: _load(_table(32), source, databases))
+            peak = memory_bytes("VmHWM")
             stats = databases[0].stats(_table(32).tag)
             own = stats.vector_bytes + max(stats.overhead_bytes, 0) if kind == "hash_map" else 0
     figures = {
@@ -303,11 +182,6 @@ def _measure_memory(source: str, kind: str, directory: Path) -> None:
         "seconds": seconds,
     }
     print(json.dumps(figures))
-
-
-@contextmanager
-def _nothing() -> Iterator[list[Database]]:
-    yield [_Nothing()]
 
 
 if __name__ == "__main__":

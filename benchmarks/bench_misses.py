@@ -11,15 +11,10 @@ Every float of every timed answer is compared on the device.
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
 """
 
-import ctypes
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import cycle
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import cupy
@@ -27,10 +22,8 @@ import numpy as np
 import torch
 from numba import njit
 
-import hps
-from benchmarks.gpu_timing import wake
-from benchmarks.harness import Report, add, part, time_calls
-from benchmarks.served import document, model
+from benchmarks.gpu import popular_keys, wake
+from benchmarks.harness import ALPHA, Report, gpu_facts, ideal_hit_rate, microseconds, require
 from hps.cache.cuda.cache import CupyCache
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
@@ -38,15 +31,12 @@ from hps.engine.session import CachedSession, SessionSettings
 from hps.errors import HPSError
 from hps.ground.hashing import mix
 from hps.ground.memory.host_tables import HostTable
-from hps.models.writer import write_sparse_model
 from hps.statistics.metrics import Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import U0, row_of, search, vector_of
 from hps.tensors.batch import Batch
-from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 
-_ALPHA = 1.05
 _DEVICE = "cuda"
 _KERNELS = r"""
 // A group of lanes copies AHEAD rows, all their loads in flight before the first store.
@@ -80,28 +70,22 @@ count_wrong(const long long* keys, const float* out, unsigned long long n, unsig
 
 def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` takes small tables."""
-    report.about |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+    report.about |= gpu_facts()
     tables = [(1 << 17, 128), (1 << 17, 32)] if quick else [(1 << 24, 128), (1 << 24, 32), (1 << 22, 128)]
     for rows, dim, dense in [(*table, dense) for table in tables for dense in (False, True)]:
         about = f"{rows} {'dense ' if dense else ''}rows x {dim}"
-        table = part(report, f"filling {about}", 90, partial(Table, rows, dim, dense))
+        table = report.part(f"filling {about}", 90, partial(Table, rows, dim, dense))
         if table is None:
             continue
         for path in ("link",) if dense else ("link", "index"):
-            part(report, f"misses, {path}, {about}", 60, partial(_misses, report, table, path, quick))
+            report.part(f"misses, {path}, {about}", 60, partial(_misses, report, table, path, quick))
         if rows != 1 << 22:
             if not dense:
-                part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
+                report.part(f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
             for path in ("link",) if dense else ("link", "index", "copy"):
-                part(report, f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
-                part(report, f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
-        part(report, f"closing {about}", 30, table.close)
-    with tempfile.TemporaryDirectory(prefix="hps-misses-", dir=os.environ.get("HPS_BENCH_DIR")) as directory:
-        place = Path(directory) / "items"
-        rows = 1 << (15 if quick else 20)
-        if part(report, "writing a model", 60, lambda: write_sparse_model(place, sample_chunks(rows, 128, 1)) or True):
-            for path in ("link", "index", "copy"):
-                part(report, f"HPS, {path}", 45, partial(_server, report, place, rows, path, quick))
+                report.part(f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
+                report.part(f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
+        report.part(f"closing {about}", 30, table.close)
 
 
 # -- a table, and the caches above it ----------------------------------------------------------------------------------
@@ -212,19 +196,9 @@ class Table:
         torch.cuda.empty_cache()
 
 
-class _Kernels:
-    """The plain gather and the comparison, compiled when they are first needed."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, int], Any] = {}
-
-    def __call__(self, name: str, ahead: int = 1) -> Any:
-        if (name, ahead) not in self._found:
-            self._found[name, ahead] = cupy.RawModule(code=f"#define AHEAD {ahead}\n{_KERNELS}").get_function(name)
-        return self._found[name, ahead]
-
-
-_kernel = _Kernels()
+@lru_cache
+def _kernel(name: str, ahead: int = 1) -> Any:
+    return cupy.RawModule(code=f"#define AHEAD {ahead}\n{_KERNELS}").get_function(name)
 
 
 def check(keys: Any, out: Any) -> None:
@@ -233,8 +207,7 @@ def check(keys: Any, out: Any) -> None:
     wrong = torch.zeros(1, dtype=torch.int64, device=_DEVICE)
     arguments = (keys.data_ptr(), out.data_ptr(), np.uint64(n), np.uint32(dim), wrong.data_ptr())
     _kernel("count_wrong")((2048,), (256,), arguments)
-    if count := int(wrong.item()):
-        raise RuntimeError(f"{count} of {n * dim} floats are wrong: nothing is recorded")
+    require(not wrong.item(), f"an answer ({int(wrong.item())} of {n * dim} floats)")
 
 
 def _seconds(call: Callable[[int], Any], calls: int) -> float:
@@ -254,9 +227,7 @@ def _each(call: Callable[[int], Any], calls: int) -> dict[str, float]:
         call(i)
         torch.cuda.synchronize()
 
-    wake()
-    timing = time_calls(waited, calls, warmup=0)
-    return {"p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6}
+    return _answers(waited, calls)
 
 
 def _answers(call: Callable[[int], Any], calls: int) -> dict[str, float]:
@@ -268,49 +239,7 @@ def _answers(call: Callable[[int], Any], calls: int) -> dict[str, float]:
         call(i)
         seconds.append(time.perf_counter() - start)
         torch.cuda.synchronize()
-    return {"p50_us": float(np.median(seconds)) * 1e6, "p99_us": float(np.percentile(seconds, 99)) * 1e6}
-
-
-class _Link:
-    """Bytes that the device received over PCIe, headers of packets included, as NVML counts them."""
-
-    def __init__(self) -> None:
-        class Value(ctypes.Structure):
-            _fields_ = (
-                ("field", ctypes.c_uint),
-                ("scope", ctypes.c_uint),
-                ("timestamp", ctypes.c_longlong),
-                ("latency_us", ctypes.c_longlong),
-                ("kind", ctypes.c_int),
-                ("status", ctypes.c_int),
-                ("value", ctypes.c_ulonglong),
-            )
-
-        self._value = Value(field=198)  # NVML_FI_DEV_PCIE_COUNT_RX_BYTES
-        self._device = ctypes.c_void_p()
-        self._works = False
-        try:
-            self._library = ctypes.CDLL("libnvidia-ml.so.1")
-            bus = cupy.cuda.runtime.deviceGetPCIBusId(0).encode()
-            self._works = not self._library.nvmlInit_v2() and not self._library.nvmlDeviceGetHandleByPciBusId_v2(
-                bus, ctypes.byref(self._device)
-            )
-        except (OSError, AttributeError) as error:
-            print(f"# NVML: {error}", flush=True)
-
-    def received(self, call: Callable[[], Any]) -> tuple[Any, int | None]:
-        """What a call returns, and how much was received meanwhile (below 4 GiB, where the counter wraps); None if unknown."""
-        before = self._read()
-        returned = call()
-        after = self._read()
-        return returned, None if before is None or after is None else (after - before) % (1 << 32)
-
-    def _read(self) -> int | None:
-        torch.cuda.synchronize()
-        time.sleep(0.05)  # the counter lags
-        if self._works and not self._library.nvmlDeviceGetFieldValues(self._device, 1, ctypes.byref(self._value)):
-            return int(self._value.value) if self._value.status == 0 else None
-        return None
+    return microseconds(seconds)
 
 
 # -- misses --------------------------------------------------------------------------------------------------------------
@@ -321,7 +250,6 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
     cache = table.cache(path)
     session, _metrics = table.new_session(cache)
     lookup = cache.create_lookup()
-    link = _Link()
     fresh = torch.randperm(table.rows, device=_DEVICE)
     start = 0
 
@@ -360,15 +288,14 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
             base += calls
             outs.fill_(torch.nan)
             try:
-                seconds, received = link.received(partial(_seconds, partial(ask, base, way), calls))
+                seconds = _seconds(partial(ask, base, way), calls)
             except HPSError as error:  # this cache cannot do that
                 figures[f"{name}error"] = str(error)
                 continue
             check(keys[base : base + calls].reshape(-1), outs.view(-1, table.dim))
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
-            figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         figures |= _gathered(table, keys[base : base + calls], outs, figures)
-        add(report, {"work": "misses", **table.axes(path, n)}, figures)
+        report.add({"work": "misses", **table.axes(path, n)}, figures)
         del outs, batches, ask
 
 
@@ -412,14 +339,7 @@ def _gathered(table: Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[
 
 
 def _traffic(table: Table, n: int, batches: int, random: Any) -> list[Any]:
-    """Batches of n keys whose popularity falls with rank; see `hps.tools.profiling.workloads`."""
-    g = 1.0 - _ALPHA
-    found = []
-    for _ in range(batches):
-        u = torch.rand(n, dtype=torch.float64, device=_DEVICE, generator=random)
-        ranks = ((u * (float(table.rows) ** g - 1.0) + 1.0) ** (1.0 / g)).to(torch.int64)
-        found.append(table.by_rank[ranks.clamp_(max=table.rows - 1)])
-    return found
+    return [popular_keys(table.by_rank, n, random) for _ in range(batches)]
 
 
 def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
@@ -429,9 +349,7 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
     counters = metrics.table("bench", table.spec.table_name)
     lookup = session.cache.create_lookup()  # type: ignore[union-attr]
     random = torch.Generator(_DEVICE).manual_seed(report.seed)
-    link = _Link()
-    g = 1.0 - _ALPHA
-    ideal = (float(table.rows // 10) ** g - 1.0) / (float(table.rows) ** g - 1.0)
+    ideal = ideal_hit_rate(table.rows // 10, table.rows)
     outs = torch.full((calls, n, table.dim), torch.nan, device=_DEVICE)
 
     def warm(batches: int) -> float:
@@ -467,7 +385,7 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
             outs.fill_(torch.nan)
             admitted = session.cache.stats(0).inserts  # type: ignore[union-attr]
             try:
-                seconds, received = link.received(partial(_seconds, partial(ask, way), calls))
+                seconds = _seconds(partial(ask, way), calls)
             except HPSError as error:
                 figures[f"{name}error"] = str(error)
                 continue
@@ -475,12 +393,11 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
             admitted = session.cache.stats(0).inserts - admitted  # type: ignore[union-attr]
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
             figures[f"{name}admitted_per_key"] = admitted / (calls * n)
-            figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         if path != "copy":
             needed = _link_us(table, session.cache, _traffic(table, n, 5, random), outs[0])  # type: ignore[arg-type]
             figures |= {"link_us": needed, "of_link": needed / (n / figures["mkeys_per_s"])}
         done += 3 * calls // 20 * 20
-        add(report, {"work": "mixed", **table.axes(path, n), "alpha": _ALPHA, "batches_before": after}, figures)
+        report.add({"work": "mixed", **table.axes(path, n), "alpha": ALPHA, "batches_before": after}, figures)
 
 
 def _link_us(table: Table, cache: CupyCache, batches: Sequence[Any], out: Any) -> float:
@@ -528,7 +445,7 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
     session, _metrics = table.session(path)
     cache: Any = session.cache
     rng = np.random.default_rng(report.seed)
-    hits, some = _draws(cache.dump(0), table.rows, n, n // 10, 2 * calls + 40, rng)
+    hits, some = _draws(cache.dump(0), table.rows, n, n // 10, calls + 20, rng)
     outs = torch.full((16, n, table.dim), torch.nan, device=_DEVICE)
 
     def timed(sets: Sequence[Any]) -> dict[str, float]:
@@ -542,104 +459,4 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
         return figures
 
     axes = table.axes(path, n)
-    add(report, {"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
-    if path != "copy":
-        figures = _replayed(cache.create_lookup(), some[calls + 20 :], outs[0])
-        add(report, {"work": "replayed graph, 10 % missing", **axes}, figures)
-
-
-def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
-    """One lookup as a graph: from its launch until the host knows, and what the device works for that."""
-    keys = sets[0].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        lookup.prepare(Batch.of(0, keys, out))
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        lookup.enqueue(Batch.of(0, keys, out), captured=True)
-    walls, works = [], []
-    for asked, timed_by_events in zip(sets[1:], cycle((False, True))):
-        keys.copy_(asked)
-        out.fill_(torch.nan)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        if timed_by_events:
-            before.record()
-            graph.replay()
-            after.record()
-            after.synchronize()
-            works.append(before.elapsed_time(after) * 1e3)
-        else:
-            start = time.perf_counter()
-            graph.replay()
-            torch.cuda.synchronize()
-            walls.append((time.perf_counter() - start) * 1e6)
-        check(asked, out)
-    return {"p50_us": float(np.median(walls)), "p99_us": float(np.quantile(walls, 0.99)), "event_us": float(np.median(works))}
-
-
-def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> None:
-    """The same through `HPS`: waiting, without waiting, and captured; and resident keys of CuPy's and NumPy's arrays."""
-    n, calls, dim = (512, 30, 128) if quick else (4096, 400, 128)
-    rng = np.random.default_rng(report.seed)
-    with hps.HPS(_configuration(place, dim, path)) as server:
-        hits, fresh = _draws(server.model("bench").caches[0].dump(0), rows, n, n // 10, 3 * (calls + 20), rng)
-        out = torch.empty(n, dim, device=_DEVICE)
-
-        def check(keys: Any, place: Any) -> None:
-            if not np.array_equal(place, sample_vectors(keys.cpu().numpy(), dim, 1)):
-                raise RuntimeError("an answer is wrong: nothing is recorded")
-
-        def waiting(keys: Any) -> None:
-            server.lookup_fromdlpack(keys, out, "bench", 0)
-
-        def unwaited(keys: Any) -> None:
-            server.lookup_fromdlpack(keys, out, "bench", 0, wait=False)
-
-        def timed(way: Callable[[Any], None], sets: Sequence[Any]) -> dict[str, float]:
-            for keys in sets[:20]:
-                way(keys)
-                check(keys, out.cpu().numpy())
-            measure = _each if way is unwaited else _answers
-            return measure(lambda i: way(sets[(20 + i) % len(sets)]), calls)
-
-        def captured(sets: Sequence[Any]) -> dict[str, float]:
-            keys, seconds = sets[0].clone(), []
-            with server.capture(keys, out, "bench", 0) as graph:
-                for i, asked in enumerate(sets):
-                    keys.copy_(asked)
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    graph.replay()
-                    torch.cuda.synchronize()
-                    seconds.append((time.perf_counter() - start) * 1e6)
-                    if i % 20 == 0:
-                        check(asked, out.cpu().numpy())
-            return {"p50_us": float(np.median(seconds)), "p99_us": float(np.quantile(seconds, 0.99))}
-
-        axes = {"path": path, "keys": n, "dim": dim, "rows": rows}
-        of_hits, part = timed(waiting, hits), calls + 20
-        add(report, {"work": "HPS, 10 % missing", **axes}, _ratios(of_hits, timed(waiting, fresh[:part])))
-        ways = {
-            "HPS without waiting, 10 % missing": partial(timed, unwaited, fresh[part : 2 * part]),
-            "HPS captured, 10 % missing": partial(captured, fresh[2 * part :]),
-        }
-        for work, measure in ways.items() if path != "copy" else ():
-            try:
-                figures: dict[str, Any] = measure()
-            except (AttributeError, TypeError, HPSError) as error:
-                figures = {"error": f"not there: {error}"}
-            add(report, {"work": work, **axes}, figures)
-        for kind, keys, place_of in (
-            ("CuPy", [cupy.asarray(one) for one in hits], cupy.asarray(out)),
-            ("NumPy", [one.cpu().numpy() for one in hits], np.empty((n, dim), np.float32)),
-        ):
-            figures = _answers(lambda i, keys=keys, to=place_of: server.lookup_fromdlpack(keys[i % 16], to, "bench", 0), calls)
-            check(hits[(calls - 1) % 16], place_of if kind == "NumPy" else cupy.asnumpy(place_of))
-            add(report, {"work": f"HPS, {kind} arrays, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
-
-
-def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:
-    reads = {"miss_path": "link", "index_on_device": True} if path == "index" else {"miss_path": path}
-    return document(model([place], [dim], "bench", max_batch_size=16_384, gpucacheper=0.5, **reads), device="cuda")
+    report.add({"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some)))

@@ -8,67 +8,51 @@ with other keys, unless they say otherwise. Every answer is checked against floa
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
 """
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cupy
 import numpy as np
+import torch
+from torch.nn.functional import embedding_bag
 
-from benchmarks import pooled_anchor, served
-from benchmarks.harness import Report, add, part, time_calls
-from benchmarks.served import document
+import hps
+from benchmarks import pooled_anchor
+from benchmarks.gpu import back_to_back, one_call, popular_keys, slots_of_resident_keys, torch_back_to_back
+from benchmarks.harness import ALPHA, HOTNESS, Report, gpu_facts, ideal_hit_rate, ranks_of, require, scratch, time_calls
+from benchmarks.served import document, model
+from hps.cache.cuda.cache import CupyCache
+from hps.models.writer import write_sparse_model
+from hps.tensors.bags import pooled_batch
+from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
+from hps.types import TableSpec
 
-HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-_ALPHA = 1.05
 _VALUES = "value = ((key * 2654435761LL + column * 40503) >> 7) & 0xFFFFFF"
+_RATIOS = {"of_anchor": "seconds", "one_call_of_anchor": "one_call_s"}
 _KEYS_IN_FLIGHT = 1 << 23  # of the batches of a case, so that no small batch stays in the L2 cache
 
 
 def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` takes small tables."""
-    import torch
-
-    report.about |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, "torch": torch.__version__}
+    report.about |= gpu_facts()
     rows = 1 << (14 if quick else 20)
-    cases = [(128, HOTNESS, [(4096, _ALPHA), (4096, 0.0), (256, _ALPHA), (256, 0.0)])]
-    cases += [(dim, HOTNESS, [(4096, _ALPHA), (4096, 0.0)]) for dim in (32, 64)]
+    cases = [(128, HOTNESS, [(4096, ALPHA), (4096, 0.0), (256, ALPHA), (256, 0.0)])]
+    cases += [(dim, HOTNESS, [(4096, ALPHA), (4096, 0.0)]) for dim in (32, 64)]
     for dim, hotness, batches in cases:
-        part(report, f"resident, dim {dim}", 60, partial(_resident, report, rows, dim, hotness, batches))
-    one = partial(_resident, report, 8 * rows, 128, (20,), [(4096, _ALPHA), (4096, 0.0)])
-    part(report, "resident, one table", 40, one)
-    with tempfile.TemporaryDirectory(prefix="hps-pooled-", dir=os.environ.get("HPS_BENCH_DIR")) as directory:
-        part(report, "a tenth cached", 90, partial(_cached, report, Path(directory), 10_000 if quick else 200_000))
-    _summary(report)
-
-
-def _summary(report: Report) -> None:
-    """Print what one wants to know first."""
-    for row in report.rows:
-        axes, figures = row["axes"], row["figures"]
-        if "of_anchor" in figures:
-            what = f"{axes['tables']} tables x {axes['batch']} bags, dim {axes['dim']}, alpha {axes['alpha']}, {axes['bags']}"
-            rate = f"{figures['mkeys_per_s']:.0f} M keys/s, {figures['us']:.1f} us"
-            print(f"= {what}: {rate}, {figures['of_anchor']:.3f} of the anchor", flush=True)
-        elif "hit_rate" in figures:
-            print(f"= a tenth cached: {axes} {figures}", flush=True)
-        elif "error" in figures:
-            print(f"= {axes['work']}: {figures['error']}", flush=True)
+        report.part(f"resident, dim {dim}", 60, partial(_resident, report, rows, dim, hotness, batches))
+    one = partial(_resident, report, 8 * rows, 128, (20,), [(4096, ALPHA), (4096, 0.0)])
+    report.part("resident, one table", 40, one)
+    with scratch("pooled") as directory:
+        report.part("a tenth cached", 90, partial(_cached, report, directory, 10_000 if quick else 200_000))
 
 
 class _Tables:
     """Whole tables, and a cache that holds all of their rows; keys are 0 to rows - 1. *One per thread.*"""
 
     def __init__(self, rows: int, dim: int, count: int) -> None:
-        import cupy
-
-        from benchmarks.gpu_timing import slots_of_resident_keys
-        from hps.cache.cuda.cache import CupyCache
-        from hps.types import TableSpec
-
         self.rows, self.dim = rows, dim
         self.specs = [TableSpec("bench", f"t{table}", dim, 0.0, 1 << 24) for table in range(count)]
         self.cache = CupyCache.create(self.specs, [rows * 10 // 7] * count, 0)
@@ -91,8 +75,6 @@ class _Tables:
 
     def right(self, table: int, keys: Any, hotness: int, found: Any, weights: Any = None) -> bool:
         """Whether (B, dim) sums of B x hotness keys are those of float64, to 1 ulp a term; exact for one key without weight."""
-        import cupy
-
         columns = cupy.arange(self.dim, dtype=cupy.int64)[None, :] + 1000 * table
         exact = cupy.empty((keys.size // hotness, self.dim), cupy.float64)
         for start in range(0, exact.shape[0], 1024):  # not all terms at once
@@ -106,9 +88,6 @@ class _Tables:
 
     def close(self) -> None:
         """Give the memory back."""
-        import cupy
-        import torch
-
         self.cache.close()
         self.whole, self.places, self.known = [], [], []
         cupy.get_default_memory_pool().free_all_blocks()
@@ -119,14 +98,11 @@ class _Batch:
     """Keys of one batch in one array, by table, and where their rows lie in the cache."""
 
     def __init__(self, tables: _Tables, hotness: Sequence[int], batch: int, alpha: float, random: Any) -> None:
-        import cupy
-
-        g = 1.0 - alpha
         drawn, places = [], []
         for table, each in enumerate(hotness):
             known = tables.known[table]
-            u = random.random(batch * each)
-            ranks = ((u * (float(known.size) ** g - 1.0) + 1.0) ** (1.0 / g)) if alpha else u * known.size
+            uniform = random.random(batch * each)
+            ranks = ranks_of(uniform, known.size, alpha) - 1 if alpha else uniform * known.size
             drawn.append(known[cupy.minimum(ranks.astype(cupy.int64), known.size - 1)])
             places.append(tables.places[table][drawn[-1]])
         self.all_keys = cupy.concatenate(drawn)
@@ -138,20 +114,16 @@ class _Batch:
 
 def _resident(report: Report, rows: int, dim: int, hotness: Sequence[int], cases: Sequence[tuple[int, float]]) -> None:
     """Bags of resident keys, by batch and popularity."""
-    start = time.perf_counter()
     tables = _Tables(rows, dim, len(hotness))
-    print(f"# {len(hotness)} tables of {rows} rows x {dim}: {time.perf_counter() - start:.1f} s", flush=True)
     try:
         for batch, alpha in cases:
             name = f"resident, {len(hotness)} tables, dim {dim}, batch {batch}, alpha {alpha}"
-            part(report, name, 30, partial(_case, report, tables, hotness, batch, alpha))
+            report.part(name, 30, partial(_case, report, tables, hotness, batch, alpha))
     finally:
         tables.close()
 
 
 def _case(report: Report, tables: _Tables, hotness: Sequence[int], batch: int, alpha: float) -> None:
-    import cupy
-
     random = cupy.random.default_rng(report.seed)
     keys = batch * sum(hotness)
     batches = [_Batch(tables, hotness, batch, alpha, random) for _ in range(max(4, min(64, _KEYS_IN_FLIGHT // keys)))]
@@ -162,47 +134,39 @@ def _case(report: Report, tables: _Tables, hotness: Sequence[int], batch: int, a
     def check(what: str, each: _Batch, weights: Any = None) -> None:
         for table, hot in enumerate(hotness):
             found = out[:, table * tables.dim : (table + 1) * tables.dim]
-            if not tables.right(table, each.keys[table], hot, found, None if weights is None else weights[table]):
-                raise RuntimeError(f"{what}: the sums of table {table} are wrong; nothing is recorded")
+            own_weights = None if weights is None else weights[table]
+            require(tables.right(table, each.keys[table], hot, found, own_weights), f"{what}: a sum of table {table}")
         out.fill(cupy.nan)
 
     def rates(seconds: float) -> dict[str, float]:
         return {"us": seconds * 1e6, "mkeys_per_s": keys / seconds / 1e6, "gb_per_s": moved / seconds / 1e9}
 
     anchor = _anchor(tables, hotness, batches, out, check)
-    add(report, axes | {"bags": "plain kernel"}, rates(anchor["seconds"]) | anchor)
+    report.add(axes | {"bags": "plain kernel"}, rates(anchor["seconds"]) | anchor)
     kinds = ["offsets", "fixed hotness", "weights"] if alpha and batch == 4096 else ["offsets"]
     for kind in kinds:
         name = f"ours, {kind}, batch {batch}, alpha {alpha}, dim {tables.dim}"
-        found = part(report, name, 30, partial(_ours, tables, hotness, batches, out, check, kind))
+        found = report.part(name, 30, partial(_ours, tables, hotness, batches, out, check, kind))
         if found is not None:
-            ratio = {"of_anchor": anchor["seconds"] / found["seconds"]}
-            if "one_call_s" in found:
-                ratio["one_call_of_anchor"] = anchor["one_call_s"] / found["one_call_s"]
-            add(report, axes | {"bags": kind}, rates(found["seconds"]) | ratio | found)
+            ratio = {name: anchor[of] / found[of] for name, of in _RATIOS.items()}
+            report.add(axes | {"bags": kind}, rates(found["seconds"]) | ratio | found)
     name = "torch embedding_bag"
     call = partial(_torch_bags, tables, hotness, batches, out, check)
-    found = part(report, f"{name}, batch {batch}, dim {tables.dim}", 30, call)
+    found = report.part(f"{name}, batch {batch}, dim {tables.dim}", 30, call)
     if found is not None:
         ratio = {"of_anchor": anchor["seconds"] / found["seconds"]}
-        add(report, axes | {"bags": name}, rates(found["seconds"]) | ratio | found)
+        report.add(axes | {"bags": name}, rates(found["seconds"]) | ratio | found)
 
 
 _Check = Callable[..., None]
 
 
 def _offsets(batch: int, hotness: Sequence[int], dtype: Any) -> list[Any]:
-    import cupy
-
     return [cupy.arange(batch + 1, dtype=dtype) * dtype(each) for each in hotness]
 
 
 def _anchor(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check) -> dict[str, Any]:
     """The best of the plain kernels: seconds of one launch, and which it is."""
-    import cupy
-
-    from benchmarks.gpu_timing import back_to_back, one_call
-
     dim, count = tables.dim, len(out)
     module = cupy.RawModule(code=pooled_anchor.SOURCE, options=("-std=c++17",))
     offsets = _offsets(count, hotness, np.int32)
@@ -232,9 +196,6 @@ def _anchor(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out:
 
 def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any, weights: Any, out: Any) -> Any:
     """The batch of a lookup of bags with one output for all tables."""
-    import hps
-    from hps.tensors.bags import pooled_batch
-
     bags = {
         table: hps.Bags(
             keys if offsets is not None else keys.reshape(-1, hot),
@@ -248,10 +209,6 @@ def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any,
 
 def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check, kind: str) -> dict[str, Any]:
     """Pooled lookups through the cache: on the device, and whole calls from Python."""
-    import cupy
-
-    from benchmarks.gpu_timing import back_to_back, one_call
-
     batch = len(out)
     offsets = None if kind == "fixed hotness" else _offsets(batch, hotness, np.int64)
     weights = None
@@ -261,10 +218,8 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
     lookup = tables.cache.create_lookup()
 
     def call(each: _Batch) -> None:
-        missing = lookup.query(_pooled(tables, hotness, each, offsets, weights, out))
+        require(lookup.query(_pooled(tables, hotness, each, offsets, weights, out)) == 0, "the number of missing keys")
         lookup.finish()
-        if missing:
-            raise RuntimeError(f"{missing} keys are missing: nothing is recorded")
 
     for each in batches[:2]:
         out.fill(cupy.nan)
@@ -276,30 +231,21 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
         call(batches[i % len(batches)])
         cupy.cuda.get_current_stream().synchronize()
 
-    calls = time_calls(whole, 100)
-    figures: dict[str, Any] = {"call_p50_us": calls.p50_s * 1e6, "call_p99_us": calls.p99_s * 1e6}
+    figures = time_calls(whole, 100).as_us("call_")
 
     def launch(batch: Any) -> None:
         lookup.begin(batch)
         lookup.launch_pool("pool")
 
-    try:  # what the device does of it; the streams of the tensors are those that work is captured on
-        asked = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
-        seconds = back_to_back([partial(launch, each) for each in asked])
-        check(f"ours in a graph, {kind}", batches[-1], weights)
-        return {"seconds": seconds, "one_call_s": one_call(partial(launch, asked[0]))} | figures
-    except Exception as error:  # noqa: BLE001 - the calls' time stands for it
-        print(f"# in a graph: {type(error).__name__}: {error}; the time of calls stands for the device's", flush=True)
-        return {"seconds": calls.p50_s, "in_a_graph": f"{type(error).__name__}: {error}"[:200]} | figures
+    # what the device does of it; the streams of the tensors are those that work is captured on
+    asked = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
+    seconds = back_to_back([partial(launch, each) for each in asked])
+    check(f"ours in a graph, {kind}", batches[-1], weights)
+    return {"seconds": seconds, "one_call_s": one_call(partial(launch, asked[0]))} | figures
 
 
 def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check) -> dict[str, Any]:
     """torch's `embedding_bag` over whole tables: in a graph of its calls, and from Python."""
-    import torch
-    from torch.nn.functional import embedding_bag
-
-    from benchmarks.gpu_timing import torch_back_to_back
-
     weights = [torch.from_dlpack(table) for table in tables.whole]
     offsets = [torch.from_dlpack(each) for each in _offsets(len(out), hotness, np.int64)]
     keys = [[torch.from_dlpack(part) for part in each.keys] for each in batches]
@@ -319,60 +265,33 @@ def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], 
     torch.cat(results, 1, out=torch.from_dlpack(out))
     torch.cuda.synchronize()
     check("torch", batches[0])
-    calls = time_calls(whole, 50)
-    figures = {"call_p50_us": calls.p50_s * 1e6, "call_p99_us": calls.p99_s * 1e6}
+    figures = time_calls(whole, 50).as_us("call_")
     few = [partial(call, i) for i in range(min(len(keys), 8))]  # a call makes dozens of launches
-    try:
-        return {"seconds": torch_back_to_back(few)} | figures
-    except Exception as error:  # noqa: BLE001 - the calls' time stands for it
-        print(f"# in a graph: {type(error).__name__}: {error}; the time of calls stands for it", flush=True)
-        return {"seconds": calls.p50_s, "in_a_graph": f"{type(error).__name__}: {error}"[:200]} | figures
-
-
-def configuration(place: Path, dims: Sequence[int], rows: int, hotness: Sequence[int], **model: Any) -> dict[str, Any]:
-    """A server with a table for each width, all in the hash map alone; their files are written once."""
-    from hps.models.writer import write_sparse_model
-    from hps.tools.cli.tables.sample import sample_chunks
-
-    names = [f"t{table}" for table in range(len(dims))]
-    for table, (name, dim) in enumerate(zip(names, dims, strict=True)):
-        if not (place / name).exists():
-            write_sparse_model(place / name, sample_chunks(rows, dim, table))
-    settings = {"maxnum_catfeature_query_per_table_per_sample": list(hotness), "max_batch_size": 4096}
-    settings |= {"gpucacheper": 0.1, "cache_refresh_percentage_per_iteration": 0.0, **model}
-    return document(served.model([place / name for name in names], dims, "bench", **settings), device="cuda")
+    return {"seconds": torch_back_to_back(few)} | figures
 
 
 def check_sums(keys: np.ndarray, hotness: int, dim: int, seed: int, found: np.ndarray) -> None:
     """Compare (B, dim) sums of B x hotness keys of a sample model with those of float64."""
-    from hps.tools.cli.tables.sample import sample_vectors
-
     terms = sample_vectors(keys, dim, seed).reshape(-1, hotness, dim)
     exact, size = terms.sum(1, dtype=np.float64), np.abs(terms).sum(1, dtype=np.float64)
-    if not np.all(np.abs(found - exact) <= hotness * 2.0**-23 * size):
-        raise RuntimeError(f"the sums of table {seed} are wrong; nothing is recorded")
+    require(np.all(np.abs(found - exact) <= hotness * 2.0**-23 * size), f"a sum of table {seed}")
 
 
 def _cached(report: Report, place: Path, rows: int) -> None:
     """Caches of a tenth of the rows above the hash map, warmed by traffic: bags, and rows beside them."""
-    import torch
-
-    import hps
-
-    start = time.perf_counter()
-    config = configuration(place, [128] * len(HOTNESS), rows, HOTNESS, gpucacheper=0.1, miss_path="link")
-    print(f"# files of 26 tables of {rows} rows: {time.perf_counter() - start:.1f} s", flush=True)
-    start = time.perf_counter()
+    files = [place / f"t{table}" for table in range(len(HOTNESS))]
+    for table, file in enumerate(files):
+        write_sparse_model(file, sample_chunks(rows, 128, table))
+    settings = {"maxnum_catfeature_query_per_table_per_sample": list(HOTNESS), "max_batch_size": 4096, "miss_path": "link"}
+    settings |= {"gpucacheper": 0.1, "cache_refresh_percentage_per_iteration": 0.0}
+    config = document(model(files, [128] * len(HOTNESS), "bench", **settings), device="cuda")
     with hps.HPS(config) as server:
-        print(f"# server: {time.perf_counter() - start:.1f} s", flush=True)
         for wait in (True, False):
-            part(report, f"a tenth cached, wait={wait}", 45, partial(_traffic, report, server, torch, rows, wait))
+            report.part(f"a tenth cached, wait={wait}", 45, partial(_traffic, report, server, rows, wait=wait))
 
 
-def _traffic(report: Report, server: Any, torch: Any, rows: int, wait: bool) -> None:
+def _traffic(report: Report, server: hps.HPS, rows: int, *, wait: bool) -> None:
     """Batches by popularity, other keys each time: bags and rows in turn, after the cache was warmed by such."""
-    import hps
-
     batch, dim, warm, calls = 4096, 128, 30, 16
     random = torch.Generator("cuda").manual_seed(report.seed + wait)
     by_rank = torch.from_numpy(np.random.default_rng(31337).permutation(rows)).cuda()
@@ -380,11 +299,9 @@ def _traffic(report: Report, server: Any, torch: Any, rows: int, wait: bool) -> 
     out = torch.empty(batch, dim * len(HOTNESS), device="cuda")
     vectors = torch.empty(sum(counts), dim, device="cuda")
     offsets = [torch.arange(batch + 1, device="cuda") * hot for hot in HOTNESS]
-    g = 1.0 - _ALPHA
 
     def draw() -> Any:
-        u = torch.rand(sum(counts), dtype=torch.float64, device="cuda", generator=random)
-        return by_rank[((u * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).to(torch.int64).clamp_(max=rows - 1)]
+        return popular_keys(by_rank, sum(counts), random)
 
     def bags(keys: Any) -> None:
         asked = {f"t{t}": hps.Bags(part, offsets[t]) for t, part in enumerate(torch.split(keys, counts))}
@@ -418,13 +335,12 @@ def _traffic(report: Report, server: Any, torch: Any, rows: int, wait: bool) -> 
                 for t, hot in enumerate(HOTNESS):
                     check_sums(asked[ends[t] - counts[t] : ends[t]], hot, dim, t, sums[:, t * dim : (t + 1) * dim])
     after = answered()
-    ideal = (float(rows // 10) ** g - 1.0) / (float(rows) ** g - 1.0)
     figures = {
         "p50_ms": float(np.median(seconds["bags"])) * 1e3,
         "rows_p50_ms": float(np.median(seconds["rows"])) * 1e3,
         "mkeys_per_s": sum(counts) / float(np.median(seconds["bags"])) / 1e6,
         "hit_rate": (after[1] - before[1]) / max(1, after[0] - before[0]),
-        "ideal_hit_rate": ideal,
+        "ideal_hit_rate": ideal_hit_rate(rows // 10, rows),
     }
-    axes = {"tables": len(HOTNESS), "batch": batch, "dim": dim, "alpha": _ALPHA, "rows": rows, "cache": 0.1, "wait": wait}
-    add(report, axes, figures)
+    axes = {"tables": len(HOTNESS), "batch": batch, "dim": dim, "alpha": ALPHA, "rows": rows, "cache": 0.1, "wait": wait}
+    report.add(axes, figures)

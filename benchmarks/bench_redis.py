@@ -10,18 +10,16 @@ client and servers share the processor with each other here.
 """
 
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import redis
 from redis.cluster import ClusterNode, RedisCluster
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, require, scratch
 from hps.stores.base import LoadRecord
 from hps.stores.redis.codec import group_by_partition
 from hps.stores.redis.database import RedisDatabase
@@ -42,16 +40,15 @@ Contestant = Callable[[int], object]
 def run(report: Report, quick: bool) -> None:
     """Measure fetching and loading; every answer is checked first."""
     rounds = 3 if quick else 21
-    directory = Path(tempfile.mkdtemp(prefix="hps-bench-redis-"))
-    with RedisServer(directory / "server") as server:
-        report.about["redis"] = server.client().info("server")["redis_version"]
-        report.about["partitions"] = _PARTITIONS
-        for dim in (32,) if quick else (16, 32, 128):
-            rows = (20_000 if quick else 200_000) * 32 // max(32, dim)
-            _measure(report, server.address, [server], dim, rows, rounds)
-    with RedisClusterServers(directory / "cluster") as cluster:
-        rows = 20_000 if quick else 200_000
-        _measure(report, cluster.address, cluster.masters, 32, rows, rounds)
+    with scratch("redis") as directory:
+        with RedisServer(directory / "server") as server:
+            report.about["redis"] = server.client().info("server")["redis_version"]
+            report.about["partitions"] = _PARTITIONS
+            for dim in (32,) if quick else (16, 32, 128):
+                rows = (20_000 if quick else 200_000) * 32 // max(32, dim)
+                _measure(report, server.address, [server], dim, rows, rounds)
+        with RedisClusterServers(directory / "cluster") as cluster:
+            _measure(report, cluster.address, cluster.masters, 32, 20_000 if quick else 200_000, rounds)
 
 
 def _measure(report: Report, address: str, servers: list[RedisServer], dim: int, rows: int, rounds: int) -> None:
@@ -97,11 +94,9 @@ class _Table:
             self.database.fetch(_TAG, asked[i], out, found)
 
         ours(0)
-        assert (found == ~absent[0]).all(), "wrong keys were found"  # noqa: S101 - a benchmark checks its answers
-        assert (out[found] == self.vectors[picks[0]][found]).all(), "a wrong vector"  # noqa: S101
+        require((found == ~absent[0]).all() and (out[found] == self.vectors[picks[0]][found]).all())
         answer, mask = self.peer.fetch(asked[0])
-        assert (mask == found).all(), "redis-py disagrees"  # noqa: S101
-        assert (answer[mask] == out[mask]).all(), "redis-py disagrees"  # noqa: S101
+        require((mask == found).all() and (answer[mask] == out[mask]).all(), "an answer of redis-py")
         contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: self.peer.fetch(asked[i])}
         if self.axes["servers"] == 1:
             requests = [self.raw.fetch_requests(asked[i], absent[i]) for i in range(rounds)]
@@ -117,8 +112,7 @@ class _Table:
             self.database.load_chunk(_TAG, self.keys[chunk], self.vectors[chunk], LoadRecord("bench", chunk.stop, rows))
         out, found = np.empty_like(self.vectors), np.zeros(rows, np.bool_)
         self.database.fetch(_TAG, self.keys, out, found)
-        assert found.all(), "rows that were loaded are absent"  # noqa: S101
-        assert (out == self.vectors).all(), "a wrong vector"  # noqa: S101
+        require(found.all() and (out == self.vectors).all(), "a row that was loaded")
         keys, vectors = self.keys[:_LOAD_ROWS], self.vectors[:_LOAD_ROWS]
         contestants: dict[str, Contestant] = {
             "ours": lambda _: self.database.insert(_TAG, keys, vectors),

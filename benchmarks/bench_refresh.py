@@ -12,7 +12,6 @@ It takes HPS_BENCH_SECONDS (110): the last phase, beside a whole refresh at the 
 """
 
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, gpu_facts
 from hps.cache.base import EmbeddingCache
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
@@ -58,8 +57,7 @@ def run(report: Report, quick: bool) -> None:
     scale = 0.1 if quick else 1.0
     device = choose_cache("auto").device
     if device == "cuda":
-        gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
-        report.about["gpu"] = gpu.stdout.strip()
+        report.about |= gpu_facts()
     stage = Stage.make(device, 50_000 if quick else 10_000_000 if device == "cuda" else 1_000_000, 32)
     kinds: list[tuple[str, int | None]] = [("host", RATE), ("host", None)]
     if device == "cuda" and find_spec("torch"):
@@ -98,14 +96,11 @@ class Stage:
     def make(cls, device: str, rows: int, dim: int) -> "Stage":
         table = TableSpec("bench", "t", dim, -1.0, KEYS)
         metrics = Metrics()
-        _say(f"building a cache of {rows} rows on {device}")
         database = HashMapDatabase()
-        _say("compiled the hash map")
         chain = DatabaseChain(None, database, metrics=metrics)
         chain.open_table(table)
         database.reserve(table.tag, rows)
         cache = choose_cache(device).create([table], [int(rows / LOAD)], 0)
-        _say("made the cache")
         coalescer = FetchCoalescer(chain.fetch, metrics)
         session = CachedSession([table], cache, chain, coalescer, SessionSettings(hit_rate_threshold=1.1), metrics)
         refresher = _refresher(table, cache, chain)
@@ -113,7 +108,6 @@ class Stage:
         generations = np.zeros(rows, np.uint8)
         stage = cls(device, keys, table, database, chain, session, refresher, [], generations, generations.copy())
         stage._write(np.arange(rows), cache.insert)
-        _say("filled both")
         resident = (cache.dump(0).view(np.uint64) * _BACK).astype(np.int64)
         if resident.size < 0.99 * rows:
             raise SystemExit(f"{resident.size} of {rows} rows are resident; nothing is measured")
@@ -160,6 +154,10 @@ class Stage:
         if not right.all():
             raise SystemExit(f"{np.count_nonzero(~right)} of {rows.size} vectors are wrong; nothing is measured")
 
+    def axes(self, work: str) -> dict[str, Any]:
+        """Axes of a row of the results."""
+        return {"work": work, "device": self.device, "rows": self.keys.size, "dim": self.table.dim}
+
     def close(self) -> None:
         self.refresher.close()
         self.session.close()
@@ -200,7 +198,7 @@ def _alone(report: Report, stage: Stage) -> None:
     start = time.perf_counter()
     stage.session.cache.dump(0)
     figures = {"whole_s": seconds, "refreshed_mrows_per_s": rows / seconds / 1e6, "dump_s": time.perf_counter() - start}
-    _add(report, _axes(stage, "refresh alone", share=1.0), figures)
+    report.add({**stage.axes("refresh alone"), "share": 1.0}, figures)
 
 
 def _beside(report: Report, stage: Stage, lookups: "_Lookups", share: float, beside_s: list[float], idle_s: float) -> None:
@@ -230,8 +228,8 @@ def _beside(report: Report, stage: Stage, lookups: "_Lookups", share: float, bes
     figures |= {"p99_ratio": float(np.median(ratios)), "p99_ratios": [round(ratio, 3) for ratio in ratios], "target": 1.5}
     figures |= {"refreshed_mrows_per_s": refreshed / seconds / 1e6, "whole_s": stage.keys.size * seconds / max(refreshed, 1)}
     loop = f"{lookups.rate}/s" if lookups.rate else "back to back"
-    axes = _axes(stage, "lookups beside a refresh", place=lookups.place, loop=loop, keys=KEYS, share=share)
-    _add(report, {**axes, "whole_refreshes": whole}, figures)
+    axes = {**stage.axes("lookups beside a refresh"), "place": lookups.place, "loop": loop, "keys": KEYS, "share": share}
+    report.add({**axes, "whole_refreshes": whole}, figures)
 
 
 class _Lookups:
@@ -249,11 +247,11 @@ class _Lookups:
 
             self._wait = torch.cuda.synchronize
             self._out = torch.empty((KEYS, stage.table.dim), dtype=torch.float32, device="cuda")
-            tensors = [torch.from_numpy(one).cuda() for one in keys]
+            tensors = [torch.from_numpy(part).cuda() for part in keys]
             dim = stage.table.dim
-            self._segments = [table_batch(0, dim, one, self._out, on_cuda=True, with_found=False) for one in tensors]
+            self._batches = [table_batch(0, dim, tensor, self._out, on_cuda=True, with_found=False) for tensor in tensors]
         else:
-            self._segments = [Batch.of(0, one, self._out) for one in keys]
+            self._batches = [Batch.of(0, part, self._out) for part in keys]
 
     def check(self, nth: int) -> None:
         self._lookup(nth)
@@ -282,23 +280,10 @@ class _Lookups:
         return np.array(seconds)
 
     def _lookup(self, nth: int) -> None:
-        self._stage.session.run(self._segments[nth])
+        self._stage.session.run(self._batches[nth])
         self._wait()
 
 
 def _after(seconds: float) -> Callable[[], bool]:
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() >= end
-
-
-def _axes(stage: Stage, work: str, **axes: Any) -> dict[str, Any]:
-    return {"work": work, "device": stage.device, "rows": stage.keys.size, "dim": stage.table.dim, **axes}
-
-
-def _add(report: Report, axes: dict[str, Any], figures: dict[str, Any]) -> None:
-    report.add(axes, figures)
-    _say(str(report.rows[-1]))
-
-
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)

@@ -3,14 +3,13 @@
 Calls of ours and of the peer alternate, so that a noisy machine disturbs both alike. `ratio_to_x` compares medians of wall
 clock time, `cpu_ratio_to_x` those of the calling thread's CPU time, which other processes disturb less; above 1, ours is
 faster. The peer of `fetch` is the whole path with rocksdict: keys sorted, one multi-get with the whole table in a block cache,
-values joined and scattered to an array. Ours has no block cache unless the row says so. Loads are timed once and write to disk,
+values joined and scattered to an array. Ours has no block cache. Loads are timed once and write to disk,
 so their figures vary most.
 
-Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha · chunks of the load.
+Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha.
 """
 
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import rocksdict
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, require, scratch
 from hps.models.loading.table_load import LoadFeed
 from hps.stores.base import LoadRecord
 from hps.stores.rocks_db.database import RocksDatabase
@@ -36,15 +35,11 @@ CHUNK_BYTES = 16 << 20  # of a model file's chunk
 class Peer:
     """A table in bare rocksdict. `fetch`, `load`, `insert` and `scan` are what a short script would write."""
 
-    def __init__(self, path: Path, dim: int, *, block_bytes: int = 4096, cache_bytes: int = 1 << 30) -> None:
+    def __init__(self, path: Path, dim: int) -> None:
         block = rocksdict.BlockBasedOptions()
-        block.set_block_size(block_bytes)
         block.set_bloom_filter(10, False)
         block.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
-        if cache_bytes:
-            block.set_block_cache(rocksdict.Cache(cache_bytes))
-        else:
-            block.disable_cache()
+        block.set_block_cache(rocksdict.Cache(1 << 30))
         self.options = rocksdict.Options(raw_mode=True)
         self.options.create_if_missing(True)
         self.options.set_block_based_table_factory(block)
@@ -53,7 +48,7 @@ class Peer:
         self.db = rocksdict.Rdict(str(path), self.options)
         self.table: Any = self.db.create_column_family(TAG, self.options)
 
-    def load(self, keys: np.ndarray, vectors: np.ndarray, move: bool) -> None:
+    def load(self, keys: np.ndarray, vectors: np.ndarray) -> None:
         order = np.argsort(keys.byteswap().view(np.uint64))
         writer = rocksdict.SstFileWriter(self.options)
         staged = self.path / "staged.sst"
@@ -61,9 +56,7 @@ class Peer:
         values = vectors[order].view(f"V{4 * self.dim}").ravel().tolist()
         deque(map(writer.__setitem__, keys[order].view("V8").tolist(), values), maxlen=0)
         writer.finish()
-        ingest = rocksdict.IngestExternalFileOptions()
-        ingest.set_move_files(move)
-        self.table.ingest_external_file([str(staged)], ingest)
+        self.table.ingest_external_file([str(staged)])
         staged.unlink(missing_ok=True)
 
     def fetch(self, keys: np.ndarray, out: np.ndarray, found: np.ndarray) -> None:
@@ -142,26 +135,18 @@ class Table:
 
         for i in range(len(sets)):
             call(i)
-            if not np.array_equal(out[hits[i]], self.vectors[picks[i]][hits[i]]):
-                raise SystemExit("wrong vectors were fetched")
+            require(np.array_equal(out[hits[i]], self.vectors[picks[i]][hits[i]]))
         return call
 
-    def load(self, database: RocksDatabase, chunks: int | None = None) -> float:
-        """Load as a model is loaded, or in as many chunks as given; returns seconds."""
+    def load(self, database: RocksDatabase) -> float:
+        """Load as a model is loaded; returns seconds."""
         start = time.perf_counter()
-        if chunks is None:
-            feed = LoadFeed(
-                database, TableSpec("bench", "item", self.dim, 0.0, 1), LoadRecord("bench", 0, self.rows), self.rows
-            )
-            for low in range(0, self.rows, step := CHUNK_BYTES // (8 + 4 * self.dim)):
-                vectors = self.vectors[low : low + step]
-                feed.add(low, self.keys[low : low + step], vectors, vectors)
-            feed.end()
-            return time.perf_counter() - start
-        step = self.rows // chunks
-        for low in range(0, self.rows, step):
-            part = slice(low, min(low + step, self.rows))
-            database.load_chunk(TAG, self.keys[part], self.vectors[part], LoadRecord("bench", part.stop, self.rows))
+        record = LoadRecord("bench", 0, self.rows)
+        feed = LoadFeed(database, TableSpec("bench", "item", self.dim, 0.0, 1), record, self.rows)
+        for low in range(0, self.rows, step := CHUNK_BYTES // (8 + 4 * self.dim)):
+            vectors = self.vectors[low : low + step]
+            feed.add(low, self.keys[low : low + step], vectors, vectors)
+        feed.end()
         return time.perf_counter() - start
 
 
@@ -169,19 +154,17 @@ def run(report: Report, quick: bool) -> None:
     """Measure, in a temporary directory that is removed."""
     rounds = 4 if quick else 24
     rng = np.random.default_rng(report.seed)
-    with tempfile.TemporaryDirectory(prefix="hps-bench-") as name:
-        directory = Path(name)
+    with scratch("rocks-db") as directory:
         for dim, rows in ((32, 1_000_000), (16, 1_000_000), (128, 300_000)):
             table = Table(rng, rows // 20 if quick else rows, dim)
             _one_dim(report, directory, table, rounds, detailed=dim == 32)
-        _blocks(report, directory, Table(rng, 25_000 if quick else 300_000, 32), rounds)
 
 
 def _one_dim(report: Report, directory: Path, table: Table, rounds: int, *, detailed: bool) -> None:
     axes = {"table_rows": table.rows, "dim": table.dim}
     peer = Peer(directory / "peer", table.dim)
     start = time.perf_counter()
-    peer.load(table.keys, table.vectors, move=False)
+    peer.load(table.keys, table.vectors)
     one_file = table.rows / (time.perf_counter() - start)
     database = RocksDatabase(directory / "ours")
     database.open_table(TAG, table.dim)
@@ -205,14 +188,14 @@ def _one_dim(report: Report, directory: Path, table: Table, rounds: int, *, deta
             {"what": "fetch", **axes, "batch": batch, "hit_rate": 1.0, "threads": 1, "alpha": 0.0}, figures(taken, batch)
         )
     if detailed:
-        _detailed(report, directory, table, database, peer, rounds)
+        _detailed(report, table, database, peer, rounds)
     database.close()
     peer.close()
     shutil.rmtree(directory / "ours")
     shutil.rmtree(directory / "peer")
 
 
-def _detailed(report: Report, directory: Path, table: Table, database: RocksDatabase, peer: Peer, rounds: int) -> None:
+def _detailed(report: Report, table: Table, database: RocksDatabase, peer: Peer, rounds: int) -> None:
     axes = {"table_rows": table.rows, "dim": table.dim}
     for alpha, hit_rate in ((1.05, 1.0), (0.0, 0.5), (0.0, 0.0)):
         fetches = {"ours": partial(database.fetch, TAG), "sorted": peer.fetch}
@@ -220,32 +203,6 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
         taken = alternate(calls, rounds // 2)
         axis = {"batch": 10_000, "hit_rate": hit_rate, "threads": 1, "alpha": alpha}
         report.add({"what": "fetch", **axes, **axis}, figures(taken, 10_000))
-
-    cached = RocksDatabase(directory / "cached", num_threads=2, block_cache_bytes=1 << 30)
-    cached.open_table(TAG, table.dim)
-    table.load(cached)
-    cached.finish_load(TAG)
-    fetches = {"ours": partial(cached.fetch, TAG), "sorted": peer.fetch}
-    calls = {name: table.fetcher(fetch, 10_000) for name, fetch in fetches.items()}
-    for i in range(0, table.rows, 10_000):  # fill the cache
-        cached.fetch(TAG, table.keys[i : i + 10_000], np.empty((10_000, table.dim), np.float32), np.zeros(10_000, np.bool_))
-    axis = {"batch": 10_000, "hit_rate": 1.0, "threads": 1, "alpha": 0.0}
-    report.add({"what": "fetch, block cache of all", **axes, **axis}, figures(alternate(calls, rounds), 10_000))
-    cached.close()
-
-    chunks = 40
-    unmerged, merged = (RocksDatabase(directory / name, num_threads=2) for name in ("unmerged", "merged"))
-    for each in (unmerged, merged):
-        each.open_table(TAG, table.dim)
-        table.load(each, chunks)
-    merged.finish_load(TAG)
-    for file in (directory / "unmerged").glob("*.sst"):
-        file.read_bytes()  # the engine drops from the page cache what it writes for ingestion
-    calls = {name: table.fetcher(partial(each.fetch, TAG), 10_000) for name, each in (("ours", merged), ("unmerged", unmerged))}
-    taken = alternate(calls, rounds // 2)
-    report.add({"what": "fetch, merged by finish_load", **axes, **axis, "chunks": chunks}, figures(taken, 10_000))
-    for each in (unmerged, merged):
-        each.close()
 
     def by_threads(threads: int) -> float:
         calls = [table.fetcher(partial(database.fetch, TAG), 10_000) for _ in range(threads)]
@@ -255,11 +212,11 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
             return threads * rounds * 10_000 / (time.perf_counter() - start)
 
     one, two = by_threads(1), by_threads(2)
-    report.add({"what": "fetch", **axes, **axis, "threads": 2}, {"rows_per_s": two, "ratio_to_one_thread": two / one})
+    axis = {"batch": 10_000, "hit_rate": 1.0, "threads": 2, "alpha": 0.0}
+    report.add({"what": "fetch", **axes, **axis}, {"rows_per_s": two, "ratio_to_one_thread": two / one})
 
     def scan(i: int) -> None:
-        if sum(keys.size for keys, _ in database.scan(TAG, 100_000)) != table.rows:
-            raise SystemExit("rows are missing from the scan")
+        require(sum(keys.size for keys, _ in database.scan(TAG, 100_000)) == table.rows, "the number of rows of a scan")
 
     taken = alternate({"ours": scan, "items": lambda i: peer.scan()}, 3)
     report.add({"what": "scan", **axes, "batch": 100_000}, figures(taken, table.rows))
@@ -272,30 +229,3 @@ def _detailed(report: Report, directory: Path, table: Table, database: RocksData
         "write_batch": lambda i: peer.insert(table.keys[part(i)], table.vectors[part(i)]),
     }
     report.add({"what": "insert", **axes, "batch": 10_000}, figures(alternate(writes, rounds // 2), 10_000))
-    step = CHUNK_BYTES // (8 + 4 * table.dim)
-    loads = {
-        "ours": lambda i: peer.load(table.keys[:step], table.vectors[:step], move=True),
-        "copying": lambda i: peer.load(table.keys[:step], table.vectors[:step], move=False),
-    }
-    report.add({"what": "ingest, moving the file", **axes, "batch": step}, figures(alternate(loads, 6), step))
-
-
-def _blocks(report: Report, directory: Path, table: Table, rounds: int) -> None:
-    """Block size and block cache, on bare rocksdict: with none, with a quarter of the table, with all of it."""
-    table_bytes = table.rows * (8 + 4 * table.dim)
-    peers: dict[tuple[int, str], Peer] = {}
-    for block_bytes in (1024, 2048, 4096, 16384):
-        for cache, size in (("none", 0), ("quarter", table_bytes // 4), ("all", 4 * table_bytes)):
-            peer = Peer(directory / f"{block_bytes}{cache}", table.dim, block_bytes=block_bytes, cache_bytes=size)
-            peer.load(table.keys, table.vectors, move=True)
-            peer.fetch(table.keys, np.empty_like(table.vectors), np.empty(0))
-            peers[block_bytes, cache] = peer
-    names = {f"{block_bytes} {cache}": peer for (block_bytes, cache), peer in peers.items()}
-    taken = alternate({name: table.fetcher(peer.fetch, 2000) for name, peer in names.items()}, rounds)
-    chosen = np.median(taken["2048 none"], axis=0)
-    for (block_bytes, cache), peer in peers.items():
-        wall, cpu = np.median(taken[f"{block_bytes} {cache}"], axis=0)
-        axes = {"what": "block sizes", "table_rows": table.rows, "dim": table.dim, "batch": 2000}
-        rates = {"rows_per_s": 2000 / wall, "ratio_to_chosen": chosen[0] / wall, "cpu_ratio_to_chosen": chosen[1] / cpu}
-        report.add({**axes, "block_bytes": block_bytes, "cache": cache}, {name: float(rate) for name, rate in rates.items()})
-        peer.close()

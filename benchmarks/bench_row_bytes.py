@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, memory_bytes
 from hps.ground.rows import decode, encode
 from hps.stores.base import Database, LoadRecord
 from hps.stores.hash_map.database import HashMapDatabase
@@ -73,11 +73,6 @@ def _check(database: Database, spec: TableSpec, rows: int) -> None:
         raise RuntimeError(f"{database.kind}: rows of {spec.tag} are not those that were loaded")
 
 
-def _resident_bytes(process: str | int = "self") -> int:
-    text = Path(f"/proc/{process}/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS"))
-
-
 def _hash_map(spec: TableSpec, rows: int) -> dict[str, Any]:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply_async(_hash_map_here, (spec, rows)).get(timeout=600)
@@ -89,9 +84,9 @@ def _hash_map_here(spec: TableSpec, rows: int) -> dict[str, Any]:
         _load(database, warm, _CHUNK)  # kernels and buffers
         _check(database, warm, _CHUNK)
         database.drop_table(warm.tag)
-        before = _resident_bytes()
+        before = memory_bytes()
         _load(database, spec, rows)
-        size = _resident_bytes() - before
+        size = memory_bytes() - before
         _check(database, spec, rows)
         return {"size_bytes": size}
 

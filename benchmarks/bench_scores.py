@@ -2,23 +2,15 @@
 
 A DLRM of 26 tables is packaged and served. Clients send requests of some samples, back to back, and compare every answer with
 the module's. Three services answer in turn: `hps` with `dynamic_batching`, `hps` without, and `plain`
-(`plain_score_server.py`), whose tables are on the device. `per_request` is one user with a history of 100 keys and 2,048
+(`http_servers.py`), whose tables are on the device. `per_request` is one user with a history of 100 keys and 2,048
 candidates, given once or with each candidate. On a GPU, `device` is what a call in process takes: a captured graph of lookups
 and network beside the network alone on ready vectors and the lookups alone.
 """
 
-import contextlib
-import json
 import multiprocessing
 import os
-import signal
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,62 +21,44 @@ from torch import nn
 import hps
 import hps.torch
 from benchmarks.dlrm import DLRM, FEATURES
-from benchmarks.harness import Report, add, part
-from benchmarks.served import address_of
+from benchmarks.harness import Report, require, scratch, take_turns
+from benchmarks.served import SERVICE, Running, address_of, binary_post, float_tail, head, hps_serve, server
 from hps.tools.profiling.http_load import HttpLoad, LoadResult
 
 _TABLES, _DIM = 26, 128
 _POOL = 64  # different requests
 _TOLERANCE = 2e-3  # of TF32 and of other batch sizes
-_PORT = 8460
 
 
 class Requests:
-    """Requests for scores, and the right answers. *Immutable*, and picklable."""
+    """Requests of one kind in turn, and the right answers. *Immutable*, and picklable."""
 
-    def __init__(self, module: DLRM, samples: int, rows: int, form: str) -> None:
-        rng = np.random.default_rng(1)
-        self.requests, self.answers = [], []
-        tables = len(module.emb)
-        for _ in range(_POOL):
-            keys = rng.integers(0, rows, (samples, tables))
-            dense = rng.random((samples, FEATURES), np.float32)
-            with torch.inference_mode():
-                self.answers.append(module(torch.from_numpy(dense), torch.from_numpy(keys)).numpy())
-            if form == "plain":
-                self.requests.append(_post("/score", keys.tobytes() + dense.tobytes()))
-            else:
-                self.requests.append(binary_request("m", {"dense": dense, "keys": keys}))
+    def __init__(self, requests: list[bytes], answers: list[np.ndarray], tolerance: float = _TOLERANCE) -> None:
+        self.requests, self.answers, self._tolerance = requests, answers, tolerance
 
     def request(self, number: int) -> list[bytes]:
-        return [self.requests[number % _POOL]]
+        return [self.requests[number % len(self.requests)]]
 
-    def check(self, number: int, head: bytes, body: memoryview) -> str:
-        expected = self.answers[number % _POOL]
-        got = np.frombuffer(body[len(body) - expected.nbytes :], np.float32)
-        worst = float(np.abs(got - expected).max())
-        return "" if worst <= _TOLERANCE else f"off by {worst:.3g}"
-
-
-def binary_request(model: str, arrays: dict[str, np.ndarray]) -> bytes:
-    """Make a request with binary tensors, and ask for binary outputs."""
-    names = {"int64": "INT64", "float32": "FP32"}
-    inputs = [
-        {
-            "name": name,
-            "datatype": names[one.dtype.name],
-            "shape": list(one.shape),
-            "parameters": {"binary_data_size": one.nbytes},
-        }
-        for name, one in arrays.items()
-    ]
-    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    body = text + b"".join(one.tobytes() for one in arrays.values())
-    return _post(f"/v2/models/{model}/infer", body, f"Inference-Header-Content-Length: {len(text)}\r\n")
+    def check(self, number: int, _head: bytes, body: memoryview) -> str:
+        expected = self.answers[number % len(self.answers)]
+        worst = float(np.abs(float_tail(body, expected.size) - expected).max())
+        return "" if worst <= self._tolerance else f"off by {worst:.3g}"
 
 
-def _post(path: str, body: bytes, more: str = "") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n".encode() + body
+def _requests_of(module: DLRM, samples: int, rows: int, *, raw: bool) -> Requests:
+    rng = np.random.default_rng(1)
+    requests, answers = [], []
+    for _ in range(_POOL):
+        keys = rng.integers(0, rows, (samples, len(module.emb)))
+        dense = rng.random((samples, FEATURES), np.float32)
+        with torch.inference_mode():
+            answers.append(module(torch.from_numpy(dense), torch.from_numpy(keys)).numpy())
+        if raw:
+            body = keys.tobytes() + dense.tobytes()
+            requests.append(head("/score", len(body)) + body)
+        else:
+            requests.append(binary_post("/v2/models/m/infer", {"dense": dense, "keys": keys}))
+    return Requests(requests, answers)
 
 
 def _load(requests: Any, port: int, connections: int, seconds: float, results: Any) -> None:
@@ -107,33 +81,10 @@ def load(requests: Any, port: int, processes: int, connections: int, seconds: fl
     return LoadResult().merge(found)
 
 
-@contextlib.contextmanager
-def served(command: list[str], port: int, log: Path) -> Any:
-    """Run a service until it is not needed any more."""
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-    }
-    with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, env=environment)
-    try:
-        for _ in range(1200):
-            if process.poll() is not None:
-                raise RuntimeError(log.read_text()[-3000:])
-            with contextlib.suppress(OSError):
-                if urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=1).status == 200:
-                    break
-            time.sleep(0.1)
-        else:
-            raise RuntimeError("not ready: " + log.read_text()[-3000:])
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
+def _figures(result: LoadResult, seconds: float) -> dict[str, Any]:
+    p50, p99 = (1e3 * quantile for quantile in result.times.quantiles_s([0.5, 0.99]))
+    failures = sum(result.failures.values())
+    return {"requests_s": result.in_time / seconds, "p50_ms": p50, "p99_ms": p99, "failures": failures}
 
 
 def _packaged(module: nn.Module, place: Path, examples: Any, device: str, **more: Any) -> None:
@@ -141,45 +92,34 @@ def _packaged(module: nn.Module, place: Path, examples: Any, device: str, **more
     hps.torch.package(module, str(place), examples, settings=settings, **more)
 
 
-def _configuration(repository: Path, place: Path, device: str) -> Path:
-    place.write_text(
-        json.dumps({"model_repository": str(repository), "device": device, "service": {"access_log_per_s": 0, "drain_s": 0}})
-    )
-    return place
+def _document(repository: Path, device: str) -> dict[str, Any]:
+    return {"model_repository": str(repository), "device": device, "service": SERVICE}
 
 
-def _http(report: Report, scratch: Path, device: str, rows: int, tables: int, dim: int, seconds: float) -> None:
+def _http(report: Report, place: Path, device: str, rows: int, tables: int, dim: int, seconds: float, turns: int) -> None:
     torch.manual_seed(1)
     module = DLRM(tables, rows, dim).eval()
     examples = (torch.rand(8, FEATURES), torch.randint(0, rows, (8, tables)))
-    torch.save(module, scratch / "module.pt")
+    torch.save(module, place / "module.pt")
     for name, batching in (("batched", True), ("alone", False)):
-        _packaged(module, scratch / name / "m" / "1", examples, device, dynamic_batching=batching)
+        _packaged(module, place / name / "m" / "1", examples, device, dynamic_batching=batching)
     cores = os.cpu_count() or 2
     processes = 8 if cores >= 16 else 2
-    fronts = str(max(1, min(4, cores - 2)))
-    services: dict[str, list[str]] = {
-        name: ["hps", "serve", str(_configuration(scratch / name, scratch / f"{name}.json", device)), "--fronts", fronts]
+    fronts = max(1, min(4, cores - 2))
+    services: dict[str, Callable[[], AbstractContextManager[Running]]] = {
+        name: lambda name=name: hps_serve(_document(place / name, device), place / name, fronts=fronts)  # type: ignore[misc]
         for name in ("batched", "alone")
     }
-    services["plain"] = ["benchmarks.plain_score_server", str(scratch / "module.pt"), device]
-    for turn in range(2 if device == "cpu" else 1):
-        for name, command in services.items():
-            port = _PORT + turn
-            command = [*command, str(port)] if name == "plain" else [*command, "--port", str(port)]
-            with served(command, port, scratch / f"{name}.log"):
+    services["plain"] = lambda: server("scores", place)
+    for turn in range(turns):
+        for name, start in services.items():
+            with start() as service:
                 for samples, connections in ((32, 64), (32, 1), (1, 64), (256, 16)):
-                    requests = Requests(module, samples, rows, name)
-                    result = load(requests, port, min(processes, connections), connections, seconds)
+                    requests = _requests_of(module, samples, rows, raw=name == "plain")
+                    result = load(requests, service.port, min(processes, connections), connections, seconds)
                     axes = {"work": "http", "service": name, "samples": samples, "clients": connections, "turn": turn}
-                    figures = {
-                        "requests_s": result.in_time / seconds,
-                        "samples_s": samples * result.in_time / seconds,
-                        "p50_ms": 1e3 * result.times.quantiles_s([0.5])[0],
-                        "p99_ms": 1e3 * result.times.quantiles_s([0.99])[0],
-                        "failures": sum(result.failures.values()),
-                    }
-                    add(report, axes, figures)
+                    figures = _figures(result, seconds)
+                    report.add(axes, {**figures, "samples_s": samples * figures["requests_s"]})
                     if result.failures:
                         print(result.failures)
 
@@ -198,57 +138,30 @@ class Ranker(nn.Module):
         return torch.sigmoid(self.top(features)).squeeze(1)
 
 
-class _Same:
-    def __init__(self, request: bytes, expected: np.ndarray) -> None:
-        self._request, self._expected = request, expected
-
-    def request(self, number: int) -> list[bytes]:
-        return [self._request]
-
-    def check(self, number: int, head: bytes, body: memoryview) -> str:
-        got = np.frombuffer(body[len(body) - self._expected.nbytes :], np.float32)
-        return "" if np.allclose(got, self._expected, atol=1e-5) else "another score"
-
-
-def _per_request(report: Report, scratch: Path, device: str, rows: int, seconds: float) -> None:
+def _per_request(report: Report, place: Path, device: str, rows: int, seconds: float) -> None:
     torch.manual_seed(2)
     module, candidates = Ranker(rows, 32).eval(), 2048
     history, age = torch.randint(0, rows, (1, 100)), torch.tensor([0.31])
     item = torch.randint(0, rows, (candidates,))
     repeated = {"history": history.repeat(candidates, 1), "age": age.repeat(candidates), "item": item}
     once = {"history": history, "age": age, "item": item}
-    place = scratch / "ranking"
-    examples = {name: one[:8] for name, one in repeated.items()}
-    _packaged(module, place / "m" / "1", examples, device, per_request=("history", "age"), hotness={"history": 100, "item": 1})
+    ranking = place / "ranking"
+    examples = {name: tensor[:8] for name, tensor in repeated.items()}
+    hotness = {"history": 100, "item": 1}
+    _packaged(module, ranking / "m" / "1", examples, device, per_request=("history", "age"), hotness=hotness)
     with torch.inference_mode():
         expected = module(**repeated).numpy()
-    config = _configuration(place, scratch / "ranking.json", device)
-    with served(["hps", "serve", str(config), "--port", str(_PORT + 5)], _PORT + 5, scratch / "ranking.log"):
+    with hps_serve(_document(ranking, device), ranking, fronts=1) as service:
         for turn in range(2):
             for name, given in (("once", once), ("with each candidate", repeated)):
-                request = binary_request("m", {key: one.numpy() for key, one in given.items()})
-                result = load(_Same(request, expected), _PORT + 5, 1, 4, seconds)
-                figures = {
-                    "requests_s": result.in_time / seconds,
-                    "p50_ms": 1e3 * result.times.quantiles_s([0.5])[0],
-                    "p99_ms": 1e3 * result.times.quantiles_s([0.99])[0],
-                    "failures": sum(result.failures.values()),
-                    "request_bytes": len(request),
-                }
-                add(report, {"work": "per_request", "user": name, "turn": turn}, figures)
+                request = binary_post("/v2/models/m/infer", {key: tensor.numpy() for key, tensor in given.items()})
+                result = load(Requests([request], [expected], 1e-4), service.port, 1, 4, seconds)
+                axes = {"work": "per_request", "user": name, "turn": turn}
+                report.add(axes, {**_figures(result, seconds), "request_bytes": len(request)})
 
 
 def _seconds(call: Callable[[], Any], calls: int = 200) -> float:
-    for _ in range(10):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return float(np.median(take_turns({"": lambda _i: call()}, calls, warmup=10, wait=torch.cuda.synchronize)[""]))
 
 
 def _graph(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -263,12 +176,11 @@ def _graph(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _device(report: Report, scratch: Path, rows: int, batch: int) -> None:
+def _device(report: Report, place: Path, rows: int, batch: int) -> None:
     """Calls in process on a GPU."""
     torch.manual_seed(1)
-    module = torch.load(scratch / "module.pt", weights_only=False).eval()
-    document = {"model_repository": str(scratch / "batched"), "device": "cuda"}
-    with hps.HPS(document) as server:
+    module = torch.load(place / "module.pt", weights_only=False).eval()
+    with hps.HPS({"model_repository": str(place / "batched"), "device": "cuda"}) as deployed:
         plain = module.cuda()
         dense = torch.rand(batch, FEATURES, device="cuda")
         keys = torch.randint(0, rows, (batch, len(module.emb)), device="cuda")
@@ -282,38 +194,26 @@ def _device(report: Report, scratch: Path, rows: int, batch: int) -> None:
         asked, outs = dict(zip(names, columns, strict=True)), dict(zip(names, vectors, strict=True))
 
         def lookups_and_network() -> torch.Tensor:
-            server.lookup_tables(asked, "m", 0, out=outs, wait=False)
+            deployed.lookup_tables(asked, "m", 0, out=outs, wait=False)
             return plain.scores(dense, vectors)
 
-        if not torch.allclose(lookups_and_network(), expected, atol=_TOLERANCE):
-            raise RuntimeError("lookups and network answer otherwise")
+        require(torch.allclose(lookups_and_network(), expected, atol=_TOLERANCE), "a score of lookups and network")
         graphs = {
             "network": _graph(lambda: plain.scores(dense, vectors)),
-            "lookups": _graph(lambda: server.lookup_tables(asked, "m", 0, out=outs, wait=False)),
+            "lookups": _graph(lambda: deployed.lookup_tables(asked, "m", 0, out=outs, wait=False)),
             "lookups and network": _graph(lookups_and_network),
             "torch, whole module": _graph(lambda: plain(dense, keys)),
         }
-        for name, graph in graphs.items():
-            add(
-                report, {"work": "device", "what": name, "batch": batch, "captured": True}, {"us": 1e6 * _seconds(graph.replay)}
-            )
+        times = {(name, True): _seconds(graph.replay) for name, graph in graphs.items()}
         given = {"dense": dense.cpu().numpy(), "keys": keys.cpu().numpy()}
         with torch.inference_mode():
-            answer = server.score("m", given)["score"]
-            if np.abs(answer - expected.cpu().numpy()).max() > _TOLERANCE:
-                raise RuntimeError("HPS.score answers otherwise")
-            host = _seconds(lambda: server.score("m", given), 100)
+            answer = deployed.score("m", given)["score"]
+            require(np.abs(answer - expected.cpu().numpy()).max() <= _TOLERANCE, "a score of HPS.score")
+            times["HPS.score from host arrays", False] = _seconds(lambda: deployed.score("m", given), 100)
             eager = _seconds(lambda: plain(torch.tensor(given["dense"]).cuda(), keys).cpu(), 100)
-        add(
-            report,
-            {"work": "device", "what": "HPS.score from host arrays", "batch": batch, "captured": False},
-            {"us": 1e6 * host},
-        )
-        add(
-            report,
-            {"work": "device", "what": "torch, whole module, eager", "batch": batch, "captured": False},
-            {"us": 1e6 * eager},
-        )
+            times["torch, whole module, eager", False] = eager
+        for (name, captured), seconds in times.items():
+            report.add({"work": "device", "what": name, "batch": batch, "captured": captured}, {"us": 1e6 * seconds})
 
 
 def run(report: Report, quick: bool) -> None:
@@ -323,10 +223,10 @@ def run(report: Report, quick: bool) -> None:
     report.about["torch"] = torch.__version__
     rows, seconds = (1_000, 0.3) if quick else (20_000, 3.0)
     tables, dim = (4, 16) if quick else (_TABLES, _DIM if device == "cuda" else 32)
-    with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        part(report, "http", 240, lambda: _http(report, scratch, device, rows, tables, dim, seconds))
-        part(report, "per_request", 120, lambda: _per_request(report, scratch, device, rows, seconds))
+    with scratch("scores") as place:
+        turns = 2 if device == "cpu" and not quick else 1
+        report.part("http", 480, lambda: _http(report, place, device, rows, tables, dim, seconds, turns))
+        report.part("per_request", 240, lambda: _per_request(report, place, device, rows, seconds))
         if device == "cuda":
             for batch in (256, 2048):
-                part(report, "device", 90, lambda batch=batch: _device(report, scratch, rows, batch))
+                report.part("device", 90, lambda batch=batch: _device(report, place, rows, batch))

@@ -19,42 +19,36 @@ from typing import Any
 import cupy
 import numpy as np
 import torch
-from cupy_backends.cuda.api import driver, runtime
+from cupy_backends.cuda.api import runtime
 
-from benchmarks.bench_gpu_cache import _GATHER, _VALUE, _check
 from benchmarks.bench_misses import Table
-from benchmarks.gpu_timing import slots_of_resident_keys
-from benchmarks.harness import Report, add, part
+from benchmarks.gpu import PLAIN, TUNED, WIDE, plain_gather, popular_keys, slots_of_resident_keys, vectors_of
+from benchmarks.harness import Report, gpu_facts, microseconds, require
 from hps.cache.base import NEAR_SHARE, DeviceSharing
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.device import on_device
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
-_ALPHA = 1.05
 _ROUNDS = 7
-_PLAIN, _TUNED, _WIDE = (1, "*(p) = (v)"), (2, "__stcs(p, v)"), (4, "__stcs(p, v)")
+_LIMITS = {"plain": PLAIN, "tuned": TUNED, "wide": WIDE}  # the fastest of them counts
 
 
 def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` takes small tables."""
     devices = tuple(range(min(runtime.getDeviceCount(), 2)))
-    report.about |= {"gpu": torch.cuda.get_device_name(0), "gpus": len(devices), "cuda": torch.version.cuda}
+    report.about |= {**gpu_facts(), "gpus": len(devices)}
     if reason := CupyCache.reason_against_sharing(devices):
         raise RuntimeError(f"these devices do not share memory: {reason}")
     for dim in (128, 32):
-        part(report, f"resident, {dim}", 60, partial(_resident, report, devices, 1 << (17 if quick else 23), dim, quick))
+        report.part(f"resident, {dim}", 60, partial(_resident, report, devices, 1 << (17 if quick else 23), dim, quick))
     rows = 1 << (17 if quick else 24)
-    table = part(report, "filling", 90, partial(Table, rows, 128))
+    table = report.part("filling", 90, partial(Table, rows, 128))
     if table is None:
         return
     for sharing in ("replicate", "partition", "hot"):
-        part(report, f"traffic, {sharing}", 60, partial(_traffic, report, table, devices, sharing, quick))
-    part(report, "closing", 30, table.close)
-
-
-def _vectors(keys: Any, dim: int) -> Any:
-    return _VALUE(keys[:, None], cupy.arange(dim, dtype=cupy.int32)[None, :])
+        report.part(f"traffic, {sharing}", 60, partial(_traffic, report, table, devices, sharing, quick))
+    report.part("closing", 30, table.close)
 
 
 # -- every key is resident ---------------------------------------------------------------------------------------------------
@@ -66,7 +60,7 @@ def _resident(report: Report, devices: Sequence[int], rows: int, dim: int, quick
     ids = rng.permutation(2 * rows)[: rows * 6_400_000 >> 23].astype(np.int64)
     for piece in np.array_split(ids, 16):
         keys = cupy.asarray(piece)
-        cache.insert(0, keys, _vectors(keys, dim))
+        cache.insert(0, keys, vectors_of(keys, dim))
     resident, slots = slots_of_resident_keys(cache, 0)
     order = rng.permutation(resident.size)
     known = resident[order], slots[order]
@@ -80,7 +74,7 @@ def _resident(report: Report, devices: Sequence[int], rows: int, dim: int, quick
 def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: int, asked: list[int], rng: Any) -> None:
     """Queries on some devices at once, and gathers of the same rows."""
     dim, table = cache.tables[0].dim, cache.memory.tables()[0]
-    ways: dict[str, dict[int, list[Callable[[], None]]]] = {name: {} for name in ("query", "plain", "tuned", "wide")}
+    ways: dict[str, dict[int, list[Callable[[], None]]]] = {name: {} for name in ("query", *_LIMITS)}
     streams, share = {}, []
     for device in asked:
         with on_device(device):
@@ -93,49 +87,27 @@ def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: 
                 share.append(float(np.mean(known[1][pick] < known[1].max() // 2)))
             with stream:
                 ways["query"][device] = [partial(_query, lookup, keys, out) for keys, _ in batches]
-                for name, kernel in (("plain", _PLAIN), ("tuned", _TUNED), ("wide", _WIDE)):
-                    ways[name][device] = [_gather(device, kernel, places, table.rows, out, stream) for _, places in batches]
+                for name, variant in _LIMITS.items():
+                    ways[name][device] = [plain_gather(variant, places, table.rows, out) for _, places in batches]
                 for name in ways:
                     out.fill(cupy.nan)
                     ways[name][device][0]()
                     stream.synchronize()
-                    _check(bool((out == _vectors(batches[0][0], dim)).all()))
+                    require(bool((out == vectors_of(batches[0][0], dim)).all()))
     seconds = {name: _together(way, streams) for name, way in ways.items()}
-    gathered = min(max(seconds[name].values()) for name in ("plain", "tuned", "wide"))
+    gathered = min(max(seconds[name].values()) for name in _LIMITS)
     figures = {
         "mkeys_per_s": n / max(seconds["query"].values()) / 1e6,
         "gather_mkeys_per_s": n / gathered / 1e6,
         "of_gather": gathered / max(seconds["query"].values()),
         "on_first_device": float(np.mean(share)),
     }
-    add(report, {"work": "resident", "dim": dim, "batch": n, "devices": len(asked), "resident": known[0].size}, figures)
+    report.add({"work": "resident", "dim": dim, "batch": n, "devices": len(asked), "resident": known[0].size}, figures)
 
 
 def _query(lookup: Any, keys: Any, out: Any) -> None:
     lookup.begin(Batch.of(0, keys, out))
     lookup.launch_query()
-
-
-_compiled: dict[tuple[int, int, str], Any] = {}
-
-
-def _gather(device: int, kernel: tuple[int, str], places: Any, rows: int, out: Any, stream: Any) -> Callable[[], None]:
-    ahead, store = kernel
-    if (device, *kernel) not in _compiled:
-        code = f"#define AHEAD {ahead}\n#define STORE(p, v) {store}\n{_GATHER}"
-        _compiled[device, *kernel] = cupy.RawModule(code=code).get_function("gather")
-    handle, n = _compiled[device, *kernel].kernel.ptr, places.size
-    pointers = np.array([places.data.ptr, rows, out.data.ptr], np.uint64)
-    sizes = np.array([n, out.shape[1] // 4], np.uint32)
-    places_of = [pointers.ctypes.data + 8 * i for i in range(3)] + [sizes.ctypes.data + 4 * i for i in range(2)]
-    arguments = np.array(places_of, np.uint64)
-
-    def launch() -> None:
-        keep = (pointers, sizes)
-        driver.launchKernel(handle, -(-n // (32 * ahead)), 1, 1, 256, 1, 1, 0, stream.ptr, arguments.ctypes.data, 0)
-        del keep
-
-    return launch
 
 
 def _together(launches: dict[int, list[Callable[[], None]]], streams: dict[int, Any]) -> dict[int, float]:
@@ -187,16 +159,16 @@ def _traffic(report: Report, table: Table, devices: Sequence[int], sharing: str,
             table, caches, devices, threads, n, warm_s if threads == 1 else measured_s / 3, measured_s, report.seed
         )
         figures: dict[str, Any] = {
-            "mkeys_per_s": sum(one["mkeys_per_s"] for one in found) / len(devices),
-            "hit_rate": float(np.mean([one["hit_rate"] for one in found])),
-            "p50_us": float(np.mean([one["p50_us"] for one in found])),
-            "p99_us": float(np.max([one["p99_us"] for one in found])),
-            "checked_lookups": sum(one["checked"] for one in found),
+            "mkeys_per_s": sum(thread["mkeys_per_s"] for thread in found) / len(devices),
+            "hit_rate": float(np.mean([thread["hit_rate"] for thread in found])),
+            "p50_us": float(np.mean([thread["p50_us"] for thread in found])),
+            "p99_us": float(np.max([thread["p99_us"] for thread in found])),
+            "checked_lookups": sum(thread["checked"] for thread in found),
         }
         if sharing == "hot":
             figures["near_rows"] = caches[0]._near.resident(0)  # type: ignore[union-attr]
         axes = {"work": "traffic", "sharing": sharing, "threads": threads, "batch": n, "dim": table.dim, "rows": table.rows}
-        add(report, axes, figures)
+        report.add(axes, figures)
     for cache in caches:
         cache.close()
 
@@ -223,7 +195,7 @@ def _under_load(
             failed.append(error)
 
     own = [(place, device, nth) for place, device in enumerate(devices) for nth in range(threads)]
-    running = [threading.Thread(target=serve, args=one) for one in own]
+    running = [threading.Thread(target=serve, args=arguments) for arguments in own]
     for thread in running:
         thread.start()
     while time.perf_counter() - began < warm_s and not failed:
@@ -245,7 +217,7 @@ def _served(
     torch.cuda.set_device(device)
     place = f"cuda:{device}"
     random = torch.Generator(place).manual_seed(7919 * seed[0] + seed[1])
-    by_rank, g = table.by_rank.to(place), 1.0 - _ALPHA
+    by_rank = table.by_rank.to(place)
     out = torch.empty((n, table.dim), device=place)
     lookup, stream = cache.create_lookup(), torch.cuda.Stream(place)
     missed = lookups = asked = checked = 0
@@ -253,9 +225,7 @@ def _served(
     began = 0.0
     torch.cuda.set_stream(stream)
     while not done.is_set():
-        u = torch.rand(8 * n, dtype=torch.float64, device=place, generator=random)
-        ranks = ((u * (float(table.rows) ** g - 1.0) + 1.0) ** (1.0 / g)).to(torch.int64) - 1
-        batches = by_rank[ranks.clamp_(min=0, max=table.rows - 1)].reshape(8, n)
+        batches = popular_keys(by_rank, 8 * n, random).reshape(8, n)
         stream.synchronize()
         for keys in batches:
             start = time.perf_counter()
@@ -270,13 +240,12 @@ def _served(
             asked += 1
             if asked % 50 == 1:
                 with cupy.cuda.ExternalStream(stream.cuda_stream):
-                    _check(bool((cupy.asarray(out) == _vectors(cupy.asarray(keys), table.dim)).all()))
+                    require(bool((cupy.asarray(out) == vectors_of(cupy.asarray(keys), table.dim)).all()))
                 checked += 1
     times = np.array(seconds)
     return {
         "mkeys_per_s": n / float(times.mean()) / 1e6,
         "hit_rate": 1.0 - missed / (lookups * n),
-        "p50_us": float(np.median(times)) * 1e6,
-        "p99_us": float(np.percentile(times, 99)) * 1e6,
+        **microseconds(times),
         "checked": checked,
     }

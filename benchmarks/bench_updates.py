@@ -15,10 +15,8 @@ applies them. The cases take turns, and each quantile is the median of those of 
 Broker, publisher, replica and reader share the machine.
 """
 
-import json
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
@@ -31,8 +29,8 @@ import redis
 
 import hps
 from benchmarks.bench_writes import add_rows, read
-from benchmarks.harness import Report
-from benchmarks.served import document, model, server
+from benchmarks.harness import Report, scratch
+from benchmarks.served import document, hps_serve, model
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.ground.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
@@ -75,22 +73,20 @@ def visible(report: Report, kind: str, *, rounds: int, seconds: float) -> None:
             time.sleep(1.0)
         (directory / "stop").touch()
         each = _times_to_visible(np.concatenate(due), watching.result(PATIENCE_S))
-        times = np.split(each, np.cumsum([len(one) for one in due])[:-1])
+        times = np.split(each, np.cumsum([len(part) for part in due])[:-1])
     figures = {f"p{name}_ms": 1e3 * _median(times, share) for name, share in (("50", 0.5), ("99", 0.99), ("999", 0.999))}
     figures |= {"messages": each.size, "rounds": rounds}
     report.add({"work": "visible", "log": kind, "rows_per_s": ROWS_PER_S, "message_rows": MESSAGE_ROWS}, figures)
 
 
-def sustained(
-    report: Report, kind: str, frame: str, message_rows: int, max_batch: int, *, total: int, device_share: float = 1.0
-) -> None:
+def sustained(report: Report, kind: str, frame: str, message_rows: int, max_batch: int, *, total: int) -> None:
     """Add a row of how many rows a second a replica reads from a full log."""
     rows = min(1_000_000, total)
-    with scene(kind, rows, max_batch_size=max_batch, device_share=device_share) as (source, document), processes(2) as pool:
+    with scene(kind, rows, max_batch_size=max_batch) as (source, document), processes(2) as pool:
         newest = pool.submit(fill, source, frame, message_rows, rows, total).result(PATIENCE_S)
         rate = pool.submit(catch_up, document, newest, total).result(PATIENCE_S)
     axes: dict[str, Any] = {"work": "sustained", "log": kind, "frame": frame, "message_rows": message_rows}
-    axes |= {"max_batch_size": max_batch, "device_share": device_share}
+    axes |= {"max_batch_size": max_batch}
     report.add(axes, {"rows_per_s": rate, "rows": total})
 
 
@@ -100,11 +96,14 @@ def lookups(report: Report, kind: str, *, rounds: int, seconds: float) -> None:
         directory = Path(document["models"][0]["sparse_files"][0]).parent
         cases = {"idle": "", "elsewhere": _ELSEWHERE, "beside": TOPIC}
         samples: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
-        with server("service", directory) as (port, _):
+        configuration = {name: value for name, value in document.items() if name != "rows"}
+        with hps_serve(configuration, directory) as service:
             for number in range(rounds):
                 for case, topic in cases.items():
                     publishing = pool.submit(publish, source, topic, seconds + 1.5, 100_000, 0) if topic else None
-                    samples[case].append(pool.submit(read, directory, port, seconds, report.seed + number).result(PATIENCE_S))
+                    samples[case].append(
+                        pool.submit(read, directory, service.port, seconds, report.seed + number).result(PATIENCE_S)
+                    )
                     if publishing:
                         publishing.result(PATIENCE_S)
         add_rows(report, {"work": "lookups", "log": kind, "updates_per_s": ROWS_PER_S}, samples)
@@ -209,17 +208,10 @@ def catch_up(document: dict[str, Any], newest: IndexArray, total: int) -> float:
 
 
 @contextmanager
-def scene(
-    kind: str, rows: int, *, for_publishers: Mapping[str, str] | None = None, **settings: Any
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """A log with its topics, and the configuration of a replica, with its files.
-
-    Args:
-        for_publishers: further settings of their client.
-        settings: further ones of the replica's `update_source`.
-    """
+def scene(kind: str, rows: int, **settings: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """A log with its topics, and the configuration of a replica, with its files; `settings` are of its `update_source`."""
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hps-bench-updates-")))
+        directory = stack.enter_context(scratch("updates"))
         source: dict[str, Any]
         if kind == "kafka":
             broker = stack.enter_context(KafkaBroker(directory / "broker"))
@@ -240,8 +232,7 @@ def scene(
             persistent_db={"type": "rocks_db", "path": str(directory / "rocksdb")},
             update_source=source,
         )
-        (directory / "ps.json").write_text(json.dumps(configuration))
-        yield {**source, "config": {**source.get("config", {}), **(for_publishers or {})}}, {**configuration, "rows": rows}
+        yield source, {**configuration, "rows": rows}
 
 
 @contextmanager
@@ -305,4 +296,4 @@ def _times_to_visible(
 
 
 def _median(times: list[npt.NDArray[np.float64]], share: float) -> float:
-    return float(np.median([np.quantile(one, share) for one in times]))
+    return float(np.median([np.quantile(part, share) for part in times]))

@@ -9,19 +9,16 @@ Where a machine has few cores, the two processes take processor time away from t
 there the writer sends its bodies to a raw ASGI application that only reads them.
 """
 
-import json
 import os
-import tempfile
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
-from benchmarks.harness import Report
-from benchmarks.served import address_of, document, head, model, server
+from benchmarks.harness import Report, scratch
+from benchmarks.served import address_of, binary_post, document, float_tail, hps_serve, model, server
 from hps.models.writer import write_sparse_model
 from hps.tools.profiling.http_load import HttpLoad, LoadResult
 
@@ -35,52 +32,41 @@ def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` takes short rounds."""
     rounds, seconds = (1, 2.0) if quick else (9, 3.0)
     report.about |= {"rounds": rounds, "seconds": seconds, "load_average_before": os.getloadavg()[0], "niceness": os.nice(0)}
-    with (
-        tempfile.TemporaryDirectory(prefix="hps-bench-writes-") as name,
-        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as clients,
-    ):
-        for tiers in ("embedding_cache/hash_map/rocks_db",):
-            directory = Path(name) / tiers.replace("/", "-")
-            write_model(directory)
-            with server("service", directory) as (target, _), server("raw", directory) as (other, _):
-                cases = {
-                    "idle": (0, target),
-                    "elsewhere": (1000, other),
-                    "beside, 1000 rows": (1000, target),
-                    "beside, 100 rows": (100, target),
-                }
-                samples: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
-                for number in range(rounds):
-                    for case, (batch, writes_to) in cases.items():
-                        reading = clients.submit(read, directory, target, seconds, report.seed + number)
-                        writing: Future[dict[str, Any]] | None = None
-                        if batch:
-                            writing = clients.submit(write, directory, writes_to, seconds, batch, writes_to is target)
-                        samples[case].append(reading.result(seconds + 60) | (writing.result(seconds + 60) if writing else {}))
-                add_rows(report, {"tiers": tiers}, samples)
+    with scratch("writes") as directory, ProcessPoolExecutor(2, mp_context=get_context("spawn")) as clients:
+        configuration = write_model(directory)
+        with hps_serve(configuration, directory) as service, server("raw", directory) as elsewhere:
+            target, other = service.port, elsewhere.port
+            cases = {
+                "idle": (0, target),
+                "elsewhere": (1000, other),
+                "beside, 1000 rows": (1000, target),
+                "beside, 100 rows": (100, target),
+            }
+            samples: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+            for number in range(rounds):
+                for case, (batch, writes_to) in cases.items():
+                    reading = clients.submit(read, directory, target, seconds, report.seed + number)
+                    writing: Future[dict[str, Any]] | None = None
+                    if batch:
+                        writing = clients.submit(write, directory, writes_to, seconds, batch, counted=writes_to == target)
+                    samples[case].append(reading.result(seconds + 60) | (writing.result(seconds + 60) if writing else {}))
+            add_rows(report, {"tiers": "embedding_cache/hash_map/rocks_db"}, samples)
 
 
 def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any]:
     """Look keys up at a fixed rate, and check every answer. Returns the times."""
     acknowledged = np.load(directory / "acknowledged.npy", mmap_mode="r")
     rng = np.random.default_rng(seed)
-    text = orjson.dumps(
-        {
-            "inputs": [{"name": "t0", "shape": [_KEYS], "datatype": "INT64", "parameters": {"binary_data_size": 8 * _KEYS}}],
-            "parameters": {"binary_data_output": True},
-        }
-    )
-    start = head("/v2/models/m/infer", len(text) + 8 * _KEYS, len(text))
     asked: dict[int, Any] = {}
 
     def request(number: int) -> tuple[bytes]:
         keys = rng.integers(0, _ROWS, _KEYS)
         asked[number] = (keys, acknowledged[keys])
-        return (start + text + keys.tobytes(),)
+        return (binary_post("/v2/models/m/infer", {"t0": keys}),)
 
     def check(number: int, _: bytes, answer: memoryview) -> str:
         keys, least = asked.pop(number)
-        vectors = np.frombuffer(answer[len(answer) - 4 * _DIM * _KEYS :], np.float32).reshape(_KEYS, _DIM)
+        vectors = float_tail(answer, _DIM * _KEYS).reshape(_KEYS, _DIM)
         if not (
             np.array_equal(vectors[:, 0], keys) and (vectors[:, 1:] == vectors[:, 1:2]).all() and (vectors[:, 1] >= least).all()
         ):
@@ -92,15 +78,9 @@ def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any
     return {"times": _run(load, seconds, _LOOKUPS_PER_S).times}
 
 
-def write(directory: Path, port: int, seconds: float, batch: int, counted: bool) -> dict[str, Any]:
+def write(directory: Path, port: int, seconds: float, batch: int, *, counted: bool) -> dict[str, Any]:
     """Write batches of rows, one generation after the other, and note for the other process what was acknowledged."""
     acknowledged = np.load(directory / "acknowledged.npy", mmap_mode="r+")
-    inputs = [
-        {"name": "KEYS", "shape": [batch], "datatype": "INT64", "parameters": {"binary_data_size": 8 * batch}},
-        {"name": "VECTORS", "shape": [batch, _DIM], "datatype": "FP32", "parameters": {"binary_data_size": 4 * _DIM * batch}},
-    ]
-    text = orjson.dumps({"inputs": inputs})
-    start = head("/v1/models/m/tables/t0/rows", len(text) + (8 + 4 * _DIM) * batch, len(text))
     keys = np.random.default_rng(batch).permutation(_ROWS).reshape(-1, batch)
     sent: dict[int, tuple[Any, int]] = {}
 
@@ -110,7 +90,7 @@ def write(directory: Path, port: int, seconds: float, batch: int, counted: bool)
         sent[number] = (keys[place], generation)
         vectors = np.full((batch, _DIM), generation, np.float32)
         vectors[:, 0] = keys[place]
-        return (start + text + keys[place].tobytes() + vectors.tobytes(),)
+        return (binary_post("/v1/models/m/tables/t0/rows", {"KEYS": keys[place], "VECTORS": vectors}),)
 
     def check(number: int, *_: object) -> str:
         part, generation = sent.pop(number)
@@ -132,9 +112,8 @@ def _run(load: HttpLoad, seconds: float, rate: float) -> LoadResult:
     return result
 
 
-def write_model(directory: Path) -> None:
-    """Write a model whose vectors are of generation 0, and its configuration."""
-    directory.mkdir()
+def write_model(directory: Path) -> dict[str, Any]:
+    """Write a model whose vectors are of generation 0; return its configuration."""
     keys = np.arange(_ROWS)
     vectors = np.zeros((_ROWS, _DIM), np.float32)
     vectors[:, 0] = keys
@@ -142,8 +121,7 @@ def write_model(directory: Path) -> None:
     np.save(directory / "acknowledged.npy", np.zeros(_ROWS, np.int32))
     (directory / "answer.bin").write_bytes(b"{}")
     persistent = {"type": "rocks_db", "path": str(directory / "rocksdb")}
-    configuration = document(model([directory / "item.model"], [_DIM]), persistent_db=persistent)
-    (directory / "ps.json").write_text(json.dumps(configuration))
+    return document(model([directory / "item.model"], [_DIM]), persistent_db=persistent)
 
 
 def add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> None:
@@ -153,11 +131,11 @@ def add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[
         figures = {"p50_s": _quantile(taken, "times", 0.5), "p99_s": _quantile(taken, "times", 0.99)}
         figures["p99_to_idle"] = figures["p99_s"] / idle
         if "rows_per_s" in taken[0]:
-            figures["rows_per_s"] = float(np.mean([one["rows_per_s"] for one in taken]))
+            figures["rows_per_s"] = float(np.mean([sample["rows_per_s"] for sample in taken]))
             figures["write_p50_s"] = _quantile(taken, "write_times", 0.5)
             figures["write_p99_s"] = _quantile(taken, "write_times", 0.99)
         report.add({**axes, "writes": case, "lookups_per_s": _LOOKUPS_PER_S, "keys": _KEYS, "dim": _DIM}, figures)
 
 
 def _quantile(taken: list[dict[str, Any]], figure: str, share: float) -> float:
-    return float(np.median([one[figure].quantiles_s([share])[0] for one in taken]))
+    return float(np.median([sample[figure].quantiles_s([share])[0] for sample in taken]))

@@ -186,48 +186,41 @@ def http(side: Side) -> Iterator[_Measure]:
     keys = [rng.integers(0, rows, count) for _ in range(8)]
     path = side.own / "ps.json"
     path.write_text(json.dumps(side.document(side.model(rows, [dim], max_batch_size=count, embedding_cache_type="static"))))
-    log = (side.own / "log").open("w+")
-    begun = time.perf_counter()
-    command = [sys.executable, "-m", "hps", "serve", str(path), "--port", "0"]
-    with subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            while not (found := re.search(r"ready; try:.*?://[^/\s]*?:(\d+)", (side.own / "log").read_text(), re.DOTALL)):
-                if process.poll() is not None or time.perf_counter() > begun + _PATIENCE_S:
-                    raise SystemExit((side.own / "log").read_text()[-2000:])
-                time.sleep(0.02)
-            side.start = {"start_s": time.perf_counter() - begun}
-            client = _Client(int(found[1]), process.pid)
-            forms = {"binary": _binary(keys), "json": _json(keys), "curl": _curl(keys)}
+    port, begun = served.free_port(), time.perf_counter()
+    with served.serving(("hps", "serve", path, "--port", port), port, side.own / "log") as service:
+        side.start = {"start_s": time.perf_counter() - begun}
+        client = _Client(service)
+        tensors = [{"name": "t0", "shape": [count], "datatype": "INT64", "data": part.tolist()} for part in keys]
+        forms = {
+            "binary": [served.binary_post("/v2/models/m/infer", {"t0": part}) for part in keys],
+            "json": [served.json_post("/v2/models/m/infer", {"inputs": [tensor]}) for tensor in tensors],
+            "curl": [served.json_post("/v1/models/m/lookup", {"tables": {"t0": part.tolist()}}) for part in keys],
+        }
+        for form, requests in forms.items():
+            for request, part in zip(requests, keys, strict=True):
+                _, _, body = client.exchange(request).partition(b"\r\n\r\n")
+                if form == "binary":
+                    vectors: Any = served.float_tail(memoryview(body), count * dim)
+                else:
+                    answer = json.loads(body)
+                    vectors = answer["outputs"][0]["data"] if form == "json" else answer["tables"]["t0"]
+                check(np.array(vectors, np.float32), part, dim)
+
+        def measure(seconds: float) -> dict[str, float]:
+            figures = {}
             for form, requests in forms.items():
-                for request, part in zip(requests, keys, strict=True):
-                    head, _, body = client.exchange(request).partition(b"\r\n\r\n")
-                    if form == "binary":
-                        length = re.search(rb"inference-header-content-length: *(\d+)", head, re.IGNORECASE)
-                        vectors: Any = np.frombuffer(body[int(length[1]) if length else 0 :], np.float32)
-                    else:
-                        answer = json.loads(body)
-                        vectors = answer["outputs"][0]["data"] if form == "json" else answer["tables"]["t0"]
-                    check(np.array(vectors, np.float32), part, dim)
+                wall_us, processor_us = client.load(requests, seconds / len(forms))
+                figures |= {f"{form}_us": wall_us, f"{form}_server_cpu_us": processor_us}
+            return figures
 
-            def measure(seconds: float) -> dict[str, float]:
-                figures = {}
-                for form, requests in forms.items():
-                    wall_us, processor_us = client.load(requests, seconds / len(forms))
-                    figures |= {f"{form}_us": wall_us, f"{form}_server_cpu_us": processor_us}
-                return figures
-
-            yield measure
-        finally:
-            process.terminate()
-            process.wait(30)
-            log.close()
+        yield measure
 
 
 class _Client:
     """A closed loop of four connections of one thread."""
 
-    def __init__(self, port: int, pid: int) -> None:
-        self._address, self._pid = ("127.0.0.1", port), pid
+    def __init__(self, service: served.Running) -> None:
+        self._address, self._service = ("127.0.0.1", service.port), service
 
     def exchange(self, request: bytes) -> bytes:
         with socket.create_connection(self._address, 30) as connection:
@@ -241,14 +234,14 @@ class _Client:
                 connection = stack.enter_context(socket.create_connection(self._address, 30))
                 selector.register(connection, EVENT_READ)
                 connection.sendall(requests[i])
-            begun, before, answered = time.perf_counter(), self._processor_s(), 0
+            begun, before, answered = time.perf_counter(), self._service.processor_s(), 0
             while time.perf_counter() < begun + seconds:
                 for key, _ in selector.select(5):
                     connection = key.fileobj  # type: ignore[assignment]
                     self._answer(connection)
                     answered += 1
                     connection.sendall(requests[answered % len(requests)])
-            wall_s, processor_s = time.perf_counter() - begun, self._processor_s() - before
+            wall_s, processor_s = time.perf_counter() - begun, self._service.processor_s() - before
             for key in list(selector.get_map().values()):
                 self._answer(key.fileobj)  # type: ignore[arg-type]
             return 1e6 * wall_s / max(1, answered), 1e6 * processor_s / max(1, answered)
@@ -269,36 +262,11 @@ class _Client:
             missing -= len(parts[-1])
         return b"".join(parts)
 
-    def _processor_s(self) -> float:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
 
 def _more(connection: socket.socket, count: int) -> bytes:
     if not (got := connection.recv(count)):
         raise SystemExit("a connection ended in the middle of an answer")
     return got
-
-
-def _request(path: str, body: bytes, header: str = "") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def _binary(keys: list[Any]) -> list[bytes]:
-    size = {"binary_data_size": 8 * keys[0].size}
-    inputs = [{"name": "t0", "shape": [keys[0].size], "datatype": "INT64", "parameters": size}]
-    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    header = f"Inference-Header-Content-Length: {len(text)}\r\n"
-    return [_request("/v2/models/m/infer", text + part.tobytes(), header) for part in keys]
-
-
-def _json(keys: list[Any]) -> list[bytes]:
-    tensors = [{"name": "t0", "shape": [part.size], "datatype": "INT64", "data": part.tolist()} for part in keys]
-    return [_request("/v2/models/m/infer", json.dumps({"inputs": [tensor]}).encode()) for tensor in tensors]
-
-
-def _curl(keys: list[Any]) -> list[bytes]:
-    return [_request("/v1/models/m/lookup", json.dumps({"tables": {"t0": part.tolist()}}).encode()) for part in keys]
 
 
 @contextmanager
@@ -374,8 +342,7 @@ def sources(side: Side) -> Iterator[_Measure]:
 @contextmanager
 def _redis(side: Side) -> Iterator[str]:
     """A Redis server of this side's own."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = served.free_port()
     command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(side.own)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:

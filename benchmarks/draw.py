@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.figures import ROOT, figures, result_rows
+from benchmarks.figures import ROOT, figures, rows_of, the
 
 PICTURES = ROOT / "docs" / "pictures"
 _GREY, _OURS, _OTHER, _THIRD = "#808080", "#0f9d75", "#d9822b", "#4a7fd6"
@@ -61,7 +61,7 @@ def _lines(axes: Axes, title: str, batches: Sequence[int], series: Mapping[str, 
     for label, (color, rates) in series.items():
         axes.loglog(batches, rates, color=color, marker="o", markersize=3, label=label)
     ticks = batches[:: max(1, len(batches) // 4)]
-    axes.set_xticks(ticks, [f"{one >> 10}k" if one < 1 << 20 else f"{one >> 20}M" for one in ticks])
+    axes.set_xticks(ticks, [f"{tick >> 10}k" if tick < 1 << 20 else f"{tick >> 20}M" for tick in ticks])
     axes.minorticks_off()
     axes.set_title(title, loc="left")
     axes.set_xlabel("keys of a call")
@@ -74,39 +74,29 @@ def gpu_cache() -> Figure:
     """Queries of resident keys, beside a gather of the same vectors and torch."""
     figure, panels = _figure(2)
     for axes, dim in zip(panels, (32, 128), strict=True):
-        found = [
-            row
-            for row in result_rows("gpu_cache")
-            if {"work": "query", "dim": dim, "alpha": 0.0}.items() <= row["axes"].items()
-        ]
-        found.sort(key=lambda row: row["axes"]["batch"])
+        found = sorted(rows_of("gpu_cache", work="query", dim=dim, alpha=0.0), key=lambda row: row.batch)
         lines = (
             ("plain gather of known rows", _GREY, "gather_mkeys_per_s"),
             ("query of the embedding cache", _OURS, "mkeys_per_s"),
             ("torch.index_select", _OTHER, "torch_index_select_mkeys_per_s"),
         )
-        series = {label: (color, [row["figures"][name] for row in found]) for label, color, name in lines}
-        _lines(axes, f"million keys a second, dim {dim}", [row["axes"]["batch"] for row in found], series)
+        series = {label: (color, [row[name] for row in found]) for label, color, name in lines}
+        _lines(axes, f"million keys a second, dim {dim}", [row.batch for row in found], series)
     panels[1].legend(loc="lower right", fontsize=8)
     return figure
 
 
 def gpu_lookups() -> Figure:
     """Whole lookups from Python, beside torch."""
-    names = {
-        "lookup_fromdlpack, torch CUDA tensors": "4,096 keys, one table",
-        "lookup_concatenated, torch CUDA tensors": "26 x 1,024 keys, one array",
-        "lookup_tables, torch CUDA tensors": "26 x 1,024 keys, by table",
-        "synchronous misses from the hash map": "2,000 keys, 14 % missing",
-    }
-    found = [figures("gpu_lookup", work=work) for work in names]
+    names = ["4,096 keys, one table", "26 x 1,024 keys, one array", "26 x 1,024 keys, by table", "2,000 keys, 14 % missing"]
+    found = [the.one_table, the.concatenated, the.by_table, the.missing]
     figure, (axes,) = _figure(1)
     series = {
         "lookup, p50": (_OURS, [row["p50_us"] for row in found]),
         "lookup, p99": (_THIRD, [row["p99_us"] for row in found]),
         "torch index_select of all rows, p50": (_OTHER, [row.get("peer_p50_us") for row in found]),
     }
-    _bars(axes, "microseconds of a lookup", list(names.values()), series)
+    _bars(axes, "microseconds of a lookup", names, series)
     return figure
 
 

@@ -1,15 +1,16 @@
 """Writes the measured tables of the documentation from `benchmarks/results/`, so that no page says what no file holds.
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `TABLES` has its function by that name.
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `TABLES` has its rows and columns by that name.
 `python -m benchmarks.figures` writes all of them anew; `tests/ring1/repo/test_figures.py` fails where a page differs.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
+from string import Formatter
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -26,22 +27,44 @@ PICTURED = {  # the results that each picture of docs/measured.md shows
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
+class Row(dict[str, Any]):
+    """Axes and figures of one measurement, as items and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 @cache
 def result_rows(benchmark: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["rows"]
     return rows
 
 
-def figures(benchmark: str, **axes: Any) -> dict[str, Any]:
-    """Return the figures of the one row of a result that has these axes (or figures); fail if none or several have."""
-    found = [row["figures"] for row in result_rows(benchmark) if axes.items() <= {**row["figures"], **row["axes"]}.items()]
+def rows_of(benchmark: str, **axes: Any) -> list[Row]:
+    """Return the rows of a result that have these axes (or figures), without what failed."""
+    rows = [Row({**row["figures"], **row["axes"]}) for row in result_rows(benchmark)]
+    return [row for row in rows if axes.items() <= row.items() and "error" not in row]
+
+
+def figures(benchmark: str, **axes: Any) -> Row:
+    """Return the one row of a result that has these axes (or figures); fail if none or several have."""
+    found = rows_of(benchmark, **axes)
     if len(found) != 1:
         raise LookupError(f"{benchmark}.json: {len(found)} rows have the axes {axes}, expected 1")
     return found[0]
 
 
-def _table(head: Sequence[str], *rows: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+def named(found: dict[str, Row]) -> list[Row]:
+    """Give rows a `name`, for the first column."""
+    return [Row(row, name=name) for name, row in found.items()]
+
+
+def middle(benchmark: str, figure: str, **axes: Any) -> float:
+    """Return the median of a figure of all rows that have these axes."""
+    return float(median(row[figure] for row in rows_of(benchmark, **axes)))
+
+
+# -- how a table is written -------------------------------------------------------------------------------------------
 
 
 def _round(value: float) -> str:
@@ -53,586 +76,214 @@ def _each(texts: Iterable[str]) -> str:
     return " / ".join(texts)
 
 
-def readme() -> list[str]:
+class _Cells(Formatter):
+    """str.format with a format `r`, for `_round`; a figure that a row lacks leaves the cell empty."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        return _round(value) if spec == "r" else str(super().format_field(value, spec))
+
+    def cell(self, template: str, row: Row) -> str:
+        try:
+            return self.vformat(template, (), row)
+        except KeyError:
+            return ""
+
+
+_cells = _Cells()
+Column = tuple[str, str | Callable[[Row], str]]  # head, and a template or a function of a row
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def _table(rows: Iterable[Row], *columns: Column) -> list[str]:
+    return _lines(
+        [head for head, _ in columns],
+        [[_cells.cell(cell, row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows],
+    )
+
+
+# -- what several tables show -----------------------------------------------------------------------------------------
+
+_QUERY: dict[str, Any] = {"work": "query", "batch": 1 << 20, "alpha": 0.0}
+_BAGS = {"tables": 26, "dim": 128, "batch": 4096, "alpha": 1.05}
+_MIXED = {"work": "mixed", "rows": 1 << 24, "dim": 128, "batches_before": 600}
+_SHOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "narrow": ("gpu_cache", {**_QUERY, "dim": 32}),
+    "wide": ("gpu_cache", {**_QUERY, "dim": 128}),
+    "one_table": ("gpu_lookup", {"work": "lookup_fromdlpack, torch CUDA tensors"}),
+    "concatenated": ("gpu_lookup", {"work": "lookup_concatenated, torch CUDA tensors", "keys": 1024}),
+    "by_table": ("gpu_lookup", {"work": "lookup_tables, torch CUDA tensors", "keys": 1024}),
+    "missing": ("gpu_lookup", {"work": "synchronous misses from the hash map"}),
+    "warm_up": ("gpu_lookup", {"work": "warm-up from local disk in page cache"}),
+    "bags": ("pooled", {**_BAGS, "bags": "offsets"}),
+    "torch_bags": ("pooled", {**_BAGS, "bags": "torch embedding_bag"}),
+    "link": ("misses", {**_MIXED, "path": "link"}),
+    "copy": ("misses", {**_MIXED, "path": "copy"}),
+    "hash_map": (
+        "hash_map",
+        {"work": "fetch", "batch": 100_000, "rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1},
+    ),
+    "hash_map_write": ("hash_map", {"work": "write", "dim": 32, "rows": 1_000_000, "policy": "none", "reserved": False}),
+    "rocks": (
+        "rocks_db",
+        {"what": "fetch", "table_rows": 1_000_000, "dim": 32, "batch": 10_000, "hit_rate": 1.0, "threads": 1, "alpha": 0.0},
+    ),
+    "load": ("load", {"work": "load", "into": "rocks_db", "dim": 32, "order": "random"}),
+    "redis": ("redis", {"work": "fetch", "servers": 1, "dim": 32, "batch": 10_000, "hit_rate": 1.0}),
+    "binary": ("http", {"form": "binary", "connections": 4, "tier": "embedding_cache", "hop": "own"}),
+    "json": ("http", {"form": "json", "connections": 4, "tier": "embedding_cache", "hop": "own"}),
+}
+
+
+class _Shown:
+    """The rows of `_SHOWN` as attributes."""
+
+    def __getattr__(self, name: str) -> Row:
+        benchmark, axes = _SHOWN[name]
+        return figures(benchmark, **axes)
+
+
+the = _Shown()
+
+
+def _page(text: str) -> list[str]:
+    """Return the lines of a table that is written as one: the head first, `|` between cells; a backslash continues a row."""
+    head, *rows = [[" ".join(cell.split()) for cell in line.split("|")] for line in text.strip().splitlines()]
+    return _lines(head, rows)
+
+
+def _readme() -> list[str]:
     """The first figures that somebody sees: ours, and a peer's or a limit in the same run."""
-    narrow, wide = (figures("gpu_cache", work="query", dim=dim, batch=1 << 20, alpha=0.0) for dim in (32, 128))
-    tables = figures("gpu_lookup", work="lookup_concatenated, torch CUDA tensors")
-    bags, torch_bags = (
-        figures("pooled", tables=26, dim=128, batch=4096, alpha=1.05, bags=bags) for bags in ("offsets", "torch embedding_bag")
-    )
-    link, copy = (
-        figures("misses", work="mixed", path=path, rows=1 << 24, dim=128, batches_before=600) for path in ("link", "copy")
-    )
-    one_thread = {"rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1}
-    hash_map = figures("hash_map", work="fetch", batch=100_000, **one_thread)
-    rocks = figures("rocks_db", what="fetch", table_rows=1_000_000, dim=32, batch=10_000, hit_rate=1.0, threads=1, alpha=0.0)
-    redis = figures("redis", work="fetch", servers=1, dim=32, batch=10_000, hit_rate=1.0)
-    binary = figures("http", form="binary", connections=4, tier="embedding_cache", hop="own")
-    of_torch = _each(f"{row['mkeys_per_s'] / row['torch_index_select_mkeys_per_s']:.1f}" for row in (narrow, wide))
-    return _table(
-        ("", "hps", "in the same run"),
-        (
-            "H200: 2^20 resident keys, dim 32 / 128",
-            f"{_round(narrow['mkeys_per_s'])} / {_round(wide['mkeys_per_s'])} M keys/s",
-            f"{of_torch} x `torch.index_select`; {narrow['of_gather']:.2f} / {wide['of_gather']:.2f} of a plain gather",
-        ),
-        (
-            "H200: 26 tables x 1,024 keys, from Python, p50",
-            f"{tables['p50_us']:.0f} us",
-            f"{tables['p50_us'] / tables['peer_p50_us']:.2f} x the time of 26 `torch.index_select`",
-        ),
-        (
-            "H200: sums of bags, 26 tables, dim 128",
-            f"{_round(bags['mkeys_per_s'])} M keys/s",
-            f"{bags['of_anchor'] / torch_bags['of_anchor']:.1f} x `torch.nn.functional.embedding_bag`",
-        ),
-        (
-            f"H200: 2^18 keys, {100 - 100 * link['hit_rate']:.0f} % read in host memory, dim 128",
-            f"{_round(link['mkeys_per_s'])} M keys/s",
-            f"{link['mkeys_per_s'] / copy['mkeys_per_s']:.1f} x fetching these by the CPU",
-        ),
-        (
-            "two cores: hash map, 100,000 keys of 1 M rows, one thread",
-            f"{hash_map['mkeys_per_s']:.1f} M keys/s",
-            f"{hash_map['of_gather']:.2f} of `np.take`",
-        ),
-        (
-            "two cores: RocksDB / Redis, 10,000 keys",
-            f"{rocks['rows_per_s'] / 1e6:.2f} / {redis['ours_keys_per_s'] / 1e6:.1f} M keys/s",
-            f"{rocks['ratio_to_sorted']:.2f} of rocksdict / {redis['ours_to_redis_py']:.1f} x redis-py with hiredis",
-        ),
-        (
-            "two cores: HTTP, binary, 1,000 keys, server and clients",
-            f"{_round(binary['requests_per_s'])} requests/s",
-            f"{binary['ratio_to_limit']:.2f} of a raw ASGI echo",
-        ),
-    )
+    of_torch = _each(f"{row.mkeys_per_s / row.torch_index_select_mkeys_per_s:.1f}" for row in (the.narrow, the.wide))
+    return _page(f"""| hps | in the same run
+        H200: 2^20 resident keys, dim 32 / 128 | {_round(the.narrow.mkeys_per_s)} / {_round(the.wide.mkeys_per_s)} M keys/s | \
+            {of_torch} x `torch.index_select`; {the.narrow.of_gather:.2f} / {the.wide.of_gather:.2f} of a plain gather
+        H200: 26 tables x 1,024 keys, from Python, p50 | {the.concatenated.p50_us:.0f} us | \
+            {the.concatenated.p50_us / the.concatenated.peer_p50_us:.2f} x the time of 26 `torch.index_select`
+        H200: sums of bags, 26 tables, dim 128 | {_round(the.bags.mkeys_per_s)} M keys/s | \
+            {the.bags.of_anchor / the.torch_bags.of_anchor:.1f} x `torch.nn.functional.embedding_bag`
+        H200: 2^18 keys, {100 - 100 * the.link.hit_rate:.0f} % read in host memory, dim 128 | \
+            {_round(the.link.mkeys_per_s)} M keys/s | \
+            {the.link.mkeys_per_s / the.copy.mkeys_per_s:.1f} x fetching these by the CPU
+        two cores: hash map, 100,000 keys of 1 M rows, one thread | {the.hash_map.mkeys_per_s:.1f} M keys/s | \
+            {the.hash_map.of_gather:.2f} of `np.take`
+        two cores: RocksDB / Redis, 10,000 keys | \
+            {the.rocks.rows_per_s / 1e6:.2f} / {the.redis.ours_keys_per_s / 1e6:.1f} M keys/s | \
+            {the.rocks.ratio_to_sorted:.2f} of rocksdict / {the.redis.ours_to_redis_py:.1f} x redis-py with hiredis
+        two cores: HTTP, binary, 1,000 keys, server and clients | {_round(the.binary.requests_per_s)} requests/s | \
+            {the.binary.ratio_to_limit:.2f} of a raw ASGI echo""")
 
 
-def measured_gpu() -> list[str]:
+def _measured_gpu() -> list[str]:
     """What one GPU does."""
-    narrow, wide = (figures("gpu_cache", work="query", dim=dim, batch=1 << 20, alpha=0.0) for dim in (32, 128))
-    one = figures("gpu_lookup", work="lookup_fromdlpack, torch CUDA tensors")
-    run, many = (figures("gpu_lookup", work=f"{call}, torch CUDA tensors") for call in ("lookup_concatenated", "lookup_tables"))
-    missing = figures("gpu_lookup", work="synchronous misses from the hash map")
-    warm = figures("gpu_lookup", work="warm-up from local disk in page cache")
-    mixed = {
-        path: figures("misses", work="mixed", path=path, rows=1 << 24, dim=128, batches_before=600) for path in ("link", "copy")
-    }
-    return _table(
-        ("on one H200, float32 (`python -m benchmarks gpu_cache gpu_lookup misses`)", "", "against, in the same run"),
-        (
-            "query of 2^20 resident keys, dim 32 / 128, uniform",
-            f"{_round(narrow['mkeys_per_s'])} / {_round(wide['mkeys_per_s'])} M keys/s",
-            f"{narrow['of_gather']:.2f} / {wide['of_gather']:.2f} of copying the vectors from known places",
-        ),
-        (
-            "`lookup_fromdlpack`, 4,096 keys, torch tensors, p50",
-            f"{one['p50_us']:.0f} us",
-            f"{one['p50_us'] / one['peer_p50_us']:.1f} x the time of torch `index_select`",
-        ),
-        (
-            "26 tables x 1,024 keys, p50: `lookup_concatenated` / `lookup_tables`",
-            f"{run['p50_us']:.0f} / {many['p50_us']:.0f} us",
-            f"{_each(format(call['p50_us'] / call['peer_p50_us'], '.2f') for call in (run, many))} x the time of 26 of these",
-        ),
-        (
-            "2,000 keys, 14 % of them missing and fetched, p50 / p99",
-            f"{missing['p50_us']:.0f} / {missing['p99_us']:.0f} us",
-            "",
-        ),
-        (
-            f"2^18 keys by popularity, dim 128, {100 - 100 * mixed['link']['hit_rate']:.0f} % missing, read in the hash map",
-            f"{_round(mixed['link']['mkeys_per_s'])} M keys/s",
-            f"{mixed['link']['mkeys_per_s'] / mixed['copy']['mkeys_per_s']:.1f} x fetching them by the CPU",
-        ),
-        (
-            "warm-up of 10 GB from files in page cache",
-            f"{warm['gb_per_s']:.0f} GB/s",
-            f"{warm['of_pinned_copy']:.2f} of a pinned copy",
-        ),
-    )
+    calls = (the.concatenated, the.by_table)
+    return _page(f"""on one H200, float32 (`python -m benchmarks gpu_cache gpu_lookup misses`) | | against, in the same run
+        query of 2^20 resident keys, dim 32 / 128, uniform | \
+            {_round(the.narrow.mkeys_per_s)} / {_round(the.wide.mkeys_per_s)} M keys/s | \
+            {the.narrow.of_gather:.2f} / {the.wide.of_gather:.2f} of copying the vectors from known places
+        `lookup_fromdlpack`, 4,096 keys, torch tensors, p50 | {the.one_table.p50_us:.0f} us | \
+            {the.one_table.p50_us / the.one_table.peer_p50_us:.1f} x the time of torch `index_select`
+        26 tables x 1,024 keys, p50: `lookup_concatenated` / `lookup_tables` | \
+            {_each(f"{call.p50_us:.0f}" for call in calls)} us | \
+            {_each(f"{call.p50_us / call.peer_p50_us:.2f}" for call in calls)} x the time of 26 of these
+        2,000 keys, 14 % of them missing and fetched, p50 / p99 | {the.missing.p50_us:.0f} / {the.missing.p99_us:.0f} us |
+        2^18 keys by popularity, dim 128, {100 - 100 * the.link.hit_rate:.0f} % missing, read in the hash map | \
+            {_round(the.link.mkeys_per_s)} M keys/s | \
+            {the.link.mkeys_per_s / the.copy.mkeys_per_s:.1f} x fetching them by the CPU
+        warm-up of 10 GB from files in page cache | {the.warm_up.gb_per_s:.0f} GB/s | \
+            {the.warm_up.of_pinned_copy:.2f} of a pinned copy""")
 
 
-def measured_host() -> list[str]:
+def _measured_host() -> list[str]:
     """What two shared cores do."""
-    one_thread = {"rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1}
-    hash_map = figures("hash_map", work="fetch", batch=100_000, **one_thread)
-    write = figures("hash_map", work="write", dim=32, rows=1_000_000, policy="none", reserved=False)
-    rocks = figures("rocks_db", what="fetch", table_rows=1_000_000, dim=32, batch=10_000, hit_rate=1.0, threads=1, alpha=0.0)
-    load = figures("load", work="load", into="rocks_db", dim=32, order="random")
-    redis = figures("redis", work="fetch", servers=1, dim=32, batch=10_000, hit_rate=1.0)
-    binary, json_body = (
-        figures("http", form=form, connections=4, tier="embedding_cache", hop="own") for form in ("binary", "json")
-    )
     sources = [figures("sources", source=name, fastest_peer=True) for name in ("hdfs", "s3 (nginx)", "gcs")]
-    return _table(
-        (
-            "on two shared cores, dim 32 (`python -m benchmarks hash_map rocks_db redis http load sources`)",
-            "",
-            "against, in the same run",
-        ),
-        (
-            "hash map, 100 k keys of 1 M rows, one thread",
-            f"{hash_map['mkeys_per_s']:.1f} M keys/s",
-            f"{hash_map['of_gather']:.2f} of `np.take`; {write['overhead_bytes_per_row']:.1f} bytes a row beyond the vectors",
-        ),
-        (
-            "RocksDB, 10 k keys",
-            f"{rocks['rows_per_s'] / 1e6:.2f} M keys/s",
-            f"{rocks['ratio_to_sorted']:.2f} of rocksdict's sorted multi-get",
-        ),
-        (
-            "a model of 1 M rows into RocksDB, merged",
-            f"{load['vectors_per_s'] / 1e6:.2f} M vectors/s",
-            f"{load['of_limit']:.2f} of the same from memory",
-        ),
-        (
-            "reading a model from HDFS / S3 (nginx) / GCS (emulator)",
-            f"{_each(_round(source['mb_per_s']) for source in sources)} MB/s",
-            f"{_each(format(source['of_peer'], '.2f') for source in sources)} of the fastest way of its own client",
-        ),
-        (
-            "Redis, one server, 10 k keys",
-            f"{redis['ours_keys_per_s'] / 1e6:.1f} M keys/s",
-            f"{redis['ours_to_socket']:.2f} of its socket, {redis['ours_to_redis_py']:.2f} x redis-py with hiredis",
-        ),
-        (
-            "HTTP, 1,000 keys, binary / JSON",
-            f"{_round(binary['requests_per_s'])} / {_round(json_body['requests_per_s'])} requests/s",
-            f"{binary['ratio_to_limit']:.2f} of raw ASGI / {json_body['ratio_to_limit']:.2f} of a bare orjson route",
-        ),
-    )
+    return _page(f"""on two shared cores, dim 32 (`python -m benchmarks hash_map rocks_db redis http load sources`) | | \
+            against, in the same run
+        hash map, 100 k keys of 1 M rows, one thread | {the.hash_map.mkeys_per_s:.1f} M keys/s | \
+            {the.hash_map.of_gather:.2f} of `np.take`; \
+            {the.hash_map_write.overhead_bytes_per_row:.1f} bytes a row beyond the vectors
+        RocksDB, 10 k keys | {the.rocks.rows_per_s / 1e6:.2f} M keys/s | \
+            {the.rocks.ratio_to_sorted:.2f} of rocksdict's sorted multi-get
+        a model of 1 M rows into RocksDB, merged | {the.load.vectors_per_s / 1e6:.2f} M vectors/s | \
+            {the.load.of_limit:.2f} of the same from memory
+        reading a model from HDFS / S3 (nginx) / GCS (emulator) | \
+            {_each(_round(source.mb_per_s) for source in sources)} MB/s | \
+            {_each(f"{source.of_peer:.2f}" for source in sources)} of the fastest way of its own client
+        Redis, one server, 10 k keys | {the.redis.ours_keys_per_s / 1e6:.1f} M keys/s | \
+            {the.redis.ours_to_socket:.2f} of its socket, {the.redis.ours_to_redis_py:.2f} x redis-py with hiredis
+        HTTP, 1,000 keys, binary / JSON | \
+            {_round(the.binary.requests_per_s)} / {_round(the.json.requests_per_s)} requests/s | \
+            {the.binary.ratio_to_limit:.2f} of raw ASGI / {the.json.ratio_to_limit:.2f} of a bare orjson route""")
 
 
-def model_sources() -> list[str]:
+def _model_sources() -> list[str]:
     """How long loads take."""
-
-    def source(name: str, peer: str, what: str) -> tuple[str, str, str]:
-        row = figures("sources", source=name, peer=peer)
-        return what, f"{_round(row['mb_per_s'])} MB/s", f"{row['of_peer']:.2f} of `{peer}`"
-
-    load = figures("load", work="load", into="rocks_db", dim=32, order="random")
-    first = {
-        (dim, tier): figures("large_load", work="start", tiers=tier, dim=dim, start="first")
-        for dim in (32, 128)
-        for tier in ("rocks_db", "hash_map")
+    peers = {
+        "reading 136 MB from local disk in page cache": ("local", "readinto"),
+        "HDFS, one DataNode": ("hdfs", "read_range, 8 threads"),
+        "S3, nginx as the store": ("s3 (nginx)", "get_object().read()"),
+        "GCS, fake-gcs-server": ("gcs", "download_as_bytes"),
     }
-    again, touched = (
-        figures("large_load", work="start", tiers="rocks_db", dim=128, start=start) for start in ("second", "touched files")
-    )
-    long = first[32, "rocks_db"]
-    return _table(
-        ("", "rate", "against, in the same run"),
-        source("local", "readinto", "reading 136 MB from local disk in page cache"),
-        source("hdfs", "read_range, 8 threads", "HDFS, one DataNode"),
-        source("s3 (nginx)", "get_object().read()", "S3, nginx as the store"),
-        source("gcs", "download_as_bytes", "GCS, fake-gcs-server"),
-        ("into RocksDB, 1 M rows x 32 in no order, merge included", f"{load['vectors_per_s'] / 1e6:.2f} M vectors/s", ""),
-        (
-            "the same, 20 M x 32",
-            f"{long['vectors_per_s'] / 1e6:.2f} M vectors/s: {long['start_s']:.0f} s, of which the merge {long['merge_s']:.0f}",
-            "",
-        ),
-        (
-            "10.7 GB (20.6 M x 128) into RocksDB / the hash map",
-            f"{first[128, 'rocks_db']['start_s']:.0f} s / {first[128, 'hash_map']['start_s']:.0f} s",
-            "",
-        ),
-        (
-            "a start that finds them in RocksDB / that must compare touched files",
-            f"{again['start_s']:.2f} s / {touched['start_s']:.0f} s",
-            "",
-        ),
-    )
+    sources = {name: figures("sources", source=source, peer=peer) for name, (source, peer) in peers.items()}
+    reads = [f"{name} | {_round(row.mb_per_s)} MB/s | {row.of_peer:.2f} of `{row.peer}`" for name, row in sources.items()]
+
+    def start(tiers: str, dim: int, start: str = "first") -> Row:
+        return figures("large_load", work="start", tiers=tiers, dim=dim, start=start)
+
+    long, wide = start("rocks_db", 32), start("rocks_db", 128)
+    in_memory = start("hash_map", 128)
+    again, touched = (start("rocks_db", 128, how) for how in ("second", "touched files"))
+    loads = f"""into RocksDB, 1 M rows x 32 in no order, merge included | {the.load.vectors_per_s / 1e6:.2f} M vectors/s |
+        the same, 20 M x 32 | \
+            {long.vectors_per_s / 1e6:.2f} M vectors/s: {long.start_s:.0f} s, of which the merge {long.merge_s:.0f} |
+        10.7 GB (20.6 M x 128) into RocksDB / the hash map | {wide.start_s:.0f} s / {in_memory.start_s:.0f} s |
+        a start that finds them in RocksDB / that must compare touched files | \
+            {again.start_s:.2f} s / {touched.start_s:.0f} s |"""
+    return _page("\n".join(("| rate | against, in the same run", *reads, loads)))
 
 
-def redis_speed() -> list[str]:
-    """What a fetch and a load take from one server and from three."""
-    rows = []
-    for servers, name in ((1, "one server"), (3, "three servers")):
-        load = figures("redis", work="load", servers=servers, dim=32)
-        rows.append((f"load, {name}", load["ours_vectors_per_s"], load))
-        for batch in (1_000, 10_000, 100_000):
-            fetch = figures("redis", work="fetch", servers=servers, dim=32, batch=batch, hit_rate=1.0)
-            rows.append((f"fetch of {batch:,} keys, {name}", fetch["ours_keys_per_s"], fetch))
-    return _table(
-        ("dim 32", "M/s", "x redis-py with hiredis"),
-        *((what, f"{rate / 1e6:.2f}", f"{row['ours_to_redis_py']:.1f}") for what, rate, row in rows),
-    )
-
-
-def redis_cluster() -> list[str]:
-    """Lookups from three masters beside one, and what a second of a processor gives."""
-    rows = []
-    for batch in (100, 1_000, 10_000, 100_000):
-        one, three = (figures("redis_cluster", work="lookup", masters=masters, batch=batch) for masters in (1, 3))
-        each = ([row[f"keys_per_{place}_processor_s"] / 1e6 for row in (one, three)] for place in ("server", "client"))
-        rows.append(
-            (
-                f"{batch:,}",
-                _each(_round(row["lookups_per_s"]) for row in (one, three)),
-                _each(f"{row['keys_per_s'] / 1e6:.2f}" for row in (one, three)),
-                f"{three['to_one_master']:.2f}",
-                *(_each(f"{rate:.2f}" for rate in rates) for rates in each),
-            )
-        )
-    head = (
-        "keys a lookup",
-        "lookups/s",
-        "M keys/s",
-        "three to one",
-        "M keys a second of servers' cores",
-        "of the client's core",
-    )
-    return _table(head, *rows)
-
-
-def redis_changes() -> list[str]:
-    """What lookups of 100 keys meet while a cluster changes."""
-    named: list[tuple[str, dict[str, Any]]] = [
-        (f"master {how}, `cluster-node-timeout` {timeout_s} s", {"work": f"master {how}", "node_timeout_s": timeout_s})
-        for timeout_s in (1, 5)
-        for how in ("killed", "hangs")
-    ]
-    named.append(("replica takes over when asked (`CLUSTER FAILOVER`)", {"work": "CLUSTER FAILOVER"}))
-    named += [
-        (f"slot with {row['rows']:,} rows moves by `{row['how']}`", {"work": "slot moved", **row})
-        for row in (
-            {"rows": 16_666, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "MIGRATE"},
-            {"rows": 200_000, "how": "CLUSTER MIGRATESLOTS"},
-        )
-    ]
-    rows = []
-    for name, axes in named:
-        found = [row["figures"] for row in result_rows("redis_cluster") if axes.items() <= row["axes"].items()]
-        reasons = dict.fromkeys(reason for row in found for reason in row["reasons"])
-        rows.append(
-            (
-                name,
-                _each(f"{row['failing_s']:.1f}" if row["failed_calls"] else "no" for row in found),
-                _each(f"{row['slowest_s'] * 1e3:,.0f}" for row in found),
-                ", ".join(reasons) or "none",
-            )
-        )
-    return _table(("", "lookups fail, s", "slowest lookup, ms", "errors"), *rows)
-
-
-def redis_filled() -> list[str]:
-    """Lookups of 1,000 keys, and how long a fill takes, while an emptied Redis is filled again."""
-    names = {
-        "redis": "Redis whole",
-        "rocks_db": "RocksDB alone",
-        "filled": "while Redis is filled",
-        "filled by refresh": "the same, by `hps refresh`",
-        "filled without lookups": "filled without lookups",
-    }
-    rows = []
-    for phase, name in names.items():
-        one = figures("volatile_tier", phase=phase)
-        lookups = [f"{one[f'{which}_ms']:.1f}" if "p50_ms" in one else "" for which in ("p50", "p99")]
-        ratios = [f"{one[f'{which}_to_rocks_db']:.2f}" if "p50_to_rocks_db" in one else "" for which in ("p50", "p99")]
-        fill = [f"{one['seconds']:.1f}", f"{one['to_load']:.2f}"] if "to_load" in one else ["", ""]
-        rows.append((name, *lookups, *ratios, *fill))
-    head = ("", "p50, ms", "p99, ms", "p50 to RocksDB alone", "p99 to RocksDB alone", "filled after, s", "to a load")
-    return _table(head, *rows)
-
-
-def redis_starts() -> list[str]:
-    """Starts with Redis away, beside starts without it."""
-    one = figures("volatile_tier", phase="starts")
-    rows = [
-        (name, *(f"{1e3 * one[f'{which}_{what}_s']:.0f}" for what in ("p50", "max")))
-        for which, name in (("away", "Redis away"), ("none", "no Redis configured"))
-    ]
-    return _table(("a start, ms", "median", "slowest"), *rows)
-
-
-def redis_memory() -> list[str]:
-    """Bytes of a row, measured and planned."""
-    rows = []
-    for dim in (16, 32, 64, 128):
-        redis, valkey = (figures("redis_cluster", work="memory", program=program, dim=dim) for program in ("redis", "valkey"))
-        cells = (4 * dim, redis["planned_bytes_per_row"], redis["bytes_per_row"], valkey["bytes_per_row"])
-        rows.append((str(dim), *(f"{value:.0f}" for value in cells)))
-    head = [f"{row['version']} ({row['allocator']})" for row in (redis, valkey)]
-    return _table(("dim", "vector", "planned", f"Redis {head[0]}", f"Valkey {head[1]}"), *rows)
-
-
-def row_bytes() -> list[str]:
+def _row_bytes() -> list[str]:
     """Bytes of a row by tier and format, and rows per GB beside float32."""
-    names = {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}
     rows = []
-    for tier, name in names.items():
-        own = {row["axes"]["row_dtype"]: row["figures"] for row in result_rows("row_bytes") if row["axes"]["tier"] == tier}
-        cells = [f"{found['bytes_per_row']:.0f} ({found['ratio_to_float32']:.2f} x)" for found in own.values()]
-        rows.append((name, *cells))
-    return _table(("tier", *own), *rows)
+    for tier, name in {"hash_map": "hash map", "redis_cluster": "Redis", "rocks_db": "RocksDB"}.items():
+        own = {row.row_dtype: row for row in rows_of("row_bytes", tier=tier)}
+        rows.append((name, *(f"{row.bytes_per_row:.0f} ({row.ratio_to_float32:.2f} x)" for row in own.values())))
+    return _lines(("tier", *own), rows)
 
 
-def _query(dim: int, alpha: float, batch: int = 1 << 20) -> dict[str, Any]:
-    return figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
-
-
-def gpu_queries() -> list[str]:
+def _gpu_queries() -> list[str]:
     """Queries of resident keys, beside a gather of the same vectors."""
-    rows = []
     large = [(1 << 20, dim, alpha) for alpha in (0.0, 1.05) for dim in (32, 128)]
+    rows = {}
     for batch, dim, alpha in [*large, (65_536, 128, 0.0), (8_192, 32, 0.0)]:
-        row = _query(dim, alpha, batch)
         name = f"{'2^20' if batch == 1 << 20 else f'{batch:,}'}, {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-        ratios = (f"{row[key]:.2f}" for key in ("of_gather", "of_tuned_gather", "one_call_of_gather"))
-        rows.append((name, _round(row["mkeys_per_s"]), *ratios))
-    return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
-
-
-def gpu_insertions() -> list[str]:
-    """Insertions of 2^20 rows."""
-
-    def row(name: str, work: str) -> tuple[str, ...]:
-        return name, *(_round(figures("gpu_cache", work=work, dim=dim, batch=1 << 20)["mkeys_per_s"]) for dim in (32, 128))
-
+        rows[name] = figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
     return _table(
-        ("inserting n = 2^20, M keys/s", "dim 32", "dim 128"),
-        row("resident keys", "insert resident"),
-        row("new keys into full buckets", "insert new"),
+        named(rows),
+        ("n, dim, keys", "{name}"),
+        ("M keys/s", "{mkeys_per_s:r}"),
+        ("of gather, back to back", "{of_gather:.2f}"),
+        ("of the tuned gather", "{of_tuned_gather:.2f}"),
+        ("of gather, one call", "{one_call_of_gather:.2f}"),
     )
 
 
-def query_order() -> list[str]:
-    """What it costs to order the second look at a bucket behind the copy of the row."""
-    kinds = {
-        "acquire fences and the dependency (in use)": "acquire_fences_and_dependency",
-        "acquire fences alone": "acquire_fences_alone",
-        "acquire fences and `__syncwarp()` (`HPS_FORMAL_ORDER=1`)": "formal",
-        "one `fence.acq_rel.gpu` and `__syncwarp()`": "acq_rel_fence",
-    }
-    cases = [(dim, batch) for batch in (1 << 20, 1 << 16, 1 << 13) for dim in (32, 128)]
-    found = [figures("gpu_query_order", dim=dim, batch=batch, alpha=0.0) for dim, batch in cases]
-    return _table(
-        ("uniform keys", *(f"{batch:,} x dim {dim}" for dim, batch in cases)),
-        *((name, *(f"{row[kind]:.3f}" for row in found)) for name, kind in kinds.items()),
-    )
-
-
-def gpu_refresh() -> list[str]:
-    """Every measurement of lookups beside a refresh, in the order in which they were taken."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
-    head = ("tensors, lookups", "share", "p99 idle, us", "beside a refresh, us", "ratio of each round", "10 M rows take, s")
-    return _table(
-        head,
-        *(
-            (
-                f"{axes['place']}, {axes['loop']}",
-                f"{axes['share']:g}",
-                _round(found["idle_p99_us"]),
-                _round(found["beside_p99_us"]),
-                _each(f"{ratio:.2f}" for ratio in found["p99_ratios"]),
-                _round(found["whole_s"]),
-            )
-            for axes, found in rows
-        ),
-    )
-
-
-def admission() -> list[str]:
-    """Hit rates over the ideal by traffic and policy, at a tenth of 2^22 rows, and of two policies at a tenth of 2^24."""
-    small = [
-        ("steady, alpha 0.99", {"traffic": "steady", "alpha": 0.99, "batches": "700 to 800"}),
-        ("steady, alpha 1.05, after 200 batches", {"traffic": "steady", "alpha": 1.05, "batches": "150 to 200"}),
-        ("steady, alpha 1.05, after 800", {"traffic": "steady", "alpha": 1.05, "batches": "700 to 800"}),
-        ("steady, alpha 1.2", {"traffic": "steady", "alpha": 1.2, "batches": "700 to 800"}),
-        ("0.001 of the ids change ranks every batch", {"traffic": "drift 0.001"}),
-        ("0.003 of them", {"traffic": "drift 0.003"}),
-        ("0.01 of them", {"traffic": "drift 0.01"}),
-        ("0.3 of them every 200 batches", {"traffic": "jump"}),
-        ("every fourth batch scans the ids", {"traffic": "scan"}),
-        ("table full of random keys before, batches 5 to 50", {"traffic": "after a warm-up"}),
-    ]
-    large = [
-        (f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}", {"rows": 1 << 24, "batches": batches})
-        for batches in ("150 to 200", "450 to 600", "1100 to 1200")
-    ]
-    measured = {row["axes"]["policy"] for row in result_rows("admission") if row["axes"]["rows"] == 1 << 24}
-    policies = list(dict.fromkeys(row["axes"]["policy"] for row in result_rows("admission")))
-    rows = []
-    for name, axes in [*((name, {"rows": 1 << 22} | axes) for name, axes in small), *large]:
-        asked = [policy if axes["rows"] == 1 << 22 or policy in measured else None for policy in policies]
-        rows.append(
-            (name, *(f"{figures('admission', policy=policy, **axes)['of_ideal']:.3f}" if policy else "" for policy in asked))
-        )
-    return _table(("of the ideal hit rate", *policies), *rows)
-
-
-def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Axes and figures of one kind of work of `misses.json`, without what failed."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("misses") if "error" not in row["figures"]]
-    return [(axes, found) for axes, found in rows if (axes["work"], axes["path"]) == (work, path)]
-
-
-def _by(path: str, axes: dict[str, Any], figure: str) -> str:
-    """What another path reached of the same; empty where that was not measured."""
-    found = [found for of, found in _misses(axes["work"], path) if of == axes | {"path": path}]
-    return _round(found[0][figure]) if found else ""
-
-
-def misses() -> list[str]:
-    """Lookups of keys that all miss, by the link and by a copy, beside gathers of the same rows."""
-    return _table(
-        (
-            "rows, dim",
-            "distinct keys, all missing",
-            "link, M keys/s",
-            "without waiting",
-            "index on the device",
-            "dense table",
-            "copy",
-            "gather by place",
-            "in random order",
-        ),
-        *(
-            (
-                f"{axes['rows']:,} x {axes['dim']}",
-                f"{axes['keys']:,}",
-                _round(found["mkeys_per_s"]),
-                _round(found["enqueued_mkeys_per_s"]),
-                *(_by(path, axes, "mkeys_per_s") for path in ("index", "link, dense", "copy")),
-                _round(found["gather_mkeys_per_s"]),
-                _round(found["random_gather_mkeys_per_s"]),
-            )
-            for axes, found in _misses("misses", "link")
-        ),
-    )
-
-
-def misses_mixed() -> list[str]:
-    """Lookups by popularity, of which a tenth misses."""
-    return _table(
-        (
-            "keys by popularity, alpha 1.05",
-            "hit rate",
-            "link, M keys/s",
-            "p50, us",
-            "index on the device",
-            "p50, us",
-            "dense table",
-            "p50, us",
-            "copy",
-            "p50, us",
-        ),
-        *(
-            (
-                f"{axes['keys']:,} x dim {axes['dim']}, after {axes['batches_before']} batches",
-                f"{found['hit_rate']:.3f}",
-                _round(found["mkeys_per_s"]),
-                _round(found["p50_us"]),
-                *(_by(path, axes, figure) for path in ("index", "link, dense", "copy") for figure in ("mkeys_per_s", "p50_us")),
-            )
-            for axes, found in _misses("mixed", "link")
-        ),
-    )
-
-
-def captured() -> list[str]:
-    """Lookups in CUDA graphs: the query alone, the whole lookup, and what missing keys add."""
-    rows = [(row["axes"], row["figures"]) for row in result_rows("captured")]
-    more = {(axes["keys"], axes["dim"], axes.get("missing", 0), axes["path"]): found for axes, found in rows}
-    return _table(
-        (
-            "keys, dim",
-            "query alone, us",
-            "lookup, us",
-            "of the query",
-            "1 missing",
-            "10",
-            "100",
-            "1,000",
-            "1,000 with the index",
-        ),
-        *(
-            (
-                f"{keys:,} x {dim}",
-                _round(found["query_us"]),
-                _round(found["captured_us"]),
-                f"{found['of_query']:.2f}",
-                *(f"+{_round(more[keys, dim, count, 'link']['more_us'])}" for count in (1, 10, 100, 1000)),
-                f"+{_round(more[keys, dim, 1000, 'index']['more_us'])}",
-            )
-            for (keys, dim, missing, path), found in more.items()
-            if not missing and path == "link"
-        ),
-    )
-
-
-def prepared() -> list[str]:
+def _prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
-    found = {
-        (r["axes"]["tables"], r["axes"]["keys"], r["axes"]["work"]): r["figures"]["p50_us"] for r in result_rows("prepared")
-    }
-    separate = ("lookup_fromdlpack", "lookup_tables")
+    found = {(row.tables, row["keys"], row.work): _round(row.p50_us) for row in rows_of("prepared")}
     rows = []
     for tables, keys in dict.fromkeys((tables, keys) for tables, keys, _ in found):
-        ways = [f"{separate[tables > 1]}, torch", f"{separate[tables > 1]}, CuPy", "lookup_concatenated, torch"]
+        call = ("lookup_fromdlpack", "lookup_tables")[tables > 1]
+        ways = [f"{call}, torch", f"{call}, CuPy", "lookup_concatenated, torch"]
         ways += ["prepared, torch", "prepared, buffers", "layer", "torch index_select"]
-        times = [found.get((tables, keys, way)) for way in ways]
-        rows.append((f"{tables} x {keys:,}", *("" if time is None else _round(time) for time in times)))
-    head = (
-        "tables x keys, p50 in us",
-        "torch's tensors",
-        "CuPy's",
-        "concatenated",
-        "prepared, torch's tensors",
-        "prepared, buffers",
-    )
-    return _table((*head, "a layer", "`index_select`"), *rows)
+        rows.append((f"{tables} x {keys:,}", *(found.get((tables, keys, way), "") for way in ways)))
+    head = ("torch's tensors", "CuPy's", "concatenated", "prepared, torch's tensors", "prepared, buffers")
+    return _lines(("tables x keys, p50 in us", *head, "a layer", "`index_select`"), rows)
 
 
-def misses_small() -> list[str]:
-    """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
-    rows = []
-    for how in ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured"):
-        for axes, found in _misses(f"{how}, 10 % missing", "link"):
-            hits = [_round(found["hits_p50_us"]), _by("copy", axes, "hits_p50_us")] if "hits_p50_us" in found else ["", ""]
-            some = [_round(found["p50_us"]), *(_by(path, axes, "p50_us") for path in ("index", "link, dense", "copy"))]
-            rows.append((f"{how}, dim {axes['dim']}", *hits, *some))
-    return _table(
-        ("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "index", "dense table", "copy"), *rows
-    )
-
-
-def pooled() -> list[str]:
-    """Bags of resident keys, beside a plain kernel that adds up the same rows, and torch."""
-    rows = []
-    for tables, dim, batch in ((26, 128, 4096), (26, 64, 4096), (26, 32, 4096), (26, 128, 256), (1, 128, 4096)):
-        for alpha in (1.05, 0.0):
-            case = partial(figures, "pooled", tables=tables, dim=dim, batch=batch, alpha=alpha)
-            ours, whole = (case(bags=bags) for bags in ("offsets", "torch embedding_bag"))
-            ratios = (f"{row['of_anchor']:.2f}" for row in (ours, whole))
-            name = f"{tables} x {batch:,}, dim {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
-            rows.append((name, _round(ours["mkeys_per_s"]), *ratios))
-    head = (
-        "tables x bags, dim, keys",
-        "M keys/s",
-        "of a plain kernel",
-        "torch `embedding_bag` of it",
-    )
-    return _table(head, *rows)
-
-
-def layers() -> list[str]:
-    """What the layers add to the calls beneath them."""
-    rows = []
-    for work, name in (("4,096 keys", "lookup"), ("26 features", "pooled lookup")):
-        found = [row for row in result_rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
-        for row in found:
-            axes, measured = row["axes"], row["figures"]
-            times = (_round(measured[f"{one}_p50_us"]) for one in ("layer", "lookup"))
-            rows.append((f"{name}, dim {axes['dim']}, {axes['how']}", *times, f"{measured['layer_more_us']:.1f}"))
-    return _table(("p50, us", "the layer", "the call beneath it", "more"), *rows)
-
-
-def updates() -> list[str]:
+def _updates() -> list[str]:
     """Online updates from either log."""
     logs = ("kafka", "redis_stream")
     seen = [figures("updates", work="visible", log=log) for log in logs]
@@ -640,22 +291,18 @@ def updates() -> list[str]:
     rows = [
         (
             "published to visible, 100,000 rows/s, p50 / p99",
-            *(f"{_round(one['p50_ms'])} / {_round(one['p99_ms'])} ms" for one in seen),
+            *(f"{_round(row.p50_ms)} / {_round(row.p99_ms)} ms" for row in seen),
         ),
-        ("lookups beside them, p99 to idle", *(f"{one['p99_to_idle']:.2f}" for one in beside)),
+        ("lookups beside them, p99 to idle", *(f"{row.p99_to_idle:.2f}" for row in beside)),
     ]
-    for frame, message_rows in (("HPS1", 500), ("HPS1", 5000), ("HCTR", 500)):
-        found = [
-            figures("updates", work="sustained", log=log, frame=frame, message_rows=message_rows, max_batch_size=65_536)
-            for log in logs
-        ]
-        rows.append(
-            (f"rows/s of one replica, {frame}, {message_rows:,} a message", *(_round(one["rows_per_s"]) for one in found))
-        )
-    return _table(("dim 32, two cores for everything (`python -m benchmarks updates`)", "Kafka", "Redis Streams"), *rows)
+    for frame, size in (("HPS1", 500), ("HPS1", 5000), ("HCTR", 500)):
+        axes = {"work": "sustained", "frame": frame, "message_rows": size, "max_batch_size": 65_536}
+        rates = [_round(figures("updates", log=log, **axes).rows_per_s) for log in logs]
+        rows.append((f"rows/s of one replica, {frame}, {size:,} a message", *rates))
+    return _lines(("dim 32, two cores for everything (`python -m benchmarks updates`)", "Kafka", "Redis Streams"), rows)
 
 
-def machines() -> list[str]:
+def _machines() -> list[str]:
     """Where, when and by which command the pictures' figures were measured."""
     rows = []
     for picture, names in PICTURED.items():
@@ -666,234 +313,80 @@ def machines() -> list[str]:
             gpu = result["about"].get("gpu")
             taken = f"{result['taken_at'][:10]}, {machine['commit'][:7]}"
             rows.append((picture, f"`python -m benchmarks {name}`", f"{gpu}; {place}" if gpu else place, taken))
-    return _table(("picture", "command", "machine", "taken on, commit"), *rows)
+    return _lines(("picture", "command", "machine", "taken on, commit"), rows)
 
 
-def planning() -> list[str]:
+def _planning() -> list[str]:
     """Predicted and measured hit rates."""
-    rows, shares = [], (0.01, 0.05, 0.1, 0.2, 0.5)
-    devices = dict.fromkeys(row["axes"]["device"] for row in result_rows("plan"))
-    for device in devices:
-        for keys in ("power law 0.99", "power law 1.2", "shifting"):
-            found = [figures("plan", work="hit rate", device=device, keys=keys, cache_share=share) for share in shares]
-            rows.append((f"{device}, {keys}", *(f"{one['predicted']:.3f} / {one['measured']:.3f}" for one in found)))
-    return _table(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), *rows)
-
-
-def planning_cost() -> list[str]:
-    """What a recording costs lookups."""
+    shares = (0.01, 0.05, 0.1, 0.2, 0.5)
     rows = []
-    for tables in (1, 26):
-        one = figures("plan", work="recording", tables=tables, rate=0.01)
-        rows.append((f"{tables} x 1,000 keys, resident", *(f"{one[name]:.0f} us" for name in ("lookup_us", "recorded_us"))))
-    return _table(("p50 in process, at a rate of 0.01", "without", "recorded"), *rows)
+    for device in dict.fromkeys(row.device for row in rows_of("plan")):
+        for law in ("power law 0.99", "power law 1.2", "shifting"):
+            found = [figures("plan", work="hit rate", device=device, keys=law, cache_share=share) for share in shares]
+            rows.append((f"{device}, {law}", *(f"{row.predicted:.3f} / {row.measured:.3f}" for row in found)))
+    return _lines(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), rows)
 
 
-def cold_start() -> list[str]:
+def _cold_start() -> list[str]:
     """The first lookup after an installation, and after another start."""
 
-    def seconds(work: str, code: str, start: str) -> str:
-        found = [
-            row["figures"]
-            for row in result_rows("cold_start")
-            if row["axes"] == {"work": f"first lookup, {work}", "code": code, "start": start}
-        ]
-        wall, processor = (median(one[name] for one in found) for name in ("wall_s", "processor_s"))
-        return f"{wall:.1f} s ({processor:.1f} s)"
+    def seconds(work: str, start: str) -> str:
+        axes = {"work": f"first lookup, {work}", "code": "now", "start": start}
+        return "{:.1f} s ({:.1f} s)".format(*(middle("cold_start", name, **axes) for name in ("wall_s", "processor_s")))
 
     starts = {"nothing compiled": "cold", "compiled by an earlier start": "warm", "compiled for the baseline": "ahead"}
-    rows = [(text, *(seconds(work, "now", start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
-    old = [seconds(work, "before", "cold") for work in ("in process", "hps serve")]
-    rows.insert(0, ("nothing compiled, before `hps compile` and parallel compilation", *old))
-    return _table(
-        ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), *rows
+    rows = [(text, *(seconds(work, start) for work in ("in process", "hps serve"))) for text, start in starts.items()]
+    return _lines(
+        ("start until the first answer (seconds of all processors)", "in process", "`hps serve` of a sample model"), rows
     )
 
 
-def cold_start_baseline() -> list[str]:
-    """Kernels for the baseline beside those for the processor at hand."""
-    rows = []
-    for row in result_rows("cold_start"):
-        if kernel := row["axes"].get("kernel"):
-            one = row["figures"]
-            spread = f"{one['of_native']:.2f} ({one['least_of_native']:.2f} to {one['most_of_native']:.2f})"
-            rows.append((kernel, f"{one['native_us']:.0f} us", f"{one['baseline_us']:.0f} us", spread))
-    return _table(("kernel", "this processor", "baseline", "speed of the baseline (five pairs of processes)"), *rows)
-
-
-def row_formats() -> list[str]:
-    """What a DLRM answers with rows in fewer bits."""
-    rows = []
-    for row_dtype in ("float32", "float16", "bfloat16", "int8"):
-        one = figures("row_formats", work="AUC", row_dtype=row_dtype)
-        worst = (
-            "0" if row_dtype == "float32" else f"{figures('row_formats', work='rows', row_dtype=row_dtype)['rms_share']:.2%}"
-        )
-        off = (
-            f"{one['row_bytes']}",
-            f"{one['auc']:.4f}",
-            f"{one['auc_difference']:+.1e}",
-            f"{one['logit_difference']:.1e}",
-            worst,
-        )
-        rows.append((f"`{row_dtype}`", *off))
-    head = (
-        "bytes of a row of 16",
-        "AUC",
-        "beside the trained module",
-        "largest difference of a logit",
-        "RMS error, worst table",
-    )
-    return _table(("", *head), *rows)
-
-
-def _gpu_rows(**axes: Any) -> dict[str, Any]:
-    return figures("row_formats_gpu", **axes)
-
-
-def row_formats_hits() -> list[str]:
-    """Resident keys alone, by format of rows and outputs."""
-    plain = _gpu_rows(work="hits", row_dtype="float32", out="float32", keys=1 << 20)["us"]
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for out in ("float32", "float16"):
-            few, many = (_gpu_rows(work="hits", row_dtype=row_dtype, out=out, keys=n) for n in (1 << 16, 1 << 20))
-            own = f"{_round(many['mkeys_per_s'])} ({plain / many['us']:.2f} x)"
-            rows.append((f"`{row_dtype}`", f"`{out}`", _round(few["mkeys_per_s"]), own))
-    return _table(("rows", "outputs", "65,536 keys, M/s", "1,048,576 keys, M/s"), *rows)
-
-
-def row_formats_mixed() -> list[str]:
-    """Keys by popularity over the link, by format."""
-    rows = []
-    for row_dtype in ("float32", "float16", "int8"):
-        for path, name in (("link", "link"), ("index", "index on the device"), ("dense", "dense table")):
-            one = _gpu_rows(work="mixed", row_dtype=row_dtype, path=path)
-            rows.append(
-                (
-                    f"`{row_dtype}`, {name}",
-                    f"{one['hit_rate']:.3f} ({one['of_ideal']:.3f})",
-                    _round(one["mkeys_per_s"]),
-                    f"{one['misses']:,}",
-                    _round(one["p50_us"]),
-                    _round(one["cold_rows_us"]),
-                )
-            )
-    head = ("rows", "hit rate (of the ideal)", "M keys/s", "misses", "us", "us of a plain read of as many rows")
-    return _table(head, *rows)
-
-
-def clients() -> list[str]:
+def _clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
-    for name in dict.fromkeys(row["axes"]["client"] for row in result_rows("client")):
+    for name in dict.fromkeys(row.client for row in rows_of("client")):
         found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
-        took = [f"{_round(one['p50_us'])} us ({_round(one['relative'])} x)" for one in found]
-        rows.append((name, *took, _each(f"{_round(one['cpu_us'])} us" for one in found)))
-    return _table(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), *rows)
+        times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
+        rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
+    return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
 
 
-def _turns(benchmark: str, figure: str, **axes: Any) -> list[float]:
-    return [row["figures"][figure] for row in result_rows(benchmark) if axes.items() <= row["axes"].items()]
-
-
-def fronts() -> list[str]:
-    """What two fronts do on two cores: medians of all turns."""
-    rows = []
-    for form, route in (("json", "/v2/models/m/infer"), ("lookup", "/v1/models/m/lookup")):
-        now, before = (median(_turns("fronts_json", "rps", form=form, kind=kind)) for kind in ("this", "before"))
-        ratio = f"{now / before:.1f} x the version before fronts, one process"
-        rows.append((f"JSON, 1,000 keys, 8 connections, `{route}`", f"{_round(now)} requests/s", ratio))
-    for connections in (4, 16):
-        now, before = (
-            median(_turns("fronts_rocks_db", "rps", connections=connections, kind=kind)) for kind in ("this", "before")
-        )
-        ratio = f"{now / before:.2f} x the version before fronts"
-        rows.append(
-            (f"1,000 keys, most of them read in RocksDB, {connections} connections", f"{_round(now)} requests/s", ratio)
-        )
-    beside = "26x1000:4 beside"
-    for figure, name in (("p50_us", "p50"), ("p99_us", "p99")):
-        now, before, alone = (
-            median(_turns("fronts_beside", figure, kind=kind, beside=with_)) / 1000
-            for kind, with_ in (("this", beside), ("before", beside), ("this", ""))
-        )
-        against = f"{before:.0f} ms before fronts; {alone:.2f} ms alone"
-        rows.append((f"100 keys, one connection, beside 26 x 1,000 on four, {name}", f"{now:.1f} ms", against))
-    slow, alone = (median(_turns("fronts_slow", "p99_us", beside=with_)) for with_ in ("5000 slow clients", ""))
-    name = "1,000 keys, one connection, beside 5,000 slow clients, p99"
-    rates = [median(_turns("fronts_slow", "rps", beside=with_)) for with_ in ("5000 slow clients", "")]
-    against = f"{slow / alone:.1f} x alone; {rates[0] / rates[1]:.2f} of the requests/s alone"
-    rows.append((name, f"{slow / 1000:.2f} ms", against))
-    return _table(("two cores for everything, two fronts, CPU, dim 32", "", "in the same run"), *rows)
-
-
-def routes() -> list[str]:
+def _routes() -> list[str]:
     """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
     rows = []
     names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
     for kind, name in names.items():
-        rate = figures("routes", work="hit rate", servers=kind)["hit_rate"]
-        tables = () if kind == "in turn" else (1, 26)
-        calls = [figures("routes", work="call", servers=kind, tables=count) for count in tables]
-        times = [f"{_round(call['p50_us'])} us ({call['relative']:.2g} x)" for call in calls] or ["", ""]
-        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call['cpu_us'])} us" for call in calls)))
+        rate = figures("routes", work="hit rate", servers=kind).hit_rate
+        calls = rows_of("routes", work="call", servers=kind)
+        times = [f"{_round(call.p50_us)} us ({call.relative:.2g} x)" for call in calls] or ["", ""]
+        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call.cpu_us)} us" for call in calls)))
     head = ("", "hit rate", "1 table x 1,000 keys, p50", "26 tables x 1,000 keys, p50", "processor time of the caller")
-    return _table(head, *rows)
+    return _lines(head, rows)
 
 
-def scores() -> list[str]:
+_PLACES = {"scores": "H100", "scores_cpu": "two processors"}
+
+
+def _scores() -> list[str]:
     """Scores over HTTP: with batches, without, and of a plain application; on a GPU and on two processors."""
     rows = []
-    for file, where in (("scores", "H100"), ("scores_cpu", "two processors")):
+    for file, where in _PLACES.items():
         for samples, clients in ((32, 64), (256, 16), (32, 1)):
             axes = {"work": "http", "samples": samples, "clients": clients, "turn": 0}
-            found = {name: figures(file, service=name, **axes) for name in ("batched", "alone", "plain")}
-            ours = found["batched"]
-            cells = [f"{_round(one['requests_s'])} ({ours['requests_s'] / one['requests_s']:.2g} x)" for one in found.values()]
-            cells[0] = _round(ours["requests_s"])
-            rows.append((f"{where}, {clients} x {samples}", *cells, f"{_round(ours['p50_ms'])} / {_round(ours['p99_ms'])}"))
-    head = ("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms")
-    return _table(head, *rows)
+            ours, *others = (figures(file, service=name, **axes) for name in ("batched", "alone", "plain"))
+            cells = [f"{_round(row.requests_s)} ({ours.requests_s / row.requests_s:.2g} x)" for row in others]
+            times = f"{_round(ours.p50_ms)} / {_round(ours.p99_ms)}"
+            rows.append((f"{where}, {clients} x {samples}", _round(ours.requests_s), *cells, times))
+    return _lines(("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms"), rows)
 
 
-def scores_once() -> list[str]:
+def _scores_once() -> list[str]:
     """One user and 2,048 candidates, the user given once or with each."""
     rows = []
-    for file, where in (("scores", "H100"), ("scores_cpu", "two processors")):
-        once, each = (
-            median(row["figures"]["requests_s"] for row in result_rows(file) if row["axes"].get("user") == user)
-            for user in ("once", "with each candidate")
-        )
+    for file, where in _PLACES.items():
+        once, each = (middle(file, "requests_s", user=user) for user in ("once", "with each candidate"))
         rows.append((where, _round(once), _round(each), f"{once / each:.2g} x"))
-    return _table(("", "given once, requests/s", "with each candidate", "more"), *rows)
-
-
-def scores_device() -> list[str]:
-    """Calls in process on a GPU."""
-    rows = []
-    for batch in (256, 2048):
-        found = {
-            row["axes"]["what"]: _round(row["figures"]["us"])
-            for row in result_rows("scores")
-            if row["axes"]["work"] == "device" and row["axes"]["batch"] == batch
-        }
-        rows.append((f"{batch:,}", *found.values()))
-        names = [*found]
-    return _table(("us, samples", *names), *rows)
-
-
-def scores_loadgen() -> list[str]:
-    """LoadGen's runs."""
-    rows = []
-    for row in result_rows("loadgen"):
-        axes, found = row["axes"], row["figures"]
-        target = "" if axes["target_s"] is None else f", {axes['target_s']:.0f} requests/s"
-        p99 = f"{_round(found['p99_ms'])} ms" if axes["target_s"] else ""
-        rows.append(
-            (f"{axes['scenario']}{target}", found["result"], _round(found["requests_s"]), _round(found["pairs_s"]), p99)
-        )
-    return _table(("scenario", "result", "requests/s", "pairs/s", "p99"), *rows)
+    return _lines(("", "given once, requests/s", "with each candidate", "more"), rows)
 
 
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
@@ -903,29 +396,29 @@ _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: que
 
 
 def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     about = result["about"]
-    for row in result["rows"]:
-        axes, found = row["axes"], row["figures"]
-        work = axes["work"]
-        if "error" in found or work == "dense stand-in alone" or not ("p99_ms" in found or "mrows_per_s" in found):
+    sizes = [(row["axes"]["threads"], row["axes"]["queries"]) for row in result["rows"] if row["axes"]["work"] == "sustained"]
+    for measured in result["rows"]:
+        row = Row({**measured["axes"], **measured["figures"]})
+        if "error" in row or row.work == "dense stand-in alone" or not ("p99_ms" in row or "mrows_per_s" in row):
             continue
-        devices = axes.get("devices", 1)
-        names = [work, axes.get("sharing", ""), f"{axes['ids']} ids" if "ids" in axes else ""]
-        names.append(f"{axes['threads']} threads x {axes['queries']}" if work == "sustained" else "")
-        names.append(f"{axes['rate']:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in work else "")
-        names.append(f"{axes['rate']:,.0f} queries/s offered" if work == "served" else "")
-        names.append(f"hit rate {found['hit_rate']:.3f}" if "hit_rate" in found else "")
-        rate = found.get("queries_per_s") or axes.get("rate") or 1e6 * found["mrows_per_s"] / about["keys_of_a_query"]
-        result = found.get("result") or (f"{_round(found['mrows_per_s'])} M rows/s" if "mrows_per_s" in found else "")
+        if row.work == "served" or (row.work == "sustained" and (row.threads, row.queries) != max(sizes)):
+            continue
+        devices = row.get("devices", 1)
+        names = [row.work, row.get("sharing", ""), f"{row.ids} ids" if "ids" in row else ""]
+        names.append(f"{row.threads} threads x {row.queries}" if row.work == "sustained" else "")
+        names.append(f"{row.rate:,.0f} queries/s offered, {about['loadgen_s']:.0f} s" if "loadgen" in row.work else "")
+        names.append(f"hit rate {row.hit_rate:.3f}" if "hit_rate" in row else "")
+        rate = row.get("queries_per_s") or row.get("rate") or 1e6 * row.mrows_per_s / about["keys_of_a_query"]
         cells = (
             ", ".join(name for name in names if name),
             f"{devices} x {about['device']}",
             f"{about['rows'] / 1e6:.3g} M x {about['dim']}",
             f"{rate:,.0f}",
             f"{rate / devices:,.0f}",
-            f"{found['p99_ms']:.2g}" if "p99_ms" in found else "",
-            result,
+            f"{row.p99_ms:.2g}" if "p99_ms" in row else "",
+            row.get("result") or (f"{_round(row.mrows_per_s)} M rows/s" if "mrows_per_s" in row else ""),
         )
         rows.append(cells)
     return rows
@@ -933,7 +426,7 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def sparse_stage() -> list[str]:
     """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
         for what, hardware, rate in _DLRMV3_PUBLISHED
     ]
@@ -941,86 +434,41 @@ def sparse_stage() -> list[str]:
         path = RESULTS / f"{result}.json"
         if path.exists():
             rows += _sparse_stage_of(json.loads(path.read_text()))
-    return _table(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), *rows)
+    return _lines(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), rows)
 
 
-def sharing_resident() -> list[str]:
-    """Queries of resident rows on two devices, half of which lie on the other, beside a plain gather of the same rows."""
-    rows = []
-    for row in result_rows("sharing"):
-        axes, found = row["axes"], row["figures"]
-        if axes["work"] == "resident":
-            devices = "both at once" if axes["devices"] == 2 else "one"
-            rates = (f"{found['mkeys_per_s']:,.0f}", f"{found['gather_mkeys_per_s']:,.0f}", f"{found['of_gather']:.2f}")
-            rows.append((f"{axes['batch']:,} x {axes['dim']}", devices, *rates))
-    return _table(("keys x dim", "devices that ask", "M keys/s for each", "gather", "of it"), *rows)
-
-
-def sharing_traffic() -> list[str]:
+def _sharing_traffic() -> list[str]:
     """Keys by popularity on two devices at once, by how they share rows."""
-    rows = []
-    found = {
-        (row["axes"]["sharing"], row["axes"]["threads"]): row["figures"]
-        for row in result_rows("sharing")
-        if "sharing" in row["axes"]
-    }
-    for (sharing, threads), one in found.items():
-        alone = found["replicate", threads]
-        rows.append(
-            (
-                f"`{sharing}`, {threads} thread{'s' if threads > 1 else ''} a GPU",
-                f"{one['hit_rate']:.3f}",
-                f"{(1 - one['hit_rate']) / (1 - alone['hit_rate']):.2f}",
-                _round(one["mkeys_per_s"]),
-                f"{one['mkeys_per_s'] / alone['mkeys_per_s']:.2f}",
-            )
-        )
-    return _table(("sharing", "hit rate", "misses, of `replicate`'s", "M keys/s a GPU", "of `replicate`'s"), *rows)
+    rows = rows_of("sharing", work="traffic")
+    alone = {row.threads: row for row in rows if row.sharing == "replicate"}
+    return _table(
+        rows,
+        ("sharing", lambda row: f"`{row.sharing}`, {row.threads} thread{'s' if row.threads > 1 else ''} a GPU"),
+        ("hit rate", "{hit_rate:.3f}"),
+        ("misses, of `replicate`'s", lambda row: f"{(1 - row.hit_rate) / (1 - alone[row.threads].hit_rate):.2f}"),
+        ("M keys/s a GPU", "{mkeys_per_s:r}"),
+        ("of `replicate`'s", lambda row: f"{row.mkeys_per_s / alone[row.threads].mkeys_per_s:.2f}"),
+    )
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "sharing-resident": sharing_resident,
-    "sharing-traffic": sharing_traffic,
-    "clients": clients,
-    "row-formats": row_formats,
-    "row-formats-hits": row_formats_hits,
-    "row-formats-mixed": row_formats_mixed,
-    "fronts": fronts,
-    "routes": routes,
-    "machines": machines,
-    "readme": readme,
-    "measured-gpu": measured_gpu,
-    "measured-host": measured_host,
-    "model-sources": model_sources,
-    "redis-speed": redis_speed,
-    "redis-cluster": redis_cluster,
-    "redis-changes": redis_changes,
-    "redis-memory": redis_memory,
-    "redis-filled": redis_filled,
-    "redis-starts": redis_starts,
-    "row-bytes": row_bytes,
-    "gpu-queries": gpu_queries,
-    "gpu-insertions": gpu_insertions,
-    "query-order": query_order,
-    "gpu-refresh": gpu_refresh,
-    "admission": admission,
-    "misses": misses,
-    "misses-mixed": misses_mixed,
-    "misses-small": misses_small,
-    "captured": captured,
-    "prepared": prepared,
-    "pooled": pooled,
-    "layers": layers,
-    "scores": scores,
-    "scores-once": scores_once,
-    "scores-device": scores_device,
-    "scores-loadgen": scores_loadgen,
+    "sharing-traffic": _sharing_traffic,
+    "clients": _clients,
+    "routes": _routes,
+    "machines": _machines,
+    "readme": _readme,
+    "measured-gpu": _measured_gpu,
+    "measured-host": _measured_host,
+    "model-sources": _model_sources,
+    "row-bytes": _row_bytes,
+    "gpu-queries": _gpu_queries,
+    "prepared": _prepared,
+    "scores": _scores,
+    "scores-once": _scores_once,
     "sparse-stage": sparse_stage,
-    "updates": updates,
-    "planning": planning,
-    "planning-cost": planning_cost,
-    "cold-start": cold_start,
-    "cold-start-baseline": cold_start_baseline,
+    "updates": _updates,
+    "planning": _planning,
+    "cold-start": _cold_start,
 }
 
 

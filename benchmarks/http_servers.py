@@ -1,8 +1,9 @@
-"""The servers that are measured over HTTP, each a process: the service, and its limits.
+"""The servers that ours is measured beside, each a process: `python -m benchmarks.http_servers KIND PORT DIRECTORY`.
 
-python -m benchmarks.http_servers raw PORT DIRECTORY          raw ASGI: reads the request, returns DIRECTORY/answer.bin
-python -m benchmarks.http_servers orjson PORT DIRECTORY       raw ASGI: orjson in, numpy take, orjson out, no checks
-python -m benchmarks.http_servers service PORT DIRECTORY      the service of DIRECTORY/ps.json
+raw       raw ASGI: reads the request, returns DIRECTORY/answer.bin
+orjson    raw ASGI: orjson in, numpy take of DIRECTORY/vectors.npy, orjson out, no checks
+scores    FastAPI around the torch module of DIRECTORY/module.pt, with its tables on the device: what people write without
+          a server for it. Takes (n, tables) int64 keys and (n, 13) float32 features, answers (n,) float32, all of them raw
 """
 
 import sys
@@ -13,11 +14,6 @@ import numpy as np
 import orjson
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from hps.configuration.load import load_configuration
-from hps.serve.engine.app import Application
-from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.server import Server, listen
 
 
 async def _read(receive: Receive) -> bytes:
@@ -65,14 +61,47 @@ def bare_orjson(directory: Path) -> ASGIApp:
     return app
 
 
+def scores(directory: Path) -> ASGIApp:
+    """The peer of scores: no batching, no cache, no checks."""
+    import torch
+    from fastapi import FastAPI, Request, Response
+
+    from benchmarks.dlrm import FEATURES
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module = torch.load(directory / "module.pt", weights_only=False).to(device).eval()
+    tables = len(module.emb)
+    app = FastAPI()
+
+    @app.post("/score")
+    async def score(request: Request) -> Response:
+        body = await request.body()
+        samples = len(body) // (8 * tables + 4 * FEATURES)
+        keys = np.frombuffer(body, np.int64, samples * tables).reshape(samples, tables)
+        dense = np.frombuffer(body, np.float32, samples * FEATURES, 8 * tables * samples).reshape(samples, FEATURES)
+        with torch.inference_mode():
+            answer = module(torch.tensor(dense, device=device), torch.tensor(keys, device=device))
+        return Response(answer.cpu().numpy().tobytes(), media_type="application/octet-stream")
+
+    return app
+
+
+def _with_health(app: ASGIApp) -> ASGIApp:
+    """Answer questions for readiness, which benchmarks wait for."""
+
+    async def ready(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v2/health/ready":
+            await _answer(send, b"text/plain", b"")
+        else:
+            await app(scope, receive, send)
+
+    return ready
+
+
 def main(kind: str, port: str, directory: str) -> None:
     """Serve until a signal."""
-    if kind == "service":
-        app = Application(Lifecycle(load_configuration(Path(directory) / "ps.json")))
-        Server(app, listen("127.0.0.1", int(port))).run()
-        return
     uvicorn.run(
-        {"raw": raw, "orjson": bare_orjson}[kind](Path(directory)),
+        _with_health({"raw": raw, "orjson": bare_orjson, "scores": scores}[kind](Path(directory))),
         port=int(port),
         loop="uvloop",
         http="httptools",

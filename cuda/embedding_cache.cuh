@@ -28,7 +28,7 @@
 #define HPS_PIECE HPS_UNIT  // words a lane moves at once of a row as it is stored; divides its width
 #endif
 #ifndef HPS_FORMAL_ORDER
-#define HPS_FORMAL_ORDER 0  // 1: a query keeps to the letter of the PTX memory model; 2 to 15 % slower (docs/gpu-cache.md)
+#define HPS_FORMAL_ORDER 0  // 1: a query keeps to the letter of the PTX memory model; see acquire()
 #endif
 #ifndef HPS_SHARED
 #define HPS_SHARED 0  // 1: several devices read and write the table
@@ -51,7 +51,7 @@ constexpr u32 BUCKET_PARTS = 4;  // 16-byte parts of a bucket: the header and ke
 constexpr u32 PAIR_PARTS = 8;
 constexpr u32 UNIT = HPS_UNIT;
 
-// Scores (benchmarks/bench_admission.py compares). A hit raises them with an OR, unless they are high enough.
+// Scores (benchmarks/results/admission.json compares policies). A hit raises them with an OR, unless they are high enough.
 constexpr u32 HIT_SCORE = 8;      // this bit is set by a hit
 constexpr u32 TOP_SCORE = 15;     // of a slot that was hit while it had HIT_SCORE
 constexpr u32 ENOUGH_SCORE = 12;  // a hit writes nothing from here on
@@ -202,7 +202,8 @@ __device__ __forceinline__ void fence() {
 // What a query loads after this, it loads after what it loaded before; for whole warps. To the hardware an acquire fence is an
 // invalidation of L1, which holds nothing that is read again: it costs nothing, where one that also releases costs 10 to 20 %.
 // The lanes of a warp hand each other what they loaded by shuffles and votes, and PTX lets only a barrier carry the order from
-// lane to lane: that is what HPS_FORMAL_ORDER adds.
+// lane to lane: that is what HPS_FORMAL_ORDER adds (2 to 15 % slower). Without it the address of the second look depends on the
+// bits that were copied, through a vote of the warp, which neither hardware nor compiler can reorder.
 __device__ __forceinline__ void acquire() {
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208  // PTX 8.6; before, a query relies on its dependencies alone
     asm volatile("fence.acquire." SCOPE ";" : : : "memory");

@@ -32,6 +32,8 @@
 #ifndef HPS_THREADS
 #define HPS_THREADS 128
 #endif
+// Spilled registers would be read from L2, since the acquire fence between two looks at a bucket invalidates L1: on an H200, 96
+// registers without spills beat 80 with 60 bytes of them (158 us against 180).
 #ifndef HPS_MIN_BLOCKS
 #define HPS_MIN_BLOCKS 1
 #endif

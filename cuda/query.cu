@@ -40,6 +40,9 @@
 #ifndef HPS_THREADS
 #define HPS_THREADS 128
 #endif
+// A query waits for memory, and keys in flight hide that: on an H200, 32 registers a thread (16 blocks of 128 an SM) were
+// 5 % faster than 40 without spills. Without gain: reading the bucket of the next pass ahead, prefetching buckets into L2,
+// cache policies for buckets or rows, two keys a tile, 32 keys a warp.
 #ifndef HPS_MIN_BLOCKS
 #define HPS_MIN_BLOCKS 1  // of an SM: bounds the registers
 #endif
@@ -361,6 +364,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         const bool copies = slot >= 0 && !owned;
         bool retry = slot >= 0 && owned;
 #if !HPS_STATIC
+        // Writing on every hit costs a quarter of the throughput (0.58 of the gather for 0.79). A plain store of the byte lost
+        // one of two neighbours that were always requested together, which was then evicted: hence the OR.
         if (copies && member == 0 && score_of(part.y, slot) < ENOUGH_SCORE) {
             const u32 raised = score_of(part.y, slot) < HIT_SCORE ? HIT_SCORE : TOP_SCORE;
             fetch_or(scores_at(buckets + static_cast<u64>(index) * BUCKET_PARTS), raised << (4 * slot));

@@ -1,4 +1,4 @@
-"""Extends mkdocs: pages made of `openapi.json` and of the docstrings, and links to files of the repository."""
+"""Extends mkdocs: pages made of `openapi.json`, `metrics.json` and docstrings, and links to files of the repository."""
 
 import json
 import re
@@ -18,9 +18,11 @@ _METHODS = ("get", "post", "put", "delete")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are generated: the HTTP routes and the Python API."""
+    """Add the generated pages: the HTTP routes, the metrics and the Python API."""
     document = json.loads((_ROOT / "docs" / "openapi.json").read_text())
     files.append(File.generated(config, "http-routes.md", content=http_routes(document)))
+    metrics = json.loads((_ROOT / "docs" / "metrics.json").read_text())
+    files.append(File.generated(config, "metrics.md", content=metrics_table(metrics)))
     files.append(File.generated(config, "python-api.md", content=python_api()))
     return files
 
@@ -35,6 +37,22 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return text if path.rstrip("/") in text else f"{text} (`{path}`)"
 
     return _LINK.sub(name, markdown)
+
+
+def metrics_table(metrics: list[dict[str, Any]]) -> str:
+    """Return a page in Markdown: every metric with its type, labels and help."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every metric of `GET /metrics`. [Observability](observability.md#metrics) explains how to use them.",
+        "",
+        "| metric | type | labels | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in metric["labels"])
+        lines.append(f"| `{metric['name']}` | {metric['kind']} | {labels} | {_cell(metric['help'])} |")
+    return "\n".join([*lines, ""])
 
 
 def http_routes(document: dict[str, Any]) -> str:

@@ -229,7 +229,7 @@ def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_
         return f"unknown key here; it belongs in {' or '.join(homes)}{mean}"
     if near and near[0] != key:
         return f"unknown key; did you mean {near[0]}?"
-    for name, known in sorted(keys.items(), key=lambda one: other_names.get(key) not in one[1]):
+    for name, known in sorted(keys.items(), key=lambda item: other_names.get(key) not in item[1]):
         if elsewhere := {other_names.get(key, "")} & set(known) or get_close_matches(word, known, n=1, cutoff=0.8):
             return f"unknown key here; did you mean {next(iter(elsewhere))} in {_home(name)}?"
     return f"unknown key; known are: {', '.join(sorted(here))}"

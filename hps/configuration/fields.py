@@ -286,4 +286,4 @@ def _meant(value: Any, spellings: Mapping[str, str]) -> str:
     *_, last = re.split(r"\.|::", value.strip())  # DatabaseType_t.hash_map, DatabaseType_t::RedisCluster
     word = re.sub(r"[\s-]", "_", last.lower())
     candidates = [word, re.split(r"[:/]", word)[0], *get_close_matches(word, known, n=1)]  # cuda:0, redis://host:6379
-    return next((known[one] for one in candidates if one in known), "")
+    return next((known[candidate] for candidate in candidates if candidate in known), "")

@@ -17,8 +17,6 @@ from hps.configuration.models import ModelConfig
 
 
 class DatabaseType_t(Enum):
-    """Kinds of databases."""
-
     disabled = "disabled"
     hash_map = "hash_map"
     parallel_hash_map = "parallel_hash_map"
@@ -28,23 +26,17 @@ class DatabaseType_t(Enum):
 
 
 class DatabaseOverflowPolicy_t(Enum):
-    """Eviction policies of a full partition of the volatile database."""
-
     evict_random = "evict_random"
     evict_least_used = "evict_least_used"
     evict_oldest = "evict_oldest"
 
 
 class UpdateSourceType_t(Enum):
-    """Kinds of logs of online updates."""
-
     null = "null"
     kafka_message_queue = "kafka_message_queue"
 
 
 class EmbeddingCacheType_t(Enum):
-    """Kinds of embedding caches, spelled as in HugeCTR."""
-
     Dynamic = "dynamic"
     UVM = "uvm"
     Static = "static"

@@ -102,10 +102,10 @@ def load_configuration(source: Source) -> Configuration:
     handled = _log.hasHandlers()
     configuration = source if isinstance(source, Configuration) else read_configuration(source)
     if handled or configuration is not source:  # without handlers, logging writes warnings on standard error
-        for level, text in configuration.unheard:
+        for level, text in configuration.unlogged:
             _log.log(level, "%s", text)
     if handled:
-        configuration.unheard.clear()
+        configuration.unlogged.clear()
     return configuration
 
 
@@ -175,7 +175,7 @@ def read_configuration(source: Source) -> Configuration:
         problems += problems_of(error, _KEYS, PYTHON_NAMES, path)
     if problems:
         raise ConfigError(name, problems)
-    configuration.unheard.extend((level, f"{name}: {text}") for level, text in _written(notices))
+    configuration.unlogged.extend((level, f"{name}: {text}") for level, text in _written(notices))
     return configuration
 
 
@@ -194,16 +194,16 @@ def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, A
     return load_configuration({"models": [{**known, **changes, "model": name}]}).models[0]
 
 
-def load_dense(said: Mapping[str, Any] | DenseConfig) -> DenseConfig:
-    """Check what is said of a network, as in `models[].dense`.
+def load_dense(section: Mapping[str, Any] | DenseConfig) -> DenseConfig:
+    """Check the entry of a network, as in `models[].dense`.
 
     Raises:
         ConfigError: it is wrong; one report of all problems.
     """
-    if isinstance(said, DenseConfig):
-        return said
+    if isinstance(section, DenseConfig):
+        return section
     problems: list[str] = []
-    content = plain(said, problems)
+    content = plain(section, problems)
     keys = {
         name.removeprefix("models.dense").removeprefix("."): known for name, known in _KEYS.items() if "models.dense" in name
     }
@@ -252,6 +252,8 @@ def _written(notices: Notices) -> list[tuple[int, str]]:
     )
     lines = [(logging.INFO, f"{meaning}: {', '.join(sorted(names))}") for meaning, names in keys if names]
     if notices.databases:
-        told = "have no effect; volatile_db and persistent_db say which databases there are"
-        lines.append((logging.WARNING, f"these keys of HugeCTR 3.2 and earlier {told}: {', '.join(sorted(notices.databases))}"))
+        effect = "have no effect; volatile_db and persistent_db say which databases there are"
+        lines.append(
+            (logging.WARNING, f"these keys of HugeCTR 3.2 and earlier {effect}: {', '.join(sorted(notices.databases))}")
+        )
     return [*lines, *((logging.WARNING, warning) for warning in notices.warnings)]

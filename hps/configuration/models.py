@@ -119,7 +119,6 @@ class ServiceConfig(Section):
 
     @property
     def scheme(self) -> str:
-        """Scheme of the service's URLs."""
         return "https" if self.tls_certificate_path else "http"
 
     @field_validator("admin_token")
@@ -139,7 +138,7 @@ class ServiceConfig(Section):
 
     @field_validator("load_models")
     @classmethod
-    def _only_explicit(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _check_load_models(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if value and info.data.get("model_control_mode", "explicit") != "explicit":
             raise problem("got models to load at the start, expected none unless model_control_mode is explicit")
         return value
@@ -210,11 +209,11 @@ class VersionConfig(Section):
 
 
 def _float32_rows(tables: int) -> tuple[RowDtype, ...]:
-    one: RowDtype = "float32"
-    return (one,) * tables
+    row_dtype: RowDtype = "float32"
+    return (row_dtype,) * tables
 
 
-_COUNTED = {
+_COUNTED = {  # lists with an element per table: noun of an element
     "embedding_table_names": "name",
     "embedding_vecsize_per_table": "width",
     "maxnum_catfeature_query_per_table_per_sample": "maximum",
@@ -222,7 +221,7 @@ _COUNTED = {
 }
 
 
-def _one_default_a_table(value: Any, info: ValidationInfo) -> Any:
+def _fit_default_values(value: Any, info: ValidationInfo) -> Any:
     """Read a list of another length as HugeCTR's core does since 23.06: missing values are 0, further ones have no effect."""
     files = info.data.get("sparse_files")
     if not isinstance(value, list | tuple) or files is None or len(value) == len(files):
@@ -250,7 +249,7 @@ class ModelConfig(Section):
     embedding_vecsize_per_table: ListOf[Positive]
     max_batch_size: Positive = 64
     maxnum_catfeature_query_per_table_per_sample: ListOf[Positive]
-    default_value_for_each_table: Annotated[ListOf[Float32], BeforeValidator(_one_default_a_table)]
+    default_value_for_each_table: Annotated[ListOf[Float32], BeforeValidator(_fit_default_values)]
     deployed_device_list: NonEmptyListOf[NonNegative]
 
     row_dtype: ListOf[RowDtype] = Field(default_factory=lambda data: _float32_rows(len(data["sparse_files"])))
@@ -334,7 +333,7 @@ class ModelConfig(Section):
 
     @field_validator(*_COUNTED, mode="wrap")
     @classmethod
-    def _one_a_table(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    def _check_count(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         files = info.data.get("sparse_files")
         text = None
         if info.field_name == "row_dtype" and isinstance(value, str):
@@ -348,12 +347,12 @@ class ModelConfig(Section):
 
     @field_validator("embedding_table_names", "deployed_device_list", mode="wrap")
     @classmethod
-    def _without_repetition(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def _refuse_repetition(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         return validate_with(handler, value, _repeated(value) if isinstance(value, list | tuple) else None)
 
     @field_validator("maxnum_catfeature_query_per_table_per_sample")
     @classmethod
-    def _countable(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+    def _check_lookup_keys(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
         batch = info.data.get("max_batch_size", 1)
         if batch * max(value, default=0) > INT32_MAX:
             keys = batch * max(value)
@@ -365,7 +364,7 @@ class ModelConfig(Section):
 
     @field_validator("device_sharing")
     @classmethod
-    def _can_be_hot(cls, value: str, info: ValidationInfo) -> str:
+    def _check_sharing(cls, value: str, info: ValidationInfo) -> str:
         if value == "hot" and info.data.get("embedding_cache_type") == "static":
             raise problem(
                 "got hot with embedding_cache_type static, whose cache holds every row; expected partition or another type"
@@ -385,10 +384,10 @@ class ModelConfig(Section):
     @classmethod
     def _complete(cls, value: tuple[VersionConfig, ...], info: ValidationInfo) -> tuple[VersionConfig, ...]:
         tables, numbers = len(info.data.get("sparse_files", ())), [info.data.get("version", FIRST_VERSION)]
-        for place, one in enumerate(value):
-            if tables and len(one.sparse_files) != tables:
-                raise problem(f"{len(one.sparse_files)} sparse_files in entry {place} for {tables} tables")
-            numbers.append(one.version)
+        for index, entry in enumerate(value):
+            if tables and len(entry.sparse_files) != tables:
+                raise problem(f"{len(entry.sparse_files)} sparse_files in entry {index} for {tables} tables")
+            numbers.append(entry.version)
         if text := _repeated(numbers):
             raise problem(f"the version {text}, counted from the entry's own `version`")
         return value
@@ -420,13 +419,15 @@ def check_tables(dense: DenseConfig, tables: Mapping[str, int]) -> None:
     Raises:
         PydanticCustomError: they are not.
     """
-    for name, one in dense.inputs.items():
-        if one.table is not None and one.table not in tables:
-            raise problem(f"input {json.dumps(name)} is of table {json.dumps(one.table)}, expected one of {', '.join(tables)}")
-        if one.table is not None and (one.hotness or 1) > tables[one.table]:
+    for name, given in dense.inputs.items():
+        if given.table is not None and given.table not in tables:
             raise problem(
-                f"input {json.dumps(name)} has {one.hotness} keys a sample, expected at most {tables[one.table]} "
-                f"(maxnum_catfeature_query_per_table_per_sample of table {one.table})"
+                f"input {json.dumps(name)} is of table {json.dumps(given.table)}, expected one of {', '.join(tables)}"
+            )
+        if given.table is not None and (given.hotness or 1) > tables[given.table]:
+            raise problem(
+                f"input {json.dumps(name)} has {given.hotness} keys a sample, expected at most {tables[given.table]} "
+                f"(maxnum_catfeature_query_per_table_per_sample of table {given.table})"
             )
     for name, lookup in dense.lookups.items():
         if lookup.table not in tables:
@@ -482,11 +483,11 @@ def _repeated(values: Sequence[Any]) -> str | None:
     return None
 
 
-class _Unheard(list[tuple[int, str]]):
+class _UnloggedNotices(list[tuple[int, str]]):
     """Notices that are not logged yet. They do not count when configurations are compared."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unheard)
+        return isinstance(other, _UnloggedNotices)
 
     __hash__ = None
 
@@ -511,16 +512,16 @@ class Configuration(Section):
     redis_ip: Ignored = None
     rocksdb_path: Ignored = None
     cache_size_percentage_redis: Ignored = None
-    _unheard: _Unheard = PrivateAttr(default_factory=_Unheard)
+    _unlogged: _UnloggedNotices = PrivateAttr(default_factory=_UnloggedNotices)
 
     @property
-    def unheard(self) -> list[tuple[int, str]]:
+    def unlogged(self) -> list[tuple[int, str]]:
         """Level and text of each notice that is not logged yet."""
-        return self._unheard
+        return self._unlogged
 
     @field_validator("update_source")
     @classmethod
-    def _kept_in_order(cls, value: UpdateSourceConfig, info: ValidationInfo) -> UpdateSourceConfig:
+    def _require_ordered_database(cls, value: UpdateSourceConfig, info: ValidationInfo) -> UpdateSourceConfig:
         tiers = [info.data[key] for key in ("persistent_db", "volatile_db") if key in info.data]  # without those that are wrong
         if value.type != "null" and len(tiers) == 2 and (text := _unfollowable(tiers)):
             raise problem(f"got {value.type}, but {text}; set update_source.type to null if there are no updates")
@@ -528,7 +529,7 @@ class Configuration(Section):
 
     @field_validator("models")
     @classmethod
-    def _some(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
+    def _require_models(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
         if not value and not info.data.get("model_repository"):
             raise problem("got none, expected at least one model, or a model_repository")
         names = {"*", *(model.model for model in value)}
@@ -555,8 +556,9 @@ class Configuration(Section):
 
     @field_validator("models", mode="wrap")
     @classmethod
-    def _names_differ(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def _require_different_names(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         text = None
         if isinstance(value, list | tuple):
-            text = _repeated([one.get("model") if isinstance(one, dict) else getattr(one, "model", None) for one in value])
+            names = (entry.get("model") if isinstance(entry, dict) else getattr(entry, "model", None) for entry in value)
+            text = _repeated(list(names))
         return validate_with(handler, value, text and f"the name {text}")

@@ -38,7 +38,7 @@ SAMPLES: Final = "samples"
 
 _FORMATS = IMPLEMENTATIONS["network"]
 NetworkFormat: TypeAlias = Annotated[
-    str, choice(*("|".join((name, *one.spellings)) for name, one in _FORMATS.items()), kind="network")
+    str, choice(*("|".join((name, *network_format.spellings)) for name, network_format in _FORMATS.items()), kind="network")
 ]
 FeatureDtype: TypeAlias = Annotated[
     Literal["float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"], choice(*DTYPES)
@@ -70,8 +70,8 @@ def _shape(value: Any) -> tuple[int | str, ...]:
     if not isinstance(value, list | tuple):
         raise expected("a list")
     found: list[int | str] = []
-    for place, one in enumerate(value):
-        width = int(one) if isinstance(one, float) and one.is_integer() else one
+    for place, step in enumerate(value):
+        width = int(step) if isinstance(step, float) and step.is_integer() else step
         if isinstance(width, str):
             try:
                 names = SizeExpression(width).names
@@ -116,35 +116,35 @@ class NetworkInputConfig(Section):
 
     @field_validator("pooling")
     @classmethod
-    def _of_a_table(cls, value: str, info: ValidationInfo) -> str:
+    def _check_pooling(cls, value: str, info: ValidationInfo) -> str:
         if value != "none" and info.data.get("table", "") is None:
             raise problem(f"got {value} without a table, expected none; name the table whose vectors are pooled")
         return value
 
     @field_validator("hotness")
     @classmethod
-    def _of_rows(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_hotness(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("table", "") is None:
             raise problem("got hotness without a table, expected a shape")
         return value
 
     @field_validator("max_norm", "padding_key")
     @classmethod
-    def _of_a_pooling(cls, value: Any, info: ValidationInfo) -> Any:
+    def _require_pooling(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("pooling") == "none":
             raise problem("it has no effect without pooling, expected sum, mean, sqrtn or max")
         return value
 
     @field_validator("dtype", "shape")
     @classmethod
-    def _of_a_feature(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_for_lookup(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("table") and value not in ("float32", (-1,)):
             raise problem("a lookup has the dtype and width of its table, expected neither dtype nor shape")
         return value
 
     @field_validator("offsets_of")
     @classmethod
-    def _of_keys(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_offsets(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("table"):
             raise problem("the offsets of a lookup are given beside its keys, expected no offsets_of")
         if value is not None and info.data.get("dtype", "int64") not in ("int64", "int32"):
@@ -153,14 +153,14 @@ class NetworkInputConfig(Section):
 
     @field_validator("per_request")
     @classmethod
-    def _with_a_row(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_per_request(cls, value: bool, info: ValidationInfo) -> bool:
         if value and (info.data.get("shape", (-1,))[0] != -1 or info.data.get("offsets_of") is not None):
             raise problem("its first size is not the samples, expected a shape [-1, ...] and no offsets_of")
         return value
 
     @field_validator("request_index")
     @classmethod
-    def _alone(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_request_index(cls, value: bool, info: ValidationInfo) -> bool:
         if value and (info.data.get("table") or info.data.get("per_request")):
             raise problem("it numbers the requests of a batch, expected no table and no per_request")
         return value
@@ -176,7 +176,7 @@ class SourceConfig(Section):
     output: InputName | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_source(self) -> Self:
         if (self.input is None) == (self.output is None):
             raise problem("expected either an input, or an output of a keys program")
         if self.column is not None and self.input is None:
@@ -204,14 +204,14 @@ class LookupConfig(Section):
 
     @field_validator("padding_key", "offsets", "weights")
     @classmethod
-    def _of_bags(cls, value: Any, info: ValidationInfo) -> Any:
+    def _require_pooling(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("pooling") == "none":
             raise problem("it has no effect without pooling, expected sum, mean, sqrtn or max")
         return value
 
     @field_validator("include_last_offset")
     @classmethod
-    def _of_offsets(cls, value: bool, info: ValidationInfo) -> bool:
+    def _require_offsets(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("offsets", "") is None:
             raise problem("got true without offsets, expected false")
         return value
@@ -219,8 +219,8 @@ class LookupConfig(Section):
     def sources(self) -> Iterator[tuple[str, SourceConfig]]:
         """Yield what keys, offsets and weights come from, by those names."""
         for name in ("keys", "offsets", "weights"):
-            if (one := getattr(self, name)) is not None:
-                yield name, one
+            if (source := getattr(self, name)) is not None:
+                yield name, source
 
 
 class KeysProgramConfig(Section):
@@ -274,26 +274,23 @@ class DenseConfig(Section):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of the network, its own first."""
-        return self.file, *(one.file for one in self.keys)
+        return self.file, *(program.file for program in self.keys)
 
     @field_validator("inputs")
     @classmethod
-    def _with_samples(cls, value: dict[str, NetworkInputConfig]) -> dict[str, NetworkInputConfig]:
-        if all(one.request_index for one in value.values()):
+    def _check_inputs(cls, value: dict[str, NetworkInputConfig]) -> dict[str, NetworkInputConfig]:
+        if all(declared.request_index for declared in value.values()):
             raise problem("got no lookup and no feature, expected at least one")
-        if not any(_has_samples(one) for one in value.values()):
+        if not any(_has_samples(declared) for declared in value.values()):
             raise problem("got no input whose shape has the samples, expected one with -1 or samples")
-        for name, one in value.items():
+        for name, given in value.items():
             if name.endswith(_BAG_ENDS) and (lookup := value.get(name.rpartition(".")[0])) is not None and lookup.table:
                 raise problem(f"got {json.dumps(name)}, which is the name of bags of another input; rename it")
-            if one.offsets_of is not None and (
-                (keys := value.get(one.offsets_of)) is None or keys.table is not None or not isinstance(keys.shape[0], str)
+            if given.offsets_of is not None and (
+                (keys := value.get(given.offsets_of)) is None or keys.table is not None or not isinstance(keys.shape[0], str)
             ):
-                raise problem(
-                    f"input {json.dumps(name)} has offsets of {json.dumps(one.offsets_of)}, expected an input whose first size "
-                    "has a name"
-                )
+                offsets = f"input {json.dumps(name)} has offsets of {json.dumps(given.offsets_of)}"
+                raise problem(f"{offsets}, expected an input whose first size has a name")
         return value
 
     @field_validator("outputs")
@@ -305,9 +302,9 @@ class DenseConfig(Section):
 
     @field_validator("sizes")
     @classmethod
-    def _of_all_shapes(cls, value: dict[str, int], info: ValidationInfo) -> dict[str, int]:
+    def _check_sizes(cls, value: dict[str, int], info: ValidationInfo) -> dict[str, int]:
         inputs: Mapping[str, NetworkInputConfig] = info.data.get("inputs", {})
-        widths = [width for one in inputs.values() for width in one.shape if isinstance(width, str)]
+        widths = [width for declared in inputs.values() for width in declared.shape if isinstance(width, str)]
         named = {name: None for width in widths for name in SizeExpression(width).names if name != SAMPLES}
         for name in named:
             if name not in widths:
@@ -320,7 +317,7 @@ class DenseConfig(Section):
 
     @field_validator("guards", "request_guards")
     @classmethod
-    def _of_known_sizes(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _check_guards(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if (sizes := info.data.get("sizes")) is None:
             return value
         for text in value:
@@ -333,15 +330,15 @@ class DenseConfig(Section):
 
     @field_validator("keys")
     @classmethod
-    def _of_inputs(cls, value: tuple[KeysProgramConfig, ...], info: ValidationInfo) -> tuple[KeysProgramConfig, ...]:
+    def _check_keys(cls, value: tuple[KeysProgramConfig, ...], info: ValidationInfo) -> tuple[KeysProgramConfig, ...]:
         inputs: Mapping[str, NetworkInputConfig] = info.data.get("inputs", {})
         files, outputs = [info.data.get("file")], list(inputs)
         for place, program in enumerate(value):
             for name in program.inputs if inputs else ():
-                if (one := inputs.get(name)) is None or one.table is not None or one.request_index:
+                if (declared := inputs.get(name)) is None or declared.table is not None or declared.request_index:
                     known = ", ".join(key for key, other in inputs.items() if not (other.table or other.request_index))
                     raise problem(f"entry {place} reads {json.dumps(name)}, expected features of dense.inputs: {known}")
-            for name in (one for one in program.outputs if one in outputs):
+            for name in (output for output in program.outputs if output in outputs):
                 raise problem(f"entry {place} has output {json.dumps(name)}, which is the name of another; rename it")
             if program.file in files:
                 raise problem(f"entry {place} has file {json.dumps(program.file)}, which another program has; write its own")
@@ -376,27 +373,27 @@ class DenseConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        for name, one in self.inputs.items():
-            if isinstance(one.shape[0], int) and one.shape[0] > 0 and not self.lookups:
-                raise problem(f"input {json.dumps(name)} has {one.shape[0]} samples, expected a shape [-1, ...]")
+        for name, declared in self.inputs.items():
+            if isinstance(declared.shape[0], int) and declared.shape[0] > 0 and not self.lookups:
+                raise problem(f"input {json.dumps(name)} has {declared.shape[0]} samples, expected a shape [-1, ...]")
         return self
 
 
-def _has_samples(one: NetworkInputConfig) -> bool:
-    first = one.shape[0]
+def _has_samples(declared: NetworkInputConfig) -> bool:
+    first = declared.shape[0]
     named = isinstance(first, str) and SAMPLES in SizeExpression(first).names
-    return not one.request_index and (first == -1 or named)
+    return not declared.request_index and (first == -1 or named)
 
 
 def _unusable(source: SourceConfig, inputs: Mapping[str, NetworkInputConfig], outputs: list[str]) -> str:
     """Say what is expected of a source instead; empty if it can be used."""
     if source.output is not None:
         return "" if source.output in outputs else f"outputs of dense.keys: {', '.join(outputs) or 'it has none'}"
-    one = inputs.get(str(source.input))
-    if one is None or one.table is not None or one.request_index:
-        return "an input with dtype and shape" if one is not None else f"inputs: {', '.join(inputs)}"
+    declared = inputs.get(str(source.input))
+    if declared is None or declared.table is not None or declared.request_index:
+        return "an input with dtype and shape" if declared is not None else f"inputs: {', '.join(inputs)}"
     if source.column is not None:
-        width = one.shape[1] if len(one.shape) == 2 and one.shape[0] == -1 else 0
+        width = declared.shape[1] if len(declared.shape) == 2 and declared.shape[0] == -1 else 0
         if isinstance(width, int) and source.column >= width:
             return f"an input of shape [-1, n] with at least {source.column + 1} columns"
     return ""

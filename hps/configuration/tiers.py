@@ -50,12 +50,13 @@ _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors b
 def _spelling(section: str) -> BeforeValidator:
     """Accept any spelling of a database type that is registered for a section."""
     ours = IMPLEMENTATIONS["database"]
-    rows = ["disabled|disable|none", *("|".join((name, *one.spellings)) for name, one in ours.items()), _MULTI_PROCESS]
-    usable = ", ".join(["disabled", *(name for name, one in ours.items() if one.section == section)])
+    spellings = ["|".join((name, *database.spellings)) for name, database in ours.items()]
+    rows = ["disabled|disable|none", *spellings, _MULTI_PROCESS]
+    usable = ", ".join(["disabled", *(name for name, database in ours.items() if database.section == section)])
     refused = {
-        name: f"this type belongs in {one.section}; expected one of: {usable}"
-        for name, one in ours.items()
-        if one.section != section
+        name: f"this type belongs in {database.section}; expected one of: {usable}"
+        for name, database in ours.items()
+        if database.section != section
     }
     refused["multi_process_hash_map"] = _NO_SHARED_MEMORY
     return choice(*rows, refused=refused, kind="database", section=section)
@@ -65,14 +66,14 @@ VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db")]
 PersistentDbType: TypeAlias = Annotated[str, _spelling("persistent_db")]
 
 
-def _for_other_packages(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+def _check_options(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     chosen = info.data.get("type")
     if value and (chosen == "disabled" or chosen in IMPLEMENTATIONS["database"]):
         raise problem(f"got options for {chosen}, expected none; only databases of other packages take options")
     return value
 
 
-Options: TypeAlias = Annotated[dict[str, Any], AfterValidator(_for_other_packages), Field(repr=False)]
+Options: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_options), Field(repr=False)]
 """Settings of another package's database; its `from_config` checks them."""
 
 
@@ -107,7 +108,7 @@ UpdateSourceType: TypeAlias = Annotated[
     str,
     choice(
         "null|none",
-        *("|".join((name, *one.spellings)) for name, one in IMPLEMENTATIONS["update_log"].items()),
+        *("|".join((name, *log.spellings)) for name, log in IMPLEMENTATIONS["update_log"].items()),
         kind="update_log",
     ),
 ]
@@ -131,7 +132,7 @@ class Section(BaseModel):
         return frozenset(key for key, field in cls.model_fields.items() if field.deprecated) - cls.older_keys
 
     @model_validator(mode="after")
-    def _note_keys(self, info: ValidationInfo) -> Self:
+    def _record_notices(self, info: ValidationInfo) -> Self:
         notices = notices_of(info)
         title = str(self.model_config["title"])
         ignored = {key: f"{title}.{key}".removeprefix(".") for key in self.model_fields_set & self.ignored_keys()}
@@ -190,14 +191,14 @@ class VolatileDbConfig(Section):
 
     @field_validator("password_path")
     @classmethod
-    def _one_password(cls, value: str, info: ValidationInfo) -> str:
+    def _refuse_two_passwords(cls, value: str, info: ValidationInfo) -> str:
         if value and info.data.get("password"):
             raise problem("got a password, too; write one of them, and leave HPS_REDIS_PASSWORD empty")
         return value
 
     @field_validator("num_node_connections")
     @classmethod
-    def _not_more_than_partitions(cls, value: int, info: ValidationInfo) -> int:
+    def _check_connections(cls, value: int, info: ValidationInfo) -> int:
         partitions = info.data.get("num_partitions")
         if info.data.get("type") == "redis_cluster" and partitions is not None and value > partitions:
             raise problem(f"got {value} connections for {partitions} num_partitions, expected at most one a partition")
@@ -227,7 +228,7 @@ class PersistentDbConfig(Section):
 
     @field_validator("type")
     @classmethod
-    def _agrees_with_backend(cls, value: str, info: ValidationInfo) -> str:
+    def _check_backend(cls, value: str, info: ValidationInfo) -> str:
         backend = info.data.get("backend")
         if backend is not None and backend != value:
             raise problem(f'got "{value}" here and "{backend}" as backend, another name of this key; write one of them')
@@ -235,7 +236,7 @@ class PersistentDbConfig(Section):
 
     @field_validator("initialize_after_startup")
     @classmethod
-    def _not_read_only(cls, value: bool, info: ValidationInfo) -> bool:
+    def _check_read_only(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("read_only"):
             raise problem("a read_only database cannot be filled at startup; set this to false, or read_only to false")
         return value

@@ -25,7 +25,7 @@ def _listed(value: Any) -> Any:
 
 
 def _check_token(value: str) -> str:
-    if not value or not all("!" <= one <= "~" for one in value):
+    if not value or not all("!" <= character <= "~" for character in value):
         raise expected("visible ASCII characters (no space, no line end), at least one")
     return value
 
@@ -60,14 +60,14 @@ class TokenConfig(Section):
 
     @field_validator("certificate")
     @classmethod
-    def _identified(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _require_identity(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if not value and not any(info.data.get(key, "wrong") for key in ("token", "sha256")):
             raise problem("got none, expected at least one of sha256, token and certificate")
         return value
 
     @field_validator("burst")
     @classmethod
-    def _of_a_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _require_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("requests_per_s", 1.0) is None:
             raise problem("it has no effect alone, expected requests_per_s, too")
         return value
@@ -82,14 +82,14 @@ class TokensFile(Section):
 
     @field_validator("tokens")
     @classmethod
-    def _told_apart(cls, value: tuple[TokenConfig, ...]) -> tuple[TokenConfig, ...]:
+    def _entries_differ(cls, value: tuple[TokenConfig, ...]) -> tuple[TokenConfig, ...]:
         seen: dict[tuple[str, str], int] = {}
-        for place, one in enumerate(value):
-            digests = (*one.sha256, *map(digest_of, one.token))
-            for kind, texts in (("name", (one.name,)), ("token", digests), ("certificate", one.certificate)):
+        for index, entry in enumerate(value):
+            digests = (*entry.sha256, *map(digest_of, entry.token))
+            for kind, texts in (("name", (entry.name,)), ("token", digests), ("certificate", entry.certificate)):
                 for text in texts:
-                    if (before := seen.setdefault((kind, text), place)) != place:
-                        raise problem(f"the entries {before} and {place} have the same {kind}, expected it once")
+                    if (before := seen.setdefault((kind, text), index)) != index:
+                        raise problem(f"the entries {before} and {index} have the same {kind}, expected it once")
         return value
 
 
@@ -97,7 +97,6 @@ _KEYS = {"": TokensFile.model_fields.keys(), "tokens": TokenConfig.model_fields.
 
 
 def digest_of(token: str) -> str:
-    """Return the SHA-256 of a token in hexadecimal digits."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -118,7 +117,8 @@ def load_tokens(path: str | os.PathLike[str]) -> tuple[TokenConfig, ...]:
         problems += problems_of(error, _KEYS, {})
     if problems:
         raise ConfigError(name, problems)
-    return tuple(one.model_copy(update={"token": (), "sha256": (*one.sha256, *map(digest_of, one.token))}) for one in entries)
+    digests = ((*entry.sha256, *map(digest_of, entry.token)) for entry in entries)
+    return tuple(entry.model_copy(update={"token": (), "sha256": own}) for entry, own in zip(entries, digests, strict=True))
 
 
 class WatchedTokens:
@@ -137,7 +137,7 @@ class WatchedTokens:
         self._marks = FileMarks(path)
         self._read()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read the file again if it has changed; return whether that worked. Call this twice a second."""
         if not self._marks.changed() or not self._read():
             return False
@@ -154,5 +154,4 @@ class WatchedTokens:
 
 
 def published(entries: Iterable[TokenConfig]) -> list[dict[str, Any]]:
-    """Return entries as JSON can hold them."""
-    return [one.model_dump(mode="json") for one in entries]
+    return [entry.model_dump(mode="json") for entry in entries]

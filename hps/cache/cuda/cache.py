@@ -57,8 +57,8 @@ class CupyCache(EmbeddingCache):
     insert into a full bucket evicts the smallest score, the first of equals, and lowers the others there by it. A missed key
     evicts only a score of 0, unless it is the key last refused there; refusing any other key lowers the scores by 1. So time
     passes for a bucket with its own misses, not with lookups of other keys. (At alpha 1.05 and a capacity of 0.1 of 2^24 rows
-    this reaches 0.985 of the hit rate of perfect frequency knowledge, admitting every miss 0.979, plain LRU 0.957; `python -m
-    benchmarks admission` simulates it.)
+    this reaches 0.985 of the hit rate of perfect frequency knowledge, admitting every miss 0.979, plain LRU 0.957, by a
+    simulation: `benchmarks/results/admission.json`.)
 
     Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
     other DLPack tensors. Outputs in host memory pass through pinned memory, which the device writes.

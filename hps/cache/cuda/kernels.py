@@ -300,7 +300,7 @@ def pool_kernel(name: str, shape: Shape, arithmetic: Arithmetic, kind: Kind = DY
     unit, widest = shape.unit, shape.widest
     copy = _copy_lanes(unit, widest)
     chunks = 1 << (-(-widest // (unit * copy)) - 1).bit_length()
-    rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
+    rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (cuda/pool.cu)
     blocks = 1 if name != "pool" or chunks > 2 else 5 if arithmetic is Arithmetic.SUMS else 4
     sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks))
     does: tuple[tuple[str, int], ...] = ()

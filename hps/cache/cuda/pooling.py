@@ -219,7 +219,6 @@ class BagPooling:
                 flags_at,
                 flags_at + 8,
                 len(group),
-                0,
             )
             if name == "number":
                 blocks = _NUMBER_BLOCKS * len(group)

@@ -13,7 +13,15 @@ uses functions and constants of such modules only.
 
     compile_kernels(double)                       # where a tier is constructed, before the first lookup
 
-Any other kernel is compiled by its first call, so rare paths need no preparation. Machine code is for the processor at hand, or
+A tier names its kernels of loads, lookups and changes in `kernels()`, a cache those of its loop in `batch_kernels()`. Any other
+kernel is compiled by its first call, so rare paths need no preparation. What numba does not check:
+
+- A kernel takes no address of an array that it made itself: numba frees the array after the last use of its name, which may be
+  that one. Scratch memory that is used by address comes from the caller.
+- It assigns slices of arrays element by element: numba would also compile the text of the error, for a second.
+- It reads memory that other threads change through `numba_atomics.py`: to the compiler, a plain load of it gives any value.
+
+Machine code is for the processor at hand, or
 else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
 """
 

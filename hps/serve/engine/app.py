@@ -114,7 +114,7 @@ class Application:
 
     def look_at_tokens(self) -> None:
         """Read the file of tokens again if it has changed. Call this twice a second."""
-        if self._tokens is not None and self._tokens.look():
+        if self._tokens is not None and self._tokens.poll():
             self._use_tokens(self.lifecycle.configuration.service)
 
     def _use_tokens(self, settings: ServiceConfig) -> None:

@@ -203,7 +203,7 @@ class RequestLog:
             "client.address": client and client[0],
             "hps.request_id": served.id.decode(),
             "hps.model": served.model and escaped(served.model[:_MOST_TEXT]),
-            "hps.ground.version": served.version and escaped(served.version[:_MOST_TEXT]),
+            "hps.version": served.version and escaped(served.version[:_MOST_TEXT]),
             "hps.keys": served.keys,
             "hps.hit_rate": report and report.hit_rate,
         }

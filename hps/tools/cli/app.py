@@ -54,7 +54,6 @@ updates.updates.command("status", epilog=live_models.EXAMPLES["updates status"])
 
 
 def main() -> None:
-    """Run the command in the arguments, then exit with its code."""
     app(prog_name="hps")
 
 

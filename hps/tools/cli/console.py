@@ -118,7 +118,6 @@ class _Bars:
         self._table = TableProgress(0, 0)
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        """Add a bar."""
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
@@ -132,19 +131,16 @@ class _Bars:
         self._bars.start()
 
     def advance(self, tag: str, rows: int) -> None:
-        """Move a bar."""
         self._table.advance(rows)
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], completed=self._table.rows_done)
 
     def finish(self, tag: str) -> None:
-        """Leave the bar on the screen."""
         self.stop()
 
     fail = finish
 
     def stop(self) -> None:
-        """Stop the moving bar, if there is one."""
         bars, self._bars = self._bars, None
         self._table.end()
         if bars is not None:
@@ -185,7 +181,7 @@ def progress(level: str | None = None, lines: logging.Formatter | None = None) -
         bars.stop()
 
 
-def leave(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End the process without waiting for its threads. RocksDB recovers, as after a kill."""
     logging.shutdown()
     sys.stdout.flush()

@@ -36,8 +36,8 @@ def draw_plan(path: Path, tables: "Sequence[TableForecast]") -> None:
     for place, table in enumerate(tables):
         colour = f"C{place % 10}"
         shares = [100 * share for share in SHARES]
-        axes.plot(shares, [one.hit_rate for one in table.curve], "o-", color=colour, label=f"{table.model}.{table.table}")
-        axes.plot(shares, [one.ideal for one in table.curve], ":", color=colour)
+        axes.plot(shares, [point.hit_rate for point in table.curve], "o-", color=colour, label=f"{table.model}.{table.table}")
+        axes.plot(shares, [point.ideal for point in table.curve], ":", color=colour)
         axes.plot([100 * table.configured.capacity_rows / table.rows], [table.configured.hit_rate], "D", color=colour)
     axes.set_xscale("log")
     axes.set_xticks([100 * share for share in SHARES], [f"{100 * share:g}" for share in SHARES])

@@ -68,7 +68,7 @@ def running_server(url: str, token: str, token_file: Path | None, certificate: P
 
 
 def change_model(server: "Client", model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
-    """Begin a change of a model; with `wait`, show its progress until it ends.
+    """Start a change of a model; with `wait`, show its progress until it ends.
 
     Returns:
         The server's description of the change.
@@ -83,7 +83,7 @@ def change_model(server: "Client", model: str, verb: str, body: Mapping[str, Any
     return change
 
 
-def change_fleet(server: "Client", model: str, change: str, version: str, *, wait: bool) -> dict[str, Any]:
+def change_fleet(server: "Client", model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
     """Change what every replica serves of a model; with `wait`, until the asked server has followed or tried.
 
     Returns:
@@ -92,12 +92,11 @@ def change_fleet(server: "Client", model: str, change: str, version: str, *, wai
     Raises:
         InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
     """
-    body = {"change": change, **({"version": version} if version else {})}
-    answer: dict[str, Any] = server.ask(f"{_path(model)}/fleet", "POST", body)
+    answer: dict[str, Any] = server.ask(f"{_path(model)}/fleet", "POST", {"change": verb, **body})
     number = answer["number"]
     while wait and (answer["pending"] or answer["number"] < number):
         time.sleep(_PAUSE_S)
-        found = [one["fleet"] for one in server.ask("/v1/models")["models"] if one["name"] == model and "fleet" in one]
+        found = [entry["fleet"] for entry in server.ask("/v1/models")["models"] if entry["name"] == model and "fleet" in entry]
         if not found:
             raise errors.HPSError(f"changing what the fleet serves of model {model!r}: it was written, and this server left it")
         answer = found[0]
@@ -115,7 +114,8 @@ def _follow(server: "Client", change: dict[str, Any], progress: "Progress") -> d
     tag, rows, rows_done = "", 0, 0
     while "status" not in change:
         time.sleep(_PAUSE_S)
-        latest = [one for one in server.ask("/v1/models")["changes"] if one["model"] == name and one["number"] >= number]
+        changes = server.ask("/v1/models")["changes"]
+        latest = [entry for entry in changes if entry["model"] == name and entry["number"] >= number]
         if not latest or latest[0]["number"] > number:
             raise errors.HPSError(f"changing model {name!r}: the change has ended; the server's log has its outcome")
         change = latest[0]

@@ -106,8 +106,8 @@ def forecast_sharings(forecasts: Sequence[Forecast], devices: int) -> list[Shari
     found = []
     for forecast in forecasts:
         refused = reasons_against(forecast.version, devices)
-        by_sharing = [_forecast_version(forecast, one, devices) for one in SHARINGS if one not in refused]
-        found += [one for same in zip(*by_sharing, strict=True) for one in same]
+        by_sharing = [_forecast_version(forecast, sharing, devices) for sharing in SHARINGS if sharing not in refused]
+        found += [same_table for same in zip(*by_sharing, strict=True) for same_table in same]
         if len(forecast.tables) > 1:
             found += [_all_tables(tables, forecast.weights()) for tables in by_sharing]
     return found
@@ -171,25 +171,25 @@ def _all_tables(tables: Sequence[SharingForecast], weights: Mapping[str, float])
     total = sum(weights.values()) or 1.0
 
     def mean(value: Callable[[SharingForecast], float]) -> float:
-        return sum(weights[one.table] * value(one) for one in tables) / total
+        return sum(weights[table.table] * value(table) for table in tables) / total
 
     return replace(
         tables[0],
         table=ALL_TABLES,
-        capacity_rows=sum(one.capacity_rows for one in tables),
-        size_bytes=sum(one.size_bytes for one in tables),
-        hit_rate=mean(lambda one: one.hit_rate),
-        local=mean(lambda one: one.local),
-        neighbour=mean(lambda one: one.neighbour),
-        host=mean(lambda one: one.host),
-        keys_per_s=1 / mean(lambda one: 1 / one.keys_per_s),
-        certain=all(one.certain for one in tables),
+        capacity_rows=sum(table.capacity_rows for table in tables),
+        size_bytes=sum(table.size_bytes for table in tables),
+        hit_rate=mean(lambda table: table.hit_rate),
+        local=mean(lambda table: table.local),
+        neighbour=mean(lambda table: table.neighbour),
+        host=mean(lambda table: table.host),
+        keys_per_s=1 / mean(lambda table: 1 / table.keys_per_s),
+        certain=all(table.certain for table in tables),
     )
 
 
 def _replicated_reads(trace: KeyTrace, capacity_rows: int, devices: int, threshold: float, drawn: bool) -> Reads:
     own = _keys_by_device(trace, devices, drawn)
-    parts = [_part(trace, one, trace.asked // len(own)) for one in own]
+    parts = [_part(trace, kept, trace.asked // len(own)) for kept in own]
     misses = sum(replay(part, capacity_rows, threshold).misses for part in parts)
     hit_rate = hit_rate_of(misses, sum(part.asked for part in parts))
     return Reads(hit_rate, 0.0, 1.0 - hit_rate)

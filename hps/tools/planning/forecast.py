@@ -76,6 +76,7 @@ class Forecast:
         version: ServedVersion,
         traces: Sequence[KeyTrace],
         alpha: float | None = None,
+        *,
         fit: bool = False,
         on_cuda: bool = False,
     ) -> None:
@@ -88,8 +89,9 @@ class Forecast:
         self.tables: list[TableForecast] = []
         _, capacities = cached_rows(version, on_cuda)
         for table, rows, capacity in zip(config.tables, version.rows, capacities, strict=True):
-            own = [one for one in traces if (one.model, one.table) == (table.model_name, table.table_name) and one.keys.size]
-            trace = max(own, key=lambda one: one.keys.size, default=None)
+            names = table.model_name, table.table_name
+            own = [recorded for recorded in traces if (recorded.model, recorded.table) == names and recorded.keys.size]
+            trace = max(own, key=lambda recorded: recorded.keys.size, default=None)
             law = alpha if trace is None else fitted_alpha(trace)
             if law is None:
                 continue
@@ -127,12 +129,11 @@ class Forecast:
         """Weigh tables by their recorded rates of keys, or else by their keys per sample."""
         config = self.version.config
         per_sample = dict(zip(config.embedding_table_names, config.maxnum_catfeature_query_per_table_per_sample, strict=True))
-        rates = {one.table: one.keys_per_s for one in self.tables}
+        rates = {table.table: table.keys_per_s for table in self.tables}
         known = all(rate is not None for rate in rates.values())
         return {name: float((rates[name] or 0.0) if known else per_sample[name]) for name in self._traces}
 
     def knows(self, table: str) -> bool:
-        """Whether the keys of a table are known."""
         return table in self._traces
 
     def keys_of(self, table: str) -> tuple[KeyTrace, bool]:

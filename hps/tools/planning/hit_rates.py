@@ -79,7 +79,8 @@ def predict(trace: KeyTrace, capacities: Sequence[int], threshold: float = 1.1) 
     small = trace.thinned(distinct_share(trace, MOST_KEYS))
     ideal = ideal_hit_rates(small, capacities)
     return [
-        TablePrediction(rows, cache_hit_rate(small, rows, threshold), one) for rows, one in zip(capacities, ideal, strict=True)
+        TablePrediction(rows, cache_hit_rate(small, rows, threshold), ideal_rate)
+        for rows, ideal_rate in zip(capacities, ideal, strict=True)
     ]
 
 

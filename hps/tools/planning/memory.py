@@ -87,7 +87,6 @@ class Total:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None if unknown."""
         return None if self.free_bytes is None else self.peak_bytes <= self.free_bytes
 
 
@@ -110,7 +109,7 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
                     for table, source in zip(config.tables, version.sources, strict=True)
                 ]
                 network_bytes = 0 if version.network is None else version.network.size_bytes(sources)
-                rows = tuple(one.rows for one in files)
+                rows = tuple(table_files.rows for table_files in files)
                 found.append(ServedVersion(config, rows, version.network, network_bytes, tuple(files)))
         except HPSError as error:
             problems.append(f"model {name!r}: {error}")
@@ -149,9 +148,9 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             for on_gpu, need in network_needs(config, version.network_bytes, on_cuda):
                 found += _of(config, "network", [need], on_gpu)
         for tier, database, section, share in _databases(configuration, config):
-            there = [table.stored_as(section.row_dtype) for table in tables]
-            owners.update({table.tag: (config.model, config.version, table.table_name) for table in there})
-            rows = [(one.tag, one.width, math.ceil(share * count)) for one, count in zip(there, version.rows, strict=True)]
+            kept = [table.stored_as(section.row_dtype) for table in tables]
+            owners.update({table.tag: (config.model, config.version, table.table_name) for table in kept})
+            rows = [(table.tag, table.width, math.ceil(share * n)) for table, n in zip(kept, version.rows, strict=True)]
             own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
             stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
             load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))
@@ -162,7 +161,7 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _links(versions, model, number):
                 place = "pinned"
             found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
-    formats = {one.network.config.format for one in versions if one.network is not None}
+    formats = {version.network.config.format for version in versions if version.network is not None}
     found += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
     if stored:
         found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
@@ -207,13 +206,13 @@ def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
     found = []
     for place in PLACES:
         places = ("ram", "pinned") if place == "ram" else (place,)
-        here = [one for one in needs if one.need.place in places]
+        here = [planned for planned in needs if planned.need.place in places]
         if not here:
             continue
-        devices = {one.device for one in here} if place == "gpu" else {None}
+        devices = {planned.device for planned in here} if place == "gpu" else {None}
         fullest = (0, 0)
         for device in devices:
-            own = [one.need for one in here if place != "gpu" or one.device == device]
+            own = [planned.need for planned in here if place != "gpu" or planned.device == device]
             size = sum(need.size_bytes for need in own if not need.passing)
             fullest = max(fullest, (size, size + sum(need.size_bytes for need in own if need.passing)))
         found.append(Total(place, *fullest, machine.free_bytes.get(place)))
@@ -231,9 +230,9 @@ def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Ma
         free["ram"], source["ram"] = available_memory()
     path = Path(configuration.persistent_db.path).absolute()
     if "disk" not in free and configuration.persistent_db.type != "disabled":
-        there = next(one for one in (path, *path.parents) if one.exists())
+        existing = next(directory for directory in (path, *path.parents) if directory.exists())
         held = sum(file.stat().st_size for file in path.glob("*.sst")) if path.exists() else 0
-        free["disk"], source["disk"] = shutil.disk_usage(there).free + held, f"on the file system of {there}"
+        free["disk"], source["disk"] = shutil.disk_usage(existing).free + held, f"on the file system of {existing}"
         if held:
             source["disk"] += f", including {held:,} bytes of the tables there"
     if "gpu" not in free and (devices := _gpu_memory(configuration)):
@@ -242,12 +241,10 @@ def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Ma
 
 
 def caches_on_cuda(configuration: Configuration, machine: Machine) -> bool:
-    """Whether embedding caches would be on GPUs."""
     return configuration.device == "cuda" or (configuration.device == "auto" and "gpu" in machine.free_bytes)
 
 
 def cache_plan(on_cuda: bool) -> type[CachePlan]:
-    """Return the class that computes the memory of caches."""
     found: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
     return found
 
@@ -262,10 +259,10 @@ def cached_rows(version: ServedVersion, on_cuda: bool) -> tuple[DeviceSharing, l
 
 def share_within(budget: int, versions: Sequence[ServedVersion], on_cuda: bool) -> float:
     """Find the largest `gpucacheper`, common to all models, whose caches fit a budget on a device."""
-    plan, cached = cache_plan(on_cuda), [one for one in versions if one.config.gpucache]
+    plan, cached = cache_plan(on_cuda), [version for version in versions if version.config.gpucache]
 
     def needed(share: float) -> int:
-        rooms = (plan.room_for(one.config.tables, [math.ceil(share * rows) for rows in one.rows]) for one in cached)
+        rooms = (plan.room_for(version.config.tables, [math.ceil(share * rows) for rows in version.rows]) for version in cached)
         return sum(need.size_bytes for needs in rooms for need in needs)
 
     if needed(1.0) <= budget:
@@ -286,7 +283,7 @@ def _gpu_memory(configuration: Configuration) -> list[int]:
         return []
     devices = sorted({device for model in configuration.models for device in model.deployed_device_list})
     free = [cuda.free_bytes(device) for device in devices] if cuda.unavailable_reason() is None else []
-    return [one for one in free if one is not None]
+    return [free_bytes for free_bytes in free if free_bytes is not None]
 
 
 def _databases(
@@ -305,7 +302,7 @@ def _databases(
 
 def _links(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
     """Tell whether a device may read the hash map of this version in place, which pins it."""
-    config = next(one.config for one in versions if (one.config.model, one.config.version) == (model, number))
+    config = next(version.config for version in versions if (version.config.model, version.config.version) == (model, number))
     return config.gpucache and config.miss_path != "copy"
 
 

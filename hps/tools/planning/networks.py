@@ -35,7 +35,7 @@ _START_S: Final = 120.0  # of a process that imports an engine
 
 def engine_needs(formats: Iterable[str]) -> list[Need]:
     """Return what the libraries take that run networks of these formats; those of other packages are unknown."""
-    libraries = {_LIBRARIES[one] for one in formats if one in _LIBRARIES}
+    libraries = {_LIBRARIES[network_format] for network_format in formats if network_format in _LIBRARIES}
     return [Need("ram", name, size_bytes) for name, size_bytes in sorted(libraries)]
 
 
@@ -98,7 +98,7 @@ def _input_bytes(signature: Signature, most: int) -> tuple[int, int]:
         BatchForm(most, 0, (False,) * len(signature.features), tuple(signature.sizes[name] for name in signature.inner))
     ]
     layouts = [lay_out(signature, form, most) for form in forms]
-    return sum(one.size_bytes for one in layouts), sum(one.beside_bytes for one in layouts)
+    return sum(layout.size_bytes for layout in layouts), sum(layout.beside_bytes for layout in layouts)
 
 
 def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:

@@ -75,12 +75,12 @@ def row_costs(
     for keys, vectors in chunks:
         finite = np.asarray(np.isfinite(vectors).all(axis=1))
         spread.add(vectors[finite])
-        for one in sums:
-            one.add(keys, vectors, finite)
+        for row_sum in sums:
+            row_sum.add(keys, vectors, finite)
         sample.append(vectors[-row % every :: every].copy())
         row += len(vectors)
     sampled: FloatArray = np.concatenate(sample) if sample else np.empty((0, dim), np.float32)
-    return [one.result(table, row, spread.rms(), sampled) for one in sums]
+    return [row_sum.result(table, row, spread.rms(), sampled) for row_sum in sums]
 
 
 class _Spread:

@@ -40,21 +40,22 @@ def needs_by_format(
         on_cuda: whether embedding caches are on GPUs.
         forecasts: of versions with known keys, for the hit rates.
     """
-    devices = {(one.config.model, one.config.version): one.config.deployed_device_list[0] for one in versions}
+    devices = {(version.config.model, version.config.version): version.config.deployed_device_list[0] for version in versions}
     sizes: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for row_dtype in ROW_DTYPES:
-        for one in planned_needs(configuration, [_stored_as(version, row_dtype) for version in versions], on_cuda):
-            if one.tier not in _TIERS or not one.need.table or one.need.passing:
+        for planned in planned_needs(configuration, [_stored_as(version, row_dtype) for version in versions], on_cuda):
+            if planned.tier not in _TIERS or not planned.need.table or planned.need.passing:
                 continue
-            if one.device in (None, devices[one.model, one.version]):
-                by_format = sizes.setdefault((one.model, one.version, one.need.table, one.tier), dict.fromkeys(ROW_DTYPES, 0))
-                by_format[row_dtype] += one.need.size_bytes
+            if planned.device in (None, devices[planned.model, planned.version]):
+                key = planned.model, planned.version, planned.need.table, planned.tier
+                by_format = sizes.setdefault(key, dict.fromkeys(ROW_DTYPES, 0))
+                by_format[row_dtype] += planned.need.size_bytes
     tables = {
         (version.config.model, version.config.version, table.table_name): (version, index)
         for version in versions
         for index, table in enumerate(version.config.tables)
     }
-    known = {(one.version.config.model, one.version.config.version): one for one in forecasts}
+    known = {(forecast.version.config.model, forecast.version.config.version): forecast for forecast in forecasts}
     found = []
     for (model, number, name, tier), by_format in sizes.items():
         version, index = tables[model, number, name]

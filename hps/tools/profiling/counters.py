@@ -53,13 +53,14 @@ class Counters:
         models = stats["server"]["models"] if stats.get("server") else []
         routes = stats["service"]["requests"] if "service" in stats else []
         self._times = {HTTP: Latency()}
-        for one in routes:
-            if one["route"] in _INFER:
-                self._times[HTTP] = self._times[HTTP].plus(Latency(**one["latency"]))
+        for route in routes:
+            if route["route"] in _INFER:
+                self._times[HTTP] = self._times[HTTP].plus(Latency(**route["latency"]))
         self._hits, self._asked, self._defaults = Counter[str](), Counter[str](), 0
-        for found in (one for one in models if one["name"] == model):
-            self._times |= {stage: Latency(**one) for stage, one in ((LOOKUP, found["lookups"]), *found["stages"].items())}
-            for table in (one for one in found["tables"] if one["name"] in tables):
+        for found in (entry for entry in models if entry["name"] == model):
+            latencies = {LOOKUP: found["lookups"], **found["stages"]}
+            self._times |= {stage: Latency(**latency) for stage, latency in latencies.items()}
+            for table in (entry for entry in found["tables"] if entry["name"] in tables):
                 self._defaults += table["defaults"]
                 for tier in table["tiers"]:
                     self._hits[tier["tier"]] += tier["hits"]

@@ -57,12 +57,12 @@ class LoadResult:
     def merge(self, others: "Sequence[LoadResult]") -> "LoadResult":
         """Add the results of generators that ran at the same time. Returns itself."""
         for name in ("times", "failed", "lateness"):
-            getattr(self, name).merge([getattr(one, name) for one in others])
-        for one in others:
-            self.failures += one.failures
-            self.in_time += one.in_time
-            self.seconds = max(self.seconds, one.seconds)
-            self.busy_s += one.busy_s
+            getattr(self, name).merge([getattr(other, name) for other in others])
+        for other in others:
+            self.failures += other.failures
+            self.in_time += other.in_time
+            self.seconds = max(self.seconds, other.seconds)
+            self.busy_s += other.busy_s
         return self
 
 
@@ -212,8 +212,8 @@ class HttpLoad:
         clock = time.perf_counter_ns
         for connection in self._connections:
             self._connect(selector, connection, result)
-        free = deque(one for one in self._connections if one.socket is not None)
-        broken = deque(one for one in self._connections if one.socket is None)
+        free = deque(connection for connection in self._connections if connection.socket is not None)
+        broken = deque(connection for connection in self._connections if connection.socket is None)
         start = clock()
         end = start + int(seconds * 1e9)
         drained = end + int(DRAIN_S * 1e9)
@@ -309,9 +309,9 @@ class HttpLoad:
         if sent is not None:
             began += [start + int(number * period_ns) for number in range(sent, int((end - start) / period_ns))]
         result.failures["no answer"] += len(began)
-        for one in began:
-            result.times.add(now - one)
-            result.failed.add(now - one)
+        for began_ns in began:
+            result.times.add(now - began_ns)
+            result.failed.add(now - began_ns)
         result.failures += Counter()  # drops zeros
 
     @staticmethod

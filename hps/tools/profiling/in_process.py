@@ -112,7 +112,7 @@ class InProcess:
         before = self._counters()
         results, timed = zip(*self._run(pool, concurrency, seconds, rate, numbers), strict=True)
         after = self._counters()
-        stages = {stage: TimeHistogram().merge([one[stage] for one in timed]) for stage in timed[0]}
+        stages = {stage: TimeHistogram().merge([of_thread[stage] for of_thread in timed]) for stage in timed[0]}
         return Row.of(
             LoadResult().merge(results),
             batch=batch,
@@ -167,7 +167,7 @@ class InProcess:
         drives = [call_in_thread("profile", drive) for _ in range(concurrency)]
         clock.append(time.perf_counter_ns() + 1_000_000)
         ready.wait()
-        return [one.result() for one in drives]
+        return [thread.result() for thread in drives]
 
     def _drive(
         self,

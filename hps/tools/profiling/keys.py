@@ -95,8 +95,8 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
         if not (keys := read_keys(str(path))).size:
             raise errors.InvalidInputError(f"{doing}: got no keys, expected at least one")
         return dict.fromkeys(tables, keys)
-    own = [one for one in read_traces(path) if one.model == model and one.keys.size]
-    traces = {one.table: one for one in sorted(own, key=lambda one: one.keys.size)}
+    own = [trace for trace in read_traces(path) if trace.model == model and trace.keys.size]
+    traces = {trace.table: trace for trace in sorted(own, key=lambda trace: trace.keys.size)}
     if missing := [table for table in tables if table not in traces]:
         raise errors.InvalidInputError(
             f"{doing}: got no keys of {', '.join(missing)}; --table chooses those that were recorded"

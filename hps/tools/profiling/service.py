@@ -118,18 +118,18 @@ class Service:
         self._hotness, self._processes = hotness, processes or max(1, available_processors() // 2)
         self.model = model or self._only_model()
         known = self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]
-        dims = {one["name"]: one["dim"] for one in known}
+        dims = {table["name"]: table["dim"] for table in known}
         if unknown := [name for name in tables if name not in dims]:
             raise errors.InvalidInputError(f"profiling model {self.model!r}: got tables {unknown}, expected of {list(dims)}")
         self.tables = list(tables or dims)
         self._dims = dims
-        self.most_keys = min(one["max_keys"] for one in known if one["name"] in self.tables)
+        self.most_keys = min(table["max_keys"] for table in known if table["name"] in self.tables)
 
     def known_keys(self) -> dict[str, tuple[int, None]]:
         """Return the number of keys in each table's model files, 0 if the server does not say. It never lists the keys."""
         stats = self._stats()
         models = stats["server"]["models"] if stats.get("server") else []
-        rows = {table["name"]: table["rows"] for one in models if one["name"] == self.model for table in one["tables"]}
+        rows = {table["name"]: table["rows"] for entry in models if entry["name"] == self.model for table in entry["tables"]}
         return {table: (rows.get(table, 0), None) for table in self.tables}
 
     def measure(
@@ -207,11 +207,11 @@ class Service:
                 started.result(2 * _START_S)
             rates = [rate * share / sum(shares) if rate else None for share in shares]
             waiting = [
-                clients.submit(_load, requests, share, seconds, one, place << 32)
-                for place, (share, one) in enumerate(zip(shares, rates, strict=True))
+                clients.submit(_load, requests, share, seconds, own_rate, place << 32)
+                for place, (share, own_rate) in enumerate(zip(shares, rates, strict=True))
             ]
             try:
-                results = [one.result(seconds + 2 * _START_S) for one in waiting]
+                results = [future.result(seconds + 2 * _START_S) for future in waiting]
             except BrokenProcessPool as error:
                 raise errors.HPSError("loading a server: one of the client processes was killed") from error
         return results[0].merge(results[1:])

@@ -31,7 +31,7 @@ def load(model: dict[str, Any] | None = None, **top: Any) -> Configuration:
 
 def notices(model: dict[str, Any] | None = None, **top: Any) -> str:
     """What the reader of a configuration is told, one line a notice."""
-    found = read_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)}).unheard
+    found = read_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)}).unlogged
     return "\n".join(f"{logging.getLevelName(level)} {text}" for level, text in found)
 
 

@@ -70,7 +70,7 @@ def test_reference_json_and_minimal_json_are_valid_and_give_no_notice() -> None:
     minimal = read_configuration(ROOT / "configs" / "minimal.json")
     assert reference.models[0].tables[1].max_keys == 51200
     assert minimal.persistent_db.type == "rocks_db"
-    assert [*reference.unheard, *minimal.unheard] == []
+    assert [*reference.unlogged, *minimal.unlogged] == []
 
 
 @each_section
@@ -81,7 +81,7 @@ def test_older_and_ignored_keys_are_documented(title: str, section: type[Section
 
 @each_section
 def test_documented_defaults_are_those_of_the_models(title: str, section: type[Section], example: dict[str, Any]) -> None:
-    for key, _, default, _ in rows(title):
+    for key, default, _ in rows(title):
         field = section.model_fields[key.strip("`")]
         if field.is_required():
             assert default == "required", key

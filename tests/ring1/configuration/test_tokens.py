@@ -98,14 +98,14 @@ def test_what_is_no_file_of_tokens_is_an_error(tmp_path: Path, content: str | No
 def test_a_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "tokens.json", GOOD)
     watched = WatchedTokens(str(path))
-    assert not watched.look()
+    assert not watched.poll()
     path.write_text('{"tokens": [')
     with caplog.at_level(logging.INFO):
-        assert [watched.look() for _ in range(4)] == [False] * 4
+        assert [watched.poll() for _ in range(4)] == [False] * 4
     assert [one.name for one in watched.entries] == ["a"]
     assert [(one.levelname, "the tokens stay as they are" in one.message) for one in caplog.records] == [("ERROR", True)]
     write(path, GOOD, {**GOOD, "name": "b", "sha256": digest_of("b")})
-    assert [watched.look() for _ in range(3)] == [False, True, False]
+    assert [watched.poll() for _ in range(3)] == [False, True, False]
     assert [one.name for one in watched.entries] == ["a", "b"]
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_wrong_from_the_beginning_lets_nobody_in_until_it_is_righ
     watched = WatchedTokens(str(tmp_path / "tokens.json"))
     assert watched.entries == ()
     write(tmp_path / "tokens.json", GOOD)
-    assert [watched.look() for _ in range(3)] == [False, True, False]
+    assert [watched.poll() for _ in range(3)] == [False, True, False]
     assert [one.name for one in watched.entries] == ["a"]
 
 

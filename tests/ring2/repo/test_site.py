@@ -60,7 +60,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_every_page_is_built_and_found(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"http-routes", "python-api"}
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"http-routes", "metrics", "python-api"}
     assert pages <= {path.stem for path in site.glob("*.html")}
     index = (site / "search" / "search_index.json").read_text()
     assert [page for page in pages if f'"{page}.html' not in index and page != "index"] == []

@@ -31,17 +31,15 @@ def test_the_openapi_document_is_the_published_one():
     assert described() == json.loads(PUBLISHED.read_text()), f"the interface changed; if that is meant: python -m {__name__}"
 
 
-def test_every_route_that_is_described_is_served_and_documented(tmp_path):
+def test_every_route_that_is_described_is_served(tmp_path):
     hps.write_sparse_model(tmp_path / "item.model", (np.arange(2), np.zeros((2, 3), np.float32)))
     with running_service(document_of(model_of("m", [tmp_path / "item.model"], {"item": 3}))) as service:
         document = service.client.get("/openapi.json").json()
-        guide = (PUBLISHED.parent / "http-api.md").read_text()
         for path, methods in document["paths"].items():
             for method in methods:
                 response = service.client.request(method, path.format(model="m", version="1", table="item", key=5, region="r"))
                 refused = "model_control_mode" in response.text or "is not deployed" in response.text  # one route undeploys it
                 assert response.status_code in (200, 400, 409) or refused, (method, path)
-            assert path in guide, path
         references = set(json.dumps(document).split('"#/components/schemas/')[1:])
         assert {text.partition('"')[0] for text in references} <= set(document["components"]["schemas"])
 

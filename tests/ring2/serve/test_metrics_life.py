@@ -1,9 +1,15 @@
-"""Series of `/metrics` live as long as what they measure, are those of `docs/observability.md`, and make nobody wait."""
+"""Series of `/metrics` live as long as what they measure, are those of `docs/metrics.json`, and delay no request.
 
+`python -m tests.ring2.serve.test_metrics_life` writes that file anew; the site makes the page of metrics from it.
+"""
+
+import json
 import re
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -154,38 +160,49 @@ def test_figures_that_are_never_written_are_given_up_and_do_not_pile_up(files):
 
 
 PAGE = ROOT / "docs" / "observability.md"
-_ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge|histogram|untyped) \|(.*?)\| .+ \| .+ \|$", re.MULTILINE)
+PUBLISHED = ROOT / "docs" / "metrics.json"
+
+
+@contextmanager
+def metered_service(directory):
+    hps.write_sparse_model(directory / "t", (np.arange(100), np.zeros((100, 4), np.float32)))
+    model = model_of("m", [directory / "t"], {"item": 4}, gpucacheper=0.5, hit_rate_threshold=1.1)
+    more = {"update_source": {"type": "kafka", "brokers": "127.0.0.1:1"}, "service": {"triton_metrics": True}}
+    with running_service(document_of(model, persistent=directory / "rocks", **more)) as service:
+        service.client.post("/v1/models/m/lookup", json={"tables": {"item": [1, 1000]}})
+        samples(service)  # what a device and a disk must be asked for is asked
+        wait_until(lambda: ("hps_device_memory_bytes", "cpu") in samples(service), "it is known")
+        yield service
 
 
 @pytest.fixture(scope="module")
 def metered(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("service")
-    hps.write_sparse_model(tmp_path / "t", (np.arange(100), np.zeros((100, 4), np.float32)))
-    model = model_of("m", [tmp_path / "t"], {"item": 4}, gpucacheper=0.5, hit_rate_threshold=1.1)
-    more = {"update_source": {"type": "kafka", "brokers": "127.0.0.1:1"}, "service": {"triton_metrics": True}}
-    with running_service(document_of(model, persistent=tmp_path / "rocks", **more)) as metered:
-        metered.client.post("/v1/models/m/lookup", json={"tables": {"item": [1, 1000]}})
-        samples(metered)  # what a device and a disk must be asked for is asked
-        wait_until(lambda: ("hps_device_memory_bytes", "cpu") in samples(metered), "it is known")
-        yield metered
+    with metered_service(tmp_path_factory.mktemp("service")) as service:
+        yield service
 
 
-def test_the_page_has_every_metric_with_its_type_and_labels_and_no_other(metered):
-    page = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in _ROW.findall(PAGE.read_text())}
-    exposed, labelled = {}, {}
-    text = metered.client.get("/metrics").text
+def described(service):
+    """Return name, kind, help and labels of each metric; labels that have no sample here are those published."""
+    published = {metric["name"]: metric["labels"] for metric in json.loads(PUBLISHED.read_text())}
+    text = service.client.get("/metrics").text
+    helps = dict(re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE))
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    metrics = []
     for family in text_string_to_metric_families(text):
         name = family.name + "_total" if f"{family.name}_total" in kinds else family.name
-        if name.endswith("_created"):
-            continue
-        exposed[name] = kinds[name]
-        for sample in family.samples:
-            labelled[name] = set(sample.labels) - {"le"}
-    assert {name: kind for name, (kind, _) in page.items()} == exposed
-    assert {name: page[name][1] for name in labelled} == labelled
-    assert len(labelled) > 50
-    assert all(f"| `{stage}` |" in PAGE.read_text() for stage in STAGES)
+        if not name.endswith("_created"):
+            labels = sorted(set(family.samples[-1].labels) - {"le"}) if family.samples else published.get(name, [])
+            metrics.append({"name": name, "kind": kinds[name], "labels": labels, "help": helps[name]})
+    return sorted(metrics, key=lambda metric: metric["name"])
+
+
+def test_the_published_metrics_are_those_of_the_service_and_all_on_the_page(metered):
+    metrics = described(metered)
+    assert metrics == json.loads(PUBLISHED.read_text()), f"metrics changed; if that is meant: python -m {__name__}"
+    page = PAGE.read_text()
+    named = set(re.findall(r"\b(?:hps|nv|process)_\w+[a-z]\b", page)) - {"hps_lookup_seconds_bucket"}
+    assert named == {metric["name"] for metric in metrics}
+    assert all(f"| `{stage}` |" in page for stage in STAGES)
 
 
 def test_tritons_names_say_what_its_statistics_say_where_wanted(metered):
@@ -221,3 +238,8 @@ def test_fronts_the_loop_of_the_owner_and_default_vectors_are_counted(metered):
     assert after["hps_owner_malformed_total",] == 0
     assert after["hps_front_cpu_seconds_total", "0"] > 0
     assert after["hps_http_connections", "0"] >= 1
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place, metered_service(Path(place)) as running:
+        PUBLISHED.write_text("[\n" + ",\n".join(json.dumps(metric) for metric in described(running)) + "\n]\n")

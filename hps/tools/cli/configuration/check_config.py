@@ -48,19 +48,20 @@ def check_config_command(
     Exit codes: 0 good, 2 something is wrong, 1 something is unreachable or in use.
     """
     with console.reported():
-        report = _checked(config, files, timeout if connect else 0.0)
+        report = _checked(config, files=files, reach_s=timeout if connect else 0.0)
         code = 2 if report.of("wrong") else 1 if report.of("unreachable") else 0
         if as_json:
             typer.echo(json.dumps(_as_json(config, report, code), indent=2))
             raise typer.Exit(code)
-        for one in report.findings:
-            if one.level in ("note", "warning"):
-                typer.echo(f"{one.level}: {one.text}")
-        problems = [f"{one.where}: {one.text}" for one in report.findings if one.level in ("wrong", "unreachable")]
-        if report.whole and not problems:
-            _print_summary(report.whole, report)
-        for one in report.reached:
-            typer.echo(f"{one.level}: {one.where}: {one.text}")
+        for finding in report.findings:
+            if finding.level in ("note", "warning"):
+                typer.echo(f"{finding.level}: {finding.text}")
+        severe = [finding for finding in report.findings if finding.level in ("wrong", "unreachable")]
+        problems = [f"{finding.where}: {finding.text}" for finding in severe]
+        if report.configuration and not problems:
+            _print_summary(report.configuration, report)
+        for result in report.connections:
+            typer.echo(f"{result.level}: {result.where}: {result.text}")
         if problems:
             typer.echo(f"error: {errors.ConfigError(str(config), problems)}", err=True)
         if code:
@@ -78,17 +79,17 @@ class _Row(NamedTuple):
 
 @dataclass
 class _Report:
-    whole: "Configuration | None"  # None if keys or values are wrong
+    configuration: "Configuration | None"  # None if keys or values are wrong
     rows: list[_Row] = field(default_factory=list)
     findings: list["CheckResult"] = field(default_factory=list)  # of the document and the files
-    reached: list["CheckResult"] = field(default_factory=list)  # of --connect
+    connections: list["CheckResult"] = field(default_factory=list)  # of --connect
     updates: str = ""  # describes the log of updates; empty without one
 
     def of(self, level: str) -> list["CheckResult"]:
-        return [one for one in (*self.findings, *self.reached) if one.level == level]
+        return [finding for finding in (*self.findings, *self.connections) if finding.level == level]
 
 
-def _checked(path: Path, files: bool, reach_s: float) -> _Report:
+def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
     from hps.configuration.load import read_configuration
     from hps.configuration.usable_part import UsablePart, usable_part
     from hps.models.sources import ModelSources
@@ -97,15 +98,16 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
     report = _Report(None)
     part: UsablePart | None
     try:
-        report.whole = read_configuration(path)
-        places = {model.model: f"models[{i}]" for i, model in enumerate(report.whole.models)}
-        part = UsablePart(report.whole, places, frozenset())
-        levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in report.whole.unheard)
+        report.configuration = read_configuration(path)
+        places = {model.model: f"models[{i}]" for i, model in enumerate(report.configuration.models)}
+        part = UsablePart(report.configuration, places, frozenset())
+        levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in report.configuration.unlogged)
         report.findings += [CheckResult(level, "", text) for level, text in levels]  # type: ignore[arg-type]
         report.findings += [
-            CheckResult("warning", where, f"{path}: {where}: {text}") for where, text in _doubts(report.whole).items()
+            CheckResult("warning", where, f"{path}: {where}: {text}")
+            for where, text in _doubtful_settings(report.configuration).items()
         ]
-        report.findings += _identity_problems(report.whole.service)
+        report.findings += _identity_problems(report.configuration.service)
     except errors.ConfigError as error:
         split = (problem.partition(": ") for problem in error.problems)
         report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
@@ -117,11 +119,13 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
     sources = ModelSources(part.configuration.model_source)
     if files:
         _check_files(part, sources, report)
-    elif report.whole:
-        report.rows = [_Row(one, table, i, None) for one in report.whole.models for i, table in enumerate(one.tables)]
-    if report.whole and report.whole.update_source.type != "null":
+    elif report.configuration:
+        report.rows = [
+            _Row(entry, table, i, None) for entry in report.configuration.models for i, table in enumerate(entry.tables)
+        ]
+    if report.configuration and report.configuration.update_source.type != "null":
         try:
-            report.updates = _updates(report.whole, [row.table for row in report.rows])
+            report.updates = _updates(report.configuration, [row.table for row in report.rows])
         except errors.ConfigError as error:
             report.findings += [CheckResult("wrong", error.source, problem) for problem in error.problems]
         except errors.MissingDependencyError as error:
@@ -130,7 +134,7 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
         from hps.versions.preflight import preflight
 
         tables = {row.table: (row.rows or 0, row.size_bytes) for row in report.rows}
-        report.reached = preflight(part.configuration, tables, sources, reach_s)
+        report.connections = preflight(part.configuration, tables, sources, reach_s)
     return report
 
 
@@ -145,7 +149,7 @@ def _identity_problems(service: "ServiceConfig") -> list["CheckResult"]:
         try:
             load_tokens(service.tokens_path)
         except errors.ConfigError as error:
-            found += [CheckResult("wrong", "service.tokens_path", f"{error.source}: {one}") for one in error.problems]
+            found += [CheckResult("wrong", "service.tokens_path", f"{error.source}: {problem}") for problem in error.problems]
     if service.tls_certificate_path:
         try:
             context_of(service)
@@ -186,9 +190,9 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
                 for j, (table, source) in enumerate(zip(version.config.tables, version.sources, strict=True))
             ]
             with_network = [version.network for version in versions if version.network is not None]
-            networks += [(places.get(name, name), pool.submit(one.size_bytes, sources)) for one in with_network]
+            networks += [(places.get(name, name), pool.submit(network.size_bytes, sources)) for network in with_network]
         report.findings += [_file_problem(name, error) for name, error in catalog.problems.items()]
-        if report.whole and not unlisted and (lack := absent_models(configuration.service, catalog)):
+        if report.configuration and not unlisted and (lack := absent_models(configuration.service, catalog)):
             report.findings.append(CheckResult("wrong", "model_repository", lack))
         for place, sized in networks:
             try:
@@ -206,8 +210,8 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
             where = f"{places[name]}.embedding_vecsize_per_table"
             fitting = [row.table.dim for row in report.rows if row.model.model == name]
             report.findings = [
-                replace(one, text=f"{one.text}; the files fit {fitting}") if one.where == where else one
-                for one in report.findings
+                replace(finding, text=f"{finding.text}; the files fit {fitting}") if finding.where == where else finding
+                for finding in report.findings
             ]
 
 
@@ -237,7 +241,7 @@ def _check_table(
     return table.dim, files.rows
 
 
-def _doubts(configuration: "Configuration") -> dict[str, str]:
+def _doubtful_settings(configuration: "Configuration") -> dict[str, str]:
     """Warn of settings that are valid but probably unintended."""
     found: dict[str, str] = {}
     volatile, persistent = configuration.volatile_db, configuration.persistent_db
@@ -328,7 +332,7 @@ def _as_json(path: Path, report: _Report, code: int) -> dict[str, Any]:
             "size_bytes": row.size_bytes,
         }
         for row in report.rows
-        if report.whole
+        if report.configuration
     ]
-    findings = [asdict(one) for one in (*report.findings, *report.reached)]
+    findings = [asdict(finding) for finding in (*report.findings, *report.connections)]
     return {"config": str(path), "good": code == 0, "exit_code": code, "findings": findings, "tables": tables}

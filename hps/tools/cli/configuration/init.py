@@ -84,8 +84,8 @@ def init_command(
             raise errors.InvalidInputError(f"writing {output}: it exists; choose another --output, or replace it with --force")
         choices = _Choices(volatile, persistent, device, redis, path, gpucacheper)
         if ask:
-            _ask(choices)
-        found = _found(source, output, tables, model, force)
+            _prompt(choices)
+        found = _find_models(source, output, tables, model, force)
         content, reasons = _configuration(source, found, choices, output)
         load_configuration(content)
         lines = _lines(content, reasons)
@@ -101,7 +101,7 @@ def init_command(
         typer.echo(f"{output}: written; next: `hps check-config {output} --connect`, `hps plan {output}`, `hps serve {output}`")
 
 
-def _ask(choices: _Choices) -> None:
+def _prompt(choices: _Choices) -> None:
     if not sys.stdin.isatty():
         raise errors.InvalidInputError("--ask needs a terminal; give the options instead")
     from rich.prompt import FloatPrompt, Prompt
@@ -118,10 +118,7 @@ def _ask(choices: _Choices) -> None:
         choices.gpucacheper = FloatPrompt.ask("Share of the rows in the embedding cache, 0 to 1", default=0.5)
 
 
-# Finding models.
-
-
-def _found(source: str, output: Path, tables: str | None, model: str | None, force: bool) -> "Discovery":
+def _find_models(source: str, output: Path, tables: str | None, model: str | None, force: bool) -> "Discovery":
     """Find the models of a source; import a checkpoint first."""
     from hps.models.importing.checkpoint import is_checkpoint
     from hps.models.importing.discovery import Discovery, discover, entries_of, relocated
@@ -137,16 +134,16 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
         place = os.path.dirname(os.path.abspath(listed))
         found = Discovery(tuple(relocated(place, entry) for entry in entries))
     else:
-        found = _imported(source, output, tables, force) if is_checkpoint(source) else discover(source)
+        found = _import_checkpoint(source, output, tables, force) if is_checkpoint(source) else discover(source)
     if model is None:
         return found
     if len(found.models) != 1:
-        names = ", ".join(one.name for one in found.models) or "a repository"
+        names = ", ".join(found_model.name for found_model in found.models) or "a repository"
         raise errors.InvalidInputError(f"naming the model {model!r}: got {names}, expected one model")
     return Discovery((replace(found.models[0], name=model),))
 
 
-def _imported(source: str, output: Path, tables: str | None, force: bool) -> "Discovery":
+def _import_checkpoint(source: str, output: Path, tables: str | None, force: bool) -> "Discovery":
     """Import a checkpoint to a directory beside the configuration."""
     from hps.models.importing.checkpoint import tables_pattern
     from hps.models.importing.discovery import Discovery, FoundModel, FoundTable, name_of
@@ -165,9 +162,6 @@ def _imported(source: str, output: Path, tables: str | None, force: bool) -> "Di
         for place, table in written.items()
     )
     return Discovery((FoundModel(stem, tuple(found)),))
-
-
-# Choosing keys, with reasons.
 
 
 def _configuration(
@@ -206,37 +200,37 @@ def _tiers(
     half = available_memory()[0] // 2
     fits = needed <= half
     size = f"{size_text(needed)} of rows, and half of the free memory is {size_text(half)}"
-    kind = choices.volatile or ("redis_cluster" if choices.redis else "hash_map")
-    stays = choices.persistent or ("disabled" if fits and kind != "disabled" else "rocks_db")
-    if kind == stays == "disabled":
+    volatile_type = choices.volatile or ("redis_cluster" if choices.redis else "hash_map")
+    persistent_type = choices.persistent or ("disabled" if fits and volatile_type != "disabled" else "rocks_db")
+    if volatile_type == persistent_type == "disabled":
         raise errors.InvalidInputError("choosing the tiers: both are disabled, expected a type for --volatile or --persistent")
-    volatile: dict[str, Any] = {"type": kind}
+    volatile: dict[str, Any] = {"type": volatile_type}
     kinds = {"hash_map": "in this process' memory", "redis_cluster": "shared by all servers", "disabled": "no tier in memory"}
-    words = {"type": kinds[kind]}
-    if kind == "redis_cluster":
+    why = {"type": kinds[volatile_type]}
+    if volatile_type == "redis_cluster":
         volatile |= {"address": choices.redis or "127.0.0.1:6379", "num_partitions": _PARTITIONS}
-        words |= {
+        why |= {
             "address": "a server, or nodes of a cluster; HPS_REDIS_PASSWORD holds the password",
             "num_partitions": "hashes per table; the same in every server, and never changed",
         }
-    elif kind == "hash_map" and not fits and stays == "rocks_db":
+    elif volatile_type == "hash_map" and not fits and persistent_type == "rocks_db":
         each = sum(4 * table.dim + _ROW_BYTES for table in shapes)
         volatile |= {"num_partitions": _PARTITIONS, "overflow_margin": max(1, half // max(each, 1) // _PARTITIONS)}
         volatile |= {"overflow_policy": "evict_oldest", "cache_missed_embeddings": True}
-        words |= {
+        why |= {
             "num_partitions": "parts of a table, for overflow_margin",
             "overflow_margin": f"most rows of a part: {size}",
             "overflow_policy": "the least recently used rows make room",
             "cache_missed_embeddings": "rows fetched from disk stay in memory",
         }
     content["volatile_db"] = volatile
-    reasons |= {("volatile_db", key): text for key, text in words.items()}
-    persistent: dict[str, Any] = {"type": stays}
+    reasons |= {("volatile_db", key): text for key, text in why.items()}
+    persistent: dict[str, Any] = {"type": persistent_type}
     on_disk = "holds every row, so that restarts load nothing"
-    reasons["persistent_db", "type"] = on_disk if stays == "rocks_db" else "no tier on disk"
+    reasons["persistent_db", "type"] = on_disk if persistent_type == "rocks_db" else "no tier on disk"
     if choices.persistent is None and shapes:
         reasons["persistent_db", "type"] += f": {size}"
-    if stays == "rocks_db":
+    if persistent_type == "rocks_db":
         persistent["path"] = os.path.abspath(choices.path) if choices.path else str(output.absolute().parent / "rocksdb")
         reasons["persistent_db", "path"] = "one process writes there; use a permanent disk"
     content["persistent_db"] = persistent

@@ -92,19 +92,21 @@ def plan_command(
         needs += memory.front_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
-        forecasts = [Forecast(version, traces, alpha, fit, on_cuda) for version in versions if version.config.gpucache]
-        predicted = [one for one in forecasts if one.tables]
-        suggestions = [one.for_goal(goal) for one in predicted] if goal is not None else []
+        forecasts = [
+            Forecast(version, traces, alpha, fit=fit, on_cuda=on_cuda) for version in versions if version.config.gpucache
+        ]
+        predicted = [forecast for forecast in forecasts if forecast.tables]
+        suggestions = [forecast.for_goal(goal) for forecast in predicted] if goal is not None else []
         if budget is not None:
             share = memory.share_within(_size(budget), versions, on_cuda)
-            suggestions += [one.at(share) for one in predicted]
+            suggestions += [forecast.at(share) for forecast in predicted]
         if (goal is not None or budget is not None or devices > 1) and not predicted:
             raise errors.InvalidInputError("planning: --goal, --budget and --devices need keys, expected --trace or --alpha")
         if devices > 1 and not on_cuda:
             problem = f"--devices is of GPUs, got device {configuration.device}; expected cuda, or auto with --gpu-memory"
             raise errors.InvalidInputError(f"planning: {problem}")
         if picture is not None:
-            draw_plan(picture, [table for one in predicted for table in one.tables])
+            draw_plan(picture, [table for forecast in predicted for table in forecast.tables])
         formats = needs_by_format(configuration, versions, on_cuda, predicted)
         sharings = forecast_sharings(predicted, devices) if devices > 1 else []
         if as_json:
@@ -140,18 +142,18 @@ def _document(
     from hps.tools.planning.device_sharing import reasons_against
 
     document: dict[str, Any] = {
-        "needs": [{**{k: v for k, v in asdict(one).items() if k != "need"}, **asdict(one.need)} for one in needs],
-        "totals": [{**asdict(one), "fits": one.fits, "source": machine.source.get(one.place)} for one in totals],
-        "tables": [asdict(table) for one in forecasts for table in one.tables],
-        "suggestions": [asdict(one) for one in suggestions],
-        "row_formats": [asdict(one) for one in formats],
+        "needs": [{**{k: v for k, v in asdict(planned).items() if k != "need"}, **asdict(planned.need)} for planned in needs],
+        "totals": [{**asdict(total), "fits": total.fits, "source": machine.source.get(total.place)} for total in totals],
+        "tables": [asdict(table) for forecast in forecasts for table in forecast.tables],
+        "suggestions": [asdict(suggestion) for suggestion in suggestions],
+        "row_formats": [asdict(row_format) for row_format in formats],
     }
     if sharings:
-        document["device_sharings"] = [asdict(one) for one in sharings]
+        document["device_sharings"] = [asdict(sharing) for sharing in sharings]
         document["device_sharings_left_out"] = [
-            {"model": one.version.config.model, "version": one.version.config.version, "sharing": sharing, "reason": reason}
-            for one in forecasts
-            for sharing, reason in reasons_against(one.version, sharings[0].devices).items()
+            {"model": version.config.model, "version": version.config.version, "sharing": sharing, "reason": reason}
+            for version in (forecast.version for forecast in forecasts)
+            for sharing, reason in reasons_against(version, sharings[0].devices).items()
         ]
     return document
 
@@ -174,19 +176,20 @@ def _print(
         screen.print("\nhit rates: unknown without keys; give --trace or --alpha")
     if sharings:
         _print_sharings(screen, sharings, forecasts)
-    for one in suggestions:
-        what = f"gpucacheper {one.gpucacheper:g}" if one.gpucacheper is not None else "no gpucacheper reaches the goal: at 1"
-        screen.print(f"\nmodel {one.model} version {one.version}: {what}, hit rate {one.hit_rate:.3f}")
-        for table, share in one.per_table.items():
+    for suggestion in suggestions:
+        reached = suggestion.gpucacheper is not None
+        what = f"gpucacheper {suggestion.gpucacheper:g}" if reached else "no gpucacheper reaches the goal: at 1"
+        screen.print(f"\nmodel {suggestion.model} version {suggestion.version}: {what}, hit rate {suggestion.hit_rate:.3f}")
+        for table, share in suggestion.per_table.items():
             screen.print(f"  {table}: {'never' if share is None else f'{100 * share:.3g} % of its rows'}")
 
 
 def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[Total]", machine: "Machine") -> None:
     rows = []
-    for one in needs:
-        place = one.need.place if one.device is None else f"gpu {one.device}"
-        what = f"{one.need.what} (while loading)" if one.need.passing else one.need.what
-        rows.append((one.model, one.version, one.tier, what, place, size_text(one.need.size_bytes)))
+    for planned in needs:
+        place = planned.need.place if planned.device is None else f"gpu {planned.device}"
+        what = f"{planned.need.what} (while loading)" if planned.need.passing else planned.need.what
+        rows.append((planned.model, planned.version, planned.tier, what, place, size_text(planned.need.size_bytes)))
     screen.print(console.table(("model", "version", "tier", "for", "place"), ("size",), rows))
     screen.print()
     summary = console.table(("place",), ("needed", "while loading", "there"))
@@ -194,7 +197,7 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
     for total in totals:
         verdict = {True: "fits", False: "DOES NOT FIT", None: "unknown"}[total.fits]
         if total.place == "ram":
-            verdict += ", including pinned memory" if any(one.place == "pinned" for one in totals) else ""
+            verdict += ", including pinned memory" if any(other.place == "pinned" for other in totals) else ""
         if total.place == "pinned":
             verdict = "part of ram"
         if where := machine.source.get(total.place):
@@ -208,12 +211,12 @@ def _print_formats(screen: "Console", formats: "list[FormatNeed]") -> None:
     from hps.types import ROW_DTYPES
 
     table = console.table(("model", "version", "table", "tier", "row_dtype"), ROW_DTYPES)
-    for one in formats:
-        cells = [size_text(one.size_bytes[row_dtype]) for row_dtype in ROW_DTYPES]
-        table.add_row(one.model, one.version, one.table, one.tier, one.row_dtype, *cells)
-        if one.hit_rates:
-            rates = [f"{one.hit_rates[row_dtype]:.3f}" for row_dtype in ROW_DTYPES]
-            table.add_row("", "", "", "  hit rate with the memory of", one.row_dtype, *rates)
+    for row_format in formats:
+        cells = [size_text(row_format.size_bytes[row_dtype]) for row_dtype in ROW_DTYPES]
+        table.add_row(row_format.model, row_format.version, row_format.table, row_format.tier, row_format.row_dtype, *cells)
+        if row_format.hit_rates:
+            rates = [f"{row_format.hit_rates[row_dtype]:.3f}" for row_dtype in ROW_DTYPES]
+            table.add_row("", "", "", "  hit rate with the memory of", row_format.row_dtype, *rates)
     if formats:
         screen.print()
         screen.print("memory of each table by row format")
@@ -226,12 +229,12 @@ def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
     figures = ("rows", "alpha", *(f"{share * 100:g} %" for share in SHARES), "configured", "hit rate", "misses/s")
     rates = console.table(("model", "table"), figures)
     uncertain = False
-    for table in [table for one in forecasts for table in one.tables]:
+    for table in [table for forecast in forecasts for table in forecast.tables]:
         cells = []
-        for one in (*table.curve, table.configured):
-            unsure = 0 < one.capacity_rows < table.certain_from
+        for point in (*table.curve, table.configured):
+            unsure = 0 < point.capacity_rows < table.certain_from
             uncertain = uncertain or unsure
-            cells.append(f"{one.hit_rate:.3f}{'?' if unsure else ''}")
+            cells.append(f"{point.hit_rate:.3f}{'?' if unsure else ''}")
         missed = "?" if table.keys_per_s is None else f"{table.keys_per_s * (1 - table.configured.hit_rate):,.0f}"
         share = f"{100 * table.configured.capacity_rows / max(table.rows, 1):.3g} %"
         rates.add_row(table.model, table.table, f"{table.rows:,}", f"{table.alpha:.2f}", *cells[:-1], share, cells[-1], missed)
@@ -248,19 +251,20 @@ def _print_sharings(screen: "Console", sharings: "list[SharingForecast]", foreca
 
     figures = ("rows in reach", "memory per device", "hit rate", "local", "neighbour", "host", "keys/s per device")
     rates = console.table(("model", "table", "device_sharing"), figures)
-    for one in sharings:
-        shares = [f"{share:.3f}{'' if one.certain else '?'}" for share in (one.hit_rate, one.local, one.neighbour, one.host)]
-        size, rate = size_text(one.size_bytes), f"{one.keys_per_s / 1e6:,.0f} M"
-        rates.add_row(one.model, one.table, one.sharing, f"{one.capacity_rows:,}", size, *shares, rate)
+    for sharing in sharings:
+        found = (sharing.hit_rate, sharing.local, sharing.neighbour, sharing.host)
+        shares = [f"{share:.3f}{'' if sharing.certain else '?'}" for share in found]
+        size, rate = size_text(sharing.size_bytes), f"{sharing.keys_per_s / 1e6:,.0f} M"
+        rates.add_row(sharing.model, sharing.table, sharing.sharing, f"{sharing.capacity_rows:,}", size, *shares, rate)
     screen.print()
     screen.print(f"{sharings[0].devices} devices by device sharing: where they find the rows of their keys, and expected rates")
     screen.print(rates)
-    for version in (one.version for one in forecasts):
+    for version in (forecast.version for forecast in forecasts):
         reasons = reasons_against(version, sharings[0].devices)
         for reason in dict.fromkeys(reasons.values()):
             names = " and ".join(sharing for sharing in reasons if reasons[sharing] == reason)
             screen.print(f"model {version.config.model} version {version.config.version}: {names} left out, since {reason}")
-    if not all(one.certain for one in sharings):
+    if not all(sharing.certain for sharing in sharings):
         screen.print(_UNCERTAIN)
     screen.print(f"keys/s is an estimate for large batches, from rates measured on {MEASURED_ON}.")
     screen.print(

@@ -86,7 +86,7 @@ def _report(what: str, compiled: int, there: int, began: float) -> None:
 
 def _architectures(options: list[str]) -> list[str]:
     found = []
-    for text in filter(None, (one.strip() for option in options for one in option.split(","))):
+    for text in filter(None, (part.strip() for option in options for part in option.split(","))):
         match = _ARCHITECTURE.fullmatch(text)
         if match is None:
             raise errors.InvalidInputError(f"--gpu: got {text!r}, expected architectures as sm_90")

@@ -73,7 +73,7 @@ def models_command(
     _print_table(answer["models"])
     for model in answer["models"]:
         pin = model.get("pinned", {})
-        if pin and pin["version"] not in [one["version"] for one in model["versions"] if one["state"] == "serving"]:
+        if pin and pin["version"] not in [version["version"] for version in model["versions"] if version["state"] == "serving"]:
             typer.echo(f"{model['name']}: version {pin['version']}, which does not serve, is {pin['text']}")
         if fleet_says := model.get("fleet"):
             follows = "" if fleet_says["follows"] else f"; this replica does not follow: {fleet_says['reason']}"
@@ -111,17 +111,15 @@ def deploy_command(
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
     with console.reported():
-        if fleet:
-            if force or config is not None:
-                raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
-            _change_fleet(model, "deploy", version, no_wait, running_server(url, token, token_file, cert))
-            return
-        body: dict[str, Any] = {"force": force}
+        if fleet and (force or config is not None):
+            raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+        body: dict[str, Any] = {} if fleet else {"force": force}
         if version:
             body["version"] = version
         if config is not None:
             body["config"] = _entry(config, model)
-        _change(model, "deploy", body, no_wait, running_server(url, token, token_file, cert))
+        server = running_server(url, token, token_file, cert)
+        (_change_fleet if fleet else _change)(model, "deploy", body, server, wait=not no_wait)
 
 
 def undeploy_command(
@@ -135,9 +133,8 @@ def undeploy_command(
 ) -> None:
     """Take MODEL, or one of its versions, out of service in a running server. Redis and RocksDB keep its rows."""
     with console.reported():
-        _change(
-            model, "undeploy", {"version": version} if version else {}, no_wait, running_server(url, token, token_file, cert)
-        )
+        body = {"version": version} if version else {}
+        _change(model, "undeploy", body, running_server(url, token, token_file, cert), wait=not no_wait)
 
 
 def rollback_command(
@@ -155,10 +152,7 @@ def rollback_command(
     """
     with console.reported():
         server = running_server(url, token, token_file, cert)
-        if fleet:
-            _change_fleet(model, "rollback", "", no_wait, server)
-        else:
-            _change(model, "rollback", {}, no_wait, server)
+        (_change_fleet if fleet else _change)(model, "rollback", {}, server, wait=not no_wait)
 
 
 def unpin_command(
@@ -176,10 +170,7 @@ def unpin_command(
     """
     with console.reported():
         server = running_server(url, token, token_file, cert)
-        if fleet:
-            _change_fleet(model, "unpin", "", no_wait, server)
-        else:
-            _change(model, "unpin", {}, no_wait, server)
+        (_change_fleet if fleet else _change)(model, "unpin", {}, server, wait=not no_wait)
 
 
 def refresh_command(
@@ -195,7 +186,7 @@ def refresh_command(
     First fills its tables in the volatile database again, at full speed, where that lost rows.
     """
     with console.reported():
-        _change(model, "refresh", {}, no_wait, running_server(url, token, token_file, cert))
+        _change(model, "refresh", {}, running_server(url, token, token_file, cert), wait=not no_wait)
 
 
 def updates_status_command(
@@ -219,25 +210,25 @@ def updates_status_command(
         typer.echo("no table follows a log of updates: update_source.type is null, or update_filters match none")
         return
     rows = []
-    for one in answer["tables"]:
-        lag = "?" if one["lag_s"] is None else f"{one['lag_s']:.1f} s"
-        dead = ", ".join(f"{count} {reason}" for reason, count in sorted(one["dead_letters"].items())) or "0"
-        behind = "?" if one["behind"] is None else count_text(one["behind"])
-        rate, rows_done, stale = (count_text(one[key]) for key in ("rows_per_s", "rows", "stale_rows"))
-        rows.append((one["model"], one["version"], one["table"], lag, behind, f"{rate}/s", rows_done, stale, dead))
+    for table in answer["tables"]:
+        lag = "?" if table["lag_s"] is None else f"{table['lag_s']:.1f} s"
+        dead = ", ".join(f"{count} {reason}" for reason, count in sorted(table["dead_letters"].items())) or "0"
+        behind = "?" if table["behind"] is None else count_text(table["behind"])
+        rate, rows_done, stale = (count_text(table[key]) for key in ("rows_per_s", "rows", "stale_rows"))
+        rows.append((table["model"], table["version"], table["table"], lag, behind, f"{rate}/s", rows_done, stale, dead))
     console.screen().print(
         console.table(("model", "version", "table"), ("lag", "behind", "rows/s", "rows", "stale", "dead letters"), rows)
     )
-    for one in answer["tables"]:
-        where = f"{one['model']} version {one['version']}, {one['table']}"
-        if one["problem"]:
-            typer.echo(f"{where}: {one['problem']}")
-        if one["future_times"]:
-            typer.echo(f"{where}: {one['future_times']} messages claimed a time in the future; check the producers' clocks")
+    for table in answer["tables"]:
+        where = f"{table['model']} version {table['version']}, {table['table']}"
+        if table["problem"]:
+            typer.echo(f"{where}: {table['problem']}")
+        if table["future_times"]:
+            typer.echo(f"{where}: {table['future_times']} messages claimed a time in the future; check the producers' clocks")
 
 
-def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: "Client") -> None:
-    change = change_model(server, model, verb, body, wait=not no_wait)
+def _change(model: str, verb: str, body: dict[str, Any], server: "Client", *, wait: bool) -> None:
+    change = change_model(server, model, verb, body, wait=wait)
     if "status" not in change:
         typer.echo(f"{model}: in progress; `hps models` shows its state")
         return
@@ -253,11 +244,11 @@ def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, server: 
         typer.echo(f"{model}: degraded: {change['degraded']}{once}")
 
 
-def _change_fleet(model: str, change: str, version: str, no_wait: bool, server: "Client") -> None:
-    answer = change_fleet(server, model, change, version, wait=not no_wait)
+def _change_fleet(model: str, verb: str, body: dict[str, Any], server: "Client", *, wait: bool) -> None:
+    answer = change_fleet(server, model, verb, body, wait=wait)
     wanted = f"version {answer['wanted']}" if answer["wanted"] else "what the version_policy chooses"
-    typer.echo(f"{model}: the fleet serves {wanted} ({change}); see `hps models --fleet URL...`")
-    if no_wait:
+    typer.echo(f"{model}: the fleet serves {wanted} ({verb}); see `hps models --fleet URL...`")
+    if not wait:
         return
     if not answer["follows"]:
         raise errors.HPSError(f"{model}: this server does not follow: {answer['reason']}")
@@ -270,7 +261,7 @@ def _compare(servers: "dict[str, Client]", *, as_json: bool) -> bool:
     silent: dict[str, str] = {}
     for url, server in servers.items():
         try:
-            answers[url] = {one["name"]: one for one in server.ask("/v1/models")["models"]}
+            answers[url] = {model["name"]: model for model in server.ask("/v1/models")["models"]}
         except errors.HPSError as error:
             silent[url] = str(error)
     rows, agree = [], not silent
@@ -294,7 +285,7 @@ def _compare(servers: "dict[str, Client]", *, as_json: bool) -> bool:
 
 def _replica_row(model: dict[str, Any]) -> tuple[tuple[str, str, str, str], bool]:
     """Return what a replica serves, should serve, since when, and whether it follows; also whether it does."""
-    serving = next((one for one in model.get("versions", ()) if one["state"] == "serving"), None)
+    serving = next((version for version in model.get("versions", ()) if version["state"] == "serving"), None)
     version, since = ("none", "") if serving is None else (serving["version"], serving["since"][:19].replace("T", " "))
     fleet = model.get("fleet")
     if fleet is None:

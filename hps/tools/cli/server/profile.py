@@ -109,25 +109,25 @@ def profile_command(
         workload = Workload(distribution, alpha, hot_key_percentage, hot_key_coverage, seed)
         rates = [*(rate or ())] or [None]
         _check(batch or (), rates, bags, json_file, picture)
-        asked: Service | InProcess
+        profiler: Service | InProcess
         if "://" not in target:
             from hps.configuration.load import load_configuration
             from hps.parameter_server import HPS
 
             progress = stack.enter_context(console.progress())
             server = stack.enter_context(HPS(load_configuration(target), progress=progress))
-            asked = InProcess(server, model, table or (), bags, device, on_device)
+            profiler = InProcess(server, model, table or (), bags, device, on_device)
         elif device is None and not on_device:
-            asked = Service(target, token, model, table or (), bags, processes, certificate)
+            profiler = Service(target, token, model, table or (), bags, processes, certificate)
         else:
             raise errors.InvalidInputError("profiling a server: --device and --on-device are for a CONFIG")
-        batches = batch or [_default_batch(asked.most_keys, len(asked.tables), bags)]
-        drawn = _keys(asked, workload, keys, rows)
+        batches = batch or [_default_batch(profiler.most_keys, len(profiler.tables), bags)]
+        drawn = _keys(profiler, workload, keys, rows)
         profile = Profile(
             target,
             {
-                "model": asked.model,
-                "tables": asked.tables,
+                "model": profiler.model,
+                "tables": profiler.tables,
                 "workload": f"keys of {keys}" if keys else workload.text,
                 "bags": bags,
                 "concurrency": concurrency,
@@ -136,13 +136,13 @@ def profile_command(
         )
         bounds = Bounds(p50_ms, p99_ms, min_keys_per_s, min_hit_rate, max_failures)
         screen = console.screen()
-        said = f"{target}: model {asked.model}, tables {', '.join(asked.tables)}; {profile.about['workload']}"
-        screen.print(said, soft_wrap=True)
+        header = f"{target}: model {profiler.model}, tables {', '.join(profiler.tables)}; {profile.about['workload']}"
+        screen.print(header, soft_wrap=True)
         for size in batches:
             if check:
-                asked.check(drawn, size)
+                profiler.check(drawn, size)
             for per_s in rates:
-                profile.add(asked.measure(drawn, size, concurrency, seconds, per_s, warmup), bounds)
+                profile.add(profiler.measure(drawn, size, concurrency, seconds, per_s, warmup), bounds)
         _print(screen, profile)
         if json_file is not None:
             try:
@@ -188,39 +188,39 @@ def _open_at_once(path: str, flags: int) -> int:
     return descriptor
 
 
-def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None, rows: int) -> "dict[str, KeyArray]":
+def _keys(profiler: "Service | InProcess", workload: "Workload", keys: Path | None, rows: int) -> "dict[str, KeyArray]":
     """Choose the keys of each table."""
     if keys is not None:
         from hps.tools.profiling.keys import recorded_keys
 
-        return recorded_keys(keys, asked.model, asked.tables)
+        return recorded_keys(keys, profiler.model, profiler.tables)
     if rows:
-        return {table: workload.draw(rows, place) for place, table in enumerate(asked.tables)}
-    known = asked.known_keys()
+        return {table: workload.draw(rows, index) for index, table in enumerate(profiler.tables)}
+    known = profiler.known_keys()
     if unknown := [table for table, (count, _) in known.items() if not count]:
         raise errors.InvalidInputError(
             f"drawing keys of {', '.join(unknown)}: it is not known how many there are; give --rows, or recorded --keys"
         )
-    return {table: workload.draw(count, place, ids) for place, (table, (count, ids)) in enumerate(known.items())}
+    return {table: workload.draw(count, index, ids) for index, (table, (count, ids)) in enumerate(known.items())}
 
 
 def _print(screen: "Console", profile: "Profile") -> None:
     times_ms = ("p50 ms", "p95 ms", "p99 ms", "p99.9 ms", "max ms")
-    wholes = console.table((), ("keys", "rate/s", "lookups/s", "keys/s", *times_ms, "failed"), title="Lookups")
+    lookups = console.table((), ("keys", "rate/s", "lookups/s", "keys/s", *times_ms, "failed"), title="Lookups")
     for row in profile.rows:
         times = row.latency
-        shown = (times.p50_ms, times.p95_ms, times.p99_ms, times.p999_ms, times.max_ms)
+        quantiles = (times.p50_ms, times.p95_ms, times.p99_ms, times.p999_ms, times.max_ms)
         rate = f"{row.rate:,.10g}" if row.rate else "closed"
         failed = sum(row.failures.values())
-        wholes.add_row(
+        lookups.add_row(
             f"{row.batch:,} x {row.tables}",
             rate,
             f"{row.lookups_per_s:,.0f}",
             f"{row.keys_per_s:,.0f}",
-            *(f"{ms:.3f}" for ms in shown),
+            *(f"{ms:.3f}" for ms in quantiles),
             f"{failed:,}",
         )
-    screen.print(wholes)
+    screen.print(lookups)
     for row in profile.rows:
         _print_row(screen, row)
 
@@ -240,7 +240,7 @@ def _print_row(screen: "Console", row: "Row") -> None:
             for name, times in row.stages.items()
         )
         screen.print(console.table(("stage",), figures, stages, title=f"Stages, {title}"))
-    lines = [f"{name}: {one.hit_rate:.2%} of {one.asked:,} keys" for name, one in row.tiers.items()]
+    lines = [f"{name}: {tier.hit_rate:.2%} of {tier.asked:,} keys" for name, tier in row.tiers.items()]
     if lines:
         screen.print(f"hit rates: {'; '.join(lines)}; in no tier: {row.default_keys:,}", soft_wrap=True)
     for what, count in row.failures.items():

@@ -81,4 +81,4 @@ def serve_command(
                 allow_empty=allow_empty,
             )
         if not closed:
-            console.leave(1)
+            console.end_process(1)

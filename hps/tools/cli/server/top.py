@@ -122,8 +122,8 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
         was = _named(before, model["name"])
         lookups = Latency(**model["lookups"]).since(Latency(**was["lookups"]))
         spent = {
-            stage: one["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
-            for stage, one in model["stages"].items()
+            stage: times["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
+            for stage, times in model["stages"].items()
         }
         whole = sum(spent.values())
         most = sorted(spent, key=lambda stage: -spent[stage])[:3] if whole > 0 else []
@@ -168,7 +168,7 @@ def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
         keys = table["keys"] - was["keys"]
         cache = [tier for tier in table["tiers"] if tier["tier"] == "embedding_cache"]
         evicted = _sum(table, "embedding_cache", "evictions") - _sum(was, "embedding_cache", "evictions")
-        known = [one for one in cache if one["rows"] is not None]
+        known = [tier for tier in cache if tier["rows"] is not None]
         lookups.append(
             {
                 "dim": str(table["dim"]),
@@ -192,28 +192,28 @@ def _named(answer: _Answer, name: str) -> _Answer:
     """Return the earlier figures of a model; zeros if it was not there."""
     nothing: dict[str, Any] = {"lookups": {}, "stages": {}, "tables": []}
     models = answer["server"]["models"] if answer["server"] else []
-    found: _Answer = next((one for one in models if one["name"] == name), nothing)
+    found: _Answer = next((entry for entry in models if entry["name"] == name), nothing)
     return found
 
 
 def _sum(table: _Answer, tier: str, what: str) -> int:
-    return sum(one[what] or 0 for one in table["tiers"] if one["tier"] == tier)
+    return sum(entry[what] or 0 for entry in table["tiers"] if entry["tier"] == tier)
 
 
 def _hit_rate(table: _Answer, was: _Answer, tier: str) -> str:
-    if all(one["tier"] != tier for one in table["tiers"]):
+    if all(entry["tier"] != tier for entry in table["tiers"]):
         return ""
     hits = _sum(table, tier, "hits") - _sum(was, tier, "hits")
     return _share(hits, hits + _sum(table, tier, "misses") - _sum(was, tier, "misses"))
 
 
 def _size(table: _Answer, tier: str) -> str:
-    found = [one for one in table["tiers"] if one["tier"] == tier]
-    if any(not one["available"] for one in found):
+    found = [entry for entry in table["tiers"] if entry["tier"] == tier]
+    if any(not entry["available"] for entry in found):
         return "not read"
-    if not found or any(one["vector_bytes"] is None for one in found):
+    if not found or any(entry["vector_bytes"] is None for entry in found):
         return "-" if found else ""
-    return size_text(sum(one["vector_bytes"] + (one["overhead_bytes"] or 0) for one in found))
+    return size_text(sum(entry["vector_bytes"] + (entry["overhead_bytes"] or 0) for entry in found))
 
 
 def _share(part: int, whole: int) -> str:

@@ -75,12 +75,12 @@ def _without_caches(configuration: "Configuration", model: str) -> "Configuratio
     from hps.configuration.load import UpdateSourceConfig
 
     models = [
-        one.model_copy(update={"gpucache": False, "deployed_device_list": (0,)})
-        for one in configuration.models
-        if one.model == model
+        entry.model_copy(update={"gpucache": False, "deployed_device_list": (0,)})
+        for entry in configuration.models
+        if entry.model == model
     ]
     if not models:
-        known = ", ".join(one.model for one in configuration.models)
+        known = ", ".join(entry.model for entry in configuration.models)
         raise errors.UnknownModelError(f"looking up model {model!r}: it is not in the configuration, which has: {known}")
     changes: dict[str, Any] = {"models": tuple(models), "device": "cpu", "update_source": UpdateSourceConfig()}
     if configuration.persistent_db.type != "disabled":

@@ -99,10 +99,10 @@ def publish_command(
                 create_partitions=create_partitions,
                 progress=progress,
             )
-            for one in chunks:
-                publisher.insert(one.keys, one.vectors)
-                publisher.delete(one.deleted)
-                progress.advance(topic, one.rows - one.keys.size)  # the unchanged rows
+            for chunk in chunks:
+                publisher.insert(chunk.keys, chunk.vectors)
+                publisher.delete(chunk.deleted)
+                progress.advance(topic, chunk.rows - chunk.keys.size)  # the unchanged rows
             if deleted is not None:
                 publisher.delete(deleted)
             positions = publisher.flush()
@@ -115,7 +115,7 @@ def _tables(
 ) -> "list[tuple[str, int, Callable[[], TableSource], str | None]]":
     """List name, width, files and older files of each table."""
     entry = catalog.model(model)
-    names = [one.table_name for one in entry.tables]
+    names = [spec.table_name for spec in entry.tables]
     if table is not None and table not in names:
         raise errors.UnknownTableError(f"publishing to {model}.{table}: got table {table!r}, expected {', '.join(names)}")
 
@@ -123,12 +123,12 @@ def _tables(
         return catalog.version(model, version or catalog.to_serve(model)[-1]).sources[i]
 
     tables: list[tuple[str, int, Callable[[], TableSource], str | None]] = []
-    for i, one in enumerate(entry.tables):
+    for i, spec in enumerate(entry.tables):
         place = entry.sparse_files[i].rstrip("/")
         below = posixpath.normpath(place) if entry.version_path else posixpath.basename(place)
         old = since if since is None or table is not None else f"{since.rstrip('/')}/{below}"
-        if table in (None, one.table_name):
-            tables.append((one.table_name, one.dim, partial(files, i), old))
+        if table in (None, spec.table_name):
+            tables.append((spec.table_name, spec.dim, partial(files, i), old))
     return tables
 
 

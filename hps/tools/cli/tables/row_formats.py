@@ -39,21 +39,21 @@ def row_formats_command(
         from hps.tools.planning.row_costs import FEWER_BITS, row_costs
 
         chosen = tuple(dict.fromkeys(row_dtype or FEWER_BITS))
-        if unknown := [one for one in chosen if one not in FEWER_BITS]:
+        if unknown := [name for name in chosen if name not in FEWER_BITS]:
             raise errors.InvalidInputError(
                 f"measuring row formats: got {unknown[0]!r}, expected one of: {', '.join(FEWER_BITS)}"
             )
         costs: list[RowCost] = []
         with console.progress() as progress:
             for version in served_versions(load_configuration(config)):
-                for table, one in zip(version.config.tables, version.files, strict=True):
-                    with closing(_chunks(one, progress, table.tag)) as chunks:
-                        costs += row_costs(f"{version.config.model}/{table.table_name}", one.rows, one.dim, chunks, chosen)
+                for table, files in zip(version.config.tables, version.files, strict=True):
+                    with closing(_chunks(files, progress, table.tag)) as chunks:
+                        costs += row_costs(f"{version.config.model}/{table.table_name}", files.rows, files.dim, chunks, chosen)
         if as_json:
-            typer.echo(json.dumps([asdict(one) for one in costs], indent=1))
+            typer.echo(json.dumps([asdict(cost) for cost in costs], indent=1))
         else:
             _print(costs)
-        if any(one.refused_rows for one in costs):
+        if any(cost.refused_rows for cost in costs):
             raise typer.Exit(1)
 
 
@@ -74,15 +74,15 @@ def _chunks(files: "SparseModel | DeltaModel", progress: "Progress", tag: str) -
 def _print(costs: "list[RowCost]") -> None:
     figures = ("rows", "row bytes", "error max", "RMS", "of spread", "cosine", "least", "refused")
     table = console.table(("table", "row_dtype"), figures)
-    for one in costs:
+    for cost in costs:
         table.add_row(
-            *(one.table, one.row_dtype, f"{one.rows:,}", f"{one.row_bytes} of {4 * one.dim}"),
-            *(f"{one.error_max:.2g}", f"{one.error_rms:.2g}", f"{one.rms_share:.2%}"),
-            *(f"{one.cosine_mean:.6f}", f"{one.cosine_least:.6f}", f"{one.refused_rows:,}"),
+            *(cost.table, cost.row_dtype, f"{cost.rows:,}", f"{cost.row_bytes} of {4 * cost.dim}"),
+            *(f"{cost.error_max:.2g}", f"{cost.error_rms:.2g}", f"{cost.rms_share:.2%}"),
+            *(f"{cost.cosine_mean:.6f}", f"{cost.cosine_least:.6f}", f"{cost.refused_rows:,}"),
         )
     console.screen().print(table)
-    for one in costs:
-        for finding in one.findings:
-            typer.echo(f"{one.table} as {one.row_dtype}: {finding}")
-    if not any(one.findings for one in costs):
+    for cost in costs:
+        for finding in cost.findings:
+            typer.echo(f"{cost.table} as {cost.row_dtype}: {finding}")
+    if not any(cost.findings for cost in costs):
         typer.echo("no table suffers")

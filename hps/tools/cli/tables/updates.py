@@ -110,7 +110,7 @@ def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configu
     from hps.ground.rows import encode
     from hps.updates.framing import decode
 
-    tables = {one.table_name: one for one in catalog.model(letter.model).tables} if letter.model in catalog.names else {}
+    tables = {table.table_name: table for table in catalog.model(letter.model).tables} if letter.model in catalog.names else {}
     table = tables.get(letter.table)
     if table is None:
         raise errors.UpdateFormatError("table", f"reading a message of {letter.message.partition}: CONFIG has no such table")

@@ -8,7 +8,7 @@ DLPack.
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Part:
     width: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """One lookup: the keys of some tables of a model, and where their vectors go. *One lookup at a time if `kept`.*
 
@@ -69,47 +70,19 @@ class Batch:
         placement: where a cache on a CUDA device has found the tensors of a kept batch.
     """
 
-    __slots__ = (
-        "checked",
-        "founds",
-        "joined",
-        "kept",
-        "keys",
-        "kind",
-        "narrow",
-        "outs",
-        "placement",
-        "poolings",
-        "sizes",
-        "tables",
-    )
-
-    def __init__(
-        self,
-        tables: Sequence[int],
-        sizes: Sequence[int],
-        keys: Sequence[DeviceArray],
-        outs: Sequence[DeviceArray],
-        founds: Sequence[DeviceArray | None] = (),
-        poolings: "Sequence[Pooling]" = (),
-        *,
-        kind: Any = None,
-        joined: bool = False,
-        kept: bool = False,
-        narrow: Sequence[tuple[FloatArray, np.ndarray]] = (),
-    ) -> None:
-        self.tables = tables
-        self.sizes = sizes
-        self.keys = keys
-        self.outs = outs
-        self.founds = founds
-        self.poolings = poolings
-        self.kind = kind
-        self.joined = joined
-        self.kept = kept
-        self.narrow = narrow
-        self.checked: object = None
-        self.placement: Any = None
+    tables: Sequence[int]
+    sizes: Sequence[int]
+    keys: Sequence[DeviceArray]
+    outs: Sequence[DeviceArray]
+    founds: Sequence[DeviceArray | None] = ()
+    poolings: "Sequence[Pooling]" = ()
+    _: KW_ONLY
+    kind: Any = None
+    joined: bool = False
+    kept: bool = False
+    narrow: Sequence[tuple[FloatArray, np.ndarray]] = ()
+    checked: object = None
+    placement: Any = None
 
     @classmethod
     def of(

@@ -59,7 +59,7 @@ from hps.types import IndexArray
 _log = logging.getLogger(__name__)
 
 
-class _Lane:
+class _StreamLane:
     """The stream and memory of one batch at a time. *One loop.*"""
 
     def __init__(self, device_id: int, context: int) -> None:
@@ -177,7 +177,7 @@ class CupyBatches(BatchDriver):
         self._board = board
         self._pinned: list[int] = []  # addresses of regions
         self._in_place = False
-        self._lanes: list[_Lane] = []
+        self._lanes: list[_StreamLane] = []
         self._words: IndexArray = np.zeros((LANES * 16, LANE_COLUMNS), np.int64)
         self._words[:, L_DEVICE] = -1
         self._devices: list[int] = []
@@ -246,7 +246,7 @@ class CupyBatches(BatchDriver):
     def _add_lanes(self, device_id: int) -> None:
         with on_device(device_id):
             context = int(cupy.cuda.driver.ctxGetCurrent())
-        lanes = [_Lane(device_id, context) for _ in range(LANES)]
+        lanes = [_StreamLane(device_id, context) for _ in range(LANES)]
         start = LANES * len(self._devices)
         self._lanes += lanes
         self._devices.append(device_id)

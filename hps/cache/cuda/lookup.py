@@ -376,7 +376,7 @@ class CupyLookup(CacheLookup):
             self._total, self.placed = self._bags.place(batch, self.reader, self.host), NOTHING
         else:
             self.placed = self.reader.place(batch, self._dims, self._doing, self.host)
-            self._total = self.placed.total
+            self._total = sum(batch.sizes)
         streams = self.reader.streams
         if self._host_waits or self._waits_for or streams != self._streams:
             self._choose_stream(streams)

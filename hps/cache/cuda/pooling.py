@@ -5,6 +5,7 @@ Keys that are not resident are listed, and answered as in a lookup of rows: from
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ _NUMBER_BLOCKS = 64  # for each table
 _ALIGNMENT = 256
 
 
+@dataclass(slots=True, eq=False)
 class PlacedBags:
     """Where the bags of one table lie on the device. Belongs to its lookup until the next query.
 
@@ -36,29 +38,18 @@ class PlacedBags:
         rows: address of the vectors of its misses.
     """
 
-    __slots__ = (
-        "first_bag",
-        "keys",
-        "missing",
-        "n",
-        "offsets",
-        "options",
-        "out",
-        "pooling",
-        "rows",
-        "stride",
-        "table",
-        "weights",
-    )
-
-    def __init__(self, table: int, n: int, pooling: Pooling, missing: int, first_bag: int) -> None:
-        self.table = table
-        self.n = n
-        self.pooling = pooling
-        self.missing = missing
-        self.first_bag = first_bag
-        self.keys = self.out = self.offsets = self.weights = self.rows = self.stride = 0
-        self.options = int(pooling.combiner)
+    table: int
+    n: int
+    pooling: Pooling
+    missing: int
+    first_bag: int
+    options: int
+    keys: int = 0
+    out: int = 0
+    offsets: int = 0
+    weights: int = 0
+    stride: int = 0
+    rows: int = 0
 
 
 class PoolKernels(Protocol):
@@ -117,7 +108,7 @@ class BagPooling:
         self.placed, self.on_host = [], {}
         keys = bags = 0
         for position, (table, n, pooling) in enumerate(zip(batch.tables, batch.sizes, batch.poolings, strict=True)):
-            self.placed.append(place := PlacedBags(table, n, pooling, keys, bags))
+            self.placed.append(place := PlacedBags(table, n, pooling, keys, bags, int(pooling.combiner)))
             self._place(place, batch.keys[position], reader, host)
             self._place_output(place, position, batch.outs[position], reader, host)
             keys += n

@@ -108,7 +108,7 @@ class Queries:
             tables = tuple(rows.tables[part])
             handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs[part]), rows.out_format))
             arguments = arguments_of(1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE)
-            per_warp = _keys_per_warp(rows.total, widest)
+            per_warp = _keys_per_warp(sum(rows.sizes), widest)
             blocks, missing = self._pack(arguments, geometry, rows, first, missing, per_warp)
             if blocks:
                 yield handle, blocks, arguments
@@ -147,7 +147,7 @@ class Queries:
     def _keep(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
         arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
         handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
-        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(rows.total, widest))
+        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
         element = 2 if rows.out_format else 4
         found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in tables])
         if len(self._kept) == _MOST_KEPT:

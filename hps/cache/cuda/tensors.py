@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import reduce
 from itertools import accumulate
 from operator import attrgetter, ge, mul, or_
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import cupy
@@ -48,6 +48,7 @@ class HostParts(NamedTuple):
     found: np.ndarray | None
 
 
+@dataclass(slots=True, eq=False)
 class Placement:
     """Where a cache finds the tensors of a batch: the columns of the `Batch` as addresses. *One lookup at a time.*
 
@@ -63,45 +64,19 @@ class Placement:
         kept: the batch is kept, so queries are packed once. `of_torch`, `of_cupy`: whose tensors it has.
     """
 
-    __slots__ = (
-        "founds",
-        "joined",
-        "kept",
-        "keys",
-        "of_cupy",
-        "of_torch",
-        "on_host",
-        "out_format",
-        "outs",
-        "sizes",
-        "starts",
-        "tables",
-        "total",
-    )
-
-    def __init__(
-        self,
-        tables: Sequence[int],
-        sizes: Sequence[int],
-        keys: Sequence[int],
-        outs: Sequence[int],
-        founds: Sequence[int] = (),
-        on_host: Mapping[int, HostParts] = MappingProxyType({}),
-        out_format: int = 0,
-        *,
-        joined: bool = False,
-    ) -> None:
-        self.tables = tables
-        self.sizes = sizes
-        self.keys = keys
-        self.outs = outs
-        self.founds = founds
-        self.on_host = on_host
-        self.out_format = out_format
-        self.joined = joined
-        self.total = sum(sizes)
-        self.starts: Sequence[int] = ()
-        self.kept = self.of_torch = self.of_cupy = False
+    tables: Sequence[int]
+    sizes: Sequence[int]
+    keys: Sequence[int]
+    outs: Sequence[int]
+    founds: Sequence[int] = ()
+    on_host: Mapping[int, HostParts] = field(default_factory=dict)
+    out_format: int = 0
+    _: KW_ONLY
+    joined: bool = False
+    starts: Sequence[int] = ()
+    kept: bool = False
+    of_torch: bool = False
+    of_cupy: bool = False
 
     def by_table(self, dims: Sequence[int]) -> "Placement":
         """Return the same with an address for each table, and with `starts`."""

@@ -253,7 +253,7 @@ def test_a_table_shows_an_attached_cache_the_layout_that_it_has_already(modules:
 def test_lists_of_a_batch_have_room_for_every_key(modules: SimpleNamespace) -> None:
     from hps.cache.cuda import batch_loop
 
-    lane, most, bins = modules.batches._Lane(0, 0), batch_loop.MOST_KEYS, 4 * kernels.MOST_BINS
+    lane, most, bins = modules.batches._StreamLane(0, 0), batch_loop.MOST_KEYS, 4 * kernels.MOST_BINS
     missing, places, _counts, *lists = structs.ANSWER_TAIL.unpack_from(lane._answer.tobytes(), batch_loop.ANSWER_TAIL_AT)
     leaders, ranks, order, states, left, left_places, _, slots, first_bin = lists[:9]
     epochs, versions, versions_after = lists[12:15]

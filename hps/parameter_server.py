@@ -252,7 +252,8 @@ class HPS:
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
-        self._answer(deployment, deployment.session(device_id), Batch.of(index, flat, vectors, found), True, began)
+        batch = Batch((index,), (flat.size,), (flat,), (vectors,), () if found is None else (found,))
+        self._answer(deployment, deployment.session(device_id), batch, True, began)
         return vectors if found is None else (vectors, found)
 
     @repeated_after_takeover

@@ -108,6 +108,8 @@ class Scorer:
         outputs: Outputs | None = None
         looked_up = began
         padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
+        # Memory that is kept serves one batch at a time. Another one does not wait for it: to score it in new memory costs an
+        # allocation, to wait costs a run of the network. Nor is a padded batch put there, whose last request is repeated.
         if not padding and self._own.acquire(False):
             try:
                 outputs, looked_up = self._kept.score(requests, counts)

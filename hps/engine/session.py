@@ -297,9 +297,9 @@ class CachedSession(_TableLimits):
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
         recent, every = self._recent, self._counters
-        # All that a lookup counts is counted under one lock, taken once. Its times are only appended here: `fold` puts them into
-        # their buckets when there are many, or when they are read. All keys count as hits first; `_count_others` corrects that
-        # under the same lock, so no reader sees it.
+        # All that a lookup counts is counted under one lock, taken once. Its times are only appended: `fold` puts them into
+        # their buckets when there are many, or when they are read. All keys count as hits first; `_count_others` corrects
+        # that under the same lock, so no reader sees it.
         with self._metrics.lock:
             recent.extend(times)
             if len(recent) >= LookupTimes.MOST_RECENT:

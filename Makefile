@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Machine code of kernels is named by their sources, so that all trees of a user may share it.
 export NUMBA_CACHE_DIR ?= $(HOME)/.cache/hps
 
-.PHONY: help install dev sample serve test test-all test-ring2 test-nightly test-gpu durations mutants check lint types imports format soak bench docs site wheel locks clean
+.PHONY: help install dev sample serve test test-all test-ring2 test-nightly test-gpu durations mutants check lint types imports format soak bench docs site wheel locks protos clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -111,6 +111,9 @@ wheel: dev       ## build the wheel into dist/
 
 locks: dev       ## write the locked packages of the images, deploy/requirements-*.txt: make locks ARGS=--upgrade
 	$(BIN)/python deploy/lock.py $(ARGS)
+
+protos: dev      ## compile the messages of gRPC
+	cd hps/serve/protocol/protos && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --descriptor_set_out=services.binpb *.proto
 
 clean:           ## remove what the targets made, but for models and data
 	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis flaky.txt

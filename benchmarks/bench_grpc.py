@@ -106,7 +106,11 @@ class _Connection:
     """A connection with at most one call. Frames have at most 16,384 bytes, as clients of gRPC ask for."""
 
     _HEADERS = (
-        b"\x83\x86" + _header(b":path", _PATH) + _header(b"content-type", b"application/grpc") + _header(b"te", b"trailers")
+        b"\x83\x86"
+        + _header(b":authority", b"h")
+        + _header(b":path", _PATH)
+        + _header(b"content-type", b"application/grpc")
+        + _header(b"te", b"trailers")
     )
 
     def __init__(self, port: int) -> None:

@@ -153,7 +153,9 @@ class Table:
             start = time.perf_counter()
             self.host = self.database.host_table(self.spec.tag)
             refusal = (
-                "this database has none such" if self.host is None else cache.attach(0, self.host, True, index=path == "index")
+                "this database has none such"
+                if self.host is None
+                else cache.attach(0, self.host, authoritative=True, index=path == "index")
             )
             if refusal:
                 raise RuntimeError(f"the table cannot be read in place: {refusal}")

@@ -35,7 +35,7 @@ from hps.statistics.metrics import TIERS, Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.batch import Batch, table_batch
 from hps.types import TableSpec
-from hps.versions.deployment import choose_cache
+from hps.versions.tiers import choose_cache
 
 KEYS = 4096
 RATE = 1000  # lookups a second where they are paced

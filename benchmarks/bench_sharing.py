@@ -152,7 +152,7 @@ def _traffic(report: Report, table: Table, devices: Sequence[int], sharing: str,
     if host is None:
         raise RuntimeError("the hash map has no table that a device can read")
     for cache in caches:
-        if refusal := cache.attach(0, host, True):
+        if refusal := cache.attach(0, host, authoritative=True):
             raise RuntimeError(f"the table cannot be read in place: {refusal}")
     for threads in (1, 2):
         found = _under_load(

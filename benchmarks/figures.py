@@ -303,17 +303,16 @@ def _updates() -> list[str]:
 
 
 def _machines() -> list[str]:
-    """Where, when and by which command the pictures' figures were measured."""
-    rows = []
-    for picture, names in PICTURED.items():
-        for name in names:
-            result = json.loads((RESULTS / f"{name}.json").read_text())
-            machine = result["machine"]
-            place = f"{machine['processor']}, {machine['cores']} cores"
-            gpu = result["about"].get("gpu")
-            taken = f"{result['taken_at'][:10]}, {machine['commit'][:7]}"
-            rows.append((picture, f"`python -m benchmarks {name}`", f"{gpu}; {place}" if gpu else place, taken))
-    return _lines(("picture", "command", "machine", "taken on, commit"), rows)
+    """On which machine and when the pictures' figures were measured."""
+    taken: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for names in PICTURED.values() for name in names):
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        machine = result["machine"]
+        place = f"{machine['processor']}, {machine['cores']} cores"
+        gpu = result["about"].get("gpu")
+        what = f"`{name}` ({result['taken_at'][:10]}, {machine['commit'][:7]})"
+        taken.setdefault(f"{gpu}; {place}" if gpu else place, []).append(what)
+    return _lines(("machine", "benchmark (date, commit)"), [(place, ", ".join(names)) for place, names in taken.items()])
 
 
 def _planning() -> list[str]:
@@ -344,24 +343,11 @@ def _cold_start() -> list[str]:
 def _clients() -> list[str]:
     """What a call takes by each client, and the caller's processor time in it."""
     rows = []
-    for name in dict.fromkeys(row.client for row in rows_of("client")):
+    for name in ("hps", "hps, shared memory", "raw socket", "httpx", "tritonclient", "tritonclient, shared memory"):
         found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
         times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
         rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
     return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
-
-
-def _routes() -> list[str]:
-    """What three servers asked by key do, beside the same ones asked for everything and one with a larger cache."""
-    rows = []
-    names = {"routed": "three caches of 10 %, by key", "in turn": "three caches of 10 %, in turn", "one": "one cache of 30 %"}
-    for kind, name in names.items():
-        rate = figures("routes", work="hit rate", servers=kind).hit_rate
-        calls = rows_of("routes", work="call", servers=kind)
-        times = [f"{_round(call.p50_us)} us ({call.relative:.2g} x)" for call in calls] or ["", ""]
-        rows.append((name, f"{rate:.3f}", *times, _each(f"{_round(call.cpu_us)} us" for call in calls)))
-    head = ("", "hit rate", "1 table x 1,000 keys, p50", "26 tables x 1,000 keys, p50", "processor time of the caller")
-    return _lines(head, rows)
 
 
 _PLACES = {"scores": "H100", "scores_cpu": "two processors"}
@@ -414,7 +400,6 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
         cells = (
             ", ".join(name for name in names if name),
             f"{devices} x {about['device']}",
-            f"{about['rows'] / 1e6:.3g} M x {about['dim']}",
             f"{rate:,.0f}",
             f"{rate / devices:,.0f}",
             f"{row.p99_ms:.2g}" if "p99_ms" in row else "",
@@ -427,14 +412,13 @@ def _sparse_stage_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 def sparse_stage() -> list[str]:
     """Queries a second of DLRMv3's shape, ours as far as they were measured, beside what MLPerf has published."""
     rows: list[tuple[str, ...]] = [
-        (what, hardware, "10^9 x 512", f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "")
-        for what, hardware, rate in _DLRMV3_PUBLISHED
+        (what, hardware, f"{rate:,.0f}", f"{rate / 8:,.0f}", "80", "") for what, hardware, rate in _DLRMV3_PUBLISHED
     ]
     for result in ("dlrmv3", "dlrmv3_two_gpus"):
         path = RESULTS / f"{result}.json"
         if path.exists():
             rows += _sparse_stage_of(json.loads(path.read_text()))
-    return _lines(("", "hardware", "rows", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), rows)
+    return _lines(("", "hardware", "queries/s", "for each GPU", "p99 (published: its bound), ms", "result"), rows)
 
 
 def _sharing_traffic() -> list[str]:
@@ -454,7 +438,6 @@ def _sharing_traffic() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": _sharing_traffic,
     "clients": _clients,
-    "routes": _routes,
     "machines": _machines,
     "readme": _readme,
     "measured-gpu": _measured_gpu,

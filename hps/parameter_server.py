@@ -39,24 +39,19 @@ from hps.tensors.batch import (
 )
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
-from hps.versions.catalog_watch import CatalogWatch, FleetStatus, IndexEntry
 from hps.versions.collection import StatisticsCollector
-from hps.versions.deployer import Deployer
-from hps.versions.deployment import (
-    Deployment,
-    StoredRow,
-    choose_cache,
-    kernels_of,
-    open_database,
-    open_databases,
-    repeated_after_takeover,
-)
+from hps.versions.deployment import Deployment, StoredRow, repeated_after_takeover
+from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
-from hps.versions.fleet import FLEET, Fleet, FleetChange, ServingDocument
+from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
+from hps.versions.index import IndexEntry, version_index
+from hps.versions.integrity import check_tiers
 from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
-from hps.versions.pins import PINS, Pin, Pins
+from hps.versions.pins import PINS, Pins
+from hps.versions.reconciler import Reconciler
+from hps.versions.tiers import choose_cache, kernels_of, open_database, open_databases
 from hps.versions.volatile_tier import VolatileTier, load_again
 
 _log = logging.getLogger(__name__)
@@ -126,10 +121,7 @@ class HPS:
         sources = targets().sources
         pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(sources, kept_files(self._chain, FLEET))
         self.catalog = ModelCatalog(self.config, sources, pins, fleet)
-        self._watch = CatalogWatch(self.catalog, self.live)
-        self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
-        self._deployer = self._make_deployer(targets)
-        self._volatile_tier = self._look_after_volatile_tier(targets)
+        self._manage(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
         if self._chain.volatile is None and not self._chain.databases:
@@ -141,8 +133,12 @@ class HPS:
             self.close()
             raise
 
-    def _make_deployer(self, targets: Callable[[], LoadTargets]) -> Deployer:
-        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+    def _manage(self, targets: Callable[[], LoadTargets]) -> None:
+        """Build what changes and reports the versions, over the tiers that are open."""
+        self._reconciler = Reconciler(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+        chosen_by, fleet = self._reconciler.chosen_by, self._reconciler.fleet
+        self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet)
+        self._volatile_tier = self._look_after_volatile_tier(targets)
 
     def _look_after_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
         """Start what looks after a volatile database that processes share; the hash map of this process needs nobody."""
@@ -253,7 +249,7 @@ class HPS:
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
         batch = Batch((index,), (flat.size,), (flat,), (vectors,), () if found is None else (found,))
-        self._answer(deployment, deployment.session(device_id), batch, True, began)
+        self._answer(deployment, deployment.session(device_id), batch, began, wait=True)
         return vectors if found is None else (vectors, found)
 
     @repeated_after_takeover
@@ -286,7 +282,7 @@ class HPS:
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
         batch = _named(deployment, session, tables, out, return_found)
-        self._answer(deployment, session, batch, wait, began)
+        self._answer(deployment, session, batch, began, wait=wait)
         vectors = dict(zip(tables, batch.outs, strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, batch.founds, strict=True))
@@ -331,7 +327,7 @@ class HPS:
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
         batch = table_batch(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        self._answer(deployment, session, batch, wait, began)
+        self._answer(deployment, session, batch, began, wait=wait)
         return batch.founds[0] if return_found else None
 
     @repeated_after_takeover
@@ -369,7 +365,7 @@ class HPS:
         batch, found = concatenated_batch(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
         )
-        self._answer(deployment, session, batch, wait, began)
+        self._answer(deployment, session, batch, began, wait=wait)
         return found
 
     @repeated_after_takeover
@@ -404,7 +400,7 @@ class HPS:
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        self._answer(deployment, session, batch, wait, began)
+        self._answer(deployment, session, batch, began, wait=wait)
         return dict(zip(tables, batch.outs, strict=True)) if out is None else out
 
     @repeated_after_takeover
@@ -540,10 +536,10 @@ class HPS:
         began = perf_counter_ns()
         refuse_repeated_tables(batch.tables, deployment.tables)
         device_id = deployment.device(device_id)
-        self._answer(deployment, deployment.session(device_id), batch, True, began)
+        self._answer(deployment, deployment.session(device_id), batch, began, wait=True)
         return device_id
 
-    def _answer(self, deployment: Deployment, session: Session, batch: Batch, wait: bool, began_ns: int) -> None:
+    def _answer(self, deployment: Deployment, session: Session, batch: Batch, began_ns: int, *, wait: bool) -> None:
         session.run(batch, began_ns, wait=wait)
         if self._recorder is not None:
             self._recorder.record(deployment.tables, batch)
@@ -689,11 +685,9 @@ class HPS:
             NotReadyError: lookups of a replaced or undeployed version still run.
             CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. The serving version continues.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
-        name = model if isinstance(model, str) else model.model
-        self._deployer.deploy(name, None if isinstance(model, str) else model, version, progress, force, remember, pin)
+        self._require_open()
+        name, entry = (model, None) if isinstance(model, str) else (model.model, model)
+        self._reconciler.bring_up(name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin)
         return self.model(name)
 
     def rollback(self, model_name: str) -> Deployment:
@@ -711,10 +705,8 @@ class HPS:
             ConflictError: there is no version to roll back to, or another change of the model is under way.
             DatabaseError, DeviceError, ModelFileError: it cannot be put into service. The serving version continues.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
-        self._deployer.rollback(model_name)
+        self._require_open()
+        self._reconciler.roll_back(model_name)
         return self.model(model_name)
 
     def unpin(self, model_name: str, *, progress: Progress | None = None) -> Deployment:
@@ -728,13 +720,11 @@ class HPS:
         Raises:
             As `deploy`.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
-        self._deployer.unpin(model_name, progress)
+        self._require_open()
+        self._reconciler.end_pin(model_name, progress)
         return self.model(model_name)
 
-    def pin(self, model_name: str) -> Pin | None:
+    def pin(self, model_name: str) -> DesiredVersion | None:
         """Return the version that a roll-back or a deployment pinned a model to, if any."""
         return self.catalog.pins.shown(model_name)
 
@@ -754,19 +744,17 @@ class HPS:
                 directory of versions.
             ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
+        self._require_open()
         serving = self.live.serving.get(model_name)
         return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version)
 
     def fleet(self, model_name: str) -> FleetStatus | None:
         """Return whether this process follows the `serving.json` of a model; None if the model has none."""
-        return self._watch.fleet(model_name)
+        return self._reconciler.fleet(model_name)
 
     def read_documents(self) -> None:
         """Read the `serving.json` of every model in service or awaited. A load of a version that one supersedes ends."""
-        self._deployer.read_documents()
+        self._reconciler.read_documents()
 
     def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
         """Deploy what the documents say that `read_documents` has read, where another version serves.
@@ -774,7 +762,7 @@ class HPS:
         Returns:
             As `poll`.
         """
-        return self._deployer.follow(self._watch, progress)
+        return self._reconciler.reconcile(progress, documents_only=True)
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
@@ -793,7 +781,7 @@ class HPS:
             ConflictError: the version is the only one, or another change of the model is under way.
         """
         self.model(model_name)
-        self._deployer.undeploy(model_name, version)
+        self._reconciler.take_down(model_name, version)
 
     def index(self) -> list[IndexEntry]:
         """Return every known version of every model, and whether it answers lookups. Does not read model files.
@@ -801,7 +789,7 @@ class HPS:
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        return self._watch.index()
+        return version_index(self.catalog, self.live)
 
     def change_of(self, model_name: str) -> str:
         """Return the current change of a model, such as `deploying`; empty if none."""
@@ -820,7 +808,7 @@ class HPS:
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        return self._deployer.poll(self._watch, progress)
+        return self._reconciler.reconcile(progress)
 
     @repeated_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
@@ -862,10 +850,20 @@ class HPS:
             NotReadyError: the server is closed.
             ForkedProcessError: it was created before this process was forked.
         """
-        self._reopen()
-        if self.closed:
-            raise refusal(self, "the parameter server")
+        self._require_open()
         return self.statistics.statistics()
+
+    def check(self, timeout_s: float = 10.0) -> list[str]:
+        """Check the invariants of versions, caches and databases, while lookups go on. For debugging: it reads all indices.
+
+        Args:
+            timeout_s: limit for caches and databases together.
+
+        Returns:
+            A sentence for each that is broken, or that was not checked in time. Changes that run meanwhile may be reported.
+        """
+        self._require_open()
+        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""
@@ -904,6 +902,12 @@ class HPS:
         if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in serving.values()):
             self._reopenable = serving
 
+    def _require_open(self) -> None:
+        """Reopen in a forked child, where that is possible; raise if the server is closed."""
+        self._reopen()
+        if self.closed:
+            raise refusal(self, "the parameter server")
+
     def _reopen(self) -> None:
         """In a forked child: reopen the shared databases, with the versions that served."""
         with self._closing:
@@ -921,10 +925,7 @@ class HPS:
                 deployments[name] = replace(deployment, sessions=sessions, chain=chain, stop_following=[])
             self._chain = chain
             self.live = LiveModels(deployments, self.metrics.models)
-            self._watch = CatalogWatch(self.catalog, self.live)
-            self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins, self._watch.fleet)
-            self._deployer = self._make_deployer(targets)
-            self._volatile_tier = self._look_after_volatile_tier(targets)
+            self._manage(targets)
             self.closed, self._reopenable = False, {}
             disown_in_children(self)
             close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))

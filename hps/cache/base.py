@@ -489,8 +489,9 @@ class EmbeddingCache(ABC):
         self,
         table: int,
         host: HostTable,
-        authoritative: bool,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        authoritative: bool,
         index: bool = False,
     ) -> str | None:
         """Let lookups read a table in host memory in place.
@@ -571,12 +572,12 @@ class EmbeddingCache(ABC):
         before = self.stats(table).unplaced if self.complete else 0
         self.insert(table, keys, rows)
         if self.complete and self.stats(table).unplaced != before:
-            self.tell_complete(False)
+            self.tell_complete(complete=False)
 
     def drop(self, table: int, keys: KeyArray) -> None:
         """Make keys non-resident whose rows may exist below: `erase`, and the cache is not complete from then on."""
         if self.complete:
-            self.tell_complete(False)
+            self.tell_complete(complete=False)
         self.erase(table, keys)
 
     @abstractmethod

@@ -28,10 +28,10 @@ from hps.errors import (
     UnknownTableError,
     UnknownVersionError,
 )
+from hps.ground.http1 import AnswerHead, end_of_head
 from hps.types import BoolArray, FloatArray
 
 _FIRST_BYTES: Final = 2048
-_MOST_HEAD_BYTES: Final = 65_536
 _MOST_TEXT_BYTES: Final = 64 << 20
 _MOST_LAYOUTS: Final = 16
 _ERRORS: Final[dict[int, type[HPSError]]] = {
@@ -101,7 +101,7 @@ class Layout:
 
 
 @dataclass(slots=True)
-class Expected:
+class ExpectedAnswer:
     """What answers to requests of one form must have. *Thread-safe*: what it remembers may be lost, and is read again.
 
     Attributes:
@@ -204,7 +204,7 @@ class Answer:
     """
 
     def __init__(
-        self, expected: Expected | None = None, out: Callable[[str, tuple[int, ...]], FloatArray] | None = None
+        self, expected: ExpectedAnswer | None = None, out: Callable[[str, tuple[int, ...]], FloatArray] | None = None
     ) -> None:
         self._expected = expected
         self._out = out
@@ -295,24 +295,18 @@ class Answer:
             self._first = larger
 
     def _read_head(self) -> bool:
-        end = self._first.find(b"\r\n\r\n", 0, self._have) + 4
-        if end < 4:
-            if self._have > _MOST_HEAD_BYTES:
-                raise RemoteError("reading an answer: its head is too long")
+        end = end_of_head(self._first, self._have)
+        if not end:
             if self._have == len(self._first):
                 self._grow(2 * self._have)
             return False
-        line, *lines = bytes(self._first[: end - 4]).split(b"\r\n")
-        head = self.head
-        for one in lines:
-            name, _, value = one.partition(b":")
-            head[name.lower()] = value.strip()
-        protocol, _, rest = line.partition(b" ")
-        length = head.get(b"content-length", b"")
-        if not protocol.startswith(b"HTTP/1.") or not rest[:3].isdigit() or not length.isdigit() or len(length) > 15:
-            raise RemoteError(f"reading an answer: got {line[:80]!r}, expected HTTP/1.1 with a Content-Length; is it hps?")
-        self.status, self._head_bytes, self._body_bytes = int(rest[:3]), end, int(length)
-        self.keeps_alive = protocol == b"HTTP/1.1" and head.get(b"connection", b"").lower() != b"close"
+        found = AnswerHead(bytes(self._first[: end - 4]))
+        if found.length < 0:
+            raise RemoteError("reading an answer: got chunks, expected a Content-Length; is it hps?")
+        self.head = head = found.headers
+        self.status, self._head_bytes, self._body_bytes = found.status, end, found.length
+        self.keeps_alive = found.keeps_alive
+        length = b"%d" % found.length
         text = head.get(b"inference-header-content-length", length)
         if self._expected is None or self.status != 200:
             text = length

@@ -77,7 +77,7 @@ class Client(Calls):
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._idle: list[_Connection] = []
+        self._idle: list[_ClientSocket] = []
         weakref.finalize(self, _close_all, self._idle)
         self._free = threading.Semaphore(self._most)
 
@@ -164,7 +164,7 @@ class Client(Calls):
             raise
         return _Sent(self, connection, call)
 
-    def _exchange(self, connection: "_Connection", call: RemoteCall, attempts: Attempts) -> Answer:
+    def _exchange(self, connection: "_ClientSocket", call: RemoteCall, attempts: Attempts) -> Answer:
         """Send a request, and receive its answer.
 
         Raises:
@@ -180,7 +180,7 @@ class Client(Calls):
             raise
         return answer
 
-    def _receive(self, connection: "_Connection", answer: Answer, attempts: Attempts) -> None:
+    def _receive(self, connection: "_ClientSocket", answer: Answer, attempts: Attempts) -> None:
         """Receive an answer, and keep the connection for the next request."""
         connection.receive(answer, attempts)
         if answer.keeps_alive and not self._closed:
@@ -188,7 +188,7 @@ class Client(Calls):
         else:
             connection.close()
 
-    def _take(self, attempts: Attempts) -> "_Connection":
+    def _take(self, attempts: Attempts) -> "_ClientSocket":
         """Return an idle connection, or a new one.
 
         Raises:
@@ -206,7 +206,7 @@ class Client(Calls):
         errors = []
         for place, address, timeout_s in self._to_try(attempts):
             try:
-                connection = _Connection(address, timeout_s)
+                connection = _ClientSocket(address, timeout_s)
             except OSError as error:
                 errors.append(f"{address.text}: {error}")
             else:
@@ -229,7 +229,7 @@ class Client(Calls):
         self.close()
 
 
-def _close_all(connections: "list[_Connection]") -> None:
+def _close_all(connections: "list[_ClientSocket]") -> None:
     while connections:
         connections.pop().close()
 
@@ -237,7 +237,7 @@ def _close_all(connections: "list[_Connection]") -> None:
 class _Sent:
     """A request that was sent, and holds one of its client's connections until it is answered. *One call.*"""
 
-    def __init__(self, client: Client, connection: "_Connection", call: RemoteCall) -> None:
+    def __init__(self, client: Client, connection: "_ClientSocket", call: RemoteCall) -> None:
         self._client, self._connection, self._call = client, connection, call
 
     def result(self, attempts: Attempts) -> Any:
@@ -270,7 +270,7 @@ class _Sent:
         self._client._free.release()
 
 
-class _Connection:
+class _ClientSocket:
     """An open connection with at most one request under way. *One thread at a time.*"""
 
     def __init__(self, address: Address, timeout_s: float) -> None:

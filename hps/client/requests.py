@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from hps.client.addresses import Address
-from hps.client.answers import DTYPES, Answer, Expected
+from hps.client.answers import DTYPES, Answer, ExpectedAnswer
 from hps.client.shared_memory import Reference, SharedMemory
 from hps.errors import InvalidDtypeError, InvalidInputError, RemoteError
 from hps.tensors.array_checks import as_output
@@ -57,7 +57,7 @@ class Input(NamedTuple):
 class _Form(NamedTuple):
     start: bytes
     rest: bytes
-    expected: Expected
+    expected: ExpectedAnswer
 
 
 class Encoder:
@@ -158,7 +158,9 @@ class Encoder:
                 outputs.append({"name": name, "parameters": {**where, **kind}})
         elif found:
             options["found"] = True
-        return _Form(*_infer(model, version, document, size), Expected(dict(rows), masks, version, shared, datatypes=datatypes))
+        return _Form(
+            *_infer(model, version, document, size), ExpectedAnswer(dict(rows), masks, version, shared, datatypes=datatypes)
+        )
 
     def score(self, model: str, version: str | None, inputs: Sequence[Input], parameters: Mapping[str, Any]) -> RemoteCall:
         """Encode a request for scores.
@@ -179,7 +181,7 @@ class Encoder:
             options = {**parameters, "binary_data_output": True}
             document = {"inputs": [_tensor(one) for one in inputs], "parameters": options}
             start, rest = _infer(model, version, document, sum(one.nbytes for one in arrays))
-            form = self._keep(key, _Form(start, rest, Expected({}, {}, version, scores=True)))
+            form = self._keep(key, _Form(start, rest, ExpectedAnswer({}, {}, version, scores=True)))
         expected = form.expected
         return RemoteCall(
             form.start,

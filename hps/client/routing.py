@@ -76,7 +76,7 @@ class PartAnswer(NamedTuple):
     found: Mapping[str, BoolArray]
 
 
-class _Part(NamedTuple):
+class _Share(NamedTuple):
     """Keys of one lookup for one server.
 
     Attributes:
@@ -129,12 +129,12 @@ class Router:
         lost: set[int] = set()
         lookup = _Lookup(keys)
         missing: IndexArray | None = None
-        done: list[tuple[_Part, PartAnswer]] = []
+        done: list[tuple[_Share, PartAnswer]] = []
         for _ in range(_MOST_ROUNDS):
             waiting = lookup.split(missing, self._names, left_out, done)
             trying |= self._try_again(part.place for part in waiting)
             outcomes = yield [(part.place, call(lookup.keys(part), part.rows is None)) for part in waiting]
-            failed: list[_Part] = []
+            failed: list[_Share] = []
             for part, outcome in zip(waiting, outcomes, strict=True):
                 if isinstance(outcome, PartAnswer):
                     done.append((part, outcome))
@@ -197,8 +197,8 @@ class _Lookup:
         missing: IndexArray | None,
         names: Sequence[str],
         left_out: Collection[int],
-        done: Iterable[tuple[_Part, PartAnswer]],
-    ) -> list[_Part]:
+        done: Iterable[tuple[_Share, PartAnswer]],
+    ) -> list[_Share]:
         """Split keys over the servers that are not left out.
 
         Args:
@@ -209,19 +209,19 @@ class _Lookup:
         counts = np.bincount(places, minlength=len(names))
         used = np.flatnonzero(counts).tolist()
         if missing is None and len(used) <= 1:
-            return [_Part(used[0] if used else min(set(range(len(names))) - set(left_out)), None, None)]
+            return [_Share(used[0] if used else min(set(range(len(names))) - set(left_out)), None, None)]
         order = np.argsort(places.astype(np.min_scalar_type(len(names))), kind="stable")
         order = order if missing is None else missing[order]
         answered = {table for _, answer in done for table in answer.vectors}
         bare = [table for table, keys in self._tables.items() if not keys.size and table not in answered]
         ends = np.cumsum(counts).tolist()
-        parts: list[_Part] = []
+        parts: list[_Share] = []
         for place in used:
             flat = order[ends[place] - counts[place] : ends[place]]
-            parts.append(_Part(place, flat, self._by_table(flat, () if parts else bare)))
+            parts.append(_Share(place, flat, self._by_table(flat, () if parts else bare)))
         return parts
 
-    def keys(self, part: _Part) -> Mapping[str, KeyArray]:
+    def keys(self, part: _Share) -> Mapping[str, KeyArray]:
         """Return the keys of a part by table."""
         if part.rows is None:
             return self._tables
@@ -262,7 +262,9 @@ def joined(
     return {table: vectors[table] for table in tables}, masks
 
 
-def _of_one_version(done: list[tuple[_Part, PartAnswer]]) -> tuple[list[_Part], list[tuple[_Part, PartAnswer]], int]:
+def _of_one_version(
+    done: list[tuple[_Share, PartAnswer]],
+) -> tuple[list[_Share], list[tuple[_Share, PartAnswer]], int]:
     """Return the parts that lack the version of most keys, those that have it, and a server of this version."""
     if len({answer.version for _, answer in done}) == 1:
         return [], done, done[0][0].place

@@ -284,7 +284,9 @@ def _arguments(struct: Any, problems: list[str], location: Location) -> dict[str
     }
 
 
-_MODEL_DEFAULTS = vars(InferenceParams("", 0, 0.0, "", [], 0, True, 0.0, True))
+_MODEL_DEFAULTS = vars(
+    InferenceParams("", 0, 0.0, "", [], 0, use_gpu_embedding_cache=True, cache_size_percentage=0.0, i64_input_key=True)
+)
 
 
 def _table_problems(tables: dict[str, Any], names: list[Any]) -> Iterator[str]:

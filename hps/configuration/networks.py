@@ -70,7 +70,7 @@ def _shape(value: Any) -> tuple[int | str, ...]:
     if not isinstance(value, list | tuple):
         raise expected("a list")
     found: list[int | str] = []
-    for place, step in enumerate(value):
+    for index, step in enumerate(value):
         width = int(step) if isinstance(step, float) and step.is_integer() else step
         if isinstance(width, str):
             try:
@@ -78,7 +78,7 @@ def _shape(value: Any) -> tuple[int | str, ...]:
             except ValueError as error:
                 raise problem(f"got {json.dumps(width)[:80]}, expected the name of a size or an expression: {error}") from error
             width = width.strip() if names else int(width)
-        if isinstance(width, bool) or not (isinstance(width, str) or (isinstance(width, int) and (width > 0 or not place))):
+        if isinstance(width, bool) or not (isinstance(width, str) or (isinstance(width, int) and (width > 0 or not index))):
             break
         found.append(width)
     if not 0 < len(found) <= 8 or len(found) < len(value) or (isinstance(found[0], int) and found[0] < -1) or found[0] == 0:
@@ -239,7 +239,7 @@ class KeysProgramConfig(Section):
 
 
 def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
-    if repeated := [name for place, name in enumerate(value) if name in value[:place]]:
+    if repeated := [name for index, name in enumerate(value) if name in value[:index]]:
         raise problem(f"got {json.dumps(repeated[0])} twice, expected each name once")
     return value
 
@@ -333,15 +333,15 @@ class DenseConfig(Section):
     def _check_keys(cls, value: tuple[KeysProgramConfig, ...], info: ValidationInfo) -> tuple[KeysProgramConfig, ...]:
         inputs: Mapping[str, NetworkInputConfig] = info.data.get("inputs", {})
         files, outputs = [info.data.get("file")], list(inputs)
-        for place, program in enumerate(value):
+        for index, program in enumerate(value):
             for name in program.inputs if inputs else ():
                 if (declared := inputs.get(name)) is None or declared.table is not None or declared.request_index:
                     known = ", ".join(key for key, other in inputs.items() if not (other.table or other.request_index))
-                    raise problem(f"entry {place} reads {json.dumps(name)}, expected features of dense.inputs: {known}")
+                    raise problem(f"entry {index} reads {json.dumps(name)}, expected features of dense.inputs: {known}")
             for name in (output for output in program.outputs if output in outputs):
-                raise problem(f"entry {place} has output {json.dumps(name)}, which is the name of another; rename it")
+                raise problem(f"entry {index} has output {json.dumps(name)}, which is the name of another; rename it")
             if program.file in files:
-                raise problem(f"entry {place} has file {json.dumps(program.file)}, which another program has; write its own")
+                raise problem(f"entry {index} has file {json.dumps(program.file)}, which another program has; write its own")
             files.append(program.file)
             outputs += program.outputs
         return value

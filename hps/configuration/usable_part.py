@@ -79,8 +79,8 @@ def _files_of(entry: dict[str, Any], name: str, taken: Collection[str]) -> Model
 def _drop(content: dict[str, Any], section: str | int = "", key: str | int = "") -> bool:
     """Remove a wrong key or its whole section; return whether it was there."""
     name = "service" if section == "models" else str(section)  # all models are right, but load_models names others
-    held = content.get(name)
-    if isinstance(held, dict) and key in held:
-        del held[key]
+    section_content = content.get(name)
+    if isinstance(section_content, dict) and key in section_content:
+        del section_content[key]
         return True
     return content.pop(name, None) is not None

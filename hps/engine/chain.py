@@ -19,7 +19,16 @@ from hps.ground.threads.thread_pool import POOL
 from hps.ground.threads.workers import WorkQueue
 from hps.statistics.metrics import TIERS, Metrics
 from hps.statistics.tracing import current, ended
-from hps.stores.base import Database, LogPosition, Partition, RowChanges
+from hps.stores.base import (
+    Database,
+    DeviceReadable,
+    LogPosition,
+    OrderedWrites,
+    Partition,
+    PersistentDatabase,
+    RowChanges,
+    SharedDatabase,
+)
 from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -238,7 +247,7 @@ class DatabaseChain:
     def __init__(
         self,
         volatile: Database | None,
-        persistent: Database | None,
+        persistent: PersistentDatabase | None,
         *,
         metrics: Metrics,
         promote: bool = False,
@@ -253,6 +262,11 @@ class DatabaseChain:
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
+        # `take_in` changes neither: a database that was away has another one below, and devices read none of it in place.
+        first, authority = volatile or persistent, persistent or volatile
+        self._in_place: DeviceReadable | None = first if isinstance(first, DeviceReadable) else None
+        self._order: OrderedWrites | None = authority if isinstance(authority, OrderedWrites) else None
+        self._authority = persistent
         self.metrics = metrics
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
@@ -340,7 +354,8 @@ class DatabaseChain:
             with self.filling(table):
                 stored = volatile.database.stored(table)
                 volatile.database.open_table(stored.tag, stored.width)
-                volatile.database.stand_above(stored.tag, persistent.database, persistent.tag(table))
+                if isinstance(volatile.database, SharedDatabase) and self._authority is not None:
+                    volatile.database.stand_above(stored.tag, self._authority, persistent.tag(table))
                 self._unopened.discard(table.tag)
         return self._heal(table)
 
@@ -417,8 +432,9 @@ class DatabaseChain:
 
     def host_table(self, table: TableSpec) -> HostTable | None:
         """Return a table that devices can read in place; None if the first database does not support it."""
-        tier = self._tiers[0] if self._tiers else None
-        return tier.database.host_table(table.tag) if tier and not tier.is_exact(table) else None
+        if self._in_place is None or self._tiers[0].is_exact(table):
+            return None
+        return self._in_place.host_table(table.tag)
 
     def settle(self, table: TableSpec) -> None:
         """Wait for a running modification of the table to end.
@@ -532,9 +548,9 @@ class DatabaseChain:
 
     def written_at(self, table: TableSpec, key: KeyArray) -> int:
         """Return when the authoritative database stored the row of a key, (1,): microseconds since 1970; 0 if unknown."""
-        for database in reversed(self.databases):
+        if self._authority is not None:
             with suppress(DatabaseError):
-                return int(database.written_at(database.stored(table).tag, key)[0])
+                return int(self._authority.written_at(self._authority.stored(table).tag, key)[0])
         return 0
 
     def insert(
@@ -579,14 +595,19 @@ class DatabaseChain:
         self._modify(table, keys, lambda tier: tier.database.delete(tier.tag(table), keys), then, changing)
 
     def follow_log(self, table: TableSpec) -> dict[Partition, LogPosition]:
-        """Follow the log of the authoritative database; see `Database.follow_log`.
+        """Follow the log of the authoritative database; see `OrderedWrites.follow_log`.
 
         Raises:
-            DatabaseError: there is no such database, or it has no log.
+            DatabaseError: there is no such database, or it cannot keep the order of changes.
         """
-        if not self._tiers:
-            raise DatabaseError(f"following a log of updates for table {table.tag}: no database is configured to store them")
-        return self._tiers[-1].database.follow_log(self._tiers[-1].tag(table))
+        return self._ordered(table).follow_log(self._tiers[-1].tag(table))
+
+    def _ordered(self, table: TableSpec) -> OrderedWrites:
+        if self._order is None:
+            kind = self._tiers[-1].database.kind if self._tiers else ""
+            why = f"databases of type {kind} cannot keep its order" if kind else "no database is configured to store them"
+            raise DatabaseError(f"following a log of updates for table {table.tag}: {why}")
+        return self._order
 
     def apply(
         self,
@@ -599,24 +620,24 @@ class DatabaseChain:
         """Apply changes of a log to every database; the authoritative one goes first and decides which are the latest.
 
         Args:
-            changes, positions: as for `Database.apply`.
-            then: as for `insert`; called with the result of `Database.apply`, or with None after a failure.
+            changes, positions: as for `OrderedWrites.apply`.
+            then: as for `insert`; called with the result of `OrderedWrites.apply`, or with None after a failure.
             changing: as for `insert`.
 
         Returns:
-            The result of `Database.apply`.
+            The result of `OrderedWrites.apply`.
 
         Raises:
             DatabaseError: the authoritative database failed; each row has its old or its new state.
         """
-        latest: list[BoolArray] = []
+        order, latest = self._ordered(table), list[BoolArray]()
 
         def write(tier: _Tier) -> None:
             exact = changes.exact if tier.is_exact(table) else None
             own = changes if exact is None else replace(changes, vectors=exact)
             with self.metrics.applying(tier.name):
                 if tier is self._tiers[-1]:
-                    latest.append(tier.database.apply(tier.tag(table), own, positions))
+                    latest.append(order.apply(tier.tag(table), own, positions))
                 else:
                     tier.database.copy_changes(tier.tag(table), own.at(latest[0]))
             inserted = latest[0] if changes.deleted is None else latest[0] & ~changes.deleted
@@ -683,8 +704,8 @@ class DatabaseChain:
 
     def _doubt(self, table: TableSpec) -> DatabaseError | None:
         """Record once in the persistent database that the volatile one lacks a modification."""
-        if self._persistent and table.tag not in self._doubted:
-            tag, database = self._persistent.tag(table), self._persistent.database
+        if self._persistent and self._authority is not None and table.tag not in self._doubted:
+            tag, database = self._persistent.tag(table), self._authority
             if error := self._persistent.attempt(table, lambda: database.renew_writer_token(tag)):
                 return error
             self._doubted.add(table.tag)

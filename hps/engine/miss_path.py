@@ -94,7 +94,7 @@ def choose_paths(
         # With a database below, it may lack rows of that one, for instance after a failed write.
         authoritative = len(chain.databases) == 1
         timed = wanted == "auto" and not untimed
-        reason = _refusal(cache, chain, number, chosen.timings, wanted, authoritative, attach, timed=timed)
+        reason = _refusal(cache, chain, number, chosen.timings, wanted, attach, authoritative=authoritative, timed=timed)
         if reason and wanted == "link":
             raise DeviceError(
                 f"deploying model {table.model_name!r}: miss_path is link, but table {table.table_name!r} cannot be read in "
@@ -117,9 +117,9 @@ def _refusal(
     index: int,
     timings: dict[int, Timing],
     wanted: MissPath,
-    authoritative: bool,
-    attach: Callable[[int, HostTable, bool], str],
+    attach: Callable[..., str],
     *,
+    authoritative: bool,
     timed: bool,
 ) -> str:
     """Attach a cache to one table, or return why it cannot be."""
@@ -131,7 +131,7 @@ def _refusal(
         return f"the first database, {chain.databases[0].kind if chain.databases else 'none'}, is no hash map in this process"
     if table.width in timings and not timings[table.width].link_is_faster:
         return str(timings[table.width])
-    if reason := attach(index, host, authoritative):
+    if reason := attach(index, host, authoritative=authoritative):
         return reason
     if not timed or table.width in timings or not (sample := _sample(chain.databases[0], table)).size:
         return ""
@@ -140,10 +140,10 @@ def _refusal(
     timing = timings[table.width] = Timing(link, _keys_per_s(cache, chain, index, sample))
     if not timing.link_is_faster:
         return str(timing)
-    return attach(index, host, authoritative)
+    return attach(index, host, authoritative=authoritative)
 
 
-def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: bool, indexed: bool) -> str:
+def _attach(cache: EmbeddingCache, index: int, host: HostTable, *, authoritative: bool, indexed: bool) -> str:
     """Attach a cache to a table, or return why it cannot be. Logs the progress of pinning as often as that of a load."""
     tag, lines = cache.tables[index].tag, LineLimit(1, _LOG_INTERVAL_S)
     lines.take()  # nothing is logged in the first interval
@@ -152,7 +152,7 @@ def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: b
         if lines.take():
             _log.info("%s: %s of %s pinned, for the device to read.", tag, size_text(done), size_text(total))
 
-    return cache.attach(index, host, authoritative, advance, indexed) or ""
+    return cache.attach(index, host, advance, authoritative=authoritative, index=indexed) or ""
 
 
 def _sample(database: Database, table: TableSpec) -> KeyArray:

@@ -162,8 +162,7 @@ def keeps_order(database: str) -> bool:
     """Return whether databases of a type can follow a log of updates. All built-in ones can; imports none of them."""
     if database in IMPLEMENTATIONS["database"]:
         return True
-    base = _attribute(_BASES["database"])
-    return bool(implementation("database", database).follow_log is not base.follow_log)
+    return issubclass(implementation("database", database), _attribute("hps.stores.base:OrderedWrites"))
 
 
 @cache

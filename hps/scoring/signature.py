@@ -262,7 +262,16 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
             first, *shape = one.shape
             offsets_of = -1 if one.offsets_of is None else names[one.offsets_of]
             first = -1 if first == SAMPLES else first
-            features.append(Feature(name, -1, None, "", one.dtype, tuple(shape), one.per_request, False, 0, first, offsets_of))
+            features.append(
+                Feature(
+                    name,
+                    dtype=one.dtype,
+                    shape=tuple(shape),
+                    per_request=one.per_request,
+                    first=first,
+                    offsets_of=offsets_of,
+                )
+            )
     for name, lookup in dense.lookups.items():
         place = places[lookup.table]
         keys, offsets, weights = (_source(one) for one in (lookup.keys, lookup.offsets, lookup.weights))

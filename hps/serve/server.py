@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -32,8 +33,9 @@ from hps.regions.layout import FrontDescriptors
 from hps.regions.sharing import default_fronts, share
 from hps.serve.engine.app import CLOSE_TIMEOUT_S, Application
 from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import BACKLOG, Front
-from hps.serve.frontend.supervisor import Supervisor, url_of
+from hps.serve.frontend.supervisor import Supervisor, reserve, url_of
 from hps.serve.frontend.tls import context_of
 from hps.serve.http.authorization import exposures, is_loopback
 from hps.serve.logs.lines import LogFormat, use
@@ -108,7 +110,7 @@ def serve(
 
     def own(
         place: socket.socket | None,
-        grpc_place: socket.socket | None = None,
+        grpc_address: tuple[str, int] | None = None,
         shared: FrontDescriptors | None = None,
         url: str | None = None,
     ) -> bool:
@@ -118,7 +120,7 @@ def serve(
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)
-        server = Server(app, place, shared, url, grpc_place)
+        server = Server(app, place, shared, url, grpc_address)
         actions: dict[int, Callable[[], None]] = {
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
@@ -144,8 +146,8 @@ def serve(
         with listen(host, port) as listener:
             if grpc_port is None:
                 return own(listener)
-            with listen(host, grpc_port, "grpc_port") as grpc_listener:
-                return own(listener, grpc_listener)
+            with reserve(host, grpc_port, "grpc_port") as grpc_place:
+                return own(listener, grpc_place.getsockname()[:2])
     supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
         if code > 1:  # of an error, which the owner has reported
@@ -155,10 +157,14 @@ def serve(
 
 
 def _check_grpc() -> None:
-    try:
-        import hps.serve.frontend.grpc_calls  # noqa: F401 - by the fronts
-    except ImportError as error:
-        raise MissingDependencyError(f"serving gRPC: {error}; {install_hint('grpc')}") from error
+    """Check that the packages are there, without an import: this process may fork fronts, which grpcio does not survive."""
+    for name in ("grpc", "google.protobuf"):
+        try:
+            found = find_spec(name) is not None
+        except (ImportError, ValueError):  # no package `google`, or one that is blocked
+            found = False
+        if not found:
+            raise MissingDependencyError(f"serving gRPC: there is no package {name!r}; {install_hint('grpc')}")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -179,7 +185,7 @@ class Server:
             processes.
         shared: what it shares with the front processes.
         url: where clients reach those.
-        grpc_listener: a listening socket for gRPC, beside the other.
+        grpc_address: where it serves gRPC, beside the other; reserved by `supervisor.reserve`.
 
     Attributes:
         url: address of the listener.
@@ -192,10 +198,10 @@ class Server:
         listener: socket.socket | None,
         shared: FrontDescriptors | None = None,
         url: str | None = None,
-        grpc_listener: socket.socket | None = None,
+        grpc_address: tuple[str, int] | None = None,
     ) -> None:
         self._app = app
-        self._listener, self._grpc_listener = listener, grpc_listener
+        self._listener, self._grpc_address = listener, grpc_address
         self._shared = shared
         self.url = url or ("" if listener is None else url_of(listener, app.lifecycle.configuration.service))
         self.front: Front | None = None
@@ -233,7 +239,7 @@ class Server:
                 shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
-                self.front = Front(0, shared, configuration, spins=False, loopback=loopback)
+                self.front = Front(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
             with suppress(FileNotFoundError):  # of an owner that has died
                 os.unlink(shared.path)
             own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -284,9 +290,13 @@ class Server:
             _log.warning("%s", warning)
         serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
         if self.front is not None and self._listener is not None:
-            await self.front.start(self._listener, self._grpc_listener)
-            if self._grpc_listener is not None:
-                _log.info("listening for gRPC on %s:%d", *self._grpc_listener.getsockname()[:2])
+            if self._grpc_address is not None:
+                from hps.serve.frontend.grpc_server import GrpcServer  # of an extra
+
+                self.front.grpc = GrpcServer(self.front, self._grpc_address)
+            await self.front.start(self._listener)
+            if self._grpc_address is not None:
+                _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._loop = asyncio.get_running_loop()
         self._hear()
         announced = False

@@ -1,6 +1,6 @@
 """Statistics of a parameter server as plain data, for use without Prometheus."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,13 @@ class UpdateStatus:
     positions: dict[str, str]
     behind: int | None
     lag_s: float | None
-    rows_per_s: float
-    rows: int
-    stale_rows: int
-    future_times: int
-    dead_letters: dict[str, int]
-    problem: str
-    connected: bool
+    rows_per_s: float = 0.0
+    rows: int = 0
+    stale_rows: int = 0
+    future_times: int = 0
+    dead_letters: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+    connected: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,8 @@ class AwayDatabase(Database):
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         self._refuse(f"scanning table {tag}")
 
-    def size(self, tag: str) -> int:
-        self._refuse(f"counting the rows of table {tag}")
-
     def stats(self, tag: str) -> TableStats:
         self._refuse(f"measuring table {tag}")
-
-    def tags(self) -> list[str]:
-        self._refuse("listing the tables")
 
     def drop_table(self, tag: str) -> None:
         self._refuse(f"dropping table {tag}")

@@ -1,10 +1,16 @@
 """The contract of a database tier, volatile or persistent.
 
-Callers use `Database` alone; its optional methods have defaults. An implementation subclasses one of three kinds:
+`Database` is what every tier does. A database is of one of three kinds, and may have further capabilities; callers test for
+them with `isinstance`, once, where they are built.
 
-- `InProcessDatabase`: its tables are in the memory of this process and end with it (the hash map).
-- `SharedDatabase`: several processes share its tables, and one of them loads each (Redis).
-- `PersistentDatabase`: it holds every row, and remembers which model files they came from (RocksDB).
+    Database
+    ├── InProcessDatabase      tables in the memory of this process, which end with it (the hash map)
+    └── LastingDatabase        tables and load records outlive this process
+        ├── SharedDatabase     several processes share the tables, and one of them loads each (Redis)
+        └── PersistentDatabase holds every row (RocksDB)
+
+    OrderedWrites              keeps the order of changes, so that a log of updates can be followed (all three engines)
+    DeviceReadable             devices read its tables in place (the hash map)
 """
 
 import secrets
@@ -16,7 +22,6 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import numpy as np
 
-from hps.errors import DatabaseError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
@@ -225,20 +230,6 @@ class Database(ABC):
         """Return the numba kernels of lookups and loads with this configuration, to be compiled at once with others."""
         return ()
 
-    @classmethod
-    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
-        """Open the database that `config` describes read-only and check that it could be opened and filled. Nothing is written.
-
-        Not for a process that has it open.
-
-        Args:
-            tables: the tables to load, with the bytes of their files.
-
-        Returns:
-            The results; none if there is nothing to check.
-        """
-        return []
-
     @abstractmethod
     def open_table(self, tag: str, dim: int) -> None:
         """Open a table; create it empty if it does not exist. Opening an open table changes nothing.
@@ -299,49 +290,6 @@ class Database(ABC):
     def delete(self, tag: str, keys: KeyArray) -> int:
         """Remove keys; return how many distinct ones were there, or -1 if counting is expensive."""
 
-    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
-        """Keep the order of changes to an open table from now on, for as long as its rows stay.
-
-        Returns:
-            The last positions given to `apply`, by partition; empty for a table that never followed a log.
-
-        Raises:
-            DatabaseError: this database cannot keep the order.
-        """
-        raise DatabaseError(f"following a log of updates for table {tag}: databases of type {self.kind} cannot keep its order")
-
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """Apply the changes that are not older than the last change of their row.
-
-        A deleted row is remembered with the sequence of its deletion. A row that only a load wrote is older than any change. An
-        `insert` or a `delete` is later than all changes applied before it, and earlier than changes with a higher sequence
-        than those. Applying a change again leaves the same row.
-
-        Args:
-            tag: a table for which `follow_log` was called.
-            changes: may be empty.
-            positions: how far the log had been applied to *every* tier before these changes were read. They are stored with the
-                changes, so that reading continues there after a crash; what is then applied again changes nothing.
-
-        Returns:
-            (n,) bool: True for applied changes, False for rows with a later change. As durable as an `insert`.
-
-        Raises:
-            DatabaseError: each row has its old or its new state, with the matching sequence.
-        """
-        raise DatabaseError(f"updating table {tag}: databases of type {self.kind} cannot keep the order of updates")
-
-    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
-        """Yield the keys of rows that were changed online, deleted ones too, as far as `sequences_of` knows their last changes.
-
-        For databases that keep the order over restarts; none by default.
-        """
-        return iter(())
-
-    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
-        """Return the sequences of the last changes of rows, (n,) int64; 0 where a change has none."""
-        return np.zeros(keys.size, np.int64)
-
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
         """Apply changes that the database below has just applied; a shared database may drop the rows instead."""
         keys, vectors, deleted = changes.split()
@@ -358,12 +306,12 @@ class Database(ABC):
         """
 
     @abstractmethod
+    def stats(self, tag: str) -> TableStats:
+        """Return the size of a table. Its rows may be an estimate."""
+
     def size(self, tag: str) -> int:
         """Count the rows of a table; an estimate if the engine counts lazily."""
-
-    @abstractmethod
-    def stats(self, tag: str) -> TableStats:
-        """Return the size of a table."""
+        return self.stats(tag).rows
 
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
@@ -378,11 +326,6 @@ class Database(ABC):
         """
         return []
 
-    @classmethod
-    def index_bytes(cls, rows: int) -> int:
-        """Return the size of a copy of the index of a reserved table, for devices that read it in place; 0 by default."""
-        return 0
-
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
         """Refuse tables that do not fit beside the present ones, before any row is loaded. Nothing is reserved or created.
 
@@ -393,17 +336,6 @@ class Database(ABC):
             CapacityError: they do not fit; the message says what each needs, what is free and how to make room.
             DatabaseError: the engine did not answer.
         """
-
-    def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
-        """Return when rows were last written or loaded, (n,) int64, microseconds since 1970; 0 for absent keys or if unknown.
-
-        For a few keys at a time: this is slower than a lookup.
-        """
-        return np.zeros(keys.size, np.int64)
-
-    @abstractmethod
-    def tags(self) -> list[str]:
-        """List the tags of all tables, opened by this process or not, sorted."""
 
     @abstractmethod
     def drop_table(self, tag: str) -> None:
@@ -423,23 +355,116 @@ class Database(ABC):
     def close(self) -> None:
         """Release the engine. Closing twice changes nothing."""
 
-    def host_table(self, tag: str) -> HostTable | None:
-        """Return the table for devices that read it in place; None if they cannot."""
-        return None
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        """Insert one chunk of a model in bulk; `record` describes the table after it."""
+        self.insert(tag, keys, vectors)
 
-    def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:  # noqa: B027 - optional
+
+class OrderedWrites(ABC):
+    """Keeps the order of changes to rows. A database that holds every row needs it to follow a log of updates."""
+
+    @abstractmethod
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
+        """Keep the order of changes to an open table from now on, for as long as its rows stay.
+
+        Returns:
+            The last positions given to `apply`, by partition; empty for a table that never followed a log.
+        """
+
+    @abstractmethod
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        """Apply the changes that are not older than the last change of their row.
+
+        A deleted row is remembered with the sequence of its deletion. A row that only a load wrote is older than any change. An
+        `insert` or a `delete` is later than all changes applied before it, and earlier than changes with a higher sequence
+        than those. Applying a change again leaves the same row.
+
+        Args:
+            tag: a table for which `follow_log` was called.
+            changes: may be empty.
+            positions: how far the log had been applied to *every* tier before these changes were read. They are stored with the
+                changes, so that reading continues there after a crash; what is then applied again changes nothing.
+
+        Returns:
+            (n,) bool: True for applied changes, False for rows with a later change. As durable as an `insert`.
+
+        Raises:
+            DatabaseError: each row has its old or its new state, with the matching sequence.
+        """
+
+
+class DeviceReadable(ABC):
+    """Its tables lie in memory that devices can map and read in place."""
+
+    @abstractmethod
+    def host_table(self, tag: str) -> HostTable:
+        """Return an open table for devices."""
+
+    @classmethod
+    @abstractmethod
+    def index_bytes(cls, rows: int) -> int:
+        """Return the size of a copy of the index of a reserved table."""
+
+
+class InProcessDatabase(Database):
+    """A volatile database in the memory of this process."""
+
+    in_process = True
+
+    def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:
         """Make room for `rows` in total, so that loading need not grow the table step by step.
 
         Args:
             keys: the keys to be loaded, at least most of them, in parts that the next one may overwrite; read if of use.
         """
 
+    def release_table(self, tag: str) -> None:
+        self.drop_table(tag)
+
+
+class LastingDatabase(Database):
+    """A database whose tables outlive this process, each with a record of its load."""
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        """Open the database that `config` describes read-only and check that it could be opened and filled. Nothing is written.
+
+        Not for a process that has it open.
+
+        Args:
+            tables: the tables to load, with the bytes of their files.
+
+        Returns:
+            The results; none if there is nothing to check.
+        """
+        return []
+
+    @abstractmethod
+    def tags(self) -> list[str]:
+        """List the tags of all tables, opened by this process or not, sorted."""
+
+    @abstractmethod
+    def load_record(self, tag: str) -> LoadRecord | None:
+        """Return which model files a table holds; None if unknown.
+
+        The first `insert` or `delete` after a load marks the record as modified, durably, before it changes a row.
+        """
+
+    def finish_load(self, tag: str) -> None:
+        """Let the engine settle (flush, compact, give up a lease). Called once, after the last `load_chunk` of a table."""
+
+
+class SharedDatabase(LastingDatabase):
+    """A volatile database that several processes share. One of them at a time loads a table."""
+
+    shared = True
+
+    @abstractmethod
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
         """Claim the right to load an open table, before the first `load_chunk`.
 
-        A shared database remembers the loaded rows, and empties a table that holds another model. The process with the claim
-        loads the rows in order and then calls `finish_load`. If it dies, another may claim the rest after a while. Other
-        databases always grant the claim.
+        The database remembers the loaded rows, and empties a table that holds another model. The process with the claim
+        loads the rows in order and then calls `finish_load`. If it dies, another may claim the rest after a while.
 
         Args:
             fingerprint: identifies the model files.
@@ -454,65 +479,16 @@ class Database(ABC):
         Raises:
             DatabaseError: other processes use another model's rows, and they must stay.
         """
-        return 0
 
-    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
-        """Insert one chunk of a model in bulk; `record` describes the table after it."""
-        self.insert(tag, keys, vectors)
-
-    def finish_load(self, tag: str) -> None:  # noqa: B027 - optional
-        """Let the engine settle (flush, compact, give up a lease). Called once, after the last `load_chunk` of a table."""
-
-    def load_record(self, tag: str) -> LoadRecord | None:
-        """Return which model files a table holds; None if unknown.
-
-        The first `insert` or `delete` after a load marks the record as modified, durably, before it changes a row.
-        """
-        return None
-
-    def writer_token(self, tag: str) -> str | None:
-        """Return the token of this table's modifications, for shared databases above; None if unmodified since the load.
-
-        The first `insert` or `delete` stores one durably before it changes a row.
-        """
-        return None
-
-    def renew_writer_token(self, tag: str) -> str | None:
-        """Replace the token, if there is one, durably before the next modification returns; return the new token.
-
-        A shared database then no longer relies on its rows of the table.
-        """
-        return None
-
-    def stand_above(self, tag: str, database: "Database", below: str = "") -> None:  # noqa: B027 - optional
+    def stand_above(self, tag: str, database: "PersistentDatabase", below: str = "") -> None:
         """Name the database of this process that holds every row of an open table.
 
         Args:
             below: the tag of the table there; by default the same.
 
-        From then on a shared database shows no row older than a modification by this process, including modifications before
+        From then on this database shows no row older than a modification by this process, including modifications before
         its start. Where it cannot tell, it has no rows and takes none.
         """
-
-
-class InProcessDatabase(Database):
-    """A volatile database in the memory of this process."""
-
-    in_process = True
-
-    def release_table(self, tag: str) -> None:
-        self.drop_table(tag)
-
-
-class SharedDatabase(Database):
-    """A volatile database that several processes share. One of them at a time loads a table."""
-
-    shared = True
-
-    @abstractmethod
-    def claim_load(
-        self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True
-    ) -> int | None: ...
 
     def used_by_others(self, tag: str) -> bool:
         """Whether other processes use a table, opened by this one or not; False by default."""
@@ -573,7 +549,7 @@ class SharedDatabase(Database):
         return False
 
 
-class PersistentDatabase(Database):
+class PersistentDatabase(LastingDatabase):
     """A database that holds every row, and remembers which model files they came from."""
 
     persistent = True
@@ -590,27 +566,30 @@ class PersistentDatabase(Database):
         """
         return False
 
-    @classmethod
-    def inspect(cls, path: Path) -> DatabaseReport:
-        """Read a whole database that no process writes to, without changing it.
+    def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
+        """Return when rows were last written or loaded, (n,) int64, microseconds since 1970; 0 for absent keys or if unknown.
 
-        Raises:
-            DatabaseError: it cannot be opened, or this kind of database has no inspection.
+        For a few keys at a time: this is slower than a lookup.
         """
-        raise DatabaseError(f"inspecting {path}: databases of type {cls.kind} cannot be inspected")
+        return np.zeros(keys.size, np.int64)
 
     def writer_token(self, tag: str) -> str | None:
-        """Return a token that differs by object, so that a shared database never relies on an earlier process' writes."""
+        """Return the token of this table's modifications, for shared databases above; None if unmodified since the load.
+
+        The first `insert` or `delete` stores one durably before it changes a row. By default tokens differ by object, so that
+        a shared database never relies on an earlier process' writes.
+        """
         tokens: dict[str, str] = self.__dict__.setdefault("_writer_tokens", {})
         return tokens.setdefault(tag, secrets.token_hex(6))
 
     def renew_writer_token(self, tag: str) -> str | None:
+        """Replace the token, if there is one, durably before the next modification returns; return the new token.
+
+        A shared database then no longer relies on its rows of the table.
+        """
         if self.writer_token(tag) is not None:
             self.__dict__["_writer_tokens"][tag] = secrets.token_hex(6)
         return self.writer_token(tag)
-
-    @abstractmethod
-    def load_record(self, tag: str) -> LoadRecord | None: ...
 
     @abstractmethod
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:

@@ -154,11 +154,11 @@ def pooled_batch(
         elif isinstance(out, Mapping):
             if name not in out:
                 raise InvalidInputError(f"looking up bags: out has no entry for {name!r}; name an output for every table")
-            place = adopt_output(out[name], pooling.count, dim, on_cuda)
+            place = adopt_output(out[name], pooling.count, dim, on_cuda=on_cuda)
         else:
             if shared is None:
                 rows = pooling.count
-                shared = adopt_output(out, rows, width, on_cuda)
+                shared = adopt_output(out, rows, width, on_cuda=on_cuda)
             if pooling.count != rows:
                 raise InvalidInputError(
                     f"looking up bags: got {pooling.count} bags of table {name!r} and {rows} of {found[0][0]!r}, expected as "

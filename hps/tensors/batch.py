@@ -179,8 +179,8 @@ def table_batch(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, wit
     elif on_cuda and type(keys) is type(out) is getattr(sys.modules.get("cupy"), "ndarray", None):
         flat, n, place = keys, keys.size, out
     else:
-        flat, n = adopt_keys(keys, on_cuda)
-        place = adopt_output(out, n, dim, on_cuda, narrow=True)
+        flat, n = adopt_keys(keys, on_cuda=on_cuda)
+        place = adopt_output(out, n, dim, on_cuda=on_cuda, narrow=True)
         if type(place) is np.ndarray and place.dtype != _FLOAT32:
             [place], narrow = _widened([place])
     founds = (np.empty(n, np.bool_),) if with_found else ()
@@ -218,7 +218,7 @@ def named_batch(
             index = table_index(name)
         speaks_dlpack = (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)) or type(keys) is CAPSULE
         if speaks_dlpack or (on_cuda and size_on_device(keys) >= 0):
-            keys, n = adopt_keys(keys, on_cuda)
+            keys, n = adopt_keys(keys, on_cuda=on_cuda)
         else:
             keys = as_host_keys(keys)
             n = keys.size
@@ -232,7 +232,7 @@ def named_batch(
             if type(place) is np.ndarray:
                 place = as_output(place, n, dim, narrow=True)
             else:
-                place = adopt_output(place, n, dim, on_cuda, narrow=True)
+                place = adopt_output(place, n, dim, on_cuda=on_cuda, narrow=True)
         found.append(index)
         sizes.append(n)
         flats.append(keys)
@@ -291,10 +291,10 @@ def kept_batch(
     found, sizes, flats, places = [], [], [], []
     for name, given in tables.items():
         index = table_index(name)
-        keys, n = adopt_keys(given, on_cuda)
+        keys, n = adopt_keys(given, on_cuda=on_cuda)
         if name not in out:
             raise InvalidInputError(f"preparing a lookup: out has no entry for {name!r}; name an output for every table")
-        place = adopt_output(out[name], n, specs[index].dim, on_cuda)
+        place = adopt_output(out[name], n, specs[index].dim, on_cuda=on_cuda)
         if type(keys) is np.ndarray and keys is not given and keys.flags.owndata:
             raise InvalidInputError(
                 f"preparing a lookup of table {name!r}: got keys that are not int64 or not aligned, expected aligned int64: a "
@@ -342,11 +342,11 @@ def concatenated_batch(
             f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(dims)} of them, one per table, "
             "none negative"
         )
-    flat, n = adopt_keys(keys, on_cuda)
+    flat, n = adopt_keys(keys, on_cuda=on_cuda)
     total, size = sum(counts), sum(map(operator.mul, counts, dims))
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
-    place = adopt_output(out, size, 1, on_cuda, narrow=True)
+    place = adopt_output(out, size, 1, on_cuda=on_cuda, narrow=True)
     tables, keys_on_host, out_on_host = range(len(dims)), isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
     if not (with_found or keys_on_host or out_on_host):
         return Batch(tables, counts, (flat,), (place,), joined=True), None
@@ -430,7 +430,7 @@ def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     return flat, flat.size
 
 
-def adopt_output(out: Any, rows: int, dim: int, on_cuda: bool, *, narrow: bool = False) -> Any:
+def adopt_output(out: Any, rows: int, dim: int, *, on_cuda: bool, narrow: bool = False) -> Any:
     """Adopt an output: (rows, dim) in host memory, see `as_output`, or the tensor that a CUDA cache writes itself."""
     if on_cuda and type(out) is not np.ndarray:
         if size_on_device(out) >= 0:

@@ -244,7 +244,7 @@ def read_capsule(capsule: Any, what: str) -> TensorView:
     name = _capsule_name(capsule)
     if name == b"dltensor":
         raw = _TENSOR.unpack_from(_TENSOR_BYTES.from_address(_capsule_pointer(capsule, name)))
-        return _view(raw, False, capsule, what)
+        return _view(raw, capsule, what, read_only=False)
     if name == b"dltensor_versioned":
         return _read_versioned(_capsule_pointer(capsule, name), capsule, what)
     if name in (b"used_dltensor", b"used_dltensor_versioned"):
@@ -334,10 +334,10 @@ def _read_versioned(address: int, owner: Any, what: str) -> TensorView:
     raw = _VERSIONED.unpack_from(_VERSIONED_BYTES.from_address(address))
     if raw[0] != _MAJOR:
         raise InvalidInputError(f"adopting {what}: got a tensor of DLPack {raw[0]}.{raw[1]}, expected {_MAJOR}.x")
-    return _view(raw[5:], bool(raw[4] & _READ_ONLY), owner, what)
+    return _view(raw[5:], owner, what, read_only=bool(raw[4] & _READ_ONLY))
 
 
-def _view(raw: Sequence[int], read_only: bool, owner: Any, what: str) -> TensorView:
+def _view(raw: Sequence[int], owner: Any, what: str, *, read_only: bool) -> TensorView:
     pointer, device_type, device_id, dimensions, code, bits, lanes, shape_at, strides_at, offset = raw
     if not 0 <= dimensions <= _MOST_DIMENSIONS or (dimensions and not shape_at):
         raise InvalidInputError(f"adopting {what}: got a tensor of {dimensions} dimensions; its description is damaged")

@@ -989,7 +989,7 @@ class CacheContract:
         assert not cache.complete
         assert lookup.query(self.batch(cache, 0, keys)) == 20
         lookup.finish()
-        cache.tell_complete(True)
+        cache.tell_complete(complete=True)
         for absent in (20, 21):  # with a key that is deleted in the second round
             batches = [self.batch(cache, 1, keys), self.batch(cache, 0, keys[:5], with_found=False)]
             assert lookup.query(Batch.merged(batches)) == 0
@@ -1006,7 +1006,7 @@ class CacheContract:
     def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: Create) -> None:
         cache, keys = create(spec(4), 42, static=True), distinct_keys(43)
         cache.insert(0, keys[:40], vectors_of(keys[:40], 4))
-        cache.tell_complete(True)
+        cache.tell_complete(complete=True)
         cache.write(0, keys[39:42], vectors_of(keys[39:42], 4, 1))
         complete = cache.complete
         assert complete
@@ -1018,7 +1018,7 @@ class CacheContract:
         assert lookup.query(self.batch(cache, 0, keys)) == 1
         lookup.finish()
         cache.erase(0, keys[42:])
-        cache.tell_complete(True)
+        cache.tell_complete(complete=True)
         cache.drop(0, keys[:2])
         assert not cache.complete
         assert lookup.query(self.batch(cache, 0, keys)) == 3
@@ -1026,7 +1026,7 @@ class CacheContract:
 
     def test_only_static_caches_are_complete(self, create: Create) -> None:
         cache, keys = create(spec(4), 100), distinct_keys(3)
-        cache.tell_complete(True)
+        cache.tell_complete(complete=True)
         assert not cache.complete
         cache.write(0, keys, vectors_of(keys, 4))
         assert not self.query(cache, keys)[1].any()  # it updates

@@ -1,6 +1,6 @@
-"""The behaviour that every database tier shares; each database's test subclasses `DatabaseContract`.
+"""The behaviour that every database tier shares, and that of each capability; a database's test subclasses those that it has.
 
-class TestRocksDatabase(DatabaseContract):
+class TestRocksDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract):
     @pytest.fixture
     def database(self, tmp_path):
         database = RocksDatabase(tmp_path)
@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 
 from hps.errors import (
     CapacityError,
-    DatabaseError,
     InvalidDtypeError,
     InvalidInputError,
     NotReadyError,
@@ -34,7 +33,16 @@ from hps.errors import (
     UnknownTableError,
 )
 from hps.ground.rows import encode
-from hps.stores.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges
+from hps.stores.base import (
+    Database,
+    LastingDatabase,
+    LoadRecord,
+    LogPosition,
+    OrderedWrites,
+    Partition,
+    PersistentDatabase,
+    RowChanges,
+)
 from hps.testing.readers import reading
 from hps.testing.waiting import PATIENCE_S
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec, row_width
@@ -86,8 +94,18 @@ def changes_of(
     return RowChanges(keys, vectors_of(keys, DIM, version), sequences, gone if gone.any() else None)
 
 
+class OrderedDatabase(Database, OrderedWrites):
+    """The type of a database that keeps the order of changes."""
+
+
+def settle(database: Database) -> None:
+    """End a load."""
+    if isinstance(database, LastingDatabase):
+        database.finish_load(TAG)
+
+
 def applied(
-    database: Database, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition] | None = None
+    database: OrderedWrites, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition] | None = None
 ) -> list[bool]:
     latest = database.apply(tag, changes, positions or {})
     assert latest.dtype == np.bool_
@@ -95,14 +113,8 @@ def applied(
     return made
 
 
-class DatabaseContract:
-    """Subclass it, give the fixture `database` (fresh, empty, closed after the test) and `raw_rows`."""
-
-    counts_deletes: ClassVar[bool] = True
-    """Whether `delete` returns the number of removed rows, rather than -1."""
-
-    follows_logs: ClassVar[bool] = True
-    """Whether the database can keep the order of changes."""
+class DatabaseFixtures:
+    """What each contract needs: the fixture `database` (fresh, empty, closed after the test) and `raw_rows`."""
 
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         """All rows of a table as key -> bytes of its vector, read without the methods under test."""
@@ -113,6 +125,13 @@ class DatabaseContract:
         """A database in which the table TAG of width DIM is open and empty."""
         database.open_table(TAG, DIM)
         return database
+
+
+class DatabaseContract(DatabaseFixtures):
+    """Of every database."""
+
+    counts_deletes: ClassVar[bool] = True
+    """Whether `delete` returns the number of removed rows, rather than -1."""
 
     # -- insert and fetch ---------------------------------------------------------------------------------------------
 
@@ -137,7 +156,8 @@ class DatabaseContract:
         width = row_width(dim, row_dtype)
         database.open_table(tag, width)
         database.load_chunk(tag, keys[:300], rows[:300], LoadRecord("files", 300, 300))
-        database.finish_load(tag)
+        if isinstance(database, LastingDatabase):
+            database.finish_load(tag)
         database.insert(tag, keys[300:600], rows[300:600])
         if not database.persistent:
             assert database.promote(tag, keys[600:], rows[600:]) in (0, 300)
@@ -155,23 +175,6 @@ class DatabaseContract:
         assert scanned == raw
         with pytest.raises(TableWidthError):
             database.open_table(tag, width + 1)
-
-    @pytest.mark.parametrize("row_dtype", ["float16", "int8"])
-    def test_changes_of_a_log_keep_rows_of_fewer_bits(self, database: Database, row_dtype: str) -> None:
-        if not self.follows_logs:
-            pytest.skip("it keeps no order")
-        keys, tag = distinct_keys(200), TableSpec("shop", "item", 7, 0.0, 100, row_dtype=row_dtype).tag
-        values = np.random.default_rng(12).standard_normal((200, 7)).astype(np.float32)
-        rows = encode("storing", values, row_dtype)
-        database.open_table(tag, rows.shape[1])
-        database.follow_log(tag)
-        order = np.arange(1, 201)
-        assert database.apply(tag, RowChanges(keys, rows, order), {}).all()
-        assert not database.apply(tag, RowChanges(keys, rows[::-1].copy(), order - 1), {}).any()
-        assert database.apply(tag, RowChanges(keys[:50], rows[:50], order[:50] + 500, np.full(50, True)), {}).all()
-        out, found = fetched(database, tag, keys, rows.shape[1])
-        np.testing.assert_array_equal(found, np.arange(200) >= 50)
-        np.testing.assert_array_equal(bits(out[50:]), bits(rows[50:]))
 
     def test_every_int64_is_a_legal_key(self, table: Database) -> None:
         keys = np.unique(AWKWARD_KEYS)
@@ -263,21 +266,9 @@ class DatabaseContract:
         assert table.fetch(TAG, none, no_vectors, np.empty(0, np.bool_)) == 0
         assert table.delete(TAG, none) in (0, -1)
         table.load_chunk(TAG, none, no_vectors, LoadRecord("abc", 0, 0))
-        table.finish_load(TAG)
+        settle(table)
         assert self.raw_rows(table, TAG) == {}
         assert list(table.scan(TAG, 10)) == []
-        if isinstance(table, PersistentDatabase):
-            assert table.load_record(TAG) == LoadRecord("abc", 0, 0)
-
-    def test_when_a_row_was_written_is_known_or_zero(self, table: Database) -> None:
-        keys = distinct_keys(20)
-        before = time.time_ns() // 1000
-        table.insert(TAG, keys[:10], vectors_of(keys[:10], DIM))
-        written, after = table.written_at(TAG, keys), time.time_ns() // 1000
-        assert written.dtype == np.int64
-        assert written.shape == (20,)
-        assert not written[10:].any()
-        assert not written[:10].any() or ((written[:10] >= before) & (written[:10] <= after)).all()
 
     # -- delete -------------------------------------------------------------------------------------------------------
 
@@ -359,7 +350,8 @@ class DatabaseContract:
             figures = rf"got [\d,]{{15,}} bytes.*{OTHER}.*{TAG}.*at most the [\d,]+ that are free .*; "
             with pytest.raises(CapacityError, match=figures):
                 database.check_room([(OTHER, 3, 10_000), (TAG, 1 << 20, 1 << 31)])
-        assert database.tags() == []
+        with pytest.raises(UnknownTableError):
+            database.stats(TAG)
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
@@ -373,13 +365,6 @@ class DatabaseContract:
         database.delete(TAG, keys[:30])
         assert fetched(database, TAG, keys, DIM)[1].sum() == 70
         np.testing.assert_array_equal(fetched(database, OTHER, keys[:60], 3)[0], vectors_of(keys[:60], 3, version=1))
-        assert database.tags() == [TAG, OTHER]
-
-    def test_tags_are_sorted_and_begin_empty(self, database: Database) -> None:
-        assert database.tags() == []
-        for tag in ("hps_et.b.x", "hps_et.a.y", "hps_et.a-b.y"):
-            database.open_table(tag, 2)
-        assert database.tags() == sorted(["hps_et.b.x", "hps_et.a.y", "hps_et.a-b.y"])
 
     def test_opening_an_open_table_changes_nothing_and_another_width_is_refused(self, table: Database) -> None:
         keys = distinct_keys(10)
@@ -397,20 +382,17 @@ class DatabaseContract:
             table.insert(tag, keys, vectors_of(keys, DIM))
         for _ in range(2):
             table.drop_table(TAG)
-            assert table.tags() == [OTHER]
             with pytest.raises(UnknownTableError, match=TAG):
                 fetched(table, TAG, keys, DIM)
             assert fetched(table, OTHER, keys, DIM)[1].all()
 
-    def test_a_dropped_table_is_opened_empty_with_any_width_and_without_its_load(self, table: Database) -> None:
+    def test_a_dropped_table_is_opened_empty_with_any_width(self, table: Database) -> None:
         keys = distinct_keys(10)
         table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 10, 10))
         table.drop_table(TAG)
         table.open_table(TAG, DIM + 1)
         assert not fetched(table, TAG, keys, DIM + 1)[1].any()
         assert self.raw_rows(table, TAG) == {}
-        if isinstance(table, PersistentDatabase):
-            assert table.load_record(TAG) is None
         table.insert(TAG, keys, vectors_of(keys, DIM + 1))
         assert table.size(TAG) == 10
 
@@ -453,7 +435,6 @@ class DatabaseContract:
         for call in calls:
             with pytest.raises(UnknownTableError, match=OTHER):
                 call()
-        assert table.tags() == [TAG]
 
     # -- bad input ----------------------------------------------------------------------------------------------------
 
@@ -506,16 +487,12 @@ class DatabaseContract:
 
     # -- bulk load ----------------------------------------------------------------------------------------------------
 
-    def test_loaded_chunks_can_be_fetched_and_are_remembered_where_the_engine_lasts(self, table: Database) -> None:
+    def test_loaded_chunks_can_be_fetched(self, table: Database) -> None:
         keys = distinct_keys(300)
-        if isinstance(table, PersistentDatabase):
-            assert table.load_record(TAG) is None
         for start in (0, 100, 100, 200):  # a chunk that comes again changes nothing
             record = LoadRecord("abc", start + 100, 300)
             table.load_chunk(TAG, keys[start : start + 100], vectors_of(keys[start : start + 100], DIM), record)
-            if isinstance(table, PersistentDatabase):
-                assert table.load_record(TAG) == record
-        table.finish_load(TAG)
+        settle(table)
         np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
         assert len(self.raw_rows(table, TAG)) == 300
 
@@ -524,118 +501,8 @@ class DatabaseContract:
         table.insert(TAG, keys, vectors_of(keys, DIM))
         vectors = np.concatenate([vectors_of(keys, DIM, 1), vectors_of(keys, DIM, 2)])
         table.load_chunk(TAG, np.concatenate([keys, keys]), vectors, LoadRecord("abc", 100, 100))
-        table.finish_load(TAG)
+        settle(table)
         np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
-
-    # -- updates of a log ---------------------------------------------------------------------------------------------
-
-    @pytest.fixture
-    def followed(self, table: Database) -> Database:
-        """A database whose open and empty table TAG follows a log."""
-        if not self.follows_logs:
-            with pytest.raises(DatabaseError, match=TAG):
-                table.follow_log(TAG)
-            pytest.skip("this database cannot keep the order of changes, and says so")
-        assert table.follow_log(TAG) == {}
-        return table
-
-    def rows_are(self, database: Database, versions: Mapping[int, int]) -> None:
-        """Compare all rows with those of these keys, each of the vector of a version."""
-        keys = np.array(list(versions), np.int64)
-        vectors = [vectors_of(keys[i : i + 1], DIM, version).tobytes() for i, version in enumerate(versions.values())]
-        assert self.raw_rows(database, TAG) == dict(zip(versions, vectors, strict=True))
-
-    def test_older_changes_are_refused_and_equal_and_newer_ones_made(self, followed: Database) -> None:
-        keys = distinct_keys(3)
-        a, b, c = keys.tolist()
-        assert applied(followed, TAG, changes_of(keys, [10, 20, 30], version=1)) == [True] * 3
-        assert applied(followed, TAG, changes_of(keys, 20, version=2)) == [True, True, False]
-        self.rows_are(followed, {a: 2, b: 2, c: 1})
-        assert applied(followed, TAG, changes_of(keys, [19, 20, 31], version=3)) == [False, True, True]
-        self.rows_are(followed, {a: 2, b: 3, c: 3})
-
-    def test_deleted_rows_are_remembered_and_nothing_shows_it(self, followed: Database) -> None:
-        keys = distinct_keys(4)
-        a, b, c, _ = keys.tolist()
-        assert applied(followed, TAG, changes_of(keys[:2], 10, version=1)) == [True] * 2
-        assert applied(followed, TAG, changes_of(keys, [20, 5, 20, 20], deleted=True)) == [True, False, True, True]
-        self.rows_are(followed, {b: 1})
-        assert applied(followed, TAG, changes_of(keys[2:], 19, version=2)) == [False] * 2
-        assert followed.fetch(TAG, keys, np.empty((4, DIM), np.float32), np.zeros(4, np.bool_)) == 1
-        assert followed.size(TAG) == followed.stats(TAG).rows == 1
-        assert [chunk.tolist() for chunk, _ in followed.scan(TAG, 10)] == [[b]]
-        assert followed.tags() == [TAG]
-        assert not followed.written_at(TAG, keys[[0, 2, 3]]).any()
-        assert applied(followed, TAG, changes_of(keys, [21, 21, 20, 19], [False, True, False, True], 3)) == [True] * 3 + [False]
-        self.rows_are(followed, {a: 3, c: 3})
-
-    def test_an_insert_and_a_delete_stand_between_what_was_applied_and_what_comes(self, followed: Database) -> None:
-        keys = distinct_keys(4)
-        a, b, c, d = keys.tolist()
-        assert applied(followed, TAG, changes_of(keys[[0, 1]], [7, 10], version=1)) == [True] * 2
-        assert applied(followed, TAG, changes_of(keys[:1], 8, version=1)) == [True]  # of a partition that is behind
-        followed.insert(TAG, keys[[0, 2]], vectors_of(keys[[0, 2]], DIM, 2))
-        followed.delete(TAG, keys[[1, 3]])
-        assert applied(followed, TAG, changes_of(keys, 10, version=3)) == [False] * 4
-        self.rows_are(followed, {a: 2, c: 2})
-        assert applied(followed, TAG, changes_of(keys, [12, 12, 13, 14], version=4)) == [True] * 4
-        self.rows_are(followed, {a: 4, b: 4, c: 4, d: 4})
-        followed.insert(TAG, keys, vectors_of(keys, DIM, 5))
-        assert applied(followed, TAG, changes_of(keys, [11, 12, 13, 14], version=6)) == [False] * 4
-        self.rows_are(followed, {a: 5, b: 5, c: 5, d: 5})
-
-    def test_rows_from_before_the_log_are_older_than_any_change(self, table: Database) -> None:
-        if not self.follows_logs:
-            pytest.skip("this database cannot keep the order of changes")
-        keys = distinct_keys(30)
-        table.load_chunk(TAG, keys[:20], vectors_of(keys[:20], DIM), LoadRecord("abc", 20, 20))
-        table.finish_load(TAG)
-        table.insert(TAG, keys[20:], vectors_of(keys[20:], DIM))
-        table.delete(TAG, keys[:5])
-        assert table.follow_log(TAG) == {}
-        assert applied(table, TAG, changes_of(keys, 1, version=1)) == [True] * 30
-        self.rows_are(table, dict.fromkeys(keys.tolist(), 1))
-
-    def test_positions_are_remembered_by_partition_with_and_without_changes(self, followed: Database) -> None:
-        keys = distinct_keys(2)
-        first = {Partition(TAG, 0): LogPosition("17", 5), Partition(TAG, 1): LogPosition("1700000000000-3", 2**62)}
-        applied(followed, TAG, changes_of(keys, 10), first)
-        assert followed.follow_log(TAG) == first
-        assert applied(followed, TAG, changes_of(keys[:0], 10), {Partition(TAG, 0): LogPosition("18", 10)}) == []
-        assert applied(followed, TAG, changes_of(keys, 9), {Partition(TAG, 2): LogPosition("")}) == [False] * 2
-        assert followed.follow_log(TAG) == {
-            **first,
-            Partition(TAG, 0): LogPosition("18", 10),
-            Partition(TAG, 2): LogPosition(""),
-        }
-        self.rows_are(followed, dict.fromkeys(keys.tolist(), 0))
-
-    def test_each_table_has_an_order_of_its_own_until_it_is_dropped(self, followed: Database) -> None:
-        keys = distinct_keys(5)
-        followed.open_table(OTHER, DIM)
-        followed.follow_log(OTHER)
-        applied(followed, TAG, changes_of(keys, 10), {Partition("p"): LogPosition("1", 10)})
-        assert followed.follow_log(OTHER) == {}
-        assert applied(followed, OTHER, changes_of(keys, 5)) == [True] * 5
-        followed.drop_table(TAG)
-        followed.open_table(TAG, DIM)
-        assert followed.follow_log(TAG) == {}
-        assert applied(followed, TAG, changes_of(keys, 5, version=1)) == [True] * 5
-        self.rows_are(followed, dict.fromkeys(keys.tolist(), 1))
-        assert applied(followed, OTHER, changes_of(keys, 4)) == [False] * 5
-
-    def test_a_large_batch_of_upserts_and_deletions_is_applied_and_applied_again(self, followed: Database) -> None:
-        keys = distinct_keys(10_000)
-        random = np.random.default_rng(4)
-        changes = changes_of(keys, random.integers(50, 100, keys.size).tolist(), (random.random(keys.size) < 0.2).tolist())
-        for _ in range(2):
-            assert all(applied(followed, TAG, changes))
-            assert not any(applied(followed, TAG, changes_of(keys, 49, version=1)))
-        stays, vectors, gone = changes.split()
-        out, found = fetched(followed, TAG, keys, DIM)
-        np.testing.assert_array_equal(found, ~np.isin(keys, gone))
-        np.testing.assert_array_equal(out[found], vectors)
-        assert followed.size(TAG) == stays.size
 
     def test_changes_are_copied_as_they_are(self, table: Database) -> None:
         keys = distinct_keys(20)
@@ -645,57 +512,6 @@ class DatabaseContract:
         new = {key: vectors_of(keys[i : i + 1], DIM, 1).tobytes() for i, key in enumerate(keys.tolist()) if i % 2}
         assert set(rows) <= set(new)  # a database that others write to, too, may drop the rows
         assert all(rows[key] == new[key] for key in rows)
-
-    def test_of_threads_that_change_the_same_rows_the_latest_change_stays(self, followed: Database) -> None:
-        keys = distinct_keys(1500)
-        turns = itertools.count(1)
-
-        def change() -> None:
-            while (sequence := next(turns)) <= 15:
-                followed.apply(TAG, changes_of(keys, sequence, version=sequence), {})
-
-        with ThreadPoolExecutor(3) as pool:
-            for thread in [pool.submit(change) for _ in range(3)]:
-                thread.result(PATIENCE_S)
-        np.testing.assert_array_equal(fetched(followed, TAG, keys, DIM)[0], vectors_of(keys, DIM, 15))
-
-    def test_updates_of_an_unknown_or_closed_table_are_refused(self, followed: Database) -> None:
-        changes = changes_of(distinct_keys(2), 1)
-        for call in (lambda: followed.follow_log(OTHER), lambda: followed.apply(OTHER, changes, {})):
-            with pytest.raises(UnknownTableError, match=OTHER):
-                call()
-        followed.close()
-        for call in (lambda: followed.follow_log(TAG), lambda: followed.apply(TAG, changes, {})):
-            with pytest.raises(NotReadyError):
-                call()
-
-    @settings(
-        max_examples=10,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],  # as a contract is for
-    )
-    @given(
-        history=st.lists(
-            st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), st.booleans()), min_size=1, max_size=8
-        ),
-        data=st.data(),
-    )
-    def test_a_history_in_any_order_with_repeats_ends_in_the_rows_of_the_one_in_order(
-        self, followed: Database, history: list[tuple[list[int], bool]], data: st.DataObject
-    ) -> None:
-        followed.drop_table(TAG)
-        followed.open_table(TAG, DIM)
-        followed.follow_log(TAG)
-        keys = distinct_keys(6)
-        last: dict[int, int] = {}  # sequence of the last change of each key
-        order = data.draw(st.permutations([*range(len(history)), *data.draw(st.lists(st.sampled_from(range(len(history)))))]))
-        for message in order:
-            chosen, deleted = history[message]
-            made = applied(followed, TAG, changes_of(keys[chosen], message + 1, deleted, message + 1))
-            assert made == [last.get(key, 0) <= message + 1 for key in chosen]
-            last |= {key: max(last.get(key, 0), message + 1) for key in chosen}
-        rows = {int(keys[key]): sequence for key, sequence in last.items() if not history[sequence - 1][1]}
-        self.rows_are(followed, rows)
 
     # -- close --------------------------------------------------------------------------------------------------------
 
@@ -711,15 +527,8 @@ class DatabaseContract:
             lambda: list(table.scan(TAG, 10)),
             lambda: table.size(TAG),
             lambda: table.stats(TAG),
-            lambda: table.tags(),
             lambda: table.drop_table(TAG),
         ]
-        if isinstance(table, PersistentDatabase):
-            calls += [
-                lambda: table.load_record(TAG),
-                lambda: table.load_chunk(TAG, keys, vectors, LoadRecord("x", 4, 4)),
-                lambda: table.finish_load(TAG),
-            ]
         for call in calls:
             with pytest.raises(NotReadyError):
                 call()
@@ -754,3 +563,236 @@ class DatabaseContract:
                 database.insert(TAG, more, vectors_of(more, dim))
                 database.delete(TAG, more[::2].copy())
         assert database.size(TAG) == rows + (rounds - 1) * (rows // 2)
+
+
+class LastingContract(DatabaseFixtures):
+    """Of databases whose tables outlive a process."""
+
+    def test_tags_are_sorted_and_begin_empty(self, database: LastingDatabase) -> None:
+        assert database.tags() == []
+        for tag in ("hps_et.b.x", "hps_et.a.y", "hps_et.a-b.y"):
+            database.open_table(tag, 2)
+        assert database.tags() == sorted(["hps_et.b.x", "hps_et.a.y", "hps_et.a-b.y"])
+
+    def test_a_dropped_table_has_no_tag_and_no_load(self, table: LastingDatabase) -> None:
+        keys = distinct_keys(10)
+        table.open_table(OTHER, DIM)
+        assert table.tags() == [TAG, OTHER]
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 10, 10))
+        table.drop_table(TAG)
+        assert table.tags() == [OTHER]
+        table.open_table(TAG, DIM)
+        assert table.load_record(TAG) is None
+
+    def test_a_closed_database_has_no_tags(self, table: LastingDatabase) -> None:
+        table.close()
+        with pytest.raises(NotReadyError):
+            table.tags()
+
+
+class PersistentContract(DatabaseFixtures):
+    """Of databases that hold every row and remember which files they came from."""
+
+    def test_loaded_chunks_are_remembered(self, table: PersistentDatabase) -> None:
+        keys = distinct_keys(300)
+        assert table.load_record(TAG) is None
+        for start in (0, 100, 100, 200):
+            record, rows = LoadRecord("abc", start + 100, 300), keys[start : start + 100]
+            table.load_chunk(TAG, rows, vectors_of(rows, DIM), record)
+            assert table.load_record(TAG) == record
+        table.load_chunk(TAG, keys[:0], vectors_of(keys[:0], DIM), LoadRecord("none", 0, 0))
+        assert table.load_record(TAG) == LoadRecord("none", 0, 0)
+
+    def test_when_a_row_was_written_is_known_or_zero(self, table: PersistentDatabase) -> None:
+        keys = distinct_keys(20)
+        before = time.time_ns() // 1000
+        table.insert(TAG, keys[:10], vectors_of(keys[:10], DIM))
+        written, after = table.written_at(TAG, keys), time.time_ns() // 1000
+        assert written.dtype == np.int64
+        assert written.shape == (20,)
+        assert not written[10:].any()
+        assert not written[:10].any() or ((written[:10] >= before) & (written[:10] <= after)).all()
+
+    def test_a_closed_database_loads_nothing(self, table: PersistentDatabase) -> None:
+        keys, vectors = distinct_keys(4), vectors_of(distinct_keys(4), DIM)
+        table.close()
+        calls: list[Callable[[], object]] = [
+            lambda: table.load_record(TAG),
+            lambda: table.load_chunk(TAG, keys, vectors, LoadRecord("x", 4, 4)),
+            lambda: table.finish_load(TAG),
+        ]
+        for call in calls:
+            with pytest.raises(NotReadyError):
+                call()
+
+
+class OrderedWritesContract(DatabaseFixtures):
+    """Of databases that keep the order of changes."""
+
+    @pytest.fixture
+    def followed(self, table: OrderedDatabase) -> OrderedDatabase:
+        """A database whose open and empty table TAG follows a log."""
+        assert table.follow_log(TAG) == {}
+        return table
+
+    def rows_are(self, database: Database, versions: Mapping[int, int]) -> None:
+        """Compare all rows with those of these keys, each of the vector of a version."""
+        keys = np.array(list(versions), np.int64)
+        vectors = [vectors_of(keys[i : i + 1], DIM, version).tobytes() for i, version in enumerate(versions.values())]
+        assert self.raw_rows(database, TAG) == dict(zip(versions, vectors, strict=True))
+
+    def test_older_changes_are_refused_and_equal_and_newer_ones_made(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(3)
+        a, b, c = keys.tolist()
+        assert applied(followed, TAG, changes_of(keys, [10, 20, 30], version=1)) == [True] * 3
+        assert applied(followed, TAG, changes_of(keys, 20, version=2)) == [True, True, False]
+        self.rows_are(followed, {a: 2, b: 2, c: 1})
+        assert applied(followed, TAG, changes_of(keys, [19, 20, 31], version=3)) == [False, True, True]
+        self.rows_are(followed, {a: 2, b: 3, c: 3})
+
+    def test_deleted_rows_are_remembered_and_nothing_shows_it(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(4)
+        a, b, c, _ = keys.tolist()
+        assert applied(followed, TAG, changes_of(keys[:2], 10, version=1)) == [True] * 2
+        assert applied(followed, TAG, changes_of(keys, [20, 5, 20, 20], deleted=True)) == [True, False, True, True]
+        self.rows_are(followed, {b: 1})
+        assert applied(followed, TAG, changes_of(keys[2:], 19, version=2)) == [False] * 2
+        assert followed.fetch(TAG, keys, np.empty((4, DIM), np.float32), np.zeros(4, np.bool_)) == 1
+        assert followed.size(TAG) == followed.stats(TAG).rows == 1
+        assert [chunk.tolist() for chunk, _ in followed.scan(TAG, 10)] == [[b]]
+        if isinstance(followed, PersistentDatabase):
+            assert not followed.written_at(TAG, keys[[0, 2, 3]]).any()
+        assert applied(followed, TAG, changes_of(keys, [21, 21, 20, 19], [False, True, False, True], 3)) == [True] * 3 + [False]
+        self.rows_are(followed, {a: 3, c: 3})
+
+    def test_an_insert_and_a_delete_stand_between_what_was_applied_and_what_comes(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(4)
+        a, b, c, d = keys.tolist()
+        assert applied(followed, TAG, changes_of(keys[[0, 1]], [7, 10], version=1)) == [True] * 2
+        assert applied(followed, TAG, changes_of(keys[:1], 8, version=1)) == [True]  # of a partition that is behind
+        followed.insert(TAG, keys[[0, 2]], vectors_of(keys[[0, 2]], DIM, 2))
+        followed.delete(TAG, keys[[1, 3]])
+        assert applied(followed, TAG, changes_of(keys, 10, version=3)) == [False] * 4
+        self.rows_are(followed, {a: 2, c: 2})
+        assert applied(followed, TAG, changes_of(keys, [12, 12, 13, 14], version=4)) == [True] * 4
+        self.rows_are(followed, {a: 4, b: 4, c: 4, d: 4})
+        followed.insert(TAG, keys, vectors_of(keys, DIM, 5))
+        assert applied(followed, TAG, changes_of(keys, [11, 12, 13, 14], version=6)) == [False] * 4
+        self.rows_are(followed, {a: 5, b: 5, c: 5, d: 5})
+
+    def test_rows_from_before_the_log_are_older_than_any_change(self, table: OrderedDatabase) -> None:
+        keys = distinct_keys(30)
+        table.load_chunk(TAG, keys[:20], vectors_of(keys[:20], DIM), LoadRecord("abc", 20, 20))
+        settle(table)
+        table.insert(TAG, keys[20:], vectors_of(keys[20:], DIM))
+        table.delete(TAG, keys[:5])
+        assert table.follow_log(TAG) == {}
+        assert applied(table, TAG, changes_of(keys, 1, version=1)) == [True] * 30
+        self.rows_are(table, dict.fromkeys(keys.tolist(), 1))
+
+    def test_positions_are_remembered_by_partition_with_and_without_changes(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(2)
+        first = {Partition(TAG, 0): LogPosition("17", 5), Partition(TAG, 1): LogPosition("1700000000000-3", 2**62)}
+        applied(followed, TAG, changes_of(keys, 10), first)
+        assert followed.follow_log(TAG) == first
+        assert applied(followed, TAG, changes_of(keys[:0], 10), {Partition(TAG, 0): LogPosition("18", 10)}) == []
+        assert applied(followed, TAG, changes_of(keys, 9), {Partition(TAG, 2): LogPosition("")}) == [False] * 2
+        assert followed.follow_log(TAG) == {
+            **first,
+            Partition(TAG, 0): LogPosition("18", 10),
+            Partition(TAG, 2): LogPosition(""),
+        }
+        self.rows_are(followed, dict.fromkeys(keys.tolist(), 0))
+
+    def test_each_table_has_an_order_of_its_own_until_it_is_dropped(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(5)
+        followed.open_table(OTHER, DIM)
+        followed.follow_log(OTHER)
+        applied(followed, TAG, changes_of(keys, 10), {Partition("p"): LogPosition("1", 10)})
+        assert followed.follow_log(OTHER) == {}
+        assert applied(followed, OTHER, changes_of(keys, 5)) == [True] * 5
+        followed.drop_table(TAG)
+        followed.open_table(TAG, DIM)
+        assert followed.follow_log(TAG) == {}
+        assert applied(followed, TAG, changes_of(keys, 5, version=1)) == [True] * 5
+        self.rows_are(followed, dict.fromkeys(keys.tolist(), 1))
+        assert applied(followed, OTHER, changes_of(keys, 4)) == [False] * 5
+
+    def test_a_large_batch_of_upserts_and_deletions_is_applied_and_applied_again(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(10_000)
+        random = np.random.default_rng(4)
+        changes = changes_of(keys, random.integers(50, 100, keys.size).tolist(), (random.random(keys.size) < 0.2).tolist())
+        for _ in range(2):
+            assert all(applied(followed, TAG, changes))
+            assert not any(applied(followed, TAG, changes_of(keys, 49, version=1)))
+        stays, vectors, gone = changes.split()
+        out, found = fetched(followed, TAG, keys, DIM)
+        np.testing.assert_array_equal(found, ~np.isin(keys, gone))
+        np.testing.assert_array_equal(out[found], vectors)
+        assert followed.size(TAG) == stays.size
+
+    def test_of_threads_that_change_the_same_rows_the_latest_change_stays(self, followed: OrderedDatabase) -> None:
+        keys = distinct_keys(1500)
+        turns = itertools.count(1)
+
+        def change() -> None:
+            while (sequence := next(turns)) <= 15:
+                followed.apply(TAG, changes_of(keys, sequence, version=sequence), {})
+
+        with ThreadPoolExecutor(3) as pool:
+            for thread in [pool.submit(change) for _ in range(3)]:
+                thread.result(PATIENCE_S)
+        np.testing.assert_array_equal(fetched(followed, TAG, keys, DIM)[0], vectors_of(keys, DIM, 15))
+
+    def test_updates_of_an_unknown_or_closed_table_are_refused(self, followed: OrderedDatabase) -> None:
+        changes = changes_of(distinct_keys(2), 1)
+        for call in (lambda: followed.follow_log(OTHER), lambda: followed.apply(OTHER, changes, {})):
+            with pytest.raises(UnknownTableError, match=OTHER):
+                call()
+        followed.close()
+        for call in (lambda: followed.follow_log(TAG), lambda: followed.apply(TAG, changes, {})):
+            with pytest.raises(NotReadyError):
+                call()
+
+    @settings(
+        max_examples=10,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],  # as a contract is for
+    )
+    @given(
+        history=st.lists(
+            st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), st.booleans()), min_size=1, max_size=8
+        ),
+        data=st.data(),
+    )
+    def test_a_history_in_any_order_with_repeats_ends_in_the_rows_of_the_one_in_order(
+        self, followed: OrderedDatabase, history: list[tuple[list[int], bool]], data: st.DataObject
+    ) -> None:
+        followed.drop_table(TAG)
+        followed.open_table(TAG, DIM)
+        followed.follow_log(TAG)
+        keys = distinct_keys(6)
+        last: dict[int, int] = {}  # sequence of the last change of each key
+        order = data.draw(st.permutations([*range(len(history)), *data.draw(st.lists(st.sampled_from(range(len(history)))))]))
+        for message in order:
+            chosen, deleted = history[message]
+            made = applied(followed, TAG, changes_of(keys[chosen], message + 1, deleted, message + 1))
+            assert made == [last.get(key, 0) <= message + 1 for key in chosen]
+            last |= {key: max(last.get(key, 0), message + 1) for key in chosen}
+        rows = {int(keys[key]): sequence for key, sequence in last.items() if not history[sequence - 1][1]}
+        self.rows_are(followed, rows)
+
+    @pytest.mark.parametrize("row_dtype", ["float16", "int8"])
+    def test_changes_of_a_log_keep_rows_of_fewer_bits(self, database: OrderedDatabase, row_dtype: str) -> None:
+        keys, tag = distinct_keys(200), TableSpec("shop", "item", 7, 0.0, 100, row_dtype=row_dtype).tag
+        values = np.random.default_rng(12).standard_normal((200, 7)).astype(np.float32)
+        rows = encode("storing", values, row_dtype)
+        database.open_table(tag, rows.shape[1])
+        database.follow_log(tag)
+        order = np.arange(1, 201)
+        assert database.apply(tag, RowChanges(keys, rows, order), {}).all()
+        assert not database.apply(tag, RowChanges(keys, rows[::-1].copy(), order - 1), {}).any()
+        assert database.apply(tag, RowChanges(keys[:50], rows[:50], order[:50] + 500, np.full(50, True)), {}).all()
+        out, found = fetched(database, tag, keys, rows.shape[1])
+        np.testing.assert_array_equal(found, np.arange(200) >= 50)
+        np.testing.assert_array_equal(bits(out[50:]), bits(rows[50:]))

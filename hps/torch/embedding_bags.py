@@ -206,10 +206,10 @@ class EmbeddingBagCollection(ServedModule):
             self.ps_config_file,
             self.model_name,
             self.features,
-            True,
-            self.wait,
-            self.training,
-            self.version,
+            include_last_offset=True,
+            wait=self.wait,
+            training=self.training,
+            version=self.version,
         )
         out: Tensor = call.look_up() if called_directly(keys[0]) else torch.ops.hps.lookup_bags(*call)
         return out

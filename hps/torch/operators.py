@@ -148,7 +148,7 @@ def _refuse_width(model_name: str, table: int | str, dim: int, expected: int) ->
     )
 
 
-def _refuse_unwaited(doing: str, keys_on_cuda: bool, wait: bool) -> None:
+def _refuse_unwaited(doing: str, *, keys_on_cuda: bool, wait: bool) -> None:
     """Refuse what a lookup over HTTP cannot be: left on a stream."""
     capturing = keys_on_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or not wait:
@@ -201,7 +201,7 @@ def lookup_rows(
 def _remote_rows(
     server: RemoteTables, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool
 ) -> Tensor:
-    _refuse_unwaited(_doing(model_name, table), keys.is_cuda, wait)
+    _refuse_unwaited(_doing(model_name, table), keys_on_cuda=keys.is_cuda, wait=wait)
     shape = *keys.shape, emb_vec_size
     vectors = server.rows(keys.cpu().numpy().reshape(-1), model_name, version, table)
     if vectors is None:
@@ -449,7 +449,7 @@ def _pooled(call: _Call, features: _Features, bags: Sequence[Bags], count: int) 
 
 def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> list[Tensor]:
     device = call.device
-    _refuse_unwaited(_doing(call.model_name, None), device.type == "cuda", call.wait)
+    _refuse_unwaited(_doing(call.model_name, None), keys_on_cuda=device.type == "cuda", wait=call.wait)
     if device.type != "cpu":
         bags = [
             replace(one, **{name: getattr(one, name).cpu().numpy() for name in _TENSORS if getattr(one, name) is not None})

@@ -199,7 +199,7 @@ class _StandIn(nn.Module):
             }
         weights = [keys.weights() if one.is_weighted else None for _, _, keys in pairs]
         found = [
-            self._pooled(lookup, keys.values(), keys.offsets(), its, True)
+            self._pooled(lookup, keys.values(), keys.offsets(), its, last=True)
             for (_, lookup, keys), its in zip(pairs, weights, strict=True)
         ]
         return KeyedTensor([name for name, _, _ in pairs], [lookup.emb_vec_size for _, lookup, _ in pairs], torch.cat(found, 1))

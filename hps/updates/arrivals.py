@@ -74,7 +74,7 @@ class Arrivals:
         """
         now = time.monotonic()
         self.look(place, now)
-        _, after, by = next((one for one in self._looks if place <= one.last), _Look(place, self._looked, now))
+        _, after, by = next((look for look in self._looks if place <= look.last), _Look(place, self._looked, now))
         earliest = after if after > _NEVER else self._previous
         self._previous = max(claimed, after) if claimed <= by else earliest
         self.skip(place)
@@ -83,7 +83,7 @@ class Arrivals:
     def skip(self, place: Place) -> None:
         """Note that the messages up to `place` are read, or will never be."""
         if self._looks and self._looks[0].last <= place:
-            self._looks = tuple(one for one in self._looks if one.last > place)
+            self._looks = tuple(look for look in self._looks if look.last > place)
 
     def unread_since(self) -> float | None:
         """Return a moment before which no unread message was appended; None if unknown."""

@@ -4,7 +4,7 @@ A *log* has one *topic* per table, `hps_et.<model>.<table>`, of one or more *par
 each with a *position* in it. All changes of a key go to one partition, which keeps them in order.
 
 A reader chooses its own starting positions: the database stores with the rows how far they have been applied
-(`Database.apply`). Positions are committed to the log only for operators and their tools.
+(`OrderedWrites.apply`). Positions are committed to the log only for operators and their tools.
 
 `UpdateLog` reads and `UpdateLogWriter` writes; each kind of log implements both. Neither looks inside a message (framing.py).
 """

@@ -315,7 +315,7 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
                 yield _in_topic(message)
         if all(map(log.lacks, topics)):
             raise UpdateLogError(f"reading dead letters: {log.problem}")
-        found = all(log.lacks(topic) or any(one.topic == topic for one in behind) for topic in topics)
+        found = all(log.lacks(topic) or any(partition.topic == topic for partition in behind) for topic in topics)
         if found and all(count == 0 or (one in ends and read[one] >= ends[one]) for one, count in behind.items()):
             return
         if messages:

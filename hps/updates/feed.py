@@ -69,14 +69,14 @@ class UpdateTarget(Protocol):
     """The tables of a deployment, by index in the order of their ids. *Thread-safe.*"""
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
-        """As `Database.follow_log`.
+        """As `OrderedWrites.follow_log`.
 
         Raises:
             NotReadyError: the version is no longer in service.
         """
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
-        """Apply changes to every tier, as `Database.apply`. Lookups that start after it returns see them.
+        """Apply changes to every tier, as `OrderedWrites.apply`. Lookups that start after it returns see them.
 
         Returns:
             Number of changes that were not older than the stored rows.
@@ -168,7 +168,7 @@ class UpdateFeed:
             give_up: called repeatedly with the tables that lag, and the seconds left.
         """
         deadline = _clock() + timeout_s
-        while late := [one for one in self.status() if _is_late(one, lag_s) and not self._log.lacks(one.topic)]:
+        while late := [status for status in self.status() if _is_late(status, lag_s) and not self._log.lacks(status.topic)]:
             left_s = deadline - _clock()
             if give_up(late, max(0.0, left_s)) or not self.alive or left_s <= 0 or self._worker.stop.wait(0.05):
                 return False
@@ -462,11 +462,19 @@ class UpdateFeed:
 
     def _say_late(self) -> None:
         """Log which tables are late, at most once a minute."""
-        late = [one for one in self.status() if (one.lag_s or 0.0) > _LATE_S]
-        for one in late if late and self._late_lines.take() else ():
-            behind = "" if one.behind is None else f", {one.behind} messages behind"
+        late = [status for status in self.status() if (status.lag_s or 0.0) > _LATE_S]
+        for status in late if late and self._late_lines.take() else ():
+            behind = "" if status.behind is None else f", {status.behind} messages behind"
             text = "updates of model %r, table %r are late: lag %.0f s%s; %.0f rows are applied a second%s"
-            _log.warning(text, one.model, one.table, one.lag_s, behind, one.rows_per_s, one.problem and f"; {one.problem}")
+            _log.warning(
+                text,
+                status.model,
+                status.table,
+                status.lag_s,
+                behind,
+                status.rows_per_s,
+                status.problem and f"; {status.problem}",
+            )
 
     def _behind(self, table: "_Table", behind: Mapping[Partition, int | None]) -> int | None:
         counts = [count for partition, count in behind.items() if partition.topic == table.followed.topic]
@@ -481,9 +489,9 @@ class UpdateFeed:
     ) -> float | None:
         """Return the age of the oldest message that is not applied; None if unknown."""
         now, held = _clock(), table.held_since
-        partitions = [one for one in behind if one.topic == table.followed.topic]
-        late = [one for one in partitions if one in held or behind[one] != 0]
-        since = [held[one] if one in held else unread_since.get(one) for one in late]
+        partitions = [partition for partition in behind if partition.topic == table.followed.topic]
+        late = [partition for partition in partitions if partition in held or behind[partition] != 0]
+        since = [held[partition] if partition in held else unread_since.get(partition) for partition in late]
         known = [at for at in since if at is not None and at < np.inf]
         if not partitions or len(known) < len(late):
             return None

@@ -172,7 +172,7 @@ class KafkaLog(UpdateLog):
             cluster = client.list_topics(timeout=timeout_s)
         except KafkaException as error:
             client.poll(0)  # reports them
-            what = "; ".join(one.str() for one in (error.args[0], *errors))
+            what = "; ".join(cause.str() for cause in (error.args[0], *errors))
             return [CheckResult("unreachable", where, f"{config.brokers}: {what}; see that a broker runs there")]
         found = CheckResult("good", where, f"{config.brokers}: {len(cluster.brokers)} brokers answer")
         return [found, *missing_topics(topics, list(cluster.topics), where)]
@@ -317,7 +317,7 @@ class KafkaLog(UpdateLog):
         """Called within `poll`. The survey clears the error if the cluster answers after all."""
         if not self._away or error.code() != KafkaError._ALL_BROKERS_DOWN:  # else the cause is known already
             self._away = error.str()
-        self._tell()
+        self._log_problem()
         self._look.set()
 
     def _end_of_fetch(self, partition: Partition) -> int:
@@ -326,7 +326,7 @@ class KafkaLog(UpdateLog):
         return int(seen[1])
 
     def _on_commit(self, error: KafkaError | None, offsets: Iterable[Any]) -> None:
-        failed = error or next((one.error for one in offsets if one.error), None)
+        failed = error or next((offset.error for offset in offsets if offset.error), None)
         self._commit_failed = f"committing positions failed: {failed.str()}" if failed else ""
         self._committing -= 1
         self._commit_next()
@@ -364,7 +364,7 @@ class KafkaLog(UpdateLog):
             for topic, (identity, numbers) in found.topics.items():
                 before = self._ids.get(topic)
                 partitions = [Partition(topic, number) for number in numbers]
-                complete = all(one in found.offsets for one in partitions)
+                complete = all(partition in found.offsets for partition in partitions)
                 for partition in found.offsets.keys() & set(partitions):
                     if not before or identity == before or partition not in self._readings:
                         self._place(partition, found.offsets[partition], self._begin if before is None else "earliest")
@@ -379,7 +379,7 @@ class KafkaLog(UpdateLog):
             if made_anew:
                 self._reopen()
             self._see_ends(found)
-        self._tell()
+        self._log_problem()
 
     def _see_ends(self, found: _Survey) -> None:
         for partition, end in found.ends.items():
@@ -450,15 +450,19 @@ class KafkaLog(UpdateLog):
         with self._using:
             if not self._is_open():
                 return
-            changed = [one for one in partitions if (read := self._readings.get(one)) and read.paused != paused]
-            for one in changed:
-                self._readings[one].paused = paused
-            places = [TopicPartition(one.topic, one.number) for one in changed if self._readings[one].assigned]
+            changed = [
+                partition for partition in partitions if (read := self._readings.get(partition)) and read.paused != paused
+            ]
+            for partition in changed:
+                self._readings[partition].paused = paused
+            places = [
+                TopicPartition(partition.topic, partition.number) for partition in changed if self._readings[partition].assigned
+            ]
             if places:
                 (self._consumer.pause if paused else self._consumer.resume)(places)
         self._look.set()
 
-    def _tell(self) -> None:
+    def _log_problem(self) -> None:
         problem = self.problem
         if problem and self._lines.take():
             _log.warning("Kafka: %s", problem)
@@ -506,12 +510,16 @@ class KafkaLog(UpdateLog):
                 read = self._readings.get(partition)
                 if not same or read is None or read.trouble or not read.assigned:
                     starts.add(partition)
-        followed = {one for one in list(self._readings) if one.topic not in found.unknown}
+        followed = {partition for partition in list(self._readings) if partition.topic not in found.unknown}
         found.asked = time.monotonic()
         found.ends = self._offsets(starts | followed, OffsetSpec.latest())
         found.known = time.monotonic()
         lows = self._offsets(starts, OffsetSpec.earliest())
-        found.offsets = {one: _Offsets(lows[one], found.ends[one]) for one in starts if one in lows and one in found.ends}
+        found.offsets = {
+            partition: _Offsets(lows[partition], found.ends[partition])
+            for partition in starts
+            if partition in lows and partition in found.ends
+        }
         return found
 
     def _ask_for_topics(self, found: _Survey) -> None:
@@ -529,10 +537,10 @@ class KafkaLog(UpdateLog):
                 else:
                     raise
             else:
-                found.topics[topic] = str(described.topic_id), [one.id for one in described.partitions]
+                found.topics[topic] = str(described.topic_id), [partition.id for partition in described.partitions]
 
     def _offsets(self, partitions: Collection[Partition], which: OffsetSpec) -> dict[Partition, int]:
-        asked = {TopicPartition(one.topic, one.number): which for one in partitions}
+        asked = {TopicPartition(partition.topic, partition.number): which for partition in partitions}
         waiting = self._admin.list_offsets(asked, isolation_level=self._isolation, request_timeout=_ANSWER_S) if asked else {}
         known = {}
         for place, answer in waiting.items():

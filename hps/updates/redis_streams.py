@@ -540,7 +540,9 @@ class _Reader:
         """Read ahead; False if a key turned out to be no stream: another look tells which."""
         log, room = self._log, self._log.config.read_ahead_bytes
         with log.changed:
-            streams = [one for one in self._streams() if not one.paused and one.read is not None and not one.trouble]
+            streams = [
+                stream for stream in self._streams() if not stream.paused and stream.read is not None and not stream.trouble
+            ]
             # A single message may exceed the remaining room.
             if not streams or (log.queued_bytes and log.queued_bytes + self._largest > room):
                 log.changed.wait(_BLOCK_MS / 1000)
@@ -552,7 +554,7 @@ class _Reader:
             wanted = len(streams) if block else wanted
             start = self._turn % len(streams)
             self._turn = start + wanted
-            asked = {one.key: one for one in (streams + streams)[start : start + wanted]}
+            asked = {stream.key: stream for stream in (streams + streams)[start : start + wanted]}
             count = max(1, min(_REPLY_MESSAGES, free // self._largest) // wanted)
             reads = {key: str(one.read) for key, one in asked.items()}
             reserved = count * self._largest
@@ -727,7 +729,7 @@ class RedisStreamWriter(UpdateLogWriter):
         """Take a batch from each partition that has messages and none in flight; waits for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._batches or self._closing.is_set(), _BLOCK_MS / 1000)
-            for partition in [one for one in self._waiting if one not in self._batches]:
+            for partition in [waiting for waiting in self._waiting if waiting not in self._batches]:
                 queue = self._waiting[partition]
                 messages, size = [queue.popleft()], 0
                 while queue and len(messages) < _BATCH_MESSAGES and size + len(queue[0].value) <= _BATCH_BYTES:

@@ -25,6 +25,7 @@ from hps.models.repository import (
     version_files,
 )
 from hps.models.sources import ModelSources
+from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, following
 from hps.versions.pins import Pins
 
@@ -203,48 +204,36 @@ class ModelCatalog:
         own = "" if version.network is None else version.network.fingerprint(self._sources)
         return joint_fingerprint((*(self.fingerprints(version) if tables is None else tables), own))
 
-    def to_serve(self, name: str, *, pinned: bool = True, without: Container[str] = ()) -> list[str]:
-        """Return the versions to serve, ascending; the last one answers requests that name none.
-
-        A serving document of the fleet decides first (see `ServingDocument.to_serve`), then a pin of this replica, then the
-        model's `version_policy`. For a pinned model it selects as if the pinned version were the newest; if the files of that
-        version are gone, a version below it serves.
+    def desired(self, name: str, *, pinned: bool = True) -> DesiredVersion:
+        """Return which version of a model should serve: as the fleet's document says, else a pin, else its `version_policy`.
 
         Args:
             pinned: whether a pin counts.
-            without: versions that count as gone.
 
         Raises:
-            UnknownVersionError: the policy selects no existing version, or nothing is left up to the pinned one.
             DatabaseError: the pin cannot be read.
             ModelFileError: the serving document cannot be read, and none is known from before.
         """
         document = self.fleet.of(name, self.model(name).version_path)
-        versions, policy = [one for one in self.versions(name) if one not in without], self.model(name).version_policy
         if document is not None:
-            if not (chosen := document.to_serve(versions, policy)):
-                raise UnknownVersionError(
-                    f"deploying model {name!r}: the fleet serves {document}; got versions {', '.join(versions) or 'none'}, "
-                    f"withdrawn {', '.join(document.withdrawn) or 'none'}. Put its files back, or `hps deploy {name} --version "
-                    "V --fleet`"
-                )
-            return chosen
-        pin = self.pins.of(name) if pinned else None
-        if pin is not None:
-            up_to = [version for version in versions if int(version) <= int(pin.version)]
-            if not (chosen := policy.chosen(up_to, also=pin.version)):
-                raise UnknownVersionError(
-                    f"deploying model {name!r}: version {pin.version} is {pin}, and its files are gone; got versions "
-                    f"{', '.join(versions) or 'none'}, expected it, or one below it that the version_policy allows. Put its "
-                    f"files back, deploy another version, or `hps unpin {name}` to serve what the version_policy chooses"
-                )
-            return chosen
-        chosen = policy.chosen(versions)
-        if not chosen:
-            expected = f"versions {', '.join(policy.specific)} (version_policy)" if policy.specific else "at least one"
-            raise UnknownVersionError(
-                f"deploying model {name!r}: got versions {', '.join(versions) or 'none'}, expected {expected}"
-            )
+            return document.desired
+        return (self.pins.of(name) if pinned else None) or DesiredVersion()
+
+    def to_serve(self, name: str, *, pinned: bool = True, without: Container[str] = ()) -> list[str]:
+        """Return the versions to serve, ascending; see `DesiredVersion.chosen`.
+
+        Args:
+            pinned: as for `desired`.
+            without: versions that count as gone.
+
+        Raises:
+            UnknownVersionError: no version is left to choose.
+            DatabaseError, ModelFileError: as `desired`.
+        """
+        desired, policy = self.desired(name, pinned=pinned), self.model(name).version_policy
+        versions = [number for number in self.versions(name) if number not in without]
+        if not (chosen := desired.chosen(versions, policy)):
+            raise UnknownVersionError(desired.unmet(name, versions, policy))
         return chosen
 
     def read_document(self, name: str) -> None:

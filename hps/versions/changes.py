@@ -9,7 +9,7 @@ from typing import Literal
 from hps.errors import HPSError
 from hps.ground.progress import FailureProgress, NoProgress, Progress, TableProgress
 from hps.types import split_tag
-from hps.versions.pins import Pin
+from hps.versions.desired import DesiredVersion
 
 LoadState = Literal["waiting", "loading", "done", "failed"]
 
@@ -57,7 +57,7 @@ class Change:
     version: str = ""
     error: str = ""
     status: int | None = None
-    pin: Pin | None = None
+    pin: DesiredVersion | None = None
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
     waiting: str = ""

@@ -24,10 +24,9 @@ from hps.statistics.metrics import TIERS, Metrics, TableCounters
 from hps.statistics.prometheus import Family, family, label_text, server_families
 from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
-from hps.versions.catalog_watch import FleetStatus
 from hps.versions.deployment import Deployment
+from hps.versions.fleet import FleetStatus
 from hps.versions.live_models import LiveModels
-from hps.versions.pins import Pins, pinned_text
 
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
@@ -53,6 +52,7 @@ class StatisticsCollector:
     figures.
 
     Args:
+        chosen_by: describes what chose the serving version of a model, other than its policy.
         fleet: returns whether a model follows its serving document.
         clock: monotonic time in seconds.
     """
@@ -61,12 +61,12 @@ class StatisticsCollector:
         self,
         live: LiveModels,
         metrics: Metrics,
-        pins: Pins | None = None,
+        chosen_by: Callable[[str, str], str] = lambda name, serving: "",
         fleet: Callable[[str], FleetStatus | None] = lambda name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._live = live
-        self._pins = pins or Pins()
+        self._chosen_by = chosen_by
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
@@ -146,12 +146,12 @@ class StatisticsCollector:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:
                     if not database.in_process:
-                        self._ask(database, table.tag, partial(database.stats, database.stored(table).tag))
+                        self._query(database, table.tag, partial(database.stats, database.stored(table).tag))
                 for cache in deployment.device_caches:
                     if cache.device != "cpu":
-                        self._ask(cache, table.tag, partial(cache.stats, index))
+                        self._query(cache, table.tag, partial(cache.stats, index))
             for cache in deployment.device_caches:
-                self._ask(cache, _DEVICE, cache.device_memory)
+                self._query(cache, _DEVICE, cache.device_memory)
 
     def close(self) -> None:
         """Start no more rounds, and wait for the current one."""
@@ -175,18 +175,18 @@ class StatisticsCollector:
         except Exception:  # noqa: BLE001 - logged with its traceback; the next round may do better
             _log.exception("asking databases and devices for their sizes")
 
-    def _ask(self, whom: Database | EmbeddingCache, what: str, ask: Callable[[], object]) -> None:
+    def _query(self, source: Database | EmbeddingCache, what: str, read: Callable[[], object]) -> None:
         if self._closed:
             return
         with suppress(HPSError):  # the source is down or closing: the last figures stay
-            value = ask()
+            value = read()
             with self._lock:
-                self._known.setdefault(whom, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
+                self._known.setdefault(source, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
 
-    def _last(self, whom: Database | EmbeddingCache, what: str, kind: type[_Known]) -> tuple[_Known | None, float]:
+    def _last(self, source: Database | EmbeddingCache, what: str, kind: type[_Known]) -> tuple[_Known | None, float]:
         """Return the last answer and its age in seconds."""
         with self._lock:
-            measured = self._known.get(whom, {}).get(what)
+            measured = self._known.get(source, {}).get(what)
         if measured is None or not isinstance(measured.value, kind):
             return None, 0.0
         return measured.value, max(0.0, self._clock() - measured.at)
@@ -207,14 +207,8 @@ class StatisticsCollector:
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
-            pinned=self._chosen(name, deployment.version),
+            pinned=self._chosen_by(name, deployment.version),
         )
-
-    def _chosen(self, name: str, serving: str) -> str:
-        """Describe who chose the serving version, other than the policy: the fleet or a pin."""
-        if (status := self._fleet(name)) is None:
-            return pinned_text(self._pins.shown(name), serving)
-        return f"the fleet serves {status.document}" + (f"; {status.reason}" if status.reason else "")
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
         table = deployment.tables[index]

@@ -9,14 +9,14 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from hps.engine.session import RecordedLookup, Session
+from hps.engine.session import RecordedLookup
 from hps.errors import ConflictError, InvalidInputError, NotReadyError
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.tensors.batch import Batch, adopt_keys, kept_batch
 from hps.types import DeviceArray
 from hps.versions.deployment import Deployment
 
-Answer: TypeAlias = Callable[[Deployment, Session, Batch, bool, int], None]
+Answer: TypeAlias = Callable[..., None]
 """`HPS._answer`."""
 
 
@@ -151,7 +151,7 @@ class PreparedLookup:
                 if deployment is not self._deployment:
                     self._follow(deployment)
                 try:
-                    self._answer(deployment, self._session, self._batch, True, began)
+                    self._answer(deployment, self._session, self._batch, began, wait=True)
                     return self.vectors
                 except NotReadyError:
                     if self._serving() is deployment:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 import pydantic
@@ -30,6 +29,7 @@ from hps.errors import (
 )
 from hps.models.manifest import VERSION, read_small_file, within
 from hps.models.sources import ModelSources
+from hps.versions.desired import DesiredVersion
 from hps.versions.kept_files import KeptFiles
 
 _log = logging.getLogger(__name__)
@@ -70,26 +70,32 @@ class ServingDocument(pydantic.BaseModel):
     writer: str = pydantic.Field(min_length=1, max_length=64)
 
     def __str__(self) -> str:
-        what = f"version {self.version}" if self.version else "what the version_policy chooses"
-        return f"{what} (by {self.by}, {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d %H:%M:%S} UTC)"
+        return str(self.desired)
 
-    def to_serve(self, versions: Sequence[str], policy: VersionPolicy) -> list[str]:
-        """Return the versions to serve, ascending; the last one answers requests that name none. Empty if there are none.
+    @property
+    def desired(self) -> DesiredVersion:
+        return DesiredVersion(self.version, self.by, self.since, "fleet", self.previous, self.withdrawn)
 
-        The policy selects among those that are not withdrawn; as if `version`, if it is named, were the newest. If that one
-        does not exist, as if `previous` were; if that one does not exist either, a version below serves.
-        """
-        allowed = [one for one in versions if one == self.version or one not in self.withdrawn]
-        if not self.version:
-            return policy.chosen(allowed)
-        highest = self.version
-        if highest not in allowed and self.previous in allowed:
-            highest = self.previous
-        return policy.chosen([one for one in allowed if int(one) <= int(highest)], also=highest)
 
-    def allows(self, version: str) -> bool:
-        """Return whether a replica that serves this version follows the document."""
-        return version == self.version if self.version else version not in self.withdrawn
+@dataclass(frozen=True)
+class FleetStatus:
+    """Whether a replica follows the serving document of a model. *Immutable.*
+
+    Attributes:
+        document: the last known one.
+        serving: the serving version; empty if none.
+        follows: whether that is what the document says, and the document is known to be current.
+        pending: whether it is about to follow, or to try.
+        reason: why it does not follow; empty if it does.
+        age_s: seconds since the document was last read; None if it was not since the start.
+    """
+
+    document: ServingDocument
+    serving: str
+    follows: bool
+    pending: bool
+    reason: str
+    age_s: float | None
 
 
 def following(
@@ -274,6 +280,19 @@ class Fleet:
         self._kept.remove(model)
         with self._lock:
             self._readings[model] = _Reading(None, "", None, reading.read_at)
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each document that withdraws what it serves, or whose kept copy is a newer one."""
+        found = []
+        for model, reading in list(self._readings.items()):
+            if (document := reading.document) is None:
+                continue
+            if {document.version, document.previous} & {*document.withdrawn}:
+                found.append(f"model {model!r}: its {SERVING} withdraws what it serves: {document}")
+            kept = self._from_disk(model)
+            if kept is not None and kept.number > document.number and self.shown(model) is document:
+                found.append(f"model {model!r}: the kept {SERVING} has number {kept.number}, the known one {document.number}")
+        return found
 
     def _fetched(self, place: str, before: _Reading) -> tuple[ServingDocument | None, str]:
         """Return the document in the file, and the file's version; None and empty if there is no file."""

@@ -395,8 +395,8 @@ class LiveModels:
         with self._changed:
             return self._models[name].doing if name in self._models else ""
 
-    def begin(self, name: str, doing: str, what: str = "", by: str = "") -> Change:
-        """Begin a change of a model, and exclude others until `end`.
+    def start_change(self, name: str, doing: str, what: str = "", by: str = "") -> Change:
+        """Start a change of a model, and exclude others until `finish_change`.
 
         Args:
             doing: a participle such as `deploying`, for the message to others that want to change it.
@@ -426,7 +426,7 @@ class LiveModels:
                 self.requested[name] = change
             return change
 
-    def end(self, change: Change, error: BaseException | None = None) -> None:
+    def finish_change(self, change: Change, error: BaseException | None = None) -> None:
         change.end(error)
         with self._changed:
             self._forget_gone(change.model)
@@ -437,7 +437,7 @@ class LiveModels:
         """Change a model exclusively. Continues a change that was begun for this thread.
 
         Args:
-            doing: as for `begin`.
+            doing: as for `start_change`.
 
         Raises:
             ConflictError: another change is under way.
@@ -450,7 +450,7 @@ class LiveModels:
             if begun is not None and begun.thread is threading.current_thread():
                 change, ends_it, begun.thread = begun, False, None
             else:
-                change, ends_it = self.begin(name, doing), True
+                change, ends_it = self.start_change(name, doing), True
         change.listener = progress or NoProgress()
         try:
             with self._changed:
@@ -464,10 +464,10 @@ class LiveModels:
             yield change
         except BaseException as error:
             if ends_it:
-                self.end(change, error)
+                self.finish_change(change, error)
             raise
         if ends_it:
-            self.end(change)
+            self.finish_change(change)
 
     def serve(
         self,
@@ -503,13 +503,16 @@ class LiveModels:
                     one.state = "available" if one.deployment.version in stays else "retiring"
             model.versions = [one for one in model.versions if one.deployment not in (deployment, kept)]
             model.versions.append(_Version(deployment, "available" if stands else "serving"))
+            # Lookups read `serving` without a lock, once each: a new dict in one store is what makes the takeover a single
+            # step, and what `repeated_after_takeover` compares by identity. The old deployment is closed only afterwards, so
+            # that a lookup which still found it here either runs to its end on it, or is refused and finds the new one.
             if not stands:
                 self.serving = {**self.serving, name: deployment}
             model.holders = {version: model.holders[version] for version in model.held}
             for one in before:
                 if one.state == "retiring" and one.deployment is not deployment:
                     self._retire_later(name, one.deployment, tables)
-        self._tell()
+        self._notify()
         for one in before:
             if one.state == "available" and one.deployment.version in held:
                 _log.warning(
@@ -550,10 +553,10 @@ class LiveModels:
                     self.serving = {**self.serving, name: highest.deployment}
             for one in out:
                 one.state = "retiring"
-        self._tell()
+        self._notify()
         return [one.deployment for one in out]
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for watcher in self.watchers:
             watcher()
 
@@ -595,6 +598,26 @@ class LiveModels:
             self._models = {}
             return out
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant of the states that is broken; none is, whatever runs meanwhile."""
+        with self._changed:
+            unknown = self.serving.keys() - self._models.keys()
+            found = [f"model {name!r} serves, but has no versions" for name in unknown]
+            for name, model in self._models.items():
+                serving = [one.deployment for one in model.of("serving")]
+                if serving != ([self.serving[name]] if name in self.serving else []):
+                    versions = [one.version for one in serving]
+                    found.append(f"model {name!r}: its lookups are not answered by the version that serves, of {versions}")
+                if model.of("available") and not serving:
+                    found.append(f"model {name!r}: versions are available beside none that serves")
+                deployments = [one.deployment for one in model.versions]
+                if len(set(map(id, deployments))) != len(deployments):
+                    found.append(f"model {name!r}: a deployment has two states")
+                numbers = [one.deployment.version for one in model.of("serving", "available")]
+                if len(set(numbers)) != len(numbers):
+                    found.append(f"model {name!r}: a version is in service twice: {numbers}")
+        return found
+
     def disown(self) -> object:
         """In a forked child: forget everything without taking a lock. Returns the parent's models."""
         held = self._models
@@ -634,6 +657,8 @@ class LiveModels:
             del self._models[name]
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
+        # On a thread of its own: a lookup may run for long, and a captured graph holds its lookup for as long as it lives.
+        # Until then no other change of the model begins, since the next version could be given the slot of these tables.
         def work() -> None:
             while not self._ended(name, deployment, tables) and not self._closed:
                 time.sleep(_RELEASE_PAUSE_S)

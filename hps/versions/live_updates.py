@@ -79,30 +79,30 @@ class LiveUpdates:
         feed.start()
         return feed
 
-    def start_and_wait(self, deployment: Deployment, give_up: Callable[[], bool], tell: Callable[[str], None]) -> None:
+    def start_and_wait(self, deployment: Deployment, give_up: Callable[[], bool], report: Callable[[str], None]) -> None:
         """Call `start`, then wait at most `ready_wait_s` until the tables are no further behind than `ready_lag_s`.
 
         Args:
             give_up: called repeatedly; an exception that it raises ends the wait.
-            tell: called repeatedly with what is waited for, and at the end with an empty text.
+            report: called repeatedly with what is waited for, and at the end with an empty text.
         """
         feed, settings = self.start(deployment), self._settings
         if feed is None or settings.ready_lag_s is None:
             return
 
-        said: list[str] = []
+        logged: list[str] = []
 
         def wait_on(late: Sequence[UpdateStatus], left_s: float) -> bool:
-            tell(text := f"{self._awaited(late)}, at most {left_s:.0f} s more")
-            if not said:
-                said.append(text)
+            report(text := f"{self._awaited(late)}, at most {left_s:.0f} s more")
+            if not logged:
+                logged.append(text)
                 _log.info("model %r: version %s: %s", deployment.config.model, deployment.version, text)
             return give_up()
 
         try:
             in_time = feed.wait_for_lag(settings.ready_lag_s, settings.ready_wait_s, wait_on)
         finally:
-            tell("")
+            report("")
         if not in_time and not give_up():
             _log.warning(
                 "model %r: version %s takes over although its updates are not within ready_lag_s (%g s) after %g s: %s",
@@ -153,23 +153,7 @@ class LiveUpdates:
         problem = "not followed: the network has a copy, which updates do not reach (dense.stale_copies, allow_stale_copy)"
         _log.warning("updates of model %r, version %s, %s: %s", config.model, config.version, ", ".join(names), problem)
         self._left_out[deployment] = [
-            UpdateStatus(
-                model=config.model,
-                version=config.version,
-                table=name,
-                topic=topics[name],
-                positions={},
-                behind=None,
-                lag_s=None,
-                rows_per_s=0.0,
-                rows=0,
-                stale_rows=0,
-                future_times=0,
-                dead_letters={},
-                problem=problem,
-                connected=False,
-            )
-            for name in names
+            UpdateStatus(config.model, config.version, name, topics[name], {}, None, None, problem=problem) for name in names
         ]
         deployment.stop_following.append(partial(self._forget, deployment))
 

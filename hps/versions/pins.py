@@ -1,38 +1,18 @@
-"""The versions that people chose by a roll-back, or by naming one: kept beside the persistent database."""
+"""Pins: the versions that a roll-back, or a deployment by number, chose. Kept beside the persistent database."""
 
 import json
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal
 
 from hps.errors import DatabaseCorruptError, DatabaseError
+from hps.versions.desired import DesiredVersion
 from hps.versions.kept_files import KeptFiles
 
 _log = logging.getLogger(__name__)
 PINS = "hps-pins"
-
-PinnedBy: TypeAlias = Literal["rollback", "deploy"]
-
-
-@dataclass(frozen=True)
-class Pin:
-    """The version that somebody chose for a model in place of its `version_policy`. *Immutable.*
-
-    Attributes:
-        by: the change that chose it.
-        since: time of that change, in seconds since the epoch.
-        problem: why a restart would not know of the pin; empty if it would.
-    """
-
-    version: str
-    by: PinnedBy
-    since: float
-    problem: str = ""
-
-    def __str__(self) -> str:
-        return f"pinned by {self.by}, {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d}"
 
 
 class Pins:
@@ -44,9 +24,9 @@ class Pins:
 
     def __init__(self, kept: KeptFiles | None = None) -> None:
         self._kept = kept or KeptFiles(None, PINS)
-        self._known: dict[str, Pin | None] = {}
+        self._known: dict[str, DesiredVersion | None] = {}
 
-    def of(self, model: str) -> Pin | None:
+    def of(self, model: str) -> DesiredVersion | None:
         """Return the pin of a model, if it has one.
 
         Raises:
@@ -57,16 +37,16 @@ class Pins:
             self._known[model] = _read(self._kept, model)
         return self._known[model]
 
-    def shown(self, model: str) -> Pin | None:
+    def shown(self, model: str) -> DesiredVersion | None:
         """Return the pin of a model for display. One that cannot be read is shown as none: no version of it is deployed."""
         try:
             return self.of(model)
         except DatabaseError:
             return None
 
-    def pin(self, model: str, version: str, by: PinnedBy) -> Pin:
+    def pin(self, model: str, version: str, by: Literal["deploy", "rollback"]) -> DesiredVersion:
         """Pin a model to the version that has just been put into service. Holds until a restart if it cannot be written."""
-        pin = Pin(version, by, time.time())
+        pin = DesiredVersion(version, by, time.time(), "pin")
         if self._kept.directory is None:
             pin = replace(pin, problem="a restart ends it: no persistent_db keeps it")
         elif self._kept.read_only:
@@ -89,24 +69,35 @@ class Pins:
         self._known[model] = None
         self._kept.remove(model)
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each pin that a restart would not find as it is known here."""
+        found = []
+        for model, pin in list(self._known.items()):
+            if pin is None or not pin.problem:
+                try:
+                    kept = _read(self._kept, model)
+                except DatabaseError as error:
+                    found.append(f"model {model!r}: {error}")
+                    continue
+                if kept != pin and self._known.get(model) is pin and not self._kept.read_only:
+                    found.append(f"model {model!r}: its pin is {pin}, and a restart would find {kept}")
+        return found
 
-def pinned_text(pin: Pin | None, serving: str) -> str:
-    """Describe the pin of a model in service, for people; empty if there is none."""
-    if pin is None:
-        return ""
-    which = "" if pin.version == serving else f"version {pin.version}, whose files are gone, is "
-    return f"{which}{pin}" + (f"; {pin.problem}" if pin.problem else "")
 
-
-def _read(kept: KeptFiles, model: str) -> Pin | None:
+def _read(kept: KeptFiles, model: str) -> DesiredVersion | None:
     if (text := kept.read(model)) is None:
         return None
     try:
         match json.loads(text):
-            case {"model": str(name), "version": str(version), "by": str(by), "since": int() | float() as since}:
-                if name == model and version.isascii() and version.isdecimal() and by in get_args(PinnedBy):
+            case {
+                "model": str(name),
+                "version": str(version),
+                "by": "deploy" | "rollback" as by,
+                "since": int() | float() as since,
+            }:
+                if name == model and version.isascii() and version.isdecimal():
                     datetime.fromtimestamp(since, UTC)
-                    return Pin(version, cast("PinnedBy", by), float(since))
+                    return DesiredVersion(version, by, float(since), "pin")
     except (ValueError, OverflowError, OSError, RecursionError):
         pass
     raise DatabaseCorruptError(

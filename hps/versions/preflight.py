@@ -17,11 +17,12 @@ from hps.ground.registry import implementation
 from hps.ground.threads.workers import call_in_thread
 from hps.models.sources import ModelSources
 from hps.statistics.metrics import Metrics
-from hps.stores.base import Database
+from hps.stores.base import Database, LastingDatabase
 from hps.types import CheckResult, TableSpec
 from hps.updates.base import UpdateLog
-from hps.versions.deployment import cache_capacities, is_static, not_shared, usable_sharing, why_unavailable
+from hps.versions.cache_sizes import cache_capacities, is_static, not_shared, usable_sharing
 from hps.versions.live_updates import LiveUpdates, topic_of
+from hps.versions.tiers import why_unavailable
 
 
 def preflight(
@@ -94,7 +95,7 @@ def _remote_places(configuration: Configuration, sources: ModelSources) -> list[
 
 def _database(tier: VolatileDbConfig | PersistentDbConfig, stored: Mapping[TableSpec, int]) -> list[CheckResult]:
     database: type[Database] = implementation("database", tier.type)
-    return database.probe(tier, stored)
+    return database.probe(tier, stored) if issubclass(database, LastingDatabase) else []
 
 
 def _log(configuration: Configuration, tables: Iterable[TableSpec], timeout_s: float) -> list[CheckResult]:

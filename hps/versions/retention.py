@@ -11,7 +11,7 @@ from hps.configuration.models import FIRST_VERSION
 from hps.engine.chain import DatabaseChain
 from hps.errors import ConflictError, DatabaseCorruptError, DatabaseError, TableWidthError
 from hps.models.files import joint_fingerprint
-from hps.stores.base import Database, LoadRecord, SharedDatabase
+from hps.stores.base import Database, LastingDatabase, LoadRecord, PersistentDatabase, SharedDatabase
 from hps.types import ROW_DTYPES, TableSpec, all_formats, row_dtype_of, split_tag
 from hps.versions.deployment import Deployment
 
@@ -57,7 +57,7 @@ def free_slot(
         shared = [database for database in chain.databases if isinstance(database, SharedDatabase)]
         return next(slot for slot in free if all(one.discard_table(tag) for one in shared for tag in _tags(config, slot, one)))
     stored: dict[str, str] = {}
-    if authority is not None and (authority.persistent or authority.shared):
+    if isinstance(authority, LastingDatabase):
         stored = {tag: slot for tag, slot, _ in _tables_of(config.model, authority)}
         own = {slot for slot in stored.values() if _is_own(slot, config)}
         held = [slot for slot in own if slot not in used and stored.keys() >= set(_tags(config, slot, authority))]
@@ -84,7 +84,7 @@ def _refuse_other_formats(config: ModelConfig, database: Database) -> None:
     Raises:
         ConflictError: it has.
     """
-    tags = database.tags() if database.persistent or database.shared else []
+    tags = database.tags() if isinstance(database, LastingDatabase) else []
     for table in map(database.stored, config.tables):
         others = [one for one in stored_as(config, table, tags) if one.slot == table.slot]
         if others and table.tag not in tags:
@@ -112,7 +112,7 @@ def _tags(config: ModelConfig, slot: str, database: Database) -> list[str]:
     return [database.stored(replace(table, slot=slot)).tag for table in config.tables]
 
 
-def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], database: Database) -> tuple[bool, int] | None:
+def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], database: LastingDatabase) -> tuple[bool, int] | None:
     """Return whether the tables of a slot have all rows of these files, and when they were loaded; None for other files."""
     records: list[LoadRecord] = []
     for table in config.tables:
@@ -164,9 +164,9 @@ def leftovers(
     others: list[Mapping[Database, Sequence[str]]] = []
     for database in chain.databases:
         with suppress(DatabaseError):
-            if database.persistent and not database.read_only:
+            if isinstance(database, PersistentDatabase) and not database.read_only:
                 stored += [one for one in _tables_of(config.model, database) if one[0] not in used[database]]
-            if (database.persistent or database.shared) and not database.read_only:
+            if isinstance(database, LastingDatabase) and not database.read_only:
                 tags = database.tags()
                 found = (tag for table in live for tag in _recorded(config, database.stored(table), database, tags))
                 others.append({database: [tag for tag in found if tag not in used[database]]})
@@ -186,7 +186,7 @@ def _everywhere(tag: str, used: Mapping[Database, Collection[str]]) -> Mapping[D
     return {database: [one for one in tags if one not in own] for database, own in used.items()}
 
 
-def _recorded(config: ModelConfig, table: TableSpec, database: Database, tags: Sequence[str]) -> Iterator[str]:
+def _recorded(config: ModelConfig, table: TableSpec, database: LastingDatabase, tags: Sequence[str]) -> Iterator[str]:
     """Yield the tags of tables with the rows of a live table, as stored, in another format that have a load record of ours."""
     for other in stored_as(config, table, tags) if _is_own(table.slot, config) else ():
         if other.row_dtype != table.row_dtype:
@@ -196,7 +196,7 @@ def _recorded(config: ModelConfig, table: TableSpec, database: Database, tags: S
                 yield other.tag
 
 
-def _tables_of(model: str, database: Database) -> list[tuple[str, str, str]]:
+def _tables_of(model: str, database: LastingDatabase) -> list[tuple[str, str, str]]:
     """Return the tag, slot and name of each table of a model."""
     return _tables_among(database.tags(), model)
 

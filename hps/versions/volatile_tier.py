@@ -13,7 +13,7 @@ from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.loading.warm_up import DatabaseRows
 from hps.stores.away import AwayDatabase
-from hps.stores.base import CopyOutcome, Database, SharedDatabase
+from hps.stores.base import CopyOutcome, Database, PersistentDatabase, SharedDatabase
 from hps.types import KeyArray, RowArray, TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import Deployment
@@ -170,7 +170,7 @@ class VolatileTier:
 
     def _look_at(self, deployment: Deployment, index: int) -> None:
         table, database, targets = deployment.tables[index], self._chain.volatile, self._targets()
-        below = next((one for one in self._chain.databases if one.persistent), None)
+        below = next((one for one in self._chain.databases if isinstance(one, PersistentDatabase)), None)
         if not isinstance(database, SharedDatabase) or (below is not None and not self._chain.admit(table)):
             return
         stored = database.stored(table)

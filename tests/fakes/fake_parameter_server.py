@@ -11,8 +11,8 @@ from hps.errors import UnknownModelError, UnknownVersionError
 from hps.statistics.metrics import Metrics
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
+from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import LiveModels, VersionInfo
-from hps.versions.pins import Pin
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class FakeParameterServer:
     def versions(self, name: str) -> list[VersionInfo]:
         return [VersionInfo(name, self.model(name).version, "serving", 0.0, 0, {})]
 
-    def pin(self, name: str) -> Pin | None:
+    def pin(self, name: str) -> DesiredVersion | None:
         return None
 
     def fleet(self, name: str) -> None:

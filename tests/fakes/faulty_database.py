@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from hps.errors import DatabaseError
-from hps.stores.base import Database, LogPosition, Partition, RowChanges
+from hps.stores.base import Database, LoadRecord, LogPosition, OrderedWrites, Partition, PersistentDatabase, RowChanges
 from hps.types import BoolArray, FloatArray, KeyArray
 
 
@@ -20,7 +20,7 @@ def _passed(name: str, counted: bool = False) -> Any:
     return call
 
 
-class FaultyDatabase(Database):
+class FaultyDatabase(PersistentDatabase, OrderedWrites):
     """Passes calls on to another database, unless told otherwise.
 
     Attributes:
@@ -63,6 +63,12 @@ class FaultyDatabase(Database):
         _passed(name, counted=True) for name in ("open_table", "follow_log", "copy_changes", "drop_table")
     )
     scan, size, stats, tags, close = map(_passed, ("scan", "size", "stats", "tags", "close"))
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        return None
+
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        self.insert(tag, keys, vectors)
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         self.fetched.append(keys[~found])

@@ -73,7 +73,7 @@ class LinkedCache(NumpyCache):
         self.capturing: FakeGraph | None = None
         self.admitting = threading.Lock()
 
-    def attach(self, table, host, authoritative, progress=None, index=False):
+    def attach(self, table, host, progress=None, *, authoritative, index=False):
         try:
             host.pin(self.pinner, progress)
         except (DeviceError, InvalidInputError) as error:

@@ -8,11 +8,20 @@ from typing import Any, Self
 import numpy as np
 
 from hps.errors import NotReadyError, TableWidthError, UnknownTableError
-from hps.stores.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
+from hps.stores.base import (
+    Database,
+    LoadRecord,
+    LogPosition,
+    OrderedWrites,
+    Partition,
+    PersistentDatabase,
+    RowChanges,
+    TableStats,
+)
 from hps.types import BoolArray, FloatArray, KeyArray
 
 
-class MemoryDatabase(Database):
+class MemoryDatabase(Database, OrderedWrites):
     """Keeps every table as a dict from key to row. Thread-safe through one lock."""
 
     kind = "memory"

@@ -75,9 +75,9 @@ class SharedCache(LinkedCache):
             raise DeviceError(f"CUDA device {self.device_id} makes no lookups")
         return super().create_lookup()
 
-    def attach(self, table: int, *arguments: Any) -> str | None:
-        self.calls.append(("attach", self.device_id, int(arguments[-1])))
-        return super().attach(table, *arguments)
+    def attach(self, table: int, *arguments: Any, index: bool = False, **named: Any) -> str | None:
+        self.calls.append(("attach", self.device_id, int(index)))
+        return super().attach(table, *arguments, index=index, **named)
 
     @contextmanager
     def changing(self, table: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hps.stores.base import CopyOutcome, Database, SharedDatabase
+from hps.stores.base import CopyOutcome, Database, LoadRecord, SharedDatabase
 from hps.types import FloatArray, KeyArray
 from tests.fakes.memory_database import MemoryDatabase
 
@@ -59,3 +59,6 @@ class SharedMemoryDatabase(MemoryDatabase, SharedDatabase):
 
     def claim_load(self, *arguments: Any, **more: Any) -> int | None:
         return 0
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        return None

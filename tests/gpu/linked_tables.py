@@ -84,7 +84,7 @@ class LinkedTables:
     def attach(self, table: int = 0, authoritative: bool = True) -> None:
         host = self.database.host_table(self.specs[table].tag)
         assert host is not None
-        assert self.cache.attach(table, host, authoritative, index=self.index) is None
+        assert self.cache.attach(table, host, authoritative=authoritative, index=self.index) is None
 
     def insert(self, keys: KeyArray, version: int = 0, table: int = 0) -> None:
         """Add or replace rows in every tier, as a deployment does."""

@@ -231,7 +231,7 @@ def test_a_table_that_cannot_be_pinned_is_left_to_the_host(monkeypatch):
     with LinkedTables([32], 28, attached=[]) as tables:
         tables.insert(known[:SMALL])
         host = tables.database.host_table(tables.specs[0].tag)
-        assert "locked memory" in tables.cache.attach(0, host, True)
+        assert "locked memory" in tables.cache.attach(0, host, authoritative=True)
         assert tables.left(known[:SMALL]) == SMALL
         limit[0] = 200 << 20
         tables.attach()

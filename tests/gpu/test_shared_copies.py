@@ -554,7 +554,7 @@ def test_all_devices_are_told_of_every_table_whether_the_cache_is_complete() -> 
             for whole in (True, False):
                 teller.tell_complete(whole)
                 assert complete() == {whole}
-        caches[1].tell_complete(True)
+        caches[1].tell_complete(complete=True)
         caches[1].drop(0, KEYS[:1])
         assert complete() == {False}
 

@@ -65,7 +65,7 @@ def test_no_key_of_a_full_scan_misses(tables: int, rows: int, dim: int, monkeypa
             stats = cache.stats(index)
             assert (stats.resident_rows, stats.unplaced, stats.evictions) == (rows, 0, 0)
             assert stats.capacity_rows <= 1.19 * rows
-        cache.tell_complete(True)
+        cache.tell_complete(complete=True)
         ask = cache.create_lookup()
         for start in range(0, rows, step):
             parts = [each[start : start + step] for each in keys]
@@ -102,7 +102,7 @@ def static_tables(dims: Sequence[int], rows: int) -> Iterator[tuple[LinkedTables
             vectors = rows_of(keys[table], dim)
             tables.database.insert(tables.specs[table].tag, keys[table], vectors)
             tables.cache.insert(table, keys[table], vectors)
-        tables.cache.tell_complete(True)
+        tables.cache.tell_complete(complete=True)
         yield tables, keys
 
 

@@ -33,7 +33,7 @@ _IMPORTED: Final = (
     "hps.tools.cli.app",
     "hps.serve.server",
     "hps.client.client",
-    "hps.serve.frontend.grpc_calls",
+    "hps.serve.protocol.grpc_inference",  # not grpcio, which no fork survives
     # What a served process imports when it needs it.
     "hps.cache.cpu.cache",
     "hps.stores.hash_map.database",
@@ -345,7 +345,7 @@ def _load_kernels() -> None:
     from hps.ground.kernels.numba_kernels import compile_kernels
     from hps.ground.key_sets import distinct_kernels, places_kernels
     from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
-    from hps.versions.deployment import kernels_of
+    from hps.versions.tiers import kernels_of
 
     lookups = [run, *NumpyCache.kernels(), *places_kernels(), *distinct_kernels()]
     databases = {"volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "rocks_db", "path": "nowhere"}}

@@ -29,7 +29,8 @@ def settings(**values: int) -> bytes:
 
 
 def call_headers(path: str = "/inference.GRPCInferenceService/ModelInfer", **more: str) -> bytes:
-    headers = {":method": "POST", ":scheme": "http", ":path": path, "content-type": "application/grpc", "te": "trailers"}
+    headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "a"}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
     headers |= {name.replace("_", "-"): value for name, value in more.items()}
     return Encoder().encode([(*one, True) for one in headers.items()], huffman=False)  # none changes the server's table
 

@@ -21,6 +21,7 @@ from hps.regions.board import Board
 from hps.regions.layout import ANSWERED, SLAB, FrontDescriptors, Memory, shared_memory, write_text
 from hps.serve.frontend import exchange as exchange_module
 from hps.serve.frontend import frontend as front_module
+from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Front
 from hps.serve.server import listen
 from hps.testing.waiting import PATIENCE_S, wait_until_async
@@ -192,7 +193,7 @@ class Scene:
         return self.owner
 
     async def start_front(self):
-        front = Front(0, self.shared, self.configuration, spins=False, loopback=True)
+        front = Front(0, self.shared, self.configuration, connect=Connection, spins=False, loopback=True)
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         await front.start(listener)

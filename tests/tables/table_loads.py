@@ -72,7 +72,7 @@ def touch(source: str) -> None:
 
 def cut_into_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make loading, copying and refreshing go in many chunks of CHUNK_ROWS rows."""
-    for name in ("models.files.CHUNK_BYTES", "lookup.refresh._CHUNK_BYTES"):
+    for name in ("models.files.CHUNK_BYTES", "engine.refresh._CHUNK_BYTES"):
         monkeypatch.setattr(f"hps.{name}", CHUNK_ROWS * ROW_BYTES)
 
 

@@ -212,8 +212,9 @@ class CupyCache(EmbeddingCache):
         self,
         table: int,
         host: HostTable,
-        authoritative: bool,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        authoritative: bool,
         index: bool = False,
     ) -> str | None:
         try:
@@ -223,7 +224,7 @@ class CupyCache(EmbeddingCache):
                 host.pin(CudaPinner(self.device_id), progress)
                 compile_all(self.device_id, [*self._kernels.for_links(), *([kernels.MIRROR_KERNEL] if index else [])])
                 self.detach(table)
-                self._links[table] = AttachedTable(self.device_id, host, authoritative, index)
+                self._links[table] = AttachedTable(self.device_id, host, authoritative=authoritative, index=index)
         except (DatabaseError, DeviceError, InvalidInputError, *CUDA_ERRORS) as error:
             return str(error)
         return None

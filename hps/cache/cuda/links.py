@@ -162,7 +162,7 @@ class AttachedTable:
         unread_at: address of its counter of keys that could not be read.
     """
 
-    def __init__(self, device_id: int, host: HostTable, authoritative: bool, index: bool = False) -> None:
+    def __init__(self, device_id: int, host: HostTable, *, authoritative: bool, index: bool = False) -> None:
         """Watch a table that is pinned.
 
         Args:

@@ -410,7 +410,7 @@ class CupyLookup(CacheLookup):
         counts = [0] * self._table_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
-            counts = self._answer_misses(attached, answered=launched)
+            counts = self._answer_misses(attached=attached, answered=launched)
             self.flags[:2] = 0
         if attached:
             share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
@@ -453,7 +453,7 @@ class CupyLookup(CacheLookup):
             return [0] * self._table_count
         self.placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
-        counts = self._answer_misses(self._find_layouts(), answered=False)
+        counts = self._answer_misses(attached=self._find_layouts(), answered=False)
         self.flags[:2] = 0
         return counts
 
@@ -478,7 +478,7 @@ class CupyLookup(CacheLookup):
         unread = [self._unread_of(place.table) if settles else 0 for place in self._bags.placed]
         self._bags.launch(name, self.stream, misses, self.flags_at, unread)
 
-    def _answer_misses(self, attached: bool, answered: bool) -> list[int]:
+    def _answer_misses(self, *, attached: bool, answered: bool) -> list[int]:
         """Answer misses from attached tables; return the number of keys left in each segment.
 
         Args:
@@ -520,7 +520,7 @@ class CupyLookup(CacheLookup):
         """Launch the queries of all segments of rows."""
         self._queries.launch(self.placed, self.stream)
 
-    def launch_answer(self, settles: bool = False, defers: bool = False) -> None:
+    def launch_answer(self, *, settles: bool = False, defers: bool = False) -> None:
         """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.
 
         Args:
@@ -532,12 +532,12 @@ class CupyLookup(CacheLookup):
         self.placed = placed = self.placed.by_table(self._dims)
         asked = [place for place, n in enumerate(placed.sizes) if n]
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles, defers)
+            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
         if defers:
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
 
-    def _launch_answer_of(self, group: Sequence[int], settles: bool, defers: bool) -> None:
+    def _launch_answer_of(self, group: Sequence[int], *, settles: bool, defers: bool) -> None:
         placed, specs, structs = self.placed, self.memory.specs, self.kernels.structs
         tables = tuple([placed.tables[place] for place in group])
         outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)

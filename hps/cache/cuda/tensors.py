@@ -479,7 +479,9 @@ class TensorReader:
         strides = None
         if not tensor.flags.c_contiguous:
             strides = tuple([stride // tensor.dtype.itemsize for stride in tensor.strides])
-        view = TensorView(int(tensor.data.ptr), tensor.shape, strides, dtype, (CUDA, tensor.device.id), False, tensor)
+        view = TensorView(
+            int(tensor.data.ptr), tensor.shape, strides, dtype, (CUDA, tensor.device.id), read_only=False, owner=tensor
+        )
         view.producer_stream = int(cupy.cuda.get_current_stream(self._device_id).ptr)
         return view
 

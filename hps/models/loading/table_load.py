@@ -3,24 +3,32 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, UnknownTableError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import SparseModel, extended
-from hps.models.loading.carried_rows import CarriedTable
 from hps.models.loading.read_ahead import chunk_ranges, read_ahead
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
 from hps.models.sources import ModelSources
-from hps.stores.base import UNBOUNDED_ROWS, CopyOutcome, Database, LoadRecord, PersistentDatabase, SharedDatabase
+from hps.stores.base import (
+    UNBOUNDED_ROWS,
+    CopyOutcome,
+    Database,
+    InProcessDatabase,
+    LastingDatabase,
+    LoadRecord,
+    PersistentDatabase,
+    SharedDatabase,
+)
 from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -131,15 +139,11 @@ class TableLoad:
     A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
     fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
 
-    If the online writes of another table are carried over, the table is loaded anew, and `CarriedTable.take_over` completes its
-    load record once the other table takes no more writes: an interrupted carrying starts over.
-
     The table is opened in each database, also in those to keep.
 
     Args:
         source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
-        carried: the table whose online writes are carried over.
         in_service: lookups use the table in a shared database, which lost its rows. It is not opened before it is claimed,
             since missing keys of an open table would count as absent.
 
@@ -153,7 +157,6 @@ class TableLoad:
         source: str | TableSource,
         targets: LoadTargets,
         progress: Progress | None = None,
-        carried: CarriedTable | None = None,
         *,
         in_service: bool = False,
     ) -> None:
@@ -162,10 +165,9 @@ class TableLoad:
         self._tag = table.tag
         self._targets = targets
         self._progress = progress or NoProgress()
-        self._carried = carried
         self._nonfinite = NonfiniteRows()
         self._watched = False  # whether the files may change without another version
-        self._has_authority = any(one.persistent for one in (*targets.load, *targets.keep))
+        self._authority = next((one for one in (*targets.load, *targets.keep) if isinstance(one, PersistentDatabase)), None)
         self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
 
     @property
@@ -216,8 +218,8 @@ class TableLoad:
         for database in databases:
             self._open(database)
         records = [self._record(database) for database in databases]
-        authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
-        differs = self._carried is not None or (authority is not None and self._differs(authority))
+        authority = self._authority
+        differs = authority is not None and self._differs(authority)
         if not all(self._is_whole(record) for record in records):
             self._verify()  # before a database loses what it has
         self._watched = self._model.may_change_unseen()
@@ -231,14 +233,12 @@ class TableLoad:
         loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
         if authority is None and not differs:  # what a shared database had before may have been updated since
             had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
-            shared = (one for one in (*databases, *self._targets.keep) if one.shared)
-            differs = any(had.get(id(one), True) for one in shared)
+            shared = (database for database in (*databases, *self._targets.keep) if database.shared)
+            differs = any(had.get(id(database), True) for database in shared)
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
         for i, database in enumerate(databases):
-            if loads[i].elsewhere:
+            if loads[i].elsewhere and isinstance(database, SharedDatabase):
                 loads[i] = self._awaited(database, loads[i].last_row)
-        if self._carried and databases:
-            self._carried.copy(authority or databases[-1], self._model.chunk_rows, self._progress)
         if authority:
             self._put_above(authority)
         for i, database in enumerate(databases):
@@ -278,13 +278,16 @@ class TableLoad:
     def _complete(self, loads: Sequence[DatabaseLoad]) -> Database | None:
         """Return a volatile database that holds every row and evicts none, if any."""
         loaded = [one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows]
-        kept = [one for one in self._targets.keep if one.shared]  # the others begin empty
-        evictless = (one for one in (*loaded, *kept) if one.stats(self._tag_in(one)).capacity_rows >= UNBOUNDED_ROWS)
+        kept = [database for database in self._targets.keep if database.shared]  # the others begin empty
+        evictless = (
+            database for database in (*loaded, *kept) if database.stats(self._tag_in(database)).capacity_rows >= UNBOUNDED_ROWS
+        )
         return next(evictless, None)
 
-    def _put_above(self, authority: Database) -> None:
+    def _put_above(self, authority: PersistentDatabase) -> None:
         for database in (*self._targets.load, *self._targets.keep):
-            database.stand_above(self._tag_in(database), authority, self._tag_in(authority))
+            if isinstance(database, SharedDatabase):
+                database.stand_above(self._tag_in(database), authority, self._tag_in(authority))
 
     def _tag_in(self, database: Database) -> str:
         return database.stored(self._table).tag
@@ -299,7 +302,7 @@ class TableLoad:
 
     def _check_kept(self, database: Database) -> None:
         self._open(database)
-        record = None if database.shared else database.load_record(self._tag_in(database))
+        record = database.load_record(self._tag_in(database)) if isinstance(database, PersistentDatabase) else None
         if record is not None and not record.complete:
             raise DatabaseError(
                 f"keeping table {self._tag_in(database)} in {database.kind} as it is (initialize_after_startup false): it "
@@ -312,7 +315,7 @@ class TableLoad:
 
         Processes that load a shared database agree by their claims.
         """
-        if self._targets.force or self._carried or database.shared:
+        if self._targets.force or not isinstance(database, PersistentDatabase):
             return None
         record, model = database.load_record(self._tag_in(database)), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
@@ -334,7 +337,7 @@ class TableLoad:
     def _is_whole(self, record: LoadRecord | None) -> bool:
         return record is not None and record.complete and record.fingerprint == self._model.fingerprint
 
-    def _differs(self, authority: Database) -> bool:
+    def _differs(self, authority: PersistentDatabase) -> bool:
         """Whether the persistent database, once loaded or kept, holds other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
         if record is None or not self._is_whole(record):
@@ -371,13 +374,16 @@ class TableLoad:
         if self._targets.force and not database.shared:
             self._empty(database)
         rows = self._share(database, self._model.rows)
-        first = database.claim_load(self._tag_in(database), self._model.fingerprint, rows, replaces=self._has_authority)
+        first: int | None = 0
+        if isinstance(database, SharedDatabase):
+            tag, replaces = self._tag_in(database), self._authority is not None
+            first = database.claim_load(tag, self._model.fingerprint, rows, replaces=replaces)
         self._open(database)
         return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
 
     def _first_row(self, database: Database, record: LoadRecord | None) -> int:
         if record is None:
-            if self._targets.force or self._carried or isinstance(self._model, DeltaModel):
+            if self._targets.force or isinstance(self._model, DeltaModel):
                 self._empty(database)
             return 0
         model = self._model
@@ -425,9 +431,9 @@ class TableLoad:
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
                 self._nonfinite.add(keys, vectors)
-                exact, rows = self._rows_of(keys, vectors)
+                rows = self._encoded(keys, vectors)
                 for feed in feeds:
-                    feed.add(start, keys, vectors, exact if feed.is_exact else rows)
+                    feed.add(start, keys, vectors, vectors if feed.is_exact else rows)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
         self._check_finite([database for database, _ in targets])
@@ -438,7 +444,8 @@ class TableLoad:
 
     def _finish(self, database: Database) -> None:
         started = time.monotonic()
-        database.finish_load(self._tag_in(database))
+        if isinstance(database, LastingDatabase):
+            database.finish_load(self._tag_in(database))
         if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
             _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
 
@@ -459,8 +466,8 @@ class TableLoad:
             with closing(chunks):
                 for keys, vectors in chunks:
                     self._nonfinite.add(keys, vectors)
-                    exact, rows = self._rows_of(keys, vectors)
-                    feed.add(0, keys, vectors, exact if feed.is_exact else rows)
+                    rows = self._encoded(keys, vectors)
+                    feed.add(0, keys, vectors, vectors if feed.is_exact else rows)
                     self._progress.advance(self._tag, keys.size)
             if base is None or base.still_counts():
                 break
@@ -487,7 +494,7 @@ class TableLoad:
             held, fingerprint = model.held[level], model.fingerprints[level]
             if held is None:
                 continue
-            if database.persistent:
+            if isinstance(database, PersistentDatabase):
                 base = database.stored(held.table)
                 if base.row_dtype != database.stored(self._table).row_dtype:
                     continue
@@ -497,24 +504,22 @@ class TableLoad:
                     return BaseRows(level, chunks, record.checksum, still_counts)
             elif held.database is not None and held.fingerprint == fingerprint:
                 base = held.database.stored(held.table)
-                if base.row_dtype != database.stored(self._table).row_dtype or base.tag not in held.database.tags():
+                if base.row_dtype != database.stored(self._table).row_dtype or not _is_open(held.database, base.tag):
                     continue
                 chunks = partial(self._vectors_in, held.database, base, model.chunk_rows)
                 if held.unmodified():
                     return BaseRows(level, chunks, "", held.unmodified)
         return None
 
-    def _rows_of(self, keys: KeyArray, vectors: FloatArray) -> tuple[FloatArray, RowArray]:
-        """Return what databases of float32 rows store, (n, dim), and the rows of the others, (n, width)."""
-        rows = encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
-        return self._carried.rows_of(keys, vectors, rows) if self._carried else (vectors, rows)
+    def _encoded(self, keys: KeyArray, vectors: FloatArray) -> RowArray:
+        return encode(f"loading table {self._tag}", vectors, self._table.row_dtype, keys)
 
     def _vectors_in(self, database: Database, stored: TableSpec, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Read the vectors of a table of the same row format: encoded again, they are the same rows."""
         for keys, rows in database.scan(stored.tag, chunk_rows):
             yield keys, decode(rows, stored.dim, stored.row_dtype)
 
-    def _unmodified_record(self, database: Database, stored: TableSpec) -> LoadRecord | None:
+    def _unmodified_record(self, database: PersistentDatabase, stored: TableSpec) -> LoadRecord | None:
         """Return the load record of another table if it is complete and unmodified."""
         if stored.tag not in database.tags():
             return None
@@ -522,7 +527,7 @@ class TableLoad:
         record = database.load_record(stored.tag)
         return record if record is not None and record.complete and not record.modified else None
 
-    def _is_unmodified(self, database: Database, tag: str, record: LoadRecord) -> bool:
+    def _is_unmodified(self, database: PersistentDatabase, tag: str, record: LoadRecord) -> bool:
         """Whether a table still has its record; a modification changes the record before a row."""
         return tag in database.tags() and database.load_record(tag) == record
 
@@ -592,11 +597,10 @@ class TableLoad:
     def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
         model = self._model
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
-        if self._carried:
-            record = self._carried.begun(record)
         stored = database.stored(self._table)
-        database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
-        if database.persistent:
+        if isinstance(database, InProcessDatabase):
+            database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
+        if isinstance(database, PersistentDatabase):
             before = database.load_record(stored.tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load
                 record = replace(record, checksum=before.checksum)
@@ -614,7 +618,7 @@ class TableLoad:
             base: where a delta's base is, if not in files.
         """
         model, level = self._model, base.level if base else 0
-        parts = [model] if isinstance(model, SparseModel) else [one.changed for one in model.deltas[level:]]
+        parts = [model] if isinstance(model, SparseModel) else [delta.changed for delta in model.deltas[level:]]
         if base:
             yield from (keys for keys, _vectors in base.chunks())
         elif isinstance(model, DeltaModel):
@@ -627,18 +631,18 @@ class TableLoad:
         stored = database.stored(self._table)
         database.load_chunk(stored.tag, np.empty(0, np.int64), np.empty((0, stored.width), np.float32), record)
 
-    def _awaited(self, database: Database, rows: int) -> DatabaseLoad:
+    def _awaited(self, database: SharedDatabase, rows: int) -> DatabaseLoad:
         """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
         load = DatabaseLoad(database.kind, self._claim_when_free(database, rows), rows)
         if load.rows:
             self._read_into([(database, load)])
         return load
 
-    def _claim_when_free(self, database: Database, rows: int) -> int:
+    def _claim_when_free(self, database: SharedDatabase, rows: int) -> int:
         """Wait until no other process loads a shared database; return the first row that it still needs."""
         _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
         self._progress.start(self._tag, rows, rows * self._model.row_bytes)
-        tag, fingerprint, replaces = self._tag_in(database), self._model.fingerprint, self._has_authority
+        tag, fingerprint, replaces = self._tag_in(database), self._model.fingerprint, self._authority is not None
         while (first := database.claim_load(tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S, replaces=replaces)) is None:
             self._progress.advance(self._tag, 0)  # its rows are unknown here, but a progress that raises ends the wait
         self._progress.advance(self._tag, first)
@@ -654,10 +658,11 @@ class TableLoad:
         size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
         limit = self._share(database, size)
         reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
-        database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
+        if isinstance(database, InProcessDatabase):
+            database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, tag)))
 
-    def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:
+    def _copied_as_files(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
         """Fill a shared database from the persistent one, under the fingerprint of the files."""
         rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
         first = database.claim_load(tag := self._tag_in(database), fingerprint, rows)
@@ -720,6 +725,13 @@ class TableLoad:
             database.kind,
             held,
         )
+
+
+def _is_open(database: Database, tag: str) -> bool:
+    with suppress(UnknownTableError):
+        database.stats(tag)
+        return True
+    return False
 
 
 class LoadFeed:

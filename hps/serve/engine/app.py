@@ -116,6 +116,7 @@ class Application:
         """Read the file of tokens again if it has changed. Call this twice a second."""
         if self._tokens is not None and self._tokens.poll():
             self._use_tokens(self.lifecycle.configuration.service)
+            self.link.publish()
 
     def _use_tokens(self, settings: ServiceConfig) -> None:
         entries = () if self._tokens is None else self._tokens.entries

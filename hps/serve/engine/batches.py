@@ -39,7 +39,7 @@ from hps.tensors.batch import Batch
 from hps.versions.deployment import Deployment
 
 _log = logging.getLogger(__name__)
-_LOOK_S: Final = 0.1
+_FOLLOW_S: Final = 0.1
 _MOST_MESSAGE = 1500
 
 
@@ -135,7 +135,8 @@ class FrontLink:
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._loops: list[threading.Thread] = []
-        self._looker = new_thread("page", self._look)
+        self._seen: list[object] = []  # what was `_observed` when the snapshot was written
+        self._follower = new_thread("snapshot", self._follow)
         self.shared_memory = SharedMemoryRegistry(
             lambda: lifecycle.configuration.service.shared_memory_bytes, changed=self.publish
         )
@@ -166,7 +167,7 @@ class FrontLink:
         for memory in self._memories:
             memory[layout.OWNER_EPOCH] = 0
         self.publish()
-        self._looker.start()
+        self._follower.start()
 
     def _open(self, server: HPS) -> None:
         """Begin to answer lookups of a parameter server, whose models are yet to come."""
@@ -229,6 +230,7 @@ class FrontLink:
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""
         with self._changing:
+            self._seen = self._observed()
             server = self._lifecycle.opened
             deployments = server.live.all() if server is not None and self._loops else []
             for board in self._boards:
@@ -283,7 +285,7 @@ class FrontLink:
                 self._by_serial.pop(served.serial, None)
 
     def _settings_of(self, service: ServiceConfig) -> dict[str, Any]:
-        if self._settings[0] is not service:  # the page is made ten times a second
+        if self._settings[0] is not service:
             self._settings = service, service.model_dump(mode="json")
         return self._settings[1]
 
@@ -301,11 +303,26 @@ class FrontLink:
             return [(one.device, one.serial) for one in made]
         return [(device, made[0].serial) for device in deployment.devices]
 
-    def _look(self) -> None:
-        """Publish reasons and settings that change by themselves."""
-        while not self._closing.wait(_LOOK_S):
-            self.publish()
+    def _follow(self) -> None:
+        """Settle the counts, and publish what nobody pushes."""
+        while not self._closing.wait(_FOLLOW_S):
+            if self._changes_by_itself() or self._observed() != self._seen:
+                self.publish()
             self.settle()
+
+    def _changes_by_itself(self) -> bool:
+        """Return whether the snapshot tells how far something is, or leaves out what may find room."""
+        known = self._published
+        return bool(known.get("blocked") or known.get("reasons") or self._left_out)
+
+    def _observed(self) -> list[object]:
+        """Return what changes without a notification: why nothing is answered, loads that start, recording, lost devices."""
+        server, lives = self._lifecycle.opened, self._lifecycle.live.models()
+        found: list[object] = [self._lifecycle.blocked, *[(life.name, life.state) for life in lives]]
+        if server is not None:
+            lost = [id(one) for one in server.live.all() for session in one.sessions.values() if session.lost]
+            found += [server.records, *lost]
+        return found
 
     def close(self, timeout_s: float) -> bool:
         """Answer nothing more; False if a lookup still runs."""
@@ -315,7 +332,7 @@ class FrontLink:
         if self._threads:
             os.eventfd_write(self._jobs_event, len(self._threads))
         deadline = time.monotonic() + timeout_s
-        started = [one for one in (*self._threads, *self._loops, self._looker) if one.ident is not None]
+        started = [one for one in (*self._threads, *self._loops, self._follower) if one.ident is not None]
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.settle()

@@ -21,8 +21,8 @@ from hps.parameter_server import HPS
 from hps.serve.engine.readiness import Readiness
 from hps.versions.catalog import absent_models, may_be_empty
 from hps.versions.changes import cause_of
-from hps.versions.deployment import choose_cache, served_kernels
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
+from hps.versions.tiers import choose_cache, served_kernels
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -177,8 +177,8 @@ class Lifecycle:
     def start(self) -> None:
         if self.opened is not None:
             compile_kernels(*served_kernels(self.configuration, self.opened.cache_class))
-            for tell in self.on_open:
-                tell(self.opened)
+            for notify in self.on_open:
+                notify(self.opened)
             self._block("")
             self._follow_fleet(self.opened)
         elif self._owned:
@@ -188,8 +188,8 @@ class Lifecycle:
 
     def _block(self, reason: str) -> None:
         self._blocked = reason
-        for tell in self.on_block:
-            tell()
+        for notify in self.on_block:
+            notify()
 
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
         """Queue models to load and to undeploy, behind the current loading.
@@ -370,8 +370,8 @@ class Lifecycle:
         """Announce the parameter server, and queue the models that are loaded at the start."""
         server.live.first_retry_s = self._first_retry_s
         try:
-            for tell in self.on_open:
-                tell(server)
+            for notify in self.on_open:
+                notify(server)
             self._want(server, self._insisted(lambda: server.catalog.names, versioned=True))
         except BaseException:
             server.close()

@@ -26,7 +26,7 @@ async def change_model(
     """Start a change, and wait for its end if `wait`. It continues if the client disconnects.
 
     Args:
-        doing: as for `LiveModels.begin`.
+        doing: as for `LiveModels.start_change`.
         call: makes the change, and returns the version that serves afterwards.
         detail: details for the log.
 
@@ -39,12 +39,12 @@ async def change_model(
         what = f"{MOST_AT_ONCE} models are being changed; try again later"
         raise OverloadedError("changes", f"changing model {model!r}: {what}")
     served: Served = scope[SERVED]
-    change = live.begin(model, doing, f"{request_line(scope)} {detail}".rstrip(), served.who)
+    change = live.start_change(model, doing, f"{request_line(scope)} {detail}".rstrip(), served.who)
     served.outlived = True
 
     def finish(error: BaseException | None) -> None:
         change.status = 200 if error is None else status_of(error)
-        live.end(change, error)
+        live.finish_change(change, error)
         if change.status == 500:
             _log.error("%s failed unexpectedly", change.what, exc_info=error, extra=fields(request_id=served.id.decode()))
         outcome = "done" if error is None else f"failed ({change.status})"

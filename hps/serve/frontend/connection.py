@@ -5,32 +5,27 @@ import select
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import Final, cast
 
 from hps.errors import HPSError
-from hps.serve.frontend.answers import EncodedAnswer, Plan
-from hps.serve.frontend.connections import TOO_MANY, ClientConnection
-from hps.serve.frontend.heads import (
-    CACHED_HEAD_BYTES,
+from hps.ground.http1 import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     Chunks,
     Head,
     MalformedRequestError,
     answer_head,
-    read_head,
 )
-from hps.serve.frontend.lookups import FrontVersion
+from hps.serve.frontend.answers import EncodedAnswer, Plan
+from hps.serve.frontend.connections import TOO_MANY, ClientConnection
+from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.pending import Lookup
 from hps.serve.frontend.proxy import Upstream, forwarded
+from hps.serve.frontend.published import LookupTarget, lookup_target
 from hps.serve.http.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.serve.http.http_metrics import DISCONNECTED
 from hps.serve.http.request_body import inflate, inflated_bytes, too_large
-from hps.serve.http.targets import LookupTarget
 from hps.serve.logs.requests import Served
-
-if TYPE_CHECKING:
-    from hps.serve.frontend.frontend import Front, RequestHead
-    from hps.serve.frontend.pending import Lookup
 
 _FIRST_BUFFER_BYTES: Final = 8192
 _MOST_BUFFER_BYTES: Final = MAX_HEAD_BYTES + _FIRST_BUFFER_BYTES
@@ -40,25 +35,9 @@ _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
 _FIRST_REQUEST_S: Final = 0.5
 _REST_S: Final = 1.0  # without a request, after which a connection keeps nothing of the last one
+_MOST_HEAD_KEPT: Final = 2048
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-class Beginning(NamedTuple):
-    """What a planned lookup began with, and what follows from it: most clients send the same again.
-
-    Attributes:
-        prefix: head and JSON part.
-        page: version of the owner's page of which this is true.
-    """
-
-    prefix: bytes
-    head: "RequestHead"
-    target: LookupTarget
-    version: FrontVersion
-    text: bytes
-    plan: Plan
-    page: int
 
 
 class Connection(ClientConnection):
@@ -69,12 +48,17 @@ class Connection(ClientConnection):
     held for the client, and given back with the request.
     """
 
-    def __init__(self, front: "Front") -> None:
+    front: Front
+
+    def __init__(self, front: Front) -> None:
         super().__init__(front, front.tls)
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
-        self._last: Beginning | None = None
+        self._prefix = b""  # head and JSON part of the last request, if those of the next may be the same
+        self._last: Lookup = cast(Lookup, None)  # that request, and its head
+        self._last_head: Head = cast(Head, None)
+        self._last_snapshot = -1
         self._head: Head | None = None
         self._target: LookupTarget | None = None
         self._raw = b""
@@ -119,7 +103,8 @@ class Connection(ClientConnection):
             self._slot = -1
         self.hold(0)
         self._at = self._have = 0
-        self._rest()
+        self._shrink()
+        self._forget()
         self._out.clear()
 
     def get_buffer(self, hint: int) -> memoryview:
@@ -133,7 +118,7 @@ class Connection(ClientConnection):
         if self._fill:
             self._fill = self._fill[count:]
             if not self._fill:
-                self._body_arrived()
+                self._body_arrived() if self._body is not None else self._keys_arrived()
             return
         self._have += count
         if self._lingering:
@@ -189,9 +174,13 @@ class Connection(ClientConnection):
         buffer[: self._have] = self._view[: self._have]
         self._buffer, self._view = buffer, memoryview(buffer)
 
-    def _rest(self) -> None:
-        """Give back what was kept for a request."""
+    def _forget(self) -> None:
+        """Give back what was kept of the last request, which the next one could have repeated."""
+        self._prefix, self._last, self._last_head = b"", cast(Lookup, None), cast(Head, None)
         self._raw, self._target, self._served = b"", None, cast(Served, None)
+
+    def _shrink(self) -> None:
+        """Give back what the buffer took for a long head."""
         if (more := len(self._buffer) - _FIRST_BUFFER_BYTES) > 0:
             self._compact()
             if self._have < _FIRST_BUFFER_BYTES:
@@ -227,12 +216,17 @@ class Connection(ClientConnection):
 
     def _read_head(self) -> None:
         buffer = self._buffer
-        if (last := self._last) is not None:
-            there = self._have - self._at
-            if there >= len(last.prefix) and buffer.startswith(last.prefix, self._at):
+        # Nearly all clients send the same head and JSON part again, with other keys. Comparing 500 bytes takes 0.2 us of the
+        # processor; reading the head 8, reading the JSON part and laying the answer out 50. What the comparison cannot see
+        # (models, tokens, settings, the access log) is in `can_reuse`. No bytes of the buffer count that have not arrived:
+        # the rest of it is what an earlier request left there.
+        if prefix := self._prefix:
+            there, plan = self._have - self._at, self._last.plan  # no plan: it had to be decoded again for another version
+            if plan is not None and there >= len(prefix) and buffer.startswith(prefix, self._at):
                 started = time.perf_counter()
-                if self.front.holds(last, started) and self._may_take_slot(len(last.prefix) + last.plan.keys_bytes):
-                    self._begin_again(last, started)
+                free = not self.front.exchange.slots.crowded or there >= len(prefix) + plan.keys_bytes  # as `_may_take_slot`
+                if free and self.front.can_reuse(self._last_snapshot, started):
+                    self._repeat(plan, started)
                     return
         while self._at < self._have and buffer[self._at] in b"\r\n":  # RFC 9112, section 2.2
             self._at += 1
@@ -256,12 +250,14 @@ class Connection(ClientConnection):
         self._started = time.perf_counter()
         self._served = self.front.served()
         self._left = 0
-        self._head = head = read_head(raw)
+        # A client that sends head and body apart, as most libraries do, is seen here before `_prefix` is complete.
+        self._head = head = self._last_head if self._prefix.startswith(raw) else Head(raw)
         self._left = head.length
         self._since = time.monotonic()
-        self._target = target = head.lookup
+        self._target = target = lookup_target(head.path)
         self._watched = self.front.begin(self.client, head, target, self._served, self._started)
-        self.front.check(head, self._served, self.client, self.transport.get_extra_info("sockname"), self.certificate)
+        server = self.transport.get_extra_info("sockname")
+        self.front.check(head, target, self._served, self.client, server, self.certificate)
         if head.expects_continue and head.length:
             self.transport.write(_CONTINUE)
         if head.length < 0:
@@ -275,7 +271,7 @@ class Connection(ClientConnection):
         self._at += chunks.feed(self._view[self._at : self._have])
         if self._at == self._have:
             self._at = self._have = 0
-        most = self.front.most_bytes(cast(Head, self._head))
+        most = self.front.most_bytes(cast(Head, self._head).path, self._target)
         if len(chunks.body) > most:
             raise too_large(f"got {len(chunks.body)} bytes", most)
         self.hold(len(chunks.body))
@@ -287,7 +283,10 @@ class Connection(ClientConnection):
         """Go on where the body begins."""
         head = cast(Head, self._head)
         there = self._have - self._at
-        text_bytes = self.front.text_bytes(head)
+        # The keys of a binary lookup are received where the engine reads them, without a copy. So a slow client would hold a
+        # slot: while more than half of the slab is taken, only a request that has arrived completely gets one, and the
+        # body of any other is kept in memory that is counted for its client.
+        text_bytes = self.front.text_bytes(head, self._target)
         if text_bytes >= 0 and self._may_take_slot(head.length):  # a binary lookup: its keys go to a slot
             if there < text_bytes:
                 self._make_room()
@@ -295,11 +294,12 @@ class Connection(ClientConnection):
             text = bytes(self._view[self._at : self._at + text_bytes])
             target = cast(LookupTarget, self._target)
             lookup = self.front.planned(self, target, self._served, text, head.length)
-            if lookup is not None and lookup.plan is not None:
-                self._lookup, self._last = lookup, None
-                again = len(self._raw) <= CACHED_HEAD_BYTES and not (self.certificate or head.expects_continue)
-                if again and (page := self.front.page_if_same(head.headers)) >= 0:
-                    self._last = Beginning(self._raw + text, head, target, lookup.version, text, lookup.plan, page)
+            if lookup is not None:
+                self._lookup, self._prefix = lookup, b""
+                names_itself = b"x-request-id" in head.headers or b"traceparent" in head.headers
+                if len(self._raw) <= _MOST_HEAD_KEPT and not (head.expects_continue or names_itself):
+                    self._prefix, self._last, self._last_head = self._raw + text, lookup, head
+                    self._last_snapshot = self.front.published.version
                 self._at += text_bytes
                 self._left -= text_bytes
                 self._receive_keys()
@@ -319,30 +319,40 @@ class Connection(ClientConnection):
         """Whether a request may take a slot before its last byte, of `size`, is here."""
         return not self.front.exchange.slots.crowded or self._have - self._at >= size
 
-    def _begin_again(self, last: Beginning, started: float) -> None:
-        """Begin a lookup like the last one."""
+    def _repeat(self, plan: Plan, started: float) -> None:
+        """Begin a lookup whose head and JSON part are those of the last one. Most clients send nothing else."""
+        front, last = self.front, self._last
         self._started = started
-        self._served = served = self.front.served()
+        self._served = served = Served()
+        served.id = front.new_id()
+        served.identity = last.served.identity
         served.model, served.version = last.target.model_name, last.version.tables.version
-        self._head, self._target, self._watched = cast(Head, last.head), last.target, False
-        self._at += len(last.prefix)
-        self._left = last.plan.keys_bytes
-        self._lookup = self.front.again(self, last, served)
+        self._head, self._target, self._watched = self._last_head, last.target, False
+        self._at += len(self._prefix)
+        self._left = plan.keys_bytes
+        if served.identity is not None:  # its rights are what they were, but not its limits
+            front.authorization.count(served.identity)
+            front.authorization.take_keys(served.identity, plan.keys)
+        began = time.perf_counter_ns()
+        self._lookup = self._last = Lookup(
+            self, last.target, served, last.version, last.text, plan, device=plan.device, began_ns=began
+        )
         self._receive_keys()
 
     def _receive_keys(self) -> None:
         """Take the slot of a planned lookup, and what has arrived of its keys; wait if there is no slot."""
-        lookup = cast("Lookup", self._lookup)
+        lookup = cast(Lookup, self._lookup)
         if not self.front.exchange.take_slot(lookup):
             self._busy = True
             self._pause_reading()
             return
-        keys, at = self.front.exchange.keys_of(lookup), self._at
-        there = self._have - at
+        plan, at = cast(Plan, lookup.plan), self._at
+        there, start = self._have - at, lookup.slot + plan.keys_at
+        keys = self.front.exchange.region.view[start : start + plan.keys_bytes]
         if there >= len(keys):
             self._at = end = at + len(keys)
             keys[:] = self._view[at:end]
-            self._body_arrived()
+            self._keys_arrived()
             return
         keys[:there] = self._view[at : self._have]
         self._at = self._have = 0
@@ -363,45 +373,54 @@ class Connection(ClientConnection):
         except Exception as error:  # noqa: BLE001 - answered
             self.refuse(error)
 
+    def _keys_arrived(self) -> None:
+        """Post a planned lookup, whose keys are in its slot."""
+        self._busy, self.completed, self.used = True, True, True
+        self._since, self._left = None, 0
+        if self._at == self._have:
+            self._at = self._have = 0
+        self._served.bytes_in = cast(Head, self._head).length
+        try:
+            self.front.exchange.post(cast(Lookup, self._lookup))
+        except Exception as error:  # noqa: BLE001 - answered
+            self.refuse(error)
+
     def _body_arrived(self) -> None:
         self._busy, self.completed, self.used = True, True, True
         self._since, self._left = None, 0
         if self._at == self._have:
             self._at = self._have = 0
-        head, served = cast(Head, self._head), self._served
+        head, served, body = cast(Head, self._head), self._served, cast(bytearray, self._body)
         try:
-            if self._body is not None:
-                served.bytes_in = len(self._body)
-                if b"content-encoding" in head.headers:
-                    self._inflate(head, self._body)
-                if target := head.lookup:
-                    length = head.headers.get(b"inference-header-content-length")
-                    shared = self.front.shared_tensors(target, self._body, length, self.client, head.headers)
-                    self._lookup = self.front.decoded(self, target, served, self._body, length, shared)
-                    self._post()
-                else:
-                    self.front.check_ready(head.path)
-                    self._proxied = True
-                    if head.method == "GET":
-                        self.front.publish()  # the answer may tell of the requests before
-                    lines = [*head.lines, (b"x-request-id", served.id)]  # of several, the last counts
-                    request = forwarded(head.method, head.target, lines, self._body, self.client, self.certificate)
-                    self._body = None
-                    self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
+            served.bytes_in = len(body)
+            if b"content-encoding" in head.headers:
+                body = self._inflate(head, body)
+            if target := self._target:
+                length = head.headers.get(b"inference-header-content-length")
+                shared = self.front.shared_tensors(target, body, length, self.client, head.headers)
+                self._lookup = self.front.decoded(self, target, served, body, length, shared)
+                self._post()
             else:
-                served.bytes_in = head.length
-                self.front.exchange.post(cast("Lookup", self._lookup))
+                self.front.check_ready(head.path)
+                self._proxied = True
+                if head.method == "GET":
+                    self.front.publish()  # the answer may tell of the requests before
+                lines = [*head.lines, (b"x-request-id", served.id)]  # of several, the last counts
+                request = forwarded(head.method, head.target, lines, body, self.client, self.certificate)
+                self._body = None
+                self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
         except Exception as error:  # noqa: BLE001 - answered
             self.refuse(error)
 
-    def _inflate(self, head: Head, body: bytearray) -> None:
-        most = self.front.most_bytes(head)
+    def _inflate(self, head: Head, body: bytearray) -> bytearray:
+        most = self.front.most_bytes(head.path, self._target)
         self.hold(len(body) + inflated_bytes(body, most), "decompressing the request")
         self._body = bytearray(inflate(head.headers, body, most))
         self.hold(len(self._body))
+        return self._body
 
     def _post(self) -> None:
-        lookup = cast("Lookup", self._lookup)
+        lookup = cast(Lookup, self._lookup)
         if self.front.exchange.take_slot(lookup):
             self._busy = True
             self.front.exchange.post(lookup)
@@ -447,16 +466,16 @@ class Connection(ClientConnection):
         chunks = () if self._head is not None and self._head.method == "HEAD" else answer.chunks
         self.send(answer.status, [head, *chunks])
 
-    def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
+    def answered(self, lookup: Lookup, slot: int, deferred: int) -> None:
         """Send the answer of a planned lookup from its slot, with one write."""
         plan, view = cast(Plan, lookup.plan), self.front.exchange.region.view
         size = len(plan.text) + plan.end - plan.vectors_at
         close = self._closing = self.closes_after
-        if (connection := self._connection(close)) or deferred:
+        if close or deferred or cast(Head, self._head).asks_to_stay:
             headers = [BINARY, (b"inference-header-content-length", b"%d" % len(plan.text))]
             if deferred:
                 headers.append((DEFERRED_KEYS, b"%d" % deferred))
-            head = answer_head(200, headers, size, self._served.id, connection) + plan.text
+            head = answer_head(200, headers, size, self._served.id, self._connection(close)) + plan.text
         else:
             head = b"%b%b\r\n\r\n%b" % (plan.answer, self._served.id, plan.text)
         start = slot + plan.vectors_at - len(head)
@@ -470,7 +489,7 @@ class Connection(ClientConnection):
         if not (self._stalled or self._ended):
             self._sent()
 
-    def encoded(self, lookup: "Lookup", slot: int, deferred: int, answer: EncodedAnswer) -> None:
+    def encoded(self, lookup: Lookup, slot: int, deferred: int, answer: EncodedAnswer) -> None:
         headers = [BINARY if answer.binary else JSON]
         if answer.text_bytes is not None:
             headers.append((b"inference-header-content-length", b"%d" % answer.text_bytes))
@@ -503,7 +522,11 @@ class Connection(ClientConnection):
         elif self._left > 0:
             here = min(self._left, self._have - self._at)
             self._at, self._left = self._at + here, self._left - here
-        waits = self._head is not None and self._head.expects_continue  # it may send its body, or not
+        # Where the next request begins is known only if the rest of this body can be skipped: its length is known, it is
+        # short, and the client does send it. It may not after `Expect: 100-continue`. A client that is told to send again
+        # later keeps its connection; any other one is read for a while after the answer and closed, since closing with
+        # unread bytes would reset the connection, and the answer with it.
+        waits = self._head is not None and self._head.expects_continue
         if 0 < self._left <= _MOST_SKIPPED_BYTES and status_of(error) == 503 and not (waits or self.closes_after):
             self._skip, self._left = self._left, 0
         unread = self._left != 0
@@ -554,6 +577,8 @@ class Connection(ClientConnection):
 
     def _pump(self) -> None:
         """Send on, a part in each turn of the event loop."""
+        # An answer stays in its slot until the kernel has all of it: the limit of the transport's buffer is 0, so that
+        # `pause_writing` is called by the write that could not be sent at once. Only `_sent` gives the slot back.
         sent = 0
         while self._out:
             if self._stalled or self._ended:
@@ -588,7 +613,9 @@ class Connection(ClientConnection):
             self.note_sizes(len(self._raw) + self._served.bytes_in, self._bytes_out)
         self._busy, self._bytes_out = False, 0
         self._idle_since = time.monotonic()
-        self._rest()
+        self._raw = b""
+        if len(self._buffer) > _FIRST_BUFFER_BYTES:
+            self._shrink()
         if self._lingering:
             self._since = None
             self._resume_reading()
@@ -624,16 +651,13 @@ class Connection(ClientConnection):
 
     @property
     def waiting(self) -> bool:
-        """Whether it waits for the rest of a request, or for one."""
         return not (self._busy or self._ended)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
         return self.waiting and self._head is None
 
     def refuse_connection(self) -> None:
-        """Close a connection for which there is no room."""
         self._ended = True
         if self.front.tls is None:
             self.transport.write(TOO_MANY)
@@ -641,18 +665,15 @@ class Connection(ClientConnection):
 
     @property
     def unread_since(self) -> float:
-        """Since when its client has made no progress with an answer; infinity unless it lags."""
         return self._unread_since if self._stalled and not self._ended else math.inf
 
     def close(self) -> None:
-        """Close an idle connection to make room for another, or one whose client does not read."""
         if self._stalled:
             self._abort("answer", "it is not read, and another client needs the connection (service.max_connections)")
         self._ended = True
         self._close()
 
     def close_if_quiet(self) -> None:
-        """Close the connection unless a request is or may be under way."""
         new = time.monotonic() - self.opened < _FIRST_REQUEST_S and not self.completed
         if not self.idle or self._at < self._have or self._skip or new or self.transport.is_closing():
             return
@@ -666,7 +687,6 @@ class Connection(ClientConnection):
             self._abort("answer", "it is not read, and other lookups need its memory (service.max_held_bytes)")
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
-        """Refuse or abort what takes too long. Called twice a second."""
         if self._ended:
             return
         if self._out or self._stalled:
@@ -684,7 +704,7 @@ class Connection(ClientConnection):
             else:
                 self.transport.abort()  # no request has begun
         elif self.idle and self.completed and now - self._idle_since > _REST_S:
-            self._last = None
+            self._forget()
             if now - self._idle_since > keep_alive_s:
                 self.close()
 

@@ -4,13 +4,12 @@ import asyncio
 import logging
 import resource
 import time
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, Protocol, cast
 
+from hps.configuration.load import ServiceConfig
 from hps.ground.log_limits import OnceAMinute
 from hps.serve.frontend.tls import TLS, names_in
-
-if TYPE_CHECKING:
-    from hps.serve.frontend.frontend import Front
+from hps.serve.http.refusals import Refusals
 
 _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
@@ -27,6 +26,18 @@ TOO_MANY: Final = (
 """Answer to a connection for which there is no room."""
 
 
+class Acceptor(Protocol):
+    """What every connection needs of its frontend."""
+
+    settings: ServiceConfig
+    refusals: Refusals
+    leaving: bool
+    loop: asyncio.AbstractEventLoop
+
+    def opened(self, connection: "ClientConnection") -> None: ...
+    def closed(self, connection: "ClientConnection") -> None: ...
+
+
 class ClientConnection(asyncio.BufferedProtocol):
     """A client's connection to a front, in the open or within TLS. *Used only by its event loop.*
 
@@ -40,7 +51,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         certificate: names in the client's certificate.
     """
 
-    def __init__(self, front: "Front", tls: TLS | None) -> None:
+    def __init__(self, front: Acceptor, tls: TLS | None) -> None:
         self.front = front
         self.transport: asyncio.Transport = cast(asyncio.Transport, None)
         self.opened = time.monotonic()

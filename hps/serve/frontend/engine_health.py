@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from hps.errors import HPSError
-from hps.serve.frontend.proxy import OwnerConnections, forwarded
+from hps.serve.frontend.proxy import EngineConnections, forwarded
 
 _POLL_S: Final = 1.0
 _PATH: Final = "/v2/health/ready"
@@ -22,7 +22,7 @@ class OwnerHealth:
         watchers: how many watch.
     """
 
-    def __init__(self, owner: OwnerConnections, check_ready: Callable[[str], None]) -> None:
+    def __init__(self, owner: EngineConnections, check_ready: Callable[[str], None]) -> None:
         self._owner = owner
         self._check_ready = check_ready
         self._ready: bool | None = None  # not asked yet

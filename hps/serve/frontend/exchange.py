@@ -1,4 +1,4 @@
-"""A front's side of its region: posts lookups to the owner, and takes its answers."""
+"""A frontend's side of its region: allocates slots, posts lookups to the engine, and takes its answers."""
 
 import asyncio
 import json
@@ -18,12 +18,11 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
-from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontDescriptors, Memory
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
 from hps.serve.frontend.shared_memory import Segments
-from hps.serve.frontend.slots import Slots
 from hps.serve.http.http_answer import OverloadedError, RequestError
 from hps.serve.logs.lines import fields
 from hps.serve.logs.lookup_report import report_of
@@ -34,23 +33,117 @@ _log = logging.getLogger(__name__)
 _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
+_LEAST_ORDER: Final = 12  # of slots: 4 KB
+_OWNER_EPOCH: Final = layout.OWNER_EPOCH // 8
 _CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
 """Serial, flags, segments, and place and size of what is beside them, of a request that names no deployment."""
 MOST_PENDING: Final = RING // 2
 """Maximum number of lookups that the owner works on for one front."""
 
 
-class OwnerExchange:
-    """Posts the lookups of one front. *One event loop.*
+class Slots:
+    """Slots of powers of two bytes in one slab. *One per event loop.*
+
+    Buddies are joined only when there is no room otherwise: most requests are as large as others before them. The slot that
+    was given back last is taken first, since the processor's caches still hold it, where a device writes, too.
 
     Args:
-        number: which of the fronts it is.
-        shared: what all fronts share with the owner.
-        published: what the owner has published.
+        size: of the region.
+
+    Attributes:
+        size: of the slab.
+        largest: the largest slot that there can be, in bytes.
+        used: bytes of slots that are taken.
+        crowded: whether more than half is taken: then no slow client may hold a slot.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free: list[list[int]] = [[] for _ in range(64)]
+        self._order: dict[int, int] = {}  # of taken slots
+        self.size = size - SLAB
+        start, left = 0, self.size
+        while left >= 1 << _LEAST_ORDER:
+            order = left.bit_length() - 1
+            self._free[order].append(start)
+            start += 1 << order
+            left -= 1 << order
+        self._most = max((order for order, free in enumerate(self._free) if free), default=0)
+        self.largest = 1 << self._most
+        self.used = 0
+        self.crowded = False
+
+    def take(self, size: int) -> int:
+        """Return the offset of a slot, a multiple of 4,096; -1 if there is no room now."""
+        order = max(_LEAST_ORDER, (size - 1).bit_length())
+        if order > self._most:
+            return -1
+        free = self._free[order]
+        if not free and not self._split(order) and not (self._join() and (free or self._split(order))):
+            return -1
+        place = free.pop()
+        self._order[place] = order
+        self.used += 1 << order
+        self.crowded = 2 * self.used > self.size
+        return SLAB + place
+
+    def give_back(self, slot: int) -> None:
+        place = slot - SLAB
+        order = self._order.pop(place)
+        self.used -= 1 << order
+        self.crowded = 2 * self.used > self.size
+        self._free[order].append(place)
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken: slots and free places cover the slab once, and are counted."""
+        places = [(place, order) for order, free in enumerate(self._free) for place in free]
+        findings, end = [], 0
+        for place, order in sorted([*places, *self._order.items()]):
+            if place != end:
+                findings.append(f"slots: got a place at {place}, expected one at {end}")
+            end = place + (1 << order)
+        if end != self.size >> _LEAST_ORDER << _LEAST_ORDER:
+            findings.append(f"slots: {end} bytes are free or taken, of {self.size}")
+        if (taken := sum(1 << order for order in self._order.values())) != self.used:
+            findings.append(f"slots: {taken} bytes are taken, but {self.used} are counted")
+        return findings
+
+    def is_taken(self, slot: int) -> bool:
+        return slot - SLAB in self._order
+
+    def _split(self, order: int) -> bool:
+        larger = next((one for one in range(order + 1, self._most + 1) if self._free[one]), 0)
+        if not larger:
+            return False
+        place = self._free[larger].pop()
+        for half in range(larger - 1, order - 1, -1):
+            self._free[half].append(place + (1 << half))
+        self._free[order].append(place)
+        return True
+
+    def _join(self) -> bool:
+        """Join free buddies; return whether any were."""
+        joined = False
+        for order in range(_LEAST_ORDER, self._most):
+            free = set(self._free[order])
+            pairs = [place for place in free if not place >> order & 1 and place | 1 << order in free]
+            if pairs:
+                self._free[order][:] = sorted(free.difference(pairs, [place | 1 << order for place in pairs]))  # `take` has it
+                self._free[order + 1] += pairs
+                joined = True
+        return joined
+
+
+class EngineExchange:
+    """Posts the lookups of one frontend. *One event loop.*
+
+    Args:
+        number: which of the frontends it is.
+        shared: what all frontends share with the engine.
+        published: what the engine has published.
         spins: whether to spin while lookups are under way, rather than sleep.
 
     Attributes:
-        region: memory that the front shares with the owner.
+        region: memory that the frontend shares with the engine.
         slots: of its slab.
         segments: shared memory of clients.
         settings: of the service.
@@ -64,7 +157,7 @@ class OwnerExchange:
         self._number = number
         self.region = Memory(shared.regions[number])
         self._event = shared.events[number]
-        self._owner_event = shared.loop_events[number % len(shared.loop_events)]
+        self._engine_event = shared.loop_events[number % len(shared.loop_events)]
         self._published = published
         self._spins = spins
         self.settings = settings
@@ -98,11 +191,10 @@ class OwnerExchange:
         Args:
             now: time of `time.monotonic`.
         """
-        self._look_at_owner()
+        self._follow_engine()
         clock, limit = time.perf_counter(), self.settings.request_timeout_s
-        for lookup in [one for one in self.pending.values() if one.due < clock and one.requester is not None]:
-            requester = lookup.requester
-            if requester is not None:
+        for lookup in list(self.pending.values()):
+            if lookup.due < clock and (requester := lookup.requester) is not None:
                 lookup.version.counts.failed(lookup.began_ns)
                 requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
@@ -113,25 +205,25 @@ class OwnerExchange:
     # -- the owner --------------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> None:
-        """Ask the owner for empty rings; what is under way is posted again once it has them."""
+        """Request empty rings from the engine; pending lookups are posted again once it has them."""
         region = self.region
         self._connected = self._answers = False
         self._tail = 0
         self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
         store_word(region.address + layout.SUBMITTED, 0)
         store_word(region.address + layout.FRONT_EPOCH, self._epoch)
-        self._wake_owner()
+        self._wake_engine()
 
-    def _wake_owner(self) -> None:
-        os.eventfd_write(self._owner_event, 1)
+    def _wake_engine(self) -> None:
+        os.eventfd_write(self._engine_event, 1)
 
-    def _look_at_owner(self) -> None:
-        """Follow an owner that has begun our epoch, or is another one."""
+    def _follow_engine(self) -> None:
+        """Follow an engine that has started our epoch, or is another process."""
         epoch = self.region[layout.OWNER_EPOCH]
         if self._connected:
             if epoch != self._epoch:
                 _log.warning(
-                    "front %d: the owner of the tiers is gone; %d lookups wait for it", self._number, len(self.pending)
+                    "frontend %d: engine process exited; %d lookups queued until it restarts", self._number, len(self.pending)
                 )
                 self._begin_epoch()
         elif epoch == self._epoch:
@@ -156,12 +248,12 @@ class OwnerExchange:
             self.region.longs[slot >> 3 : (slot >> 3) + len(_CHECK)] = array("q", _CHECK)
             self._check, self._check_since = slot, time.monotonic()
             if post(self.region.address, slot):
-                self._wake_owner()
+                self._wake_engine()
 
     def unanswered(self) -> str:
-        """Why the owner does not answer what this front posts; empty if it does. Checks that anew."""
+        """Why the engine does not answer what this frontend posts; empty if it does. Checks that anew."""
         if not self._connected:
-            self._look_at_owner()
+            self._follow_engine()
         if not self._connected:
             return self.away()
         late_s, limit_s = time.monotonic() - self._check_since, self.settings.request_timeout_s
@@ -173,7 +265,7 @@ class OwnerExchange:
         return ""
 
     def away(self) -> str:
-        """Why there is no owner that works for this front."""
+        """Why no engine works for this frontend."""
         if blocked := self._published.blocked or ("" if self._was_connected else "the service is starting"):
             return f"the parameter server is not ready: {blocked}"
         return "the parameter server is being started again; send the request again later"
@@ -188,7 +280,7 @@ class OwnerExchange:
             NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
         """
         if not self._connected:
-            self._expect_owner()
+            self._require_engine()
         plan, placed = lookup.plan, lookup.placed
         size = plan.size if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
@@ -204,8 +296,8 @@ class OwnerExchange:
         lookup.slot, lookup.slot_due = slot, 0.0
         return True
 
-    def _expect_owner(self) -> None:
-        self._look_at_owner()
+    def _require_engine(self) -> None:
+        self._follow_engine()
         if not self._connected:
             raise NotReadyError(self.away())
 
@@ -222,7 +314,7 @@ class OwnerExchange:
             HPSError: it is refused.
         """
         if not self._connected:
-            self._expect_owner()
+            self._require_engine()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
         serial = lookup.version.serials[lookup.device]
@@ -241,11 +333,13 @@ class OwnerExchange:
         self._submit(lookup)
 
     def _submit(self, lookup: Lookup) -> None:
-        if post(self.region.address, lookup.slot):  # the owner sleeps, and nobody else wakes it
+        # One wake for all that this turn of the event loop posts: a write to an eventfd costs more than posting. The first
+        # lookup of a quiet frontend is not held back for it.
+        if post(self.region.address, lookup.slot):
             if self._spins or len(self.pending) == 1:
-                self._wake_owner()
+                os.eventfd_write(self._engine_event, 1)
             else:
-                self._loop.call_soon(self._wake_owner)  # for all that this turn of the event loop posts
+                self._loop.call_soon(self._wake_engine)  # for all that this turn of the event loop posts
         if self._spins:
             self._spun_ns = time.perf_counter_ns()
             if not self._spinning:
@@ -264,12 +358,15 @@ class OwnerExchange:
 
     def _woken(self) -> None:
         os.eventfd_read(self._event)
-        self._look_at_owner()
+        if not self._connected or self.region.longs[_OWNER_EPOCH] != self._epoch:
+            self._follow_engine()
         self._drain()
         if not self._spinning:
             self._arm()
 
     def _arm(self) -> None:
+        # `arm` asks to be woken, and only then reads how many completions there are, with a full barrier between: one that
+        # came before the engine could see the question is found here, and one that comes later wakes.
         address = self.region.address
         while arm(address) != self._tail and self._connected:
             self._drain()
@@ -319,14 +416,14 @@ class OwnerExchange:
             requester.answered(lookup, slot, deferred)
             return
         if status == RETIRED:
-            self._again(lookup)
+            self._retry_retired(lookup)
             return
         if status == FAILED:
             raise self._failure(lookup)
-        raise HPSError(f"the owner refused a descriptor (status {status})")
+        raise HPSError(f"the engine refused a descriptor (status {status})")
 
-    def _aside(self, lookup: Lookup) -> Any:
-        """Read what the owner has written aside."""
+    def _read_scratch(self, lookup: Lookup) -> Any:
+        """Read what the engine has written to the scratch of a slot."""
         at, words = lookup.slot >> 3, self.region.words
         start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
         if not 0 < size <= self.region.size:
@@ -334,7 +431,7 @@ class OwnerExchange:
         return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))
 
     def _failure(self, lookup: Lookup) -> Exception:
-        found = self._aside(lookup) or {}
+        found = self._read_scratch(lookup) or {}
         lookup.version.counts.failed(lookup.began_ns)
         message, status = (
             found.get("message", "internal error; the log of the service has the details"),
@@ -342,7 +439,7 @@ class OwnerExchange:
         )
         if status == 500:  # a bug
             identity = lookup.served.id.decode()
-            _log.error("a lookup failed unexpectedly; the owner has logged why", extra=fields(request_id=identity))
+            _log.error("a lookup failed unexpectedly; the log of the engine has the details", extra=fields(request_id=identity))
         if found.get("reason"):
             error = OverloadedError(found["reason"], message)
             error.status = status
@@ -354,7 +451,7 @@ class OwnerExchange:
         at = lookup.slot >> 3
         deferred = int(words[at + layout.DEFERRED // 8])
         report = None
-        if placed is not None and lookup.traced and (found := self._aside(lookup)) is not None:
+        if placed is not None and lookup.traced and (found := self._read_scratch(lookup)) is not None:
             trace = LookupTrace()
             trace.tables.update({name: TableAnswers(**counts) for name, counts in found["tables"].items()})
             trace.spans += [Span(*span) for span in found["spans"]]
@@ -374,8 +471,8 @@ class OwnerExchange:
         slot, lookup.slot = lookup.slot, -1
         requester.encoded(lookup, slot, deferred, answer)
 
-    def _again(self, lookup: Lookup) -> None:
-        """Look up again what a retired deployment did not answer: another version may have taken over."""
+    def _retry_retired(self, lookup: Lookup) -> None:
+        """Retry what a retired deployment did not answer: another version may have taken over."""
         before, slot = lookup.version, lookup.slot
         body, json_bytes = lookup.body, lookup.json_bytes
         if lookup.plan is not None:
@@ -383,7 +480,7 @@ class OwnerExchange:
         lookup.slot = -1
         self.release(slot)
         lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
-        self._published.look()
+        self._published.poll()
         version = self._published.version_of(lookup.target)
         if version is before and time.perf_counter() < lookup.due:
             self._loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup)
@@ -406,21 +503,27 @@ class OwnerExchange:
         except Exception as error:  # noqa: BLE001 - the client gets an answer
             requester.refuse(error)
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken: of the slots, and that the engine has none that is free."""
+        posted = [*self.pending, *([self._check] if self._check >= 0 else [])]
+        free = [slot for slot in posted if not self.slots.is_taken(slot)]
+        return self.slots.check_integrity() + [f"exchange: slot {slot} is posted, but free" for slot in free]
+
     def disown(self, lookup: Lookup) -> None:
-        """Forget the requester of a lookup. The slot of one that was posted is the owner's until it is completed."""
+        """Forget the requester of a lookup. A posted slot is the engine's until it is completed."""
         lookup.requester = None
         if lookup.slot >= 0 and self.pending.get(lookup.slot) is not lookup:
             self.release(lookup.slot)
             lookup.slot = -1
 
     def release(self, slot: int) -> None:
-        """Take a slot back that neither the owner nor a client uses."""
+        """Take back a slot that neither the engine nor a client uses."""
         self.slots.give_back(slot)
         if self._waiting:
             self._loop.call_soon(self._serve_next)
 
     def _serve_next(self) -> None:
-        """Let the first that waits for a slot try again."""
+        """Let the first that waits for a slot retry."""
         while self._waiting:
             lookup, requester = self._waiting.popleft()
             if lookup.requester is not requester:

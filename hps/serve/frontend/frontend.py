@@ -7,7 +7,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 
 import uvloop
@@ -15,20 +15,19 @@ import uvloop
 from hps.configuration.load import Configuration, ServiceConfig
 from hps.configuration.tokens import TokenConfig
 from hps.errors import HPSError, NotReadyError
+from hps.ground.http1 import Head
 from hps.ground.memory.bounded_cache import cached_bytes
 from hps.ground.memory.heap import bound_heap
 from hps.regions import layout
 from hps.regions.layout import FrontDescriptors, Memory
 from hps.regions.sharing import body_bytes
-from hps.serve.frontend.connection import Beginning, Connection
 from hps.serve.frontend.connections import UNREAD_S, ClientConnection, Connections
 from hps.serve.frontend.engine_health import OwnerHealth
-from hps.serve.frontend.exchange import OwnerExchange
-from hps.serve.frontend.heads import Head
-from hps.serve.frontend.lookups import plan_of
+from hps.serve.frontend.exchange import EngineExchange
+from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
-from hps.serve.frontend.proxy import OwnerConnections
-from hps.serve.frontend.published import Published
+from hps.serve.frontend.proxy import EngineConnections
+from hps.serve.frontend.published import LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
 from hps.serve.http.authorization import CERTIFICATE, Authorization
@@ -44,12 +43,13 @@ from hps.serve.http.http_answer import (
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
-from hps.serve.http.targets import LookupTarget, row_target
+from hps.serve.http.targets import row_target
 from hps.serve.logs.lines import fields, use
 from hps.serve.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 from hps.serve.protocol.json_size import SMALL_JSON_BYTES
 from hps.serve.protocol.open_inference import parse_header_length
+from hps.serve.protocol.open_inference_header import CACHED_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +72,18 @@ class RequestHead(Protocol):
     def headers(self) -> Mapping[bytes, bytes]: ...
 
 
+class GrpcPort(Protocol):
+    """Serves gRPC beside HTTP, on the event loop of a front."""
+
+    async def start(self) -> None: ...
+    async def stop(self, timeout_s: float) -> None: ...
+    def poll(self, now: float) -> None:
+        """Called twice a second."""
+
+    def renew_certificate(self) -> None:
+        """The files of the certificate have changed."""
+
+
 class Front:
     """One front process. *One event loop.*
 
@@ -79,11 +91,13 @@ class Front:
         number: which of the fronts it is.
         shared: what all fronts share with the owner; each has its share of the limits.
         configuration: has the settings of the service until the page has others.
+        connect: makes the protocol of a new connection over HTTP.
         spins: whether to spin while lookups are under way, rather than sleep.
         loopback: whether only clients of this machine can connect.
 
     Attributes:
         leaving: whether the service is stopping, so that each answer tells its client to reconnect.
+        grpc: serves gRPC; set it before `start`.
     """
 
     def __init__(
@@ -92,14 +106,16 @@ class Front:
         shared: FrontDescriptors,
         configuration: Configuration,
         *,
+        connect: Callable[["Front"], ClientConnection],
         spins: bool,
         loopback: bool,
     ) -> None:
         self.number = number
+        self._connect = connect
         self._fronts = len(shared.regions)
         settings = self.settings = configuration.service
         self.published = Published(Memory(shared.page, writable=False), self._follow)
-        self.exchange = OwnerExchange(number, shared, self.published, settings, spins=spins)
+        self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
         self.leaving = False
         self.refusals = Refusals()
         self.memory = HeldMemory(settings.max_held_bytes)
@@ -107,13 +123,13 @@ class Front:
         self.authorization = Authorization(settings, share=1 / self._fronts)
         self.authorization.loopback = loopback
         self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
-        self.grpc_tls: TLS | None = None
+        self.grpc: GrpcPort | None = None
         self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
-        self._new_id = new_ids()
-        self.owner = OwnerConnections(shared.path, self.exchange.away)
+        self.new_id = new_ids()
+        self.owner = EngineConnections(shared.path, self.exchange.away)
         self.owner_health = OwnerHealth(self.owner, self.check_ready)
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
@@ -146,7 +162,7 @@ class Front:
 
     def served(self) -> Served:
         served = Served()
-        served.id = self._new_id()
+        served.id = self.new_id()
         return served
 
     def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
@@ -161,7 +177,9 @@ class Front:
             self._requests.begin(served, self._scope(head, client), headers)
         return watched
 
-    def check(self, head: Head, served: Served, client: str, server: Any, certificate: Sequence[str]) -> None:
+    def check(
+        self, head: Head, target: LookupTarget | None, served: Served, client: str, server: Any, certificate: Sequence[str]
+    ) -> None:
         """Refuse a request by its head, or the names in its client's certificate, alone.
 
         Args:
@@ -170,9 +188,9 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
-        self.published.look()
-        target = head.lookup
-        if head.length > (most := self.most_bytes(head)):
+        if self.published.written[0] != self.published.version:
+            self.published.poll()
+        if head.length > (most := self.most_bytes(head.path, target)):
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
@@ -205,34 +223,26 @@ class Front:
             raise NotReadyError(f"the parameter server is not ready: {self.published.blocked}")
         self.authorization.admit(identity, "lookup", headers, certificate)
 
-    def page_if_same(self, headers: Mapping[bytes, bytes]) -> int:
-        """Return the version of the page if all that follows from headers follows from the same ones again; else -1."""
-        same = not (self.authorization.asks or b"x-request-id" in headers or b"traceparent" in headers)
-        return self.published.version if same else -1
+    def can_reuse(self, snapshot: int, started: float) -> bool:
+        """Return whether what followed from a request's head and JSON part still does.
 
-    def holds(self, last: Beginning, started: float) -> bool:
-        """Whether a request that begins like another one may be begun `again`."""
-        page = self.published.version
-        return last.page == page and self.published.unchanged and started < self._requests.quiet_until
+        Args:
+            snapshot: version of the engine's snapshot of which it was true: of models, tokens and settings.
+            started: when the next request arrived; no line of the access log is due for it.
+        """
+        return snapshot == self.published.written[0] == self.published.version and started < self._requests.quiet_until
 
-    def again(self, requester: Requester, last: Beginning, served: Served) -> Lookup:
-        """Begin a planned lookup like another one."""
-        began, plan = time.perf_counter_ns(), last.plan
-        return Lookup(requester, last.target, served, last.version, last.text, plan, device=plan.device, began_ns=began)
-
-    def most_bytes(self, head: Head) -> int:
+    def most_bytes(self, path: str, target: LookupTarget | None) -> int:
         """Return the limit of a request's body, as sent and decompressed."""
         most = self.settings.max_body_bytes
-        known = head.lookup is not None or row_target(head.path) is not None
-        return most if known else min(most, MOST_OBJECT_BYTES)
+        return most if target is not None or row_target(path) is not None else min(most, MOST_OBJECT_BYTES)
 
-    def text_bytes(self, head: Head) -> int:
+    def text_bytes(self, head: Head, target: LookupTarget | None) -> int:
         """Return the length of the JSON part of a binary lookup; -1 for every other request.
 
         Raises:
             InvalidInputError: it is no length.
         """
-        target = head.lookup
         if target is None or target.is_json or b"content-encoding" in head.headers:
             return -1
         size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
@@ -244,18 +254,19 @@ class Front:
         Args:
             size: of the body.
         """
-        if served.traced or (self.settings.shared_memory_bytes and MARK in text):
+        if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
         version = self.published.version_of(target)
         began = time.perf_counter_ns()
-        plan = plan_of(text, version.tables, self.settings.max_keys_per_request)
+        plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
         if plan is None:
             return None
         if size != len(text) + plan.keys_bytes:
             return None  # the generic path says what is wrong with it
         lookup = Lookup(requester, target, served, version, text, plan, device=plan.device, began_ns=began)
         served.version = version.tables.version
-        self.authorization.take_keys(served.identity, plan.keys)
+        if served.identity is not None:
+            self.authorization.take_keys(served.identity, plan.keys)
         return lookup
 
     def decoded(
@@ -280,7 +291,8 @@ class Front:
         lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
         if shared is not None:
             lookup.shared, lookup.text, lookup.json_bytes = shared, shared.text, len(shared.text)
-            lookup.plan = None if served.traced else plan_of(shared.text, version.tables, self.settings.max_keys_per_request)
+            if not served.traced and len(shared.text) <= CACHED_BYTES:
+                lookup.plan = read_cached(shared.text, None, version.tables, self.settings.max_keys_per_request).plan
             if lookup.plan is not None:
                 served.version, lookup.device = version.tables.version, lookup.plan.device
                 self.authorization.take_keys(served.identity, lookup.plan.keys)
@@ -317,7 +329,7 @@ class Front:
         """
         if head is not None and head.path == "/v2/health/live" and head.method in ("GET", "HEAD"):
             return HTTPAnswer(200, [JSON], (b'{"live":true}',))
-        self.published.look()
+        self.published.poll()
         raise NotReadyError(self.exchange.away())
 
     def check_ready(self, path: str) -> None:
@@ -330,7 +342,7 @@ class Front:
             NotReadyError: it does not answer them.
         """
         if path.startswith("/v2/") and path.endswith("/ready"):
-            self.published.look()
+            self.published.poll()
             if not self.published.blocked and (reason := self.exchange.unanswered()):
                 raise NotReadyError(reason)
 
@@ -394,11 +406,12 @@ class Front:
         """Do what is due twice a second."""
         now = time.monotonic()
         settings = self.settings
-        self.published.look()
+        self.published.poll()
         self.exchange.look(now)
-        for tls in (self.tls, self.grpc_tls):
-            if tls is not None:
-                tls.look()
+        if self.tls is not None and self.tls.look() and self.grpc is not None:
+            self.grpc.renew_certificate()
+        if self.grpc is not None:
+            self.grpc.poll(now)
         for one in list(self.connections.order):
             one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         if self.exchange.slots.crowded:
@@ -449,11 +462,11 @@ class Front:
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
-    def run(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
+    def run(self, listener: socket.socket) -> None:
         """Serve until SIGTERM. Blocks."""
-        uvloop.run(self._run(listener, grpc_listener))
+        uvloop.run(self._run(listener))
 
-    async def _run(self, listener: socket.socket, grpc_listener: socket.socket | None) -> None:
+    async def _run(self, listener: socket.socket) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
         loop.add_signal_handler(signal.SIGUSR1, self.leave)
@@ -462,24 +475,19 @@ class Front:
         bound_heap(_HEAPS)
         gc.collect()  # before connections wait for it
         gc.freeze()
-        await self.start(listener, grpc_listener)
+        await self.start(listener)
         await stopping.wait()
         await self.stop(_STOP_S)
         self.close()
 
-    async def start(self, listener: socket.socket, grpc_listener: socket.socket | None = None) -> None:
-        """Begin to serve HTTP, and gRPC if it has a listener, on this event loop."""
+    async def start(self, listener: socket.socket) -> None:
+        """Begin to serve HTTP, and gRPC if it is set, on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
         self.exchange.start(loop)
-        self.published.look()
-        self._servers = [(listener, await loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG))]
-        if grpc_listener is not None:
-            from hps.serve.frontend.grpc_calls import grpc_connection  # of an extra
-
-            if self.tls is not None:
-                self.grpc_tls = TLS(self.settings, logging.DEBUG, "h2")
-            server = await loop.create_server(lambda: grpc_connection(self), sock=grpc_listener, backlog=BACKLOG)
-            self._servers.append((grpc_listener, server))
+        self.published.poll()
+        self._servers = [(listener, await loop.create_server(lambda: self._connect(self), sock=listener, backlog=BACKLOG))]
+        if self.grpc is not None:
+            await self.grpc.start()
         self._look()
         self._publish_often()
 
@@ -492,6 +500,7 @@ class Front:
         until the requests that are under way have their answers.
         """
         self.leave()
+        grpc = None if self.grpc is None else asyncio.create_task(self.grpc.stop(timeout_s))
         queued = select.poll()
         for listener, _ in self._servers:
             queued.register(listener, select.POLLIN)
@@ -506,6 +515,8 @@ class Front:
             for connection in list(self.connections.order):
                 connection.close_if_quiet()
             await asyncio.sleep(_STOP_TICK_S)
+        if grpc is not None:
+            await grpc
 
     def close(self) -> None:
         """End what is left, and publish the last figures."""

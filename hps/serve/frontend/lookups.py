@@ -1,14 +1,13 @@
 """Lookups as a front posts them: from a request's bytes to a descriptor, and from vectors to an answer."""
 
 import struct
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import orjson
 
-from hps.errors import NotReadyError, UnknownDeviceError
+from hps.ground.http1 import answer_head
 from hps.ground.memory.bounded_cache import BoundedCache
 from hps.regions.layout import (
     HEADER_BYTES,
@@ -18,91 +17,77 @@ from hps.regions.layout import (
     Memory,
 )
 from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
-from hps.serve.frontend.heads import answer_head
 from hps.serve.frontend.scores import score_plan, up
 from hps.serve.http.http_answer import BINARY
-from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.logs.lookup_report import LookupBreakdown
 from hps.serve.protocol.json_lookup import JSONLookup
-from hps.serve.protocol.open_inference import AnswerLayout, Inference, Laid, lay_out
-from hps.serve.protocol.open_inference_header import CACHED_BYTES, read_header
+from hps.serve.protocol.open_inference import AnswerLayout, Inference, Laid, ReadRequest, read_request
+from hps.serve.protocol.open_inference_header import CACHED_BYTES, InferenceHeader, remembered_bytes
 from hps.serve.protocol.request_checks import ModelTables
-from hps.serve.protocol.score_requests import score_header
+from hps.serve.protocol.score_requests import ScoreHeader, score_header
 
 TRACE_ROOM: Final = 65_536
-_VECTORS_ALIGNED = 128
+_KEYS_ALIGNED, _VECTORS_ALIGNED = 64, 128
 _WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
 
 
-@dataclass(eq=False, slots=True)
-class FrontVersion:
-    """A version of a model that the owner answers. *Immutable*, but for the turns and counts.
+@dataclass(frozen=True, eq=False, slots=True)
+class CachedRequest:
+    """What follows from the JSON part of a request, of a version of a model. *Immutable*, and shared by requests.
+
+    This is the only memo of a frontend: what is not in it is parsed straight through. Its key is all that decides it: the text,
+    the keys per table if an input states them, the tables and the limit on keys. Rights depend on the head, and are checked
+    for each; only a connection whose next request begins with the same bytes as its last one does without.
 
     Attributes:
-        tables: its tables.
-        serials: by device, what descriptors call it.
-        counts: of Triton's statistics.
-        turn: which device is next.
-        devices: which take turns: those that are not lost; if all are, all.
+        lookup, scores: what was read; one of them is None.
+        plan: where it lies in a slot; None for requests whose body has to be decoded.
     """
 
-    tables: ModelTables
-    serials: dict[int, int]
-    counts: InferenceCounts
-    turn: int = 0
-    devices: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.leave_out(())
-
-    def leave_out(self, lost: Collection[int]) -> None:
-        """Give no turn to devices that are lost, while there are others."""
-        self.devices = tuple(device for device in self.serials if device not in lost) or tuple(self.serials)
-
-    def device(self, device: int | None) -> int:
-        """Return the device that answers; None: the next one.
-
-        Raises:
-            UnknownDeviceError: the model is not deployed there.
-            NotReadyError: the owner has no room for the deployment.
-        """
-        devices = self.devices
-        if device is None and devices:
-            self.turn += 1
-            return devices[self.turn % len(devices)]
-        if not devices:
-            raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
-        if device not in self.serials:
-            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.serials)}"
-            raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
-        return device
+    lookup: ReadRequest | None
+    scores: ScoreHeader | None = None
+    plan: Plan | None = None
 
 
-def plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
-    """Return the plan of requests with this JSON part; None if what follows the JSON part has to be read as well.
+def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> CachedRequest:
+    """Read the JSON part of a request, from the cache if it is there.
 
     Raises:
-        HPSError: as `open_inference.decode_request`.
+        HPSError: as `open_inference.read_request` and `score_header`.
     """
-    return _cached_plan(text, model, max_keys) if len(text) <= CACHED_BYTES else None
+    return (_cached if len(text) <= CACHED_BYTES else _read)(text, counts, model, max_keys)
 
 
-def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
+def read_lookup(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> ReadRequest:
+    """As `read_cached`, for a request that is no request for scores."""
+    found = read_cached(text, counts, model, max_keys).lookup
+    if found is None:
+        raise RuntimeError("a request for scores is read as a lookup")
+    return found
+
+
+def _read(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> CachedRequest:
     if model.network is not None and (scores := score_header(text, model.network)) is not None:
-        return score_plan(scores, model, model.network, max_keys)
-    header = read_header(text)
-    if header.numkeys is not None or header.bags or header.report:
-        return None
-    if any(tensor.start < 0 or tensor.dtype.itemsize != 8 for tensor in header.inputs.values()):
-        return None
-    layout = lay_out(header, None, model, max_keys)
-    if not layout.text or layout.device_place:
-        return None
+        return CachedRequest(None, scores, score_plan(scores, model, model.network, max_keys))
+    lookup = header, layout = read_request(text, counts, model, max_keys)
+    if layout is None or not layout.text or layout.device_place or header.numkeys is not None or header.bags:
+        return CachedRequest(lookup)
+    for tensor in header.inputs.values():
+        if tensor.start < 0 or tensor.dtype.itemsize != 8:
+            return CachedRequest(lookup)
+    return CachedRequest(lookup, None, _plan_of(header, layout))
+
+
+def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
     tensors = list(header.inputs.values())
-    keys_at = up(HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM, 64)
-    vectors_at = up(keys_at + header.binary_size + HEAD_ROOM + len(layout.text), _VECTORS_ALIGNED)
+    keys_at = HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM
+    keys_at += -keys_at % _KEYS_ALIGNED
+    vectors_at = keys_at + header.binary_size + HEAD_ROOM + len(layout.text)
+    vectors_at += -vectors_at % _VECTORS_ALIGNED
     begin = vectors_at - len(layout.text)
-    words, out, mask = [], begin + layout.lookup_at, vectors_at + layout.vectors_size
+    out, mask, count = begin + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
+    words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, ASIDE_ROOM]  # without the serial
+    words += [0] * (HEADER_BYTES // 8 - len(words))
     for one in layout.ranges:
         count = one.stop - one.start
         words += [one.table, count, keys_at + tensors[one.source].start + 8 * one.start, out, mask if one.masked else 0]
@@ -111,7 +96,7 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
     answer = answer_head(200, headers, layout.answer_size, b"").removesuffix(b"\r\n\r\n")
     return Plan(
-        _descriptor(0, len(layout.ranges), ASIDE_ROOM, words),
+        struct.pack(f"<{len(words)}q", *words),
         keys_at,
         header.binary_size,
         layout.text,
@@ -125,21 +110,24 @@ def _plan_of(text: bytes, model: ModelTables, max_keys: int) -> Plan | None:
     )
 
 
-def _plan_bytes(plan: Plan | None, text: bytes, *others: object) -> int:
-    if plan is None:
-        return len(text)
-    layout = 0 if plan.layout is None else plan.layout.bytes_for(text)
-    return 1000 + len(text) + len(plan.descriptor) + len(plan.text) + len(plan.answer) + layout
+def _request_bytes(request: CachedRequest, text: bytes, counts: tuple[int, ...] | None, *others: object) -> int:
+    size = 40 * len(counts or ())
+    if (scores := request.scores) is not None:
+        parts = len(scores.inputs) + len(scores.outputs) + len(scores.sizes)
+        size += remembered_bytes(text, parts, scores.inputs)
+    if request.lookup is not None:
+        header, layout = request.lookup
+        parts = len(header.inputs) + len(header.requested or ()) + len(header.bag_options)
+        if layout is not None:
+            parts += 2 * len(layout.ranges) + len(layout.outputs)
+            size += 1000 + 6 * len(text) + len(layout.text)
+        size += remembered_bytes(text, parts, header.inputs)
+    if (plan := request.plan) is not None:
+        size += 1000 + len(plan.descriptor) + len(plan.text) + len(plan.answer)
+    return size
 
 
-_cached_plan = BoundedCache(_plan_of, _plan_bytes)
-
-
-def _descriptor(flags: int, count: int, aside_bytes: int, words: Sequence[int]) -> bytes:
-    aside = HEADER_BYTES + 8 * SEGMENT_WORDS * count
-    head = bytearray(HEADER_BYTES)
-    _WORDS.pack_into(head, 0, 0, flags, count, aside, aside_bytes)
-    return bytes(head) + struct.pack(f"<{len(words)}q", *words)
+_cached = BoundedCache(_read, _request_bytes)
 
 
 class Placed:

@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 from hps.errors import HPSError, UnknownModelError
 from hps.serve.frontend.answers import EncodedAnswer, Plan
-from hps.serve.frontend.lookups import FrontVersion, LaidOut, Placed
+from hps.serve.frontend.lookups import LaidOut, Placed, read_cached, read_lookup
+from hps.serve.frontend.published import FrontVersion, LookupTarget
 from hps.serve.frontend.scores import PlacedScores
 from hps.serve.frontend.shared_memory import SharedTensors
-from hps.serve.http.targets import LookupTarget
 from hps.serve.logs.requests import Served
 from hps.serve.protocol.json_lookup import decode_lookup
 from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
-from hps.serve.protocol.open_inference import lay_out_body
+from hps.serve.protocol.open_inference import lay_out_body, read_request
 from hps.serve.protocol.schemas import LOOKUP, SCORE
 from hps.serve.protocol.score_requests import ScoreBody, decode_scores
 from hps.serve.protocol.score_rows import decode_rows
@@ -22,7 +22,7 @@ class Requester(Protocol):
     """Who asked for a lookup. The front calls exactly one of the three that end it."""
 
     def slot_free(self) -> None:
-        """There may be a slot now: call `OwnerExchange.take_slot` again."""
+        """There may be a slot now: call `EngineExchange.take_slot` again."""
 
     def hold(self, size: int, what: str) -> None:
         """Hold so many bytes for the lookup in the memory of the front, instead of what was held before.
@@ -92,7 +92,8 @@ def decode(lookup: Lookup, most_keys: int) -> None:
         elif lookup.target.route == LOOKUP:
             request = decode_lookup(body, version.tables, most_keys)
         else:
-            request = LaidOut(lay_out_body(body, header, version.tables, most_keys))
+            # JSON that has its keys differs from request to request: the cache would be full of what nobody sends again.
+            request = LaidOut(lay_out_body(body, header, version.tables, most_keys, read_lookup if header else read_request))
     except HPSError:
         version.counts.failed(lookup.began_ns)
         raise
@@ -120,4 +121,7 @@ def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:
         return decode_rows(lookup.body, network, most_keys)
     if network is None or target.route == LOOKUP:
         return None
-    return decode_scores(lookup.body, lookup.json_bytes, network, most_keys)
+    if (size := lookup.json_bytes) is None:
+        return decode_scores(lookup.body, None, network, most_keys)
+    header = read_cached(bytes(lookup.body[:size]), None, lookup.version.tables, most_keys).scores
+    return None if header is None else decode_scores(lookup.body, size, network, most_keys, header)

@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
-import httptools
-
+from hps.errors import RemoteError
+from hps.ground.http1 import AnswerReader
 from hps.serve.http.http_answer import CLIENT, CLIENT_CERTIFICATE, RequestError
 
 _MOST_IDLE = 8
@@ -62,12 +62,12 @@ def forwarded(
 class Upstream(asyncio.Protocol):
     """A connection to the owner's application. *Used only by its event loop.*"""
 
-    def __init__(self, pool: "OwnerConnections") -> None:
+    def __init__(self, pool: "EngineConnections") -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._client: Recipient | None = None
-        self._head_only = self._began = self._done = False
-        self._parser = httptools.HttpResponseParser(self)
+        self._began = False
+        self._answer = AnswerReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -84,7 +84,7 @@ class Upstream(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, client: Recipient, request: bytes, *, head_only: bool) -> None:
-        self._client, self._head_only, self._began, self._done = client, head_only, False, False
+        self._client, self._began, self._answer = client, False, AnswerReader(head_only=head_only)
         if self._transport is not None:
             self._transport.write(request)
 
@@ -95,20 +95,18 @@ class Upstream(asyncio.Protocol):
             return
         self._began = True
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
+            done = self._answer.feed(data)
+        except RemoteError:
             self.close()
             return
         client.relay(data)
-        if self._done:
-            keeps_alive = self._parser.should_keep_alive() and not self._head_only
+        if done:
             self._client = None
-            self._parser = httptools.HttpResponseParser(self)
-            if keeps_alive:
+            if self._answer.keeps_alive:
                 self._pool.give_back(self)
             else:
                 self.close()
-            client.relayed(True)
+            client.relayed(keeps_alive=True)
 
     def abandon(self) -> None:
         """Give up the request: its client is gone."""
@@ -127,15 +125,6 @@ class Upstream(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # Called by httptools.
-
-    def on_headers_complete(self) -> None:
-        if self._head_only:
-            self._done = True
-
-    def on_message_complete(self) -> None:
-        self._done = True
-
 
 class _WholeAnswer:
     """Collects an answer of the owner's application. *One request.*
@@ -147,8 +136,7 @@ class _WholeAnswer:
     def __init__(self, away: Callable[[], str]) -> None:
         self._away = away
         self.found: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self._parser = httptools.HttpResponseParser(self)
-        self._body = bytearray()
+        self._answer = AnswerReader(keeps=True)
         self.upstream: Upstream | None = None
 
     def chosen(self, upstream: Upstream) -> None:
@@ -157,23 +145,20 @@ class _WholeAnswer:
             upstream.abandon()
 
     def relay(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        self._answer.feed(data)
 
     def relayed(self, keeps_alive: bool) -> None:
         self.upstream = None
-        if not self.found.done():
-            self.found.set_result((self._parser.get_status_code(), bytes(self._body)))
+        if not self.found.done() and self._answer.head is not None:
+            self.found.set_result((self._answer.head.status, bytes(self._answer.body)))
 
     def unrelayed(self, began: bool) -> None:
         self.upstream = None
         if not self.found.done():
             self.found.set_exception(RequestError(503, self._away()))
 
-    def on_body(self, data: bytes) -> None:
-        self._body += data
 
-
-class OwnerConnections:
+class EngineConnections:
     """Connections to the owner's application. *One per event loop.*
 
     Args:
@@ -219,7 +204,7 @@ class OwnerConnections:
             async with asyncio.timeout(_CONNECT_S):
                 _, upstream = await loop.create_unix_connection(lambda: Upstream(self), self._path)
         except (OSError, TimeoutError):
-            client.unrelayed(False)
+            client.unrelayed(began=False)
             return
         chosen(upstream)
         upstream.ask(client, request, head_only=head_only)

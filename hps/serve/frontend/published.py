@@ -1,22 +1,93 @@
 """What the owner publishes to a front: models, their versions, and settings."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 from hps.configuration.networks import DenseConfig
-from hps.errors import NotReadyError, UnknownModelError, UnknownVersionError
+from hps.errors import NotReadyError, UnknownDeviceError, UnknownModelError, UnknownVersionError
 from hps.ground.memory.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
 from hps.scoring.features import Output
 from hps.scoring.signature import signature_of
-from hps.serve.frontend.lookups import FrontVersion
 from hps.serve.http.http_metrics import InferenceCounts, counted_as
-from hps.serve.http.targets import LookupTarget
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
+from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
 from hps.types import TableSpec
 
 _VERSION_WORD: Final = layout.PAGE_VERSION // 8
+
+
+class LookupTarget(NamedTuple):
+    """The lookup route of a path, and the path's parameters."""
+
+    route: str
+    model_name: str
+    version: str | None = None  # the serving one
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the body of a request is JSON alone."""
+        return self.route in (LOOKUP, SCORE)
+
+
+def lookup_target(path: str) -> LookupTarget | None:
+    """Return the lookup route of a path; None for other routes."""
+    match path.split("/"):
+        case ["", "v2", "models", model, "infer"]:
+            return LookupTarget(INFER, model)
+        case ["", "v1", "models", model, "lookup"]:
+            return LookupTarget(LOOKUP, model)
+        case ["", "v1", "models", model, "score"]:
+            return LookupTarget(SCORE, model)
+        case ["", "v2", "models", model, "versions", version, "infer"]:
+            return LookupTarget(INFER_VERSION, model, version)
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class FrontVersion:
+    """A version of a model that the owner answers. *Immutable*, but for the turns and counts.
+
+    Attributes:
+        tables: its tables.
+        serials: by device, what descriptors call it.
+        counts: of Triton's statistics.
+        turn: which device is next.
+        devices: which take turns: those that are not lost; if all are, all.
+    """
+
+    tables: ModelTables
+    serials: dict[int, int]
+    counts: InferenceCounts
+    turn: int = 0
+    devices: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leave_out(())
+
+    def leave_out(self, lost: Collection[int]) -> None:
+        """Give no turn to devices that are lost, while there are others."""
+        self.devices = tuple(device for device in self.serials if device not in lost) or tuple(self.serials)
+
+    def device(self, device: int | None) -> int:
+        """Return the device that answers; None: the next one.
+
+        Raises:
+            UnknownDeviceError: the model is not deployed there.
+            NotReadyError: the owner has no room for the deployment.
+        """
+        devices = self.devices
+        if device is None and devices:
+            self.turn += 1
+            return devices[self.turn % len(devices)]
+        if not devices:
+            raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
+        if device not in self.serials:
+            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.serials)}"
+            raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
+        return device
 
 
 class Published:
@@ -28,12 +99,14 @@ class Published:
 
     Attributes:
         version: of the page that was read last; -1: none was.
+        written: (1,), the version that the engine has written last; what was read is current while they are the same.
         blocked: why no lookup at all is answered; empty if some are.
         counts: of Triton's statistics, by `counted_as`.
     """
 
     def __init__(self, page: Memory, follow: Callable[[dict[str, Any]], None]) -> None:
         self._page = page
+        self.written = page.longs[_VERSION_WORD : _VERSION_WORD + 1]
         self._follow = follow
         self.version = -1
         self.blocked = "the service is starting"
@@ -42,14 +115,9 @@ class Published:
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
 
-    @property
-    def unchanged(self) -> bool:
-        """Whether the page is still the one that was read last."""
-        return self._page.longs[_VERSION_WORD] == self.version
-
-    def look(self) -> None:
-        """Read the page if it has changed."""
-        if self.unchanged:
+    def poll(self) -> None:
+        """Read the snapshot if it has changed."""
+        if self.written[0] == self.version:
             return
         found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
         if found is None or found[0] == self.version:

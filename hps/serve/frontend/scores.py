@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from hps.ground.http1 import answer_head
 from hps.regions.layout import HEADER_BYTES, SCORED, Memory, tensors_at
 from hps.scoring.packing import describe
 from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
-from hps.serve.frontend.heads import answer_head
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork

@@ -22,6 +22,7 @@ from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
 from hps.regions.sharing import share
+from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Front
 from hps.serve.http.authorization import is_loopback
 
@@ -56,8 +57,10 @@ class Supervisor:
         name, self._port = self._address[:2]
         self.url = url_of(self._place, configuration.service)
         self._loopback = is_loopback(name)
+        self._grpc_address: tuple[str, int] | None = None
         if self._grpc_place is not None:
-            _log.info("listening for gRPC on %s:%d", *self._grpc_place.getsockname()[:2])
+            self._grpc_address = self._grpc_place.getsockname()[:2]
+            _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
         path = str(Path(self._directory.name) / "owner.sock")
         self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
@@ -127,7 +130,6 @@ class Supervisor:
         try:
             shared = self.shared
             listener = bind_beside(self._place)
-            grpc_listener = None if self._grpc_place is None else bind_beside(self._grpc_place)
             self._close_places()
             for nth, (region, event) in enumerate(zip(shared.regions, shared.events, strict=True)):
                 if nth != number:
@@ -135,8 +137,13 @@ class Supervisor:
                     os.close(event)
             page = read_only(shared.page)
             os.close(shared.page)
-            front = Front(number, replace(shared, page=page), self._configuration, spins=self._spins, loopback=self._loopback)
-            front.run(listener, grpc_listener)
+            where = number, replace(shared, page=page), self._configuration
+            front = Front(*where, connect=Connection, spins=self._spins, loopback=self._loopback)
+            if self._grpc_address is not None:
+                from hps.serve.frontend.grpc_server import GrpcServer  # of an extra, and not before the fork
+
+                front.grpc = GrpcServer(front, self._grpc_address)
+            front.run(listener)
             code = 0
         except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code
             _log.exception("front %d failed", number)

@@ -36,30 +36,34 @@ class TLS:
     Args:
         settings: name the files.
         log_level: of the line about a new certificate; another front says the same.
-        protocol: that is spoken, as ALPN names it.
 
     Raises:
         ConfigError: the files cannot be used.
     """
 
-    def __init__(self, settings: ServiceConfig, log_level: int | None = None, protocol: str = "http/1.1") -> None:
-        self._settings, self._protocol = settings, protocol
+    def __init__(self, settings: ServiceConfig, log_level: int | None = None) -> None:
+        self._settings = settings
         self._level = log_level
         self._marks = FileMarks(settings.tls_certificate_path, settings.tls_key_path, settings.tls_client_ca_path)
-        self._context = context_of(settings, protocol)
+        self._context = context_of(settings)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def look(self) -> None:
-        """Read the files again if they have changed; wrong ones change nothing. Call this twice a second."""
+    def look(self) -> bool:
+        """Read the files again if they have changed; wrong ones change nothing. Call this twice a second.
+
+        Returns:
+            Whether new connections use another certificate.
+        """
         if not self._marks.changed():
-            return
+            return False
         try:
-            self._context = context_of(self._settings, self._protocol)
+            self._context = context_of(self._settings)
         except ConfigError as error:
             _log.log(self._level or logging.ERROR, "new connections go on with the certificate as it was: %s", error)
-        else:
-            path = self._settings.tls_certificate_path
-            _log.log(self._level or logging.INFO, "new connections use the certificate in %s as it is now", path)
+            return False
+        path = self._settings.tls_certificate_path
+        _log.log(self._level or logging.INFO, "new connections use the certificate in %s as it is now", path)
+        return True
 
     def begin(self, connection: Handshaking, settings: ServiceConfig) -> None:
         """Begin the handshake of a connection. Call this from its `connection_made`; the settings have the timeouts."""
@@ -103,7 +107,7 @@ def _resumed(begun: Coroutine[Any, Any, _T], waits_for: Any) -> Generator[Any, A
     return ended
 
 
-def context_of(settings: ServiceConfig, protocol: str = "http/1.1") -> ssl.SSLContext:
+def context_of(settings: ServiceConfig) -> ssl.SSLContext:
     """Make a context of the configured files.
 
     Raises:
@@ -113,7 +117,7 @@ def context_of(settings: ServiceConfig, protocol: str = "http/1.1") -> ssl.SSLCo
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols([protocol])
+    context.set_alpn_protocols(["http/1.1"])
     what, paths = "tls_certificate_path", " and ".join(filter(None, (certificate, key)))
     try:
         # An encrypted key is an error; without a password the terminal would be asked for one.

@@ -30,8 +30,10 @@ _CURE = "set service.admin_token or HPS_ADMIN_TOKEN, and send 'Authorization: Be
 
 
 def is_change(method: str, path: str) -> bool:
-    """Whether a request other than a lookup changes models or rows."""
-    return method not in _READS and path.startswith(_CHANGEABLE) and not _INDEX.fullmatch(path)
+    """Whether a request other than a lookup changes models or rows, or costs as much as a change."""
+    return path.startswith("/v1/debug/") or (
+        method not in _READS and path.startswith(_CHANGEABLE) and not _INDEX.fullmatch(path)
+    )
 
 
 @lru_cache(256)

@@ -61,10 +61,13 @@ class TableBags:
         return pooling_of(name, Bags(keys, offsets, weights, **self.options), n, shape, on_cuda=False)
 
 
-def ends_of_bags(header: InferenceHeader, inputs: Sequence[np.ndarray], model: ModelTables) -> tuple[int, ...] | None:
-    """Count each table's keys from `OFFSETS`; None if `KEYS` has none, or a table has that name."""
-    if "KEYS" not in header.inputs or "OFFSETS" not in header.inputs or "KEYS" in model.indices:
-        return None
+def states_ends(header: InferenceHeader, model: ModelTables) -> bool:
+    """Return whether `OFFSETS` states each table's number of keys; not if a table is named `KEYS`."""
+    return "KEYS" in header.inputs and "OFFSETS" in header.inputs and "KEYS" not in model.indices
+
+
+def ends_of_bags(header: InferenceHeader, inputs: Sequence[np.ndarray], model: ModelTables) -> tuple[int, ...]:
+    """Count each table's keys from `OFFSETS`."""
     bags = _bags_of_each(header.inputs["OFFSETS"], model)
     ends = inputs[list(header.inputs).index("OFFSETS")][bags :: bags + 1]
     return tuple(ends.tolist())

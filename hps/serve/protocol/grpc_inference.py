@@ -1,7 +1,6 @@
 """`ModelInfer`: the messages of gRPC to and from an inference request in JSON with binary tensors.
 
-A request means what the same one means over HTTP (`open_inference`), and takes the same path. Most have a head, all but the raw
-contents, that clients repeat: what follows from it is kept. No loop is over keys.
+A request means what the same one means over HTTP (`open_inference`), and takes the same path. No loop is over keys.
 """
 
 from collections.abc import Sequence
@@ -11,15 +10,13 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidInputError
-from hps.ground.memory.bounded_cache import BoundedCache
 from hps.serve.protocol.grpc_messages import message
-from hps.serve.protocol.open_inference_header import CACHED_BYTES
 
 _Request: Final = message("inference.ModelInferRequest")
 _Response: Final = message("inference.ModelInferResponse")
-_RAW_INPUT: Final = 7 << 3 | 2  # tag of `raw_input_contents`
-_RAW_OUTPUT: Final = bytes([6 << 3 | 2])
-_STREAMED: Final = bytes([2 << 3 | 2])
+_StreamResponse: Final = message("inference.ModelStreamInferResponse")
+_RAW_OUTPUT: Final = bytes([6 << 3 | 2])  # tag of `raw_output_contents`
+_STREAMED: Final = bytes([2 << 3 | 2])  # tag of `infer_response`
 _CONTENTS: Final = {  # FP16 has none
     "INT64": ("int64_contents", "<i8"),
     "INT32": ("int_contents", "<i4"),
@@ -33,99 +30,41 @@ _CONTENTS: Final = {  # FP16 has none
 
 
 class InferRequest(NamedTuple):
-    """A `ModelInferRequest` as HTTP has it.
-
-    Attributes:
-        version: empty for the serving one.
-        text: JSON part.
-        binary: the binary part, in pieces.
-        size: of the binary part.
-        prefix: bytes before the binary part, if it is of one piece and ends the message; else 0.
-    """
+    """A `ModelInferRequest` as HTTP has it."""
 
     model_name: str
-    version: str
-    text: bytes
-    binary: Sequence[bytes | memoryview]
-    size: int
-    prefix: int = 0
+    version: str  # empty: the serving one
+    text: bytes  # JSON part
+    binary: Sequence[bytes]  # binary part, a piece for each input
 
 
-def read_infer_request(data: bytes | bytearray) -> InferRequest:
+def read_infer_request(data: bytes) -> InferRequest:
     """Read a `ModelInferRequest`.
 
     Raises:
         InvalidInputError: it is not one, or has neither raw nor typed contents for an input.
     """
-    view, at, end = memoryview(data), 0, len(data)
-    heads: list[memoryview] = []
-    raw: list[memoryview] = []
-    since = 0
     try:
-        while at < end:
-            tag, start = data[at], at
-            if tag & 7 != 2 or tag > 127:  # not of ours: protobuf knows how long it is
-                heads, raw, since, at = [], [], 0, end
-                break
-            size, shift = data[at + 1], 7
-            at += 2
-            if size > 127:
-                size &= 127
-                while shift < 35:
-                    one = data[at]
-                    at += 1
-                    size |= (one & 127) << shift
-                    shift += 7
-                    if one < 128:
-                        break
-            if tag == _RAW_INPUT:
-                heads.append(view[since:start])
-                raw.append(view[at : at + size])
-                since = at + size
-            at += size
-    except IndexError:
-        raise _no_message() from None
-    if at > end:
-        raise _no_message()
-    heads.append(view[since:])
-    head = b"".join(heads)
-    sizes = tuple(map(len, raw))
-    read = _read_repeated_head if len(head) <= CACHED_BYTES else _read_head
-    name, version, text, typed = read(head, sizes)
-    if typed:
-        return InferRequest(name, version, text, typed, sum(map(len, typed)))
-    prefix = end - sizes[0] if len(raw) == 1 and since == end else 0
-    return InferRequest(name, version, text, raw, sum(sizes), prefix)
-
-
-def _no_message() -> InvalidInputError:
-    return InvalidInputError("reading the request: it is not an inference.ModelInferRequest")
-
-
-def _read_head(head: bytes, sizes: tuple[int, ...]) -> tuple[str, str, bytes, list[bytes]]:
-    """Read all but the raw contents, of these sizes: model, version, JSON part, and the typed contents as raw ones."""
-    try:
-        request = _Request.FromString(head)
+        request = _Request.FromString(data)
     except Exception as error:  # of a class that differs between protobuf's implementations
-        raise _no_message() from error
-    typed: list[bytes] = []
-    if not sizes:
-        typed = [*request.raw_input_contents] or [_contents(tensor) for tensor in request.inputs]
+        raise InvalidInputError("reading the request: it is not an inference.ModelInferRequest") from error
+    binary = [*request.raw_input_contents]
+    if not binary:
+        binary = [_contents(tensor) for tensor in request.inputs]
     elif any(tensor.HasField("contents") for tensor in request.inputs):
         raise InvalidInputError("reading 'inputs': got 'contents' beside 'raw_input_contents', expected one of them")
-    given = sizes or tuple(map(len, typed))
-    if len(given) != len(request.inputs):
+    if len(binary) != len(request.inputs):
         raise InvalidInputError(
-            f"reading 'raw_input_contents': got {len(given)}, expected {len(request.inputs)}, one for each of 'inputs'"
+            f"reading 'raw_input_contents': got {len(binary)}, expected {len(request.inputs)}, one for each of 'inputs'"
         )
     inputs = [
         {
             "name": tensor.name,
             "datatype": tensor.datatype,
             "shape": [*tensor.shape],
-            "parameters": {**_parameters(tensor.parameters), "binary_data_size": size},
+            "parameters": {**_parameters(tensor.parameters), "binary_data_size": len(piece)},
         }
-        for tensor, size in zip(request.inputs, given, strict=True)
+        for tensor, piece in zip(request.inputs, binary, strict=True)
     ]
     document: dict[str, Any] = {
         **({"id": request.id} if request.id else {}),
@@ -134,17 +73,10 @@ def _read_head(head: bytes, sizes: tuple[int, ...]) -> tuple[str, str, bytes, li
     }
     if request.outputs:
         document["outputs"] = [
-            {"name": one.name, "parameters": {**_parameters(one.parameters), "binary_data": True}} for one in request.outputs
+            {"name": output.name, "parameters": {**_parameters(output.parameters), "binary_data": True}}
+            for output in request.outputs
         ]
-    return request.model_name, request.model_version, orjson.dumps(document), typed
-
-
-def _head_bytes(read: tuple[str, str, bytes, list[bytes]], head: bytes, sizes: tuple[int, ...]) -> int:
-    name, version, text, typed = read
-    return 1000 + len(head) + 4 * (len(name) + len(version)) + len(text) + sum(map(len, typed)) + 40 * (len(typed) + len(sizes))
-
-
-_read_repeated_head = BoundedCache(_read_head, _head_bytes)
+    return InferRequest(request.model_name, request.model_version, orjson.dumps(document), binary)
 
 
 def _contents(tensor: Any) -> bytes:
@@ -170,17 +102,19 @@ def _parameters(given: Any) -> dict[str, Any]:
 
 
 class InferAnswer(NamedTuple):
-    """What a `ModelInferResponse` has beside its tensors.
+    """A `ModelInferResponse` without its tensors."""
 
-    Attributes:
-        heads: bytes before each output's tensor.
-        sizes: of the tensors.
-        size: of the message.
-    """
+    heads: Sequence[bytes]  # the bytes before each tensor
+    sizes: Sequence[int]  # of the tensors
 
-    heads: Sequence[bytes]
-    sizes: Sequence[int]
-    size: int
+    def joined(self, tensors: memoryview) -> bytes:
+        """Return the message, given the bytes of all tensors. This is the only copy: protobuf would make three."""
+        pieces: list[bytes | memoryview] = []
+        start = 0
+        for head, size in zip(self.heads, self.sizes, strict=True):
+            pieces += (head, tensors[start : start + size])
+            start += size
+        return b"".join(pieces)
 
 
 def write_infer_answer(text: bytes) -> InferAnswer:
@@ -196,12 +130,18 @@ def write_infer_answer(text: bytes) -> InferAnswer:
         sizes.append(output["parameters"]["binary_data_size"])
     heads = [_RAW_OUTPUT + _varint(size) for size in sizes]
     heads[0] = response.SerializeToString() + heads[0]
-    return InferAnswer(heads, sizes, sum(map(len, heads)) + sum(sizes))
+    return InferAnswer(heads, sizes)
 
 
-def stream_head(size: int) -> bytes:
-    """Return what a `ModelStreamInferResponse` has before a `ModelInferResponse` of this size."""
-    return _STREAMED + _varint(size)
+def streamed(answer: bytes) -> bytes:
+    """Return the `ModelStreamInferResponse` with this `ModelInferResponse`."""
+    return _STREAMED + _varint(len(answer)) + answer
+
+
+def stream_error(message: str) -> bytes:
+    """Return the `ModelStreamInferResponse` of a request that failed."""
+    found: bytes = _StreamResponse(error_message=message).SerializeToString()
+    return found
 
 
 def _varint(value: int) -> bytes:

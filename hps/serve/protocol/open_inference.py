@@ -16,30 +16,25 @@ does naming them in `outputs`. `DeviceID` selects the device.
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.ground.memory.bounded_cache import BoundedCache
 from hps.ground.rows import to_16_bits
 from hps.serve.logs.lookup_report import LookupBreakdown, Number
-from hps.serve.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
+from hps.serve.protocol.bag_inputs import TableBags, ends_of_bags, read_bags, states_ends
 from hps.serve.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.serve.protocol.open_inference_header import (
-    CACHED_BYTES,
     FP32,
     InferenceHeader,
     InputTensor,
-    cached_header,
     read_header,
     reading_input,
-    remembered_bytes,
 )
 from hps.serve.protocol.request_checks import ModelTables, check_counts, check_numkeys, float32_array, int64_array
 from hps.tensors.bags import Pooling
@@ -49,6 +44,7 @@ from hps.types import BoolArray, FloatArray
 _MAX_LENGTH_DIGITS = 12
 _ALIGNMENT = 16  # of vectors in an answer, in bytes
 _DTYPES = {name: np.dtype(dtype) for name, dtype in (("FP32", "<f4"), ("FP16", "<f2"), ("BF16", "<u2"), ("BOOL", "?"))}
+_NARROW = ("FP16", "BF16")
 _DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
 _LONGEST_ID = 2**31 - 1
 _ID_DIGITS = len(str(_LONGEST_ID))
@@ -101,7 +97,7 @@ class OutputTensor:
 
     @property
     def is_narrow(self) -> bool:
-        return self.datatype in ("FP16", "BF16")
+        return self.datatype in _NARROW
 
 
 class AnswerLayout:
@@ -143,16 +139,23 @@ class AnswerLayout:
         self.wants_report = wants_report
         self._members = members
         self._samples = samples
-        self.converts = any(output.is_narrow for output in outputs)
-        looked_up = sum(4 * keys.dim * keys.rows for keys in ranges)
-        vectors = [one for one in outputs if one.datatype != "BOOL"]
-        self.vectors_size = sum(one.size_bytes for one in vectors) if self.converts else looked_up
-        self.scratch_bytes = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges if keys.bags)
-        masks_size = sum(keys.stop - keys.start for keys in ranges if keys.masked)
+        looked_up = masks_size = self.scratch_bytes = 0
+        for keys in ranges:
+            looked_up += 4 * keys.dim * keys.rows
+            masks_size += keys.stop - keys.start if keys.masked else 0
+            self.scratch_bytes += 4 * keys.dim * (keys.stop - keys.start) if keys.bags else 0
+        sent = vectors_sent = 0
+        self.converts, whole = False, not wants_report
+        for output in outputs:
+            size = _DTYPES[output.datatype].itemsize * output.size
+            sent += size
+            vectors_sent += size if output.datatype != "BOOL" else 0
+            self.converts |= output.datatype in _NARROW
+            whole &= output.binary
+        self.vectors_size = vectors_sent if self.converts else looked_up
         self.text = b""
         self.device_place = 0
-        sent = sum(output.size_bytes for output in outputs)
-        if not wants_report and all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
+        if whole and sent == self.vectors_size + masks_size:
             text = orjson.dumps(self.describe([None] * len(self.outputs), _LONGEST_ID))
             if samples is not None:
                 self.device_place = text.index(_DEVICE) + len(_DEVICE)
@@ -163,30 +166,24 @@ class AnswerLayout:
         if self.converts:
             self.lookup_at = self.answer_size + -self.answer_size % _ALIGNMENT
             self.size = self.lookup_at + looked_up
-        ends = accumulate((one.size_bytes for one in vectors), initial=len(self.text))
-        self._places = [
-            end if self.converts else self.lookup_at + 4 * one.start for one, end in zip(vectors, ends, strict=False)
-        ]
-        masks_at = len(self.text) + self.vectors_size
-        self._places += [masks_at + one.start for one in outputs if one.datatype == "BOOL"]
-        shares = JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
-        self.held_bytes = self.size if self.text else shares
+        self.held_bytes = self.size if self.text else JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
 
     def batch(self, inputs: Sequence[np.ndarray], outs: Sequence[np.ndarray], founds: Sequence[np.ndarray | None]) -> Batch:
         """Make the batch of a request of this layout, without its bags."""
         keys = [inputs[one.source][one.start : one.stop] for one in self.ranges]
         return Batch([one.table for one in self.ranges], [array.size for array in keys], keys, outs, founds)
 
-    def bytes_for(self, text: bytes) -> int:
-        """Return an upper bound on the bytes of the layout and of the JSON part that it belongs to."""
-        return len(self.text) + remembered_bytes(text, 2 * len(self.ranges) + len(self.outputs))
-
     def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
-        return [
-            np.ndarray((output.size,), _DTYPES[output.datatype], memory, place)
-            for output, place in zip(self.outputs, self._places, strict=True)
-        ]
+        arrays, end = [], len(self.text)
+        for output in self.outputs:
+            if output.datatype == "BOOL":
+                place = len(self.text) + self.vectors_size + output.start
+            else:
+                place = end if self.converts else self.lookup_at + 4 * output.start
+                end += output.size_bytes
+            arrays.append(np.ndarray((output.size,), _DTYPES[output.datatype], memory, place))
+        return arrays
 
     def convert(self, memory: np.ndarray) -> None:
         """Write the vectors of an answer with outputs of 16 bits, once the lookup has written its own.
@@ -323,7 +320,34 @@ class Laid(NamedTuple):
         return inference
 
 
-def lay_out_body(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Laid:
+class ReadRequest(NamedTuple):
+    """A JSON part that was read, and the layout of the answer; None: it depends on values of an input."""
+
+    header: InferenceHeader
+    layout: AnswerLayout | None
+
+
+Reader: TypeAlias = Callable[[bytes, tuple[int, ...] | None, ModelTables, int], ReadRequest]
+"""Reads a JSON part: `read_request`, or a cache of it."""
+
+
+def read_request(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> ReadRequest:
+    """Read the JSON part of an inference request, and lay out its answer.
+
+    Args:
+        counts: keys per table, if an input states them and it was read.
+
+    Raises:
+        HPSError: as `lay_out_body`.
+    """
+    header = read_header(text)
+    known = counts is not None or not (header.numkeys is not None or (header.bags and states_ends(header, model)))
+    return ReadRequest(header, lay_out(header, counts, model, max_keys) if known else None)
+
+
+def lay_out_body(
+    body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int, read: Reader = read_request
+) -> Laid:
     """Decode the body of an inference request, and lay out its answer.
 
     Args:
@@ -337,17 +361,15 @@ def lay_out_body(body: bytes | bytearray, header_length: int | None, model: Mode
         TooManyKeysError: more keys than `max_keys`, or than a table's `max_keys`.
     """
     text = bytes(body if header_length is None else body[:header_length])  # copies only a bytearray
-    repeated = len(text) <= CACHED_BYTES
-    header = (cached_header if repeated else read_header)(text)
+    header, layout = read(text, None, model, max_keys)
     if len(body) - len(text) != header.binary_size:
         raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
     inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
-    counts = None
-    if header.numkeys is not None:
-        counts = tuple(inputs[header.numkeys].tolist())
-    elif header.bags:
-        counts = ends_of_bags(header, inputs, model)
-    layout = _cached_layout(text, counts, model, max_keys) if repeated else lay_out(header, counts, model, max_keys)
+    if layout is None:
+        ends = tuple(inputs[header.numkeys].tolist()) if header.numkeys is not None else ends_of_bags(header, inputs, model)
+        layout = read(text, ends, model, max_keys).layout
+    if layout is None:
+        raise RuntimeError("the layout of an answer depends on more than the keys per table")
     poolings: list[Pooling] = []
     if header.bags:
         tables = model.tables
@@ -404,17 +426,6 @@ def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mode
     return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
 
 
-def _layout_of(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
-    return lay_out(cached_header(text), counts, model, max_keys)
-
-
-def _layout_bytes(layout: AnswerLayout, text: bytes, counts: tuple[int, ...] | None, *others: object) -> int:
-    return layout.bytes_for(text) + 40 * len(counts or ())
-
-
-_cached_layout = BoundedCache(_layout_of, _layout_bytes)
-
-
 def _by_numkeys(
     header: InferenceHeader, counts: Sequence[int], model: ModelTables, max_keys: int
 ) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
@@ -447,20 +458,21 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
     for alone, missing in (("KEYS", "NUMKEYS"), ("NUMKEYS", "KEYS")):
         if alone in header.inputs and alone not in model.indices:
             raise InvalidInputError(f"reading 'inputs': got {alone} without {missing}, expected both, or one input a table")
-    indices = [model.table_index(name, "reading 'inputs'") for name in header.inputs]
-    tensors = list(header.inputs.values())
-    check_counts(((model.tables[index], tensor.count) for index, tensor in zip(indices, tensors, strict=True)), max_keys)
+    counted = []
+    for name, tensor in header.inputs.items():
+        counted.append((model.tables[model.table_index(name, "reading 'inputs'")], tensor.count))
+    check_counts(counted, max_keys)
     ranges, vectors, masks = [], [], []
     floats = keys = 0
-    for source, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
-        name, dim, count = tensor.name, model.tables[index].dim, tensor.count
+    for source, (table, count) in enumerate(counted):
+        name, dim = table.table_name, table.dim
         wanted, mask_binary = header.vectors(name), header.mask(f"{name}.found")
-        ranges.append(KeyRange(index, dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
+        ranges.append(KeyRange(model.indices[name], dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
         if wanted is not None:
-            vectors.append(OutputTensor(name, [*tensor.shape, dim], floats, count * dim, *wanted))
+            vectors.append(OutputTensor(name, [*header.inputs[name].shape, dim], floats, count * dim, *wanted))
         floats += count * dim
         if mask_binary is not None:
-            masks.append(OutputTensor(f"{name}.found", tensor.shape, keys, count, mask_binary, "BOOL"))
+            masks.append(OutputTensor(f"{name}.found", header.inputs[name].shape, keys, count, mask_binary, "BOOL"))
             keys += count
     return ranges, vectors + masks
 
@@ -475,7 +487,20 @@ def _by_bags(
     for bags, dim in zip(tables, dims, strict=True):
         name, count = model.tables[bags.table].table_name, bags.count
         step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
-        ranges.append(KeyRange(bags.table, dim, bags.source, bags.start, bags.stop, False, count, step, strides, bags))
+        ranges.append(
+            KeyRange(
+                bags.table,
+                dim,
+                bags.source,
+                bags.start,
+                bags.stop,
+                masked=False,
+                rows=count,
+                step=step,
+                strides=strides,
+                bags=bags,
+            )
+        )
         if not concatenated and (wanted := header.vectors(name)) is not None:
             outputs.append(OutputTensor(name, [count, dim], place, count * dim, *wanted))
         place += count * dim

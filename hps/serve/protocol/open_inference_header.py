@@ -1,7 +1,7 @@
 """The JSON part of an inference request, checked on its own before any tensors are read.
 
-With binary tensors it holds only names, datatypes, shapes and options, and clients with constant batch sizes repeat it:
-headers are cached, and most requests parse no JSON.
+With binary tensors it holds only names, datatypes, shapes and options, and clients with constant batch sizes repeat it: a
+frontend caches what follows from it. What is read here is on the path of every other request, so that it takes few calls.
 """
 
 from collections.abc import Container, Mapping
@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.ground.memory.bounded_cache import BoundedCache
 from hps.serve.protocol.request_checks import BAG_OPTIONS, check_bag_option, kind_of, parse_object, read_device
 
 MAX_RANK = 8
@@ -132,16 +131,18 @@ def read_header(text: bytes) -> InferenceHeader:
     if request_id is not None and type(request_id) is not str:
         raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
     parameters = read_parameters(request, "reading the request")
-    binary = _flag(parameters, "binary_data_output", "reading 'parameters'", default=False)
-    found = _flag(parameters, "found", "reading 'parameters'", default=False)
-    report = _flag(parameters, "report", "reading 'parameters'", default=False)
+    binary = "binary_data_output" in parameters and _flag(parameters, "binary_data_output", "reading 'parameters'")
+    found = "found" in parameters and _flag(parameters, "found", "reading 'parameters'")
+    report = "report" in parameters and _flag(parameters, "report", "reading 'parameters'")
     inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
-    requested = read_outputs(request.get("outputs"), binary)
-    datatype = _datatype(parameters, "reading 'parameters'") or "FP32"
-    device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
+    requested = read_outputs(outputs, binary) if (outputs := request.get("outputs")) is not None else None
+    datatype = ("datatype" in parameters and _datatype(parameters, "reading 'parameters'")) or "FP32"
+    device_id = read_device(parameters["DeviceID"], "reading 'parameters': 'DeviceID'") if "DeviceID" in parameters else None
     options = _bag_options(parameters)
-    bags = bool(options) or any(map(_may_be_of_bags, inputs))
+    bags = bool(options)
+    for name in inputs:
+        bags = bags or name in ("OFFSETS", "WEIGHTS") or name.endswith((".offsets", ".weights"))
     return InferenceHeader(
         request_id, inputs, binary_size, requested, report, found, binary, datatype, numkeys, device_id, options, bags
     )
@@ -154,17 +155,10 @@ def remembered_bytes(text: bytes, parts: int, inputs: Mapping[str, InputTensor] 
         parts: number of inputs, outputs and parameters.
         inputs: perhaps with values: an empty object has three characters and takes 72 bytes.
     """
-    each = 42 if any(tensor.start < 0 for tensor in inputs.values()) else 6
+    each = 6
+    for tensor in inputs.values():
+        each = max(each, 42 if tensor.start < 0 else 6)
     return 2000 + each * len(text) + 600 * parts
-
-
-def _header_bytes(header: InferenceHeader, text: bytes) -> int:
-    parts = len(header.inputs) + len(header.requested or ()) + len(header.bag_options)
-    return remembered_bytes(text, parts, header.inputs)
-
-
-cached_header = BoundedCache(read_header, _header_bytes)
-"""`read_header`, cached, for texts of at most `CACHED_BYTES`."""
 
 
 def reading_input(name: str) -> str:
@@ -194,9 +188,8 @@ def read_inputs(
             raise InvalidInputError(f"reading inputs[{len(inputs)}]: expected an object whose 'name' is a string")
         if name in inputs:
             raise InvalidInputError(f"{reading_input(name)}: it is given twice; name each input once")
-        expected = (
-            datatypes if datatypes is not None else _FLOATS if name in floats else _ANY if _may_be_weights(name) else _INTEGERS
-        )
+        weights = name == "WEIGHTS" or name.endswith(".weights")
+        expected = datatypes if datatypes is not None else _FLOATS if name in floats else _ANY if weights else _INTEGERS
         dtype, shape = _dtype(name, one.get("datatype"), expected), _shape(name, one.get("shape"))
         count = prod(shape)
         size = _binary_size(name, one)
@@ -245,7 +238,9 @@ def _shape(name: str, shape: Any) -> list[int]:
 
 
 def _binary_size(name: str, given: dict[str, Any]) -> int | None:
-    parameters = read_parameters(given, reading_input(name))
+    parameters = given.get("parameters")
+    if type(parameters) is not dict:
+        parameters = read_parameters(given, reading_input(name))
     if "shared_memory_region" in parameters:
         raise InvalidInputError(
             f"{reading_input(name)}: shared memory is not supported; send the values as 'data' or as binary data"
@@ -277,18 +272,12 @@ def _flat(name: str, data: Any, shape: list[int]) -> Any:
     return data
 
 
-def _may_be_weights(name: str) -> bool:
-    return name == "WEIGHTS" or name.endswith(".weights")
-
-
-def _may_be_of_bags(name: str) -> bool:
-    return name == "OFFSETS" or name.endswith(".offsets") or _may_be_weights(name)
-
-
 def _bag_options(parameters: dict[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in parameters.items() if name.rpartition(".")[2] in BAG_OPTIONS}
-    for name, value in options.items():
-        check_bag_option(name.rpartition(".")[2], value, f"reading 'parameters': {name[:120]!r}")
+    options = {}
+    for name, value in parameters.items():
+        if (option := name.rpartition(".")[2]) in BAG_OPTIONS:
+            check_bag_option(option, value, f"reading 'parameters': {name[:120]!r}")
+            options[name] = value
     return options
 
 
@@ -333,7 +322,7 @@ def read_parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
     return parameters
 
 
-def _flag(parameters: dict[str, Any], name: str, what: str, *, default: bool) -> bool:
+def _flag(parameters: dict[str, Any], name: str, what: str, *, default: bool = False) -> bool:
     value = parameters.get(name, default)
     if type(value) is not bool:
         raise InvalidInputError(f"{what}: {name!r} is {kind_of(value)}, expected true or false")

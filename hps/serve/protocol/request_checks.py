@@ -49,9 +49,14 @@ def parse_object(text: bytes | bytearray) -> dict[str, Any]:
 
 def _count_members(value: Any) -> int:
     """Count the members of an object and its nested objects, as deep as requests go."""
-    if type(value) is dict:
-        return len(value) + sum(_count_members(member) for member in value.values() if type(member) in (dict, list))
-    return sum(map(_count_members, value)) if value and type(value[0]) is dict and {dict}.issuperset(map(type, value)) else 0
+    members, left = 0, [value]
+    while left:
+        if type(value := left.pop()) is dict:
+            members += len(value)
+            left += value.values()
+        elif type(value) is list and value and type(value[0]) is dict and {dict}.issuperset(map(type, value)):
+            left += value
+    return members
 
 
 def _members_named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -337,6 +337,12 @@ class UndeployRequest(BaseModel):
     version: Version | None = Field(default=None, description="By default all versions of the model.")
 
 
+class IntegrityReport(BaseModel):
+    """The outcome of a check of the invariants."""
+
+    findings: list[str] = Field(description="A sentence for each invariant that is broken; empty if all hold.")
+
+
 class PinStatus(BaseModel):
     """The version that somebody chose for a model in place of its `version_policy`."""
 

@@ -20,16 +20,13 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.ground.memory.bounded_cache import BoundedCache
 from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request, refuse_unknown
 from hps.serve.protocol.open_inference_header import (
-    CACHED_BYTES,
     InputTensor,
     read_inputs,
     read_outputs,
     read_parameters,
     reading_input,
-    remembered_bytes,
 )
 from hps.serve.protocol.request_checks import (
     PublishedNetwork,
@@ -92,10 +89,6 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
         InvalidInputError, InvalidDtypeError: it is invalid, or `read_request` refuses the shapes.
         TooManyKeysError: more samples or keys than the model allows.
     """
-    return _cached_header(text, network) if len(text) <= CACHED_BYTES else _header(text, network)
-
-
-def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     request = parse_object(text)
     parameters = read_parameters(request, "reading the request")
     given = request.get("inputs")
@@ -140,15 +133,6 @@ def _header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     else:
         samples = _samples(shapes, network)
     return ScoreHeader(request_id, inputs, binary_size, samples, sizes, keys, chosen, timeout, device)
-
-
-def _header_bytes(header: ScoreHeader | None, text: bytes, network: PublishedNetwork) -> int:
-    if header is None:
-        return len(text)
-    return remembered_bytes(text, len(header.inputs) + len(header.outputs) + len(header.sizes), header.inputs)
-
-
-_cached_header = BoundedCache(_header, _header_bytes)
 
 
 def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
@@ -214,26 +198,32 @@ class ScoreBody:
 
 
 def decode_scores(
-    body: bytes | bytearray, header_length: int | None, network: PublishedNetwork, max_keys: int
+    body: bytes | bytearray,
+    header_length: int | None,
+    network: PublishedNetwork,
+    max_keys: int,
+    header: ScoreHeader | None = None,
 ) -> ScoreBody | None:
     """Decode the body of an inference request; None if it is a lookup.
+
+    Args:
+        header: its JSON part, if it was read.
 
     Raises:
         InvalidInputError, InvalidDtypeError: it is invalid.
         TooManyKeysError: it has more keys than `max_keys`, or too many samples.
     """
-    text = bytes(body if header_length is None else body[:header_length])
-    header = score_header(text, network)
-    if header is None:
+    start = len(body) if header_length is None else header_length
+    if header is None and (header := score_header(bytes(body[:start]), network)) is None:
         return None
-    if len(body) - len(text) != header.binary_size:
+    if len(body) - start != header.binary_size:
         raise InvalidInputError(
-            f"reading the request: got {len(body) - len(text)} bytes of binary data, expected {header.binary_size}"
+            f"reading the request: got {len(body) - start} bytes of binary data, expected {header.binary_size}"
         )
     check_keys(header.keys, max_keys)
     arrays = {}
     for name, tensor in header.inputs.items():
-        values = _values(tensor, body, len(text))
+        values = _values(tensor, body, start)
         arrays[name] = (values.astype(np.int64) if _is_widened(tensor, network) else values).reshape(tensor.shape)
     return ScoreBody(header, arrays)
 

@@ -10,7 +10,17 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.memory.capacity import Need, available_memory, by_what, check_fits
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children, refusal
-from hps.stores.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, Partition, RowChanges, TableStats
+from hps.stores.base import (
+    UNBOUNDED_ROWS,
+    DeviceReadable,
+    InProcessDatabase,
+    LoadRecord,
+    LogPosition,
+    OrderedWrites,
+    Partition,
+    RowChanges,
+    TableStats,
+)
 from hps.stores.hash_map import kernels
 from hps.stores.hash_map.eviction import EVICTION_KERNELS, HashMapOverflow, Policy
 from hps.stores.hash_map.memory import MAX_ROWS, size_of_buckets
@@ -20,7 +30,7 @@ from hps.tensors.array_checks import check_fetch, check_keys, check_positive, ch
 from hps.types import BoolArray, FloatArray, KeyArray, stored_text
 
 
-class HashMapDatabase(InProcessDatabase):
+class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
     """A volatile database in process memory (`"type": "hash_map"` or `"parallel_hash_map"`). *Thread-safe.*
 
     Lookups take no lock, release the GIL, and run beside one writer per table; `layout.py` explains why no vector is torn. They
@@ -145,9 +155,6 @@ class HashMapDatabase(InProcessDatabase):
         check_positive(f"hash map: scanning table {tag}", "chunk_rows", chunk_rows)
         return table.scan(chunk_rows)
 
-    def size(self, tag: str) -> int:
-        return self._table(tag).rows
-
     def stats(self, tag: str) -> TableStats:
         return self._table(tag).stats()
 
@@ -179,10 +186,6 @@ class HashMapDatabase(InProcessDatabase):
             *available_memory(),
             "undeploy models or versions, give the process more memory, or bound the tables with overflow_margin",
         )
-
-    def tags(self) -> list[str]:
-        self._check_open()
-        return sorted(self._tables)
 
     def drop_table(self, tag: str) -> None:
         self._check_open()
@@ -217,6 +220,11 @@ class HashMapDatabase(InProcessDatabase):
             DatabaseError: no memory, or more rows than a table can hold.
         """
         self._table(tag).reserve(rows, keys)
+
+    def check_integrity(self) -> None:
+        """Check the memory of all tables; see `HashMapTable.check_integrity`."""
+        for table in list(self._tables.values()):
+            table.check_integrity()
 
     def _check_open(self) -> None:
         if self._closed:

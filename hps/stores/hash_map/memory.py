@@ -142,6 +142,7 @@ class Slabs:
         counters: see `layout.py`; replaced with each new extent.
         dense_rows: number of the first extent's rows that belong to the keys of their numbers.
         holes: see `layout.py`; None if the table is not dense.
+        left: other extents with fresh rows, and the used rows of each of their stripes.
         pinned: whether extents are pinned, and so committed as a whole.
         stamp_offset: bytes from the start of a slab to its stamps; 0 without stamps.
     """
@@ -166,7 +167,7 @@ class Slabs:
         self._slabs_at_most = MAX_ROWS // self.rows_per_slab
         self.pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
         self._addresses = self.pages.words()
-        self._left: list[tuple[Extent, npt.NDArray[np.int64]]] = []  # extents with fresh rows; used rows of each stripe
+        self.left: list[tuple[Extent, npt.NDArray[np.int64]]] = []
 
     @property
     def count(self) -> int:
@@ -190,8 +191,8 @@ class Slabs:
         Raises:
             DatabaseError: no memory, or the table has as many rows as there are row numbers.
         """
-        if self._left:
-            self._use(*self._left.pop())
+        if self.left:
+            self._use(*self.left.pop())
         else:
             self._map(self._usual())
 
@@ -221,7 +222,7 @@ class Slabs:
         held += sum(pages.size_bytes for pages in (self.versions, self.holes) if pages)
         if self.pinned or not self.extents:
             return held
-        return held - sum(self._untouched_bytes(*left) for left in [*self._left, self._current()])
+        return held - sum(self._untouched_bytes(*left) for left in [*self.left, self.current()])
 
     def further_bytes(self, rows: int) -> int:
         """Estimate how many more bytes a total of `rows` would commit."""
@@ -251,7 +252,7 @@ class Slabs:
         stripe_rows = taken or rows >> bits
         extent = Extent(pages, self.capacity_rows, bits, stripe_rows, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
         if self.counters[FRESH_ROWS]:
-            self._left.append(self._current())
+            self.left.append(self.current())
         self.extents.append(extent)
         self._addresses[before : before + slabs] = pages.address + np.arange(slabs, dtype=np.uint64) * np.uint64(
             self.slab_bytes
@@ -259,10 +260,10 @@ class Slabs:
         self.capacity_rows += rows
         self._use(extent, np.full(1 << bits, taken))
 
-    def _current(self) -> tuple[Extent, npt.NDArray[np.int64]]:
+    def current(self) -> tuple[Extent, npt.NDArray[np.int64]]:
         """Return the extent that provides fresh rows, and the used rows of each of its stripes."""
         counters = self.counters
-        extent = next(one for one in reversed(self.extents) if one.first_row == counters[EXTENT_ROW])
+        extent = next(extent for extent in reversed(self.extents) if extent.first_row == counters[EXTENT_ROW])
         start = LISTS + (1 << int(counters[LIST_BITS]))
         return extent, counters[start : start + (1 << extent.stripe_bits)].copy()
 

@@ -32,20 +32,17 @@ class SequenceTable:
         self._timeout_s = timeout_s
 
     def insert(self, keys: KeyArray, vectors: FloatArray) -> None:
-        """As `Database.insert`."""
         with self._alone("inserting"):
             self._table.insert(keys, vectors)
             self._changed_now(keys)
 
     def delete(self, keys: KeyArray) -> int:
-        """As `Database.delete`."""
         with self._alone("deleting"):
             deleted = self._table.delete(keys)
             self._changed_now(keys)
         return deleted
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `Database.apply`."""
         with self._alone("updating"):
             before = np.zeros(changes.keys.size, np.int64)
             self._sequences.fetch(changes.keys, _bits(before), np.zeros(before.size, np.bool_))

@@ -15,6 +15,7 @@ from hps.ground.log_limits import LineLimit
 from hps.stores.base import UNBOUNDED_ROWS, TableStats
 from hps.stores.hash_map.eviction import ACCESS, HashMapOverflow
 from hps.stores.hash_map.in_place import TableInPlace
+from hps.stores.hash_map.integrity import TableIntegrity
 from hps.stores.hash_map.kernels import (
     NO_BUCKETS,
     NO_ROWS,
@@ -86,7 +87,6 @@ class HashMapTable:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """As `Database.fetch`."""
         filled: int = 0
         position = 0
         now = self._now()
@@ -124,7 +124,6 @@ class HashMapTable:
                 self._say_evictions()
 
     def delete(self, keys: KeyArray) -> int:
-        """As `Database.delete`."""
         deleted = 0
         for start in range(0, keys.size, SLICE_ROWS):
             with self.writing(f"deleting {keys.size} keys"):
@@ -211,6 +210,15 @@ class HashMapTable:
         vector_bytes = rows * self._slabs.vector_bytes
         held = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
         return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows, self._evictions)
+
+    def check_integrity(self) -> None:
+        """Check the memory of the table, while writers wait; it takes seconds for 10 M rows.
+
+        Raises:
+            DatabaseCorruptError: an invariant of `layout.py` does not hold.
+        """
+        with self.writing("checking"):
+            TableIntegrity(self._tag, self._buckets, self._slabs).check(self._partition_rows, self._overflow)
 
     def further_bytes(self, rows: int) -> int:
         """Estimate how many more bytes the table needs for a total of `rows`, or for as many as it may hold."""

@@ -1,6 +1,6 @@
 """The persistent database of a process below its shared one."""
 
-from hps.stores.base import Database
+from hps.stores.base import PersistentDatabase
 from hps.stores.redis.marks import Process, base_of
 
 
@@ -12,7 +12,7 @@ class TableAuthority:
         database: the persistent database, once it holds the complete table.
     """
 
-    def __init__(self, tag: str, database: Database | None = None) -> None:
+    def __init__(self, tag: str, database: PersistentDatabase | None = None) -> None:
         self._tag = tag
         self._database = database
         self._previous: str | None = None

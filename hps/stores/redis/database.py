@@ -16,10 +16,11 @@ from hps.statistics.metrics import Metrics
 from hps.stores.base import (
     UNBOUNDED_ROWS,
     CopyOutcome,
-    Database,
     LoadRecord,
     LogPosition,
+    OrderedWrites,
     Partition,
+    PersistentDatabase,
     RowChanges,
     SharedDatabase,
     TableStats,
@@ -47,7 +48,7 @@ _USES_PAUSE_S: Final = 1.0  # after a failed note
 _USES_WAITING: Final = 64  # batches of found keys that may wait to be noted; more are dropped
 
 
-class RedisDatabase(SharedDatabase):
+class RedisDatabase(SharedDatabase, OrderedWrites):
     """Tables in Redis (`"type": "redis_cluster"` or `"redis"`), laid out as HugeCTR HPS does. *Thread-safe.*
 
     Servers and clusters are told apart by asking a node. Every wait has a timeout: a dead, paused or slow node fails the call.
@@ -200,7 +201,7 @@ class RedisDatabase(SharedDatabase):
                     self._users.leave(layout)
             raise
 
-    def stand_above(self, tag: str, database: Database, below: str = "") -> None:
+    def stand_above(self, tag: str, database: PersistentDatabase, below: str = "") -> None:
         table = self._table(tag)
         self._below[tag] = table.below = TableAuthority(below or tag, database)
         table.look(opens=True)

@@ -45,7 +45,6 @@ class LoadLeases:
         self._not_copied: dict[str, str] = {}  # digests under which others had modified a table
 
     def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float, *, replaces: bool = True) -> int | None:
-        """As `Database.claim_load`."""
         deadline = time.monotonic() + wait_s
         layout = table.layout
         if table.loading:  # an earlier load here failed: its rows are not whole
@@ -102,7 +101,6 @@ class LoadLeases:
             self._release(table.layout)
 
     def lacks_rows(self, table: RedisTable) -> bool:
-        """As `SharedDatabase.lacks_rows`."""
         layout = table.layout
         record = self._catalog.load_record(layout.tag)
         if record is not None and record.complete:
@@ -111,11 +109,9 @@ class LoadLeases:
         return texts is None or self._not_copied.get(layout.tag) != digest(texts)
 
     def holds_writes(self, table: RedisTable) -> bool:
-        """As `SharedDatabase.holds_writes`."""
         return any(mark is not None and mark.writers for mark in map(parse, self._catalog.marks(table.layout) or []))
 
     def claim_copy(self, table: RedisTable, fingerprint: str, rows: int) -> bool:
-        """As `SharedDatabase.claim_copy`."""
         layout = table.layout
         if table.marks is None or layout.tag in self._claimed or not self._acquire(layout):
             return False

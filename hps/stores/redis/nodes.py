@@ -285,7 +285,7 @@ class RedisNodes:
                 failures.append(str(_database_error(asked, error)))
                 continue
             self.facts = facts
-            self._seeds = [sentinel, *(one for one in self._seeds if one is not sentinel)]
+            self._seeds = [sentinel, *(seed for seed in self._seeds if seed is not sentinel)]
             return asked
         raise DatabaseError(f"redis: none of {len(failures)} sentinels led to a primary: " + " | ".join(failures))
 

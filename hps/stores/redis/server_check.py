@@ -28,7 +28,7 @@ _REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may n
 
 
 def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult]:
-    """Check the Redis of a `VolatileDbConfig`; see `Database.probe`."""
+    """Check the Redis of a `VolatileDbConfig`; see `LastingDatabase.probe`."""
     try:
         nodes = RedisNodes(
             parse_addresses(config.address, sentinels=bool(config.sentinel_service)),
@@ -55,7 +55,7 @@ def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult
         try:
             for layout in layouts[:1]:
                 found += _rights(nodes, layout, config.user_name)
-            if all(one.level == "good" for one in found):
+            if all(result.level == "good" for result in found):
                 for layout in layouts:
                     catalog.check(layout)
                 found += _other_formats(nodes, catalog, tables, config.num_partitions)
@@ -68,7 +68,7 @@ def _other_formats(nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSp
     """Warn of tables that other replicas use in another row format."""
     found, tags = [], catalog.tags()
     for spec in tables:
-        others = [replace(spec, row_dtype=one) for one in ROW_DTYPES if one != spec.row_dtype]
+        others = [replace(spec, row_dtype=row_dtype) for row_dtype in ROW_DTYPES if row_dtype != spec.row_dtype]
         for other in others:
             if other.tag in tags and is_used(nodes, RedisLayout.of(other.tag, 1, num_partitions)):
                 what = (

@@ -138,7 +138,6 @@ class RedisTable:
             self._insert(keys[start : start + self._batch], rows[start : start + self._batch], loading)
 
     def promote(self, keys: KeyArray, vectors: FloatArray) -> int:
-        """As `Database.promote`."""
         rows = vectors.view(np.uint8)
         batches = range(0, keys.size, self._batch)
         return sum(self._promote(keys[i : i + self._batch], rows[i : i + self._batch]) for i in batches)
@@ -162,7 +161,6 @@ class RedisTable:
         return usable and not left
 
     def delete(self, keys: KeyArray) -> int:
-        """As `Database.delete`."""
 
         def removal(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
             return self._removing(partition, share, guard, batch)
@@ -171,11 +169,11 @@ class RedisTable:
         for start in range(0, keys.size, self._batch):
             batch = keys[start : start + self._batch]
             done = self._write(batch, removal, f"deleting {batch.size} keys from table {self.layout.tag}")
-            removed += sum(one.reply for one in done)
+            removed += sum(request.reply for request in done)
         return removed
 
     def follow_log(self) -> dict[Partition, LogPosition]:
-        """As `Database.follow_log`. From now on every writer also stores each row's place in the order of changes."""
+        """As `OrderedWrites.follow_log`. From now on every writer also stores each row's place in the order of changes."""
         if self.below.process().base is not None:
             raise DatabaseError(
                 f"redis: following a log of updates for table {self.layout.tag}: the database below must do that"
@@ -190,7 +188,7 @@ class RedisTable:
         return dict(self._positions)
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `Database.apply`. Redis compares the sequences, since other processes may apply the same changes."""
+        """As `OrderedWrites.apply`. Redis compares the sequences, since other processes may apply the same changes."""
         if not self._followed:
             raise DatabaseError(f"redis: updating table {self.layout.tag}: it follows no log; call follow_log first")
         made = np.zeros(changes.keys.size, np.bool_)
@@ -242,7 +240,6 @@ class RedisTable:
                 raise lost(self.layout)
 
     def size(self) -> int:
-        """As `Database.size`."""
         sizes = [Call(partition.slot, "HLEN", partition.values) for partition in self.layout.partitions]
         self._nodes.run(sizes)
         return sum(size.reply for size in sizes)
@@ -408,16 +405,16 @@ class RedisTable:
             if may_promote(_parsed(text), me):
                 guard = Guard(partition.mark, text)
                 shares.append((partition, self._storing(partition, share, guard, keys, rows, promotion=True)))
-        promotions = [one for _, requests in shares for one in requests if one.once]
+        promotions = [request for _, requests in shares for request in requests if request.once]
         try:
             self._perform(shares, deadline, f"promoting {keys.size} keys into table {self.layout.tag}")
         except DatabaseError as error:
-            if not all(one.refused or one.reply is not None for one in promotions):
+            if not all(request.refused or request.reply is not None for request in promotions):
                 raise
             # All were answered, for instance by a full Redis: none is unanswered or still on its way.
             self._promotes_after = time.monotonic() + _LOOK_S
             _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
-        return sum(max(0, one.reply or 0) for one in promotions)
+        return sum(max(0, request.reply or 0) for request in promotions)
 
     def _write(
         self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False, copying: bool = False
@@ -434,7 +431,9 @@ class RedisTable:
                 (partition, make(partition, share, self._guard(partition, marks[partition.index]))) for partition, share in todo
             ]
             refused = self._perform(shares, deadline, doing)
-            done += [one for _, requests in shares for one in requests if one.once and one.reply not in (None, -1)]
+            done += [
+                request for _, requests in shares for request in requests if request.once and request.reply not in (None, -1)
+            ]
             todo = [(partition, share) for partition, share in todo if partition in refused]
             if not todo:
                 return done
@@ -455,7 +454,9 @@ class RedisTable:
             # Some may still be on their way. They must not land after what is written next.
             self._pens.clear()
             raise
-        refused = {partition for partition, some in shares if any(one.once and one.reply in (None, -1) for one in some)}
+        refused = {
+            partition for partition, some in shares if any(request.once and request.reply in (None, -1) for request in some)
+        }
         if refused and marks:
             self._pens.difference_update(marks[partition.index] for partition in refused)
         for partition, call in counted:

@@ -149,7 +149,9 @@ class TableUsers:
     def renew(self) -> None:
         """Renew the entries of all tables that are used. One that is being dropped is lost, as any call will find."""
         with self._renewing:
-            self._nodes.run([Call(one.slot, *self._script(_USE, one, self._lease_ms)) for one in list(self._used.values())])
+            self._nodes.run(
+                [Call(layout.slot, *self._script(_USE, layout, self._lease_ms)) for layout in list(self._used.values())]
+            )
 
     def _forget(self, layout: RedisLayout) -> None:
         with self._renewing:

@@ -54,6 +54,7 @@ from hps.stores.base import (
     DatabaseReport,
     LoadRecord,
     LogPosition,
+    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -98,11 +99,11 @@ def _writer_of(path: Path) -> int:
 
     Were the lock asked for by the process that holds it, closing the file would give the lock up: locks of POSIX.
     """
-    here = any(one.path == path and not one.closed for one in list(_written_here))
+    here = any(database.path == path and not database.closed for database in list(_written_here))
     return os.getpid() if here else directory.holder(path)
 
 
-class RocksDatabase(PersistentDatabase):
+class RocksDatabase(PersistentDatabase, OrderedWrites):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
     `size` counts a table of up to 131,072 rows. For a larger one it returns RocksDB's estimate, which counts a row again for
@@ -209,7 +210,11 @@ class RocksDatabase(PersistentDatabase):
     def _checked(self) -> tuple[bool, CheckedLogs]:
         """Return whether a database is there, and the state of its logs, of which none is damaged."""
         exists = directory.check_directory(self.path, self.read_only)
-        logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
+        logs = (
+            check_logs(self.path, partial(oldest_needed_log, self.path))
+            if exists
+            else CheckedLogs(sealed=True, damages={}, ends={})
+        )
         for name, what in logs.damages.items():
             raise damaged(self.path, name, what)
         return exists, logs
@@ -250,7 +255,7 @@ class RocksDatabase(PersistentDatabase):
     @classmethod
     def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
         path, where = Path(config.path).absolute(), "persistent_db.path"
-        place = next(one for one in (path, *path.parents) if one.exists())
+        place = next(parent for parent in (path, *path.parents) if parent.exists())
         if not place.is_dir():
             return [CheckResult("wrong", where, f"{place} is no directory; give another path")]
         if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
@@ -642,19 +647,6 @@ class RocksDatabase(PersistentDatabase):
         self._recover()
         with self._calls:
             return self._table_with_times(tag).apply(changes, positions)
-
-    def changed_keys(self, tag: str, chunk_rows: int) -> Iterator[KeyArray]:
-        table, start = self._table(tag), b""
-        while True:
-            with self._calls:  # as in `_chunks`
-                keys, start = table.changed_keys(start, chunk_rows)
-            if not keys.size:
-                return
-            yield keys
-
-    def sequences_of(self, tag: str, keys: KeyArray) -> IndexArray:
-        with self._calls:
-            return self._table(tag).sequences_of(keys)
 
     def _table_with_times(self, tag: str) -> RocksTable:
         table = self._table(tag)

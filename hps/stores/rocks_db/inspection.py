@@ -17,7 +17,7 @@ _LOAD_AGAIN = "restore the directory from a backup, or remove it and load the mo
 
 
 def inspect(path: Path) -> DatabaseReport:
-    """Inspect a database that no process writes to; see `PersistentDatabase.inspect`."""
+    """Inspect a database that no process writes to."""
     report = DatabaseReport([], [], [])
     try:
         directory.check_directory(path, read_only=True)

@@ -83,7 +83,6 @@ class RocksTable:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """As `Database.fetch`."""
         doing = f"fetching from table {self.tag}"
         keys, out, found = check_fetch(doing, keys, out, found, self.dim)
         missing = np.flatnonzero(~found)
@@ -137,7 +136,7 @@ class RocksTable:
         return max(rows, estimate)
 
     def written_at(self, keys: KeyArray) -> IndexArray:
-        """As `Database.written_at`; of a load and an online write, the later time counts."""
+        """As `PersistentDatabase.written_at`; of a load and an online write, the later time counts."""
         doing = f"asking when rows of table {self.tag} were written"
         keys = check_keys(doing, keys)
         record = self._records.get(self.tag)
@@ -161,21 +160,6 @@ class RocksTable:
             whole = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
             last[known] = np.frombuffer(b"".join(whole), "<i8").reshape(-1, 2)
         return last
-
-    def changed_keys(self, start: bytes, rows: int) -> tuple[KeyArray, bytes]:
-        """Read the keys of up to `rows` changed rows from the engine's key `start` on; return them and the next start."""
-        keys = self._engine.read_keys(self._times, start, rows, f"reading changes of table {self.tag}") if self._times else []
-        return np.frombuffer(b"".join(keys), "<i8").astype(np.int64), after(keys[-1]) if keys else start
-
-    def sequences_of(self, keys: KeyArray) -> IndexArray:
-        """As `Database.sequences_of`."""
-        doing = f"asking for the changes of table {self.tag}"
-        found: IndexArray = np.zeros(keys.size, np.int64)
-        order = np.argsort(_ranks(keys))
-        for start in range(0, keys.size, self._fetch_rows):
-            rows = order[start : start + self._fetch_rows]
-            found[rows] = self._last_changes(_key_list(keys[rows]), doing)[:, 1]
-        return found
 
     def held_bytes(self) -> int:
         """Return the size of its files and of the rows that are not yet in files."""
@@ -281,12 +265,11 @@ class RocksTable:
     # -- updates of a log ---------------------------------------------------------------------------------------------
 
     def follow_log(self) -> dict[Partition, LogPosition]:
-        """As `Database.follow_log`."""
         with self._alone(f"following a log of updates for table {self.tag}"):
             return dict(self._order.positions)
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `Database.apply`. The last write has the positions, so that they never count missing rows."""
+        """As `OrderedWrites.apply`. The last write has the positions, so that they never count missing rows."""
         doing = f"updating table {self.tag}"
         check_rows(doing, changes.keys, changes.vectors, self.dim)
         with self._alone(doing):

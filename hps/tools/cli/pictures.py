@@ -33,8 +33,8 @@ def draw_plan(path: Path, tables: "Sequence[TableForecast]") -> None:
 
     figure = _figure(path)
     axes = figure.subplots()
-    for place, table in enumerate(tables):
-        colour = f"C{place % 10}"
+    for index, table in enumerate(tables):
+        colour = f"C{index % 10}"
         shares = [100 * share for share in SHARES]
         axes.plot(shares, [point.hit_rate for point in table.curve], "o-", color=colour, label=f"{table.model}.{table.table}")
         axes.plot(shares, [point.ideal for point in table.curve], ":", color=colour)
@@ -68,12 +68,11 @@ def draw_profile(path: Path, profile: "Profile") -> None:
 
 def _by_rate(axes: Any, rows: "list[Row]") -> None:
     for batch in dict.fromkeys(row.batch for row in rows):
-        some = sorted((row for row in rows if row.batch == batch and row.rate), key=lambda row: row.rate or 0.0)
+        chosen = sorted((row for row in rows if row.batch == batch and row.rate), key=lambda row: row.rate or 0.0)
         for name, style in (("p50", "-"), ("p99", "--"), ("p999", ":")):
             label = f"{'p99.9' if name == 'p999' else name}, {batch:,} keys"
-            axes.plot(
-                [row.rate for row in some], [getattr(row.latency, f"{name}_ms") for row in some], style, marker="o", label=label
-            )
+            latencies = [getattr(row.latency, f"{name}_ms") for row in chosen]
+            axes.plot([row.rate for row in chosen], latencies, style, marker="o", label=label)
     axes.set_xlabel("lookups/s, sent at a fixed rate")
 
 

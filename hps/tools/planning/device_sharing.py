@@ -31,7 +31,7 @@ from hps.tools.planning.hit_rates import Replay, hit_rate_of, replay
 from hps.tools.planning.memory import ServedVersion, cache_plan, cached_rows
 from hps.tools.planning.read_rates import Reads, seconds_per_key
 from hps.types import BoolArray, IndexArray, KeyArray
-from hps.versions.deployment import is_static
+from hps.versions.cache_sizes import is_static
 
 SHARINGS: Final = ("replicate", "partition", "hot")
 ALL_TABLES: Final = "all tables"  # no name of a table has a space

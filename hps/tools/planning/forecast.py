@@ -9,7 +9,7 @@ from hps.statistics.key_traces import KeyTrace, distinct_share
 from hps.tools.planning.hit_rates import MOST_KEYS, TablePrediction, cache_hit_rate, predict
 from hps.tools.planning.memory import ServedVersion, cached_rows
 from hps.tools.planning.power_law import fitted_alpha, power_law_trace
-from hps.versions.deployment import is_static
+from hps.versions.cache_sizes import is_static
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Cache sizes to predict, as shares of a table's rows."""

@@ -21,8 +21,8 @@ from hps.regions.layout import MOST_PAGE_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.stores.base import Database
 from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
+from hps.versions.cache_sizes import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static
 from hps.versions.catalog import ModelCatalog
-from hps.versions.deployment import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static
 
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20

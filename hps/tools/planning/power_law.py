@@ -53,7 +53,7 @@ def power_law_trace(table: TableSpec, rows: int, alpha: float, lookup_keys: int)
     keys = np.repeat(rng.integers(-(1 << 62), 1 << 62, ranks.size), uses)
     lookups = np.sort(rng.integers(0, max(asked // lookup_keys, 1), keys.size))
     rng.shuffle(keys)
-    return KeyTrace(table.model_name, table.table_name, keys, lookups, ranks.size / rows, 0.0, True, asked)
+    return KeyTrace(table.model_name, table.table_name, keys, lookups, ranks.size / rows, 0.0, hashed=True, asked=asked)
 
 
 def _below(ranks: np.ndarray, rows: int, alpha: float) -> np.ndarray:

@@ -122,12 +122,12 @@ class _Sums:
     least_key: int | None = None
 
     def add(self, keys: KeyArray, vectors: FloatArray, finite: npt.NDArray[np.bool_]) -> None:
-        rows, held = _stored(vectors, self.row_dtype)
-        if not held.all():
-            self.refused_rows += int(np.count_nonzero(~held))
+        rows, representable = _stored(vectors, self.row_dtype)
+        if not representable.all():
+            self.refused_rows += int(np.count_nonzero(~representable))
             if self.first_refused_key is None:
-                self.first_refused_key = int(keys[np.argmin(held)])
-        counted = held & finite
+                self.first_refused_key = int(keys[np.argmin(representable)])
+        counted = representable & finite
         if not counted.any():
             return
         before = vectors[counted].astype(np.float64)
@@ -148,8 +148,8 @@ class _Sums:
         findings = []
         if self.refused_rows:
             findings.append(f"refused rows: {self.refused_rows:,}, the first of key {self.first_refused_key}")
-        stored, held = _stored(sampled, self.row_dtype)
-        sampled, stored = sampled[held], stored[held]
+        stored, representable = _stored(sampled, self.row_dtype)
+        sampled, stored = sampled[representable], stored[representable]
         different, left = _distinct(sampled), _distinct(stored)
         if left < (1 - _MERGED_SHARE) * different:
             findings.append(f"merged rows: of {different:,} sampled rows that differ, {left:,} still do")
@@ -181,11 +181,11 @@ def _stored(vectors: FloatArray, row_dtype: str) -> tuple[RowArray, npt.NDArray[
     """Encode vectors, (n, dim); return rows, (n, width), and which of them the format holds."""
     vectors = np.ascontiguousarray(vectors)
     rows: RowArray = np.zeros((len(vectors), row_width(vectors.shape[1], row_dtype)), np.float32)
-    held, done = np.ones(len(vectors), np.bool_), 0
+    representable, done = np.ones(len(vectors), np.bool_), 0
     while (done := done + encode_rows(vectors[done:], rows[done:], ROW_DTYPES.index(row_dtype))) < len(vectors):
-        held[done] = False
+        representable[done] = False
         done += 1
-    return rows, held
+    return rows, representable
 
 
 def _cosines(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

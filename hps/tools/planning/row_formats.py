@@ -7,7 +7,7 @@ from hps.configuration.load import Configuration
 from hps.tools.planning.forecast import Forecast
 from hps.tools.planning.memory import ServedVersion, cache_plan, cached_rows, planned_needs
 from hps.types import ROW_DTYPES
-from hps.versions.deployment import is_static
+from hps.versions.cache_sizes import is_static
 
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 

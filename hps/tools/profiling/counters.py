@@ -81,11 +81,11 @@ class Counters:
         Quantiles are interpolated within the histograms' buckets.
         """
         since = {stage: times.since(before._times.get(stage, Latency())) for stage, times in self._times.items()}
-        whole = since[HTTP].total_s or since.get(LOOKUP, Latency()).total_s
+        total_s = since[HTTP].total_s or since.get(LOOKUP, Latency()).total_s
         return {
             stage: StageTimes(
                 times.count,
-                times.total_s / whole if whole else 0.0,
+                times.total_s / total_s if total_s else 0.0,
                 1e6 * times.total_s / times.count,
                 1e6 * times.quantile_s(0.5),
                 1e6 * times.quantile_s(0.99),

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from hps import errors
 from hps.client.addresses import Address
+from hps.ground.http1 import AnswerReader
 from hps.tools.profiling.times import TimeHistogram
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
@@ -66,12 +67,11 @@ class LoadResult:
         return self
 
 
-class _Connection:
+class LoadConnection:
     """A connection with at most one request in flight. Reconnects after an error."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._buffer = memoryview(bytearray(_ANSWER_BYTES))
         self._unsent = memoryview(b"")
         self.socket: socket.socket | None = None
         self.closed_at_ns = 0
@@ -84,7 +84,7 @@ class _Connection:
 
     def begin(self, number: int, began_ns: int) -> None:
         self.number, self.began_ns = number, began_ns
-        self.head, self._have, self._expected = b"", 0, 0
+        self.answer = AnswerReader(keeps=True)
 
     def send(self, parts: Parts) -> bool:
         """Send what the socket accepts. Returns whether the request is sent completely."""
@@ -106,37 +106,19 @@ class _Connection:
     def receive(self) -> bool:
         """Read the available bytes. Returns whether the answer is complete."""
         while True:
-            have = self._have
-            if self._receive_some():
-                return True
-            if self._address.tls is None or self._have == have:  # TLS may hold what no selector sees
+            try:
+                data = self._open().recv(_ANSWER_BYTES)
+            except _NOT_YET:
                 return False
-
-    def _receive_some(self) -> bool:
-        try:
-            count = self._open().recv_into(self._buffer[self._have :])
-        except _NOT_YET:
-            return False
-        if not count:
-            raise ConnectionError("the server closed a connection")
-        self._have += count
-        if not self.head:
-            end = bytes(self._buffer[: min(self._have, 1 << 14)]).find(b"\r\n\r\n") + 4
-            if end < 4:
+            if not data:
+                raise ConnectionError("the server closed a connection")
+            try:
+                if self.answer.feed(data):
+                    return True
+            except errors.RemoteError as error:
+                raise ConnectionError(str(error)) from error
+            if self._address.tls is None:  # TLS may hold what no selector sees
                 return False
-            self.head = bytes(self._buffer[:end]).lower()
-            self._expected = end + number_of(self.head, b"content-length")
-            if self._expected > len(self._buffer):
-                self._buffer = memoryview(bytearray(self._buffer[: self._have]) + bytearray(self._expected - self._have))
-        return self._have >= self._expected
-
-    @property
-    def status(self) -> int:
-        return int(self.head[9:12])
-
-    @property
-    def body(self) -> memoryview:
-        return self._buffer[len(self.head) : self._expected]
 
     def close(self) -> None:
         if self.socket is not None:
@@ -185,7 +167,7 @@ class HttpLoad:
         self._request = request
         self._check = check
         self._number = 0
-        self._connections = [_Connection(address) for _ in range(connections)]
+        self._connections = [LoadConnection(address) for _ in range(connections)]
 
     def run(self, seconds: float, rate: float | None = None, first: int | None = None) -> LoadResult:
         """Load the server for a while. Request numbers continue from one run to the next.
@@ -218,11 +200,11 @@ class HttpLoad:
         end = start + int(seconds * 1e9)
         drained = end + int(DRAIN_S * 1e9)
         sent, idle_since = 0, dict.fromkeys(map(id, self._connections), start)
-        under_way: set[_Connection] = set()
+        under_way: set[LoadConnection] = set()
         period_ns = 1e9 / rate if rate else 0.0
         due = start
 
-        def fail(connection: _Connection, what: str) -> None:
+        def fail(connection: LoadConnection, what: str) -> None:
             if connection in under_way:
                 under_way.remove(connection)
                 result.failures[what] += 1
@@ -277,7 +259,7 @@ class HttpLoad:
                     fail(connection, "connection lost")
                     continue
                 under_way.discard(connection)
-                if b"\r\nconnection: close" in connection.head:
+                if not connection.answer.keeps_alive:
                     fail(connection, "")
                     connection.closed_at_ns = 0
                 else:
@@ -287,11 +269,12 @@ class HttpLoad:
                 due = clock()
         self._count_unanswered(result, under_way, start, end, period_ns, sent if rate else None)
 
-    def _answered(self, connection: _Connection, result: LoadResult, now: int, end: int) -> None:
-        if connection.status == 200:
-            wrong = self._check(connection.number, connection.head, connection.body)
+    def _answered(self, connection: LoadConnection, result: LoadResult, now: int, end: int) -> None:
+        head, body = connection.answer.head, memoryview(connection.answer.body)
+        if head is not None and head.status == 200:
+            wrong = self._check(connection.number, connection.answer.raw.lower(), body)
         else:
-            wrong = f"status {connection.status}"
+            wrong = f"status {head and head.status}"
         took = now - connection.began_ns
         if wrong:
             result.failures[wrong] += 1
@@ -301,7 +284,7 @@ class HttpLoad:
         result.in_time += now <= end
 
     def _count_unanswered(
-        self, result: LoadResult, under_way: set[_Connection], start: int, end: int, period_ns: float, sent: int | None
+        self, result: LoadResult, under_way: set[LoadConnection], start: int, end: int, period_ns: float, sent: int | None
     ) -> None:
         """Count due requests without an answer, with their wait so far."""
         now = time.perf_counter_ns()
@@ -315,7 +298,7 @@ class HttpLoad:
         result.failures += Counter()  # drops zeros
 
     @staticmethod
-    def _connect(selector: selectors.BaseSelector, connection: _Connection, result: LoadResult) -> bool:
+    def _connect(selector: selectors.BaseSelector, connection: LoadConnection, result: LoadResult) -> bool:
         try:
             selector.register(connection.connect(), selectors.EVENT_READ, connection)
         except OSError:
@@ -326,7 +309,7 @@ class HttpLoad:
         return True
 
     @staticmethod
-    def _disconnect(selector: selectors.BaseSelector, connection: _Connection) -> None:
+    def _disconnect(selector: selectors.BaseSelector, connection: LoadConnection) -> None:
         if connection.socket is not None:
             selector.unregister(connection.socket)
             connection.close()

@@ -136,7 +136,7 @@ class InProcess:
         if self._cupy is not None:
             return self._call_on_device(self._cupy, asked)
         if self._hotness:
-            bags = {table: Bags(some.reshape(-1, self._hotness)) for table, some in asked.items()}
+            bags = {table: Bags(keys.reshape(-1, self._hotness)) for table, keys in asked.items()}
             return lambda: server.lookup_pooled(bags, model, device_id)
         return lambda: server.lookup_tables(asked, model, device_id)
 
@@ -144,13 +144,13 @@ class InProcess:
         """Prepare a lookup with keys and vectors on the GPU; it ends when the vectors are there."""
         server, model, hotness, device = self._server, self.model, self._hotness, cupy.cuda.Device(self._device_id or 0)
         with device:
-            keys = {table: cupy.asarray(some) for table, some in asked.items()}
-            out = {table: cupy.empty((some.size, self._specs[table].dim), np.float32) for table, some in keys.items()}
+            keys = {table: cupy.asarray(part) for table, part in asked.items()}
+            out = {table: cupy.empty((part.size, self._specs[table].dim), np.float32) for table, part in keys.items()}
 
         def call() -> None:
             with device:
                 if hotness:
-                    bags = {table: Bags(some.reshape(-1, hotness)) for table, some in keys.items()}
+                    bags = {table: Bags(part.reshape(-1, hotness)) for table, part in keys.items()}
                     server.lookup_pooled(bags, model, self._device_id)
                 else:
                     server.lookup_tables(keys, model, self._device_id, out=out)

@@ -116,7 +116,7 @@ class KeyPool:
 
     def __init__(self, keys: dict[str, KeyArray], batch: int) -> None:
         self.batch = batch
-        self._keys = {name: np.ascontiguousarray(np.resize(some, max(some.size, batch))) for name, some in keys.items()}
+        self._keys = {name: np.ascontiguousarray(np.resize(part, max(part.size, batch))) for name, part in keys.items()}
 
     def take(self, number: int) -> dict[str, KeyArray]:
         """Return the keys of one lookup, by table: (batch,) int64 each, views."""

@@ -72,7 +72,7 @@ class Requests:
     def pool(self) -> Callable[[int], Parts]:
         """Return a function that makes a request from its number."""
         pool, start = KeyPool(self.keys, self.batch), self.start
-        return lambda number: (start, *(memoryview(some.data).cast("B") for some in pool.take(number).values()))
+        return lambda number: (start, *(memoryview(part.data).cast("B") for part in pool.take(number).values()))
 
     def check(self, number: int, head: bytes, body: memoryview) -> str:
         """Describe a wrong answer size; empty if it is right."""
@@ -198,7 +198,7 @@ class Service:
         if processes == 1:
             return _load(requests, connections, seconds, rate, 0)
         each, more = divmod(connections, processes)
-        shares = [each + (place < more) for place in range(processes)]
+        shares = [each + (index < more) for index in range(processes)]
         context = get_context("spawn")
         barrier = context.Barrier(len(shares))
         with ProcessPoolExecutor(len(shares), context, initializer=_share, initargs=(barrier,)) as clients:
@@ -207,8 +207,8 @@ class Service:
                 started.result(2 * _START_S)
             rates = [rate * share / sum(shares) if rate else None for share in shares]
             waiting = [
-                clients.submit(_load, requests, share, seconds, own_rate, place << 32)
-                for place, (share, own_rate) in enumerate(zip(shares, rates, strict=True))
+                clients.submit(_load, requests, share, seconds, own_rate, index << 32)
+                for index, (share, own_rate) in enumerate(zip(shares, rates, strict=True))
             ]
             try:
                 results = [future.result(seconds + 2 * _START_S) for future in waiting]

@@ -88,6 +88,7 @@ def soak(arguments: argparse.Namespace, directory: Path, report: Report) -> list
         done = _disturb(stage, arguments.chaos, arguments.every, end, np.random.default_rng(arguments.seed))
         stage.end_clients()
         stage.check_idle()
+        stage.check_integrity()
         for process in range(len(PROCESSES)):
             stage.tell(process, "audit")
             stage.measure(process)

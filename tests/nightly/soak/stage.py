@@ -137,6 +137,13 @@ class Stage:
             if left:
                 self.ledger.violation("left over", process=PROCESSES[process], **left)
 
+    def check_integrity(self) -> None:
+        """Let each server check its invariants, once nothing changes them any more."""
+        for process in range(len(PROCESSES) - 1):
+            answer = httpx.get(f"{self._url(process)}/v1/debug/check", timeout=60)
+            if answer.status_code != 200 or answer.json()["findings"]:
+                self.ledger.violation("integrity", process=PROCESSES[process], answer=answer.text)
+
     def close(self) -> None:
         """Kill what still runs."""
         self._children.end()

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.ring1.versions.test_catalog_watch import replica as replica  # fixtures
-from tests.ring1.versions.test_catalog_watch import repository as repository
+from tests.ring1.versions.test_following import replica as replica  # fixtures
+from tests.ring1.versions.test_following import repository as repository
 from tests.ring1.versions.test_no_older_rows import COLD, NO_CACHE, WARM, Server
 from tests.ring1.versions.test_no_older_rows import server as server
 from tests.ring2.versions.test_fleet import Replica, rounds_of_a_fleet

@@ -10,7 +10,7 @@ from hps.client.addresses import read_addresses
 from hps.client.answers import Answer
 from hps.client.calls import Calls
 from hps.client.requests import RemoteCall
-from hps.serve.frontend.heads import read_head
+from hps.ground.http1 import Head
 from hps.serve.protocol.open_inference import Inference, parse_header_length
 from hps.serve.protocol.request_checks import ModelTables
 from hps.types import TableSpec
@@ -36,7 +36,7 @@ CLIENT = Recorded([ADDRESS], "", 1.0, 1)
 def split(call: RemoteCall) -> tuple[Any, bytes, int | None]:
     data = b"".join(map(bytes, CLIENT._encoder.parts(call, ADDRESS)))
     end = data.index(b"\r\n\r\n") + 4
-    head, body = read_head(data[:end]), data[end:]
+    head, body = Head(data[:end]), data[end:]
     assert head.length == len(body)
     return head, body, parse_header_length(head.headers.get(b"inference-header-content-length"), len(body))
 

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 import hps
-from hps.client.answers import Answer, Expected
+from hps.client.answers import Answer, ExpectedAnswer
 
 SCORES = {
     "known": np.array([True, False, True]),
@@ -39,7 +39,7 @@ def answer_of(outputs: list[dict[str, Any]], body: bytes, version: str = "4") ->
     return head.encode() + text + body
 
 
-def read(data: bytes, piece: int, expected: Expected) -> Answer:
+def read(data: bytes, piece: int, expected: ExpectedAnswer) -> Answer:
     answer, complete = Answer(expected), False
     while data:
         assert not complete
@@ -56,7 +56,7 @@ def read(data: bytes, piece: int, expected: Expected) -> Answer:
 @pytest.mark.parametrize("names", [list(SCORES), ["score"], ["wide", "score", "known"], ["known", "none"]])
 def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[str]) -> None:
     scores = {name: SCORES[name] for name in names}
-    expected = Expected({}, {}, None, scores=True)
+    expected = ExpectedAnswer({}, {}, None, scores=True)
     for _ in range(3):  # the second is read by what is remembered of the first
         answer = read(answer_of(described(scores), b"".join(one.tobytes() for one in scores.values())), piece, expected)
         assert answer.error() is None
@@ -83,7 +83,7 @@ OTHER = SCORE + described({"known": SCORES["known"][:2]})  # has not as many sam
 @pytest.mark.parametrize("outputs", [[], described({"score": SCORES["score"][:2]}), SCORE * 2, OTHER, *DESCRIPTIONS])
 def test_an_answer_that_does_not_fit_the_request_is_an_error(outputs: list[dict[str, Any]]) -> None:
     body = SCORES["score"].tobytes() * max(1, len(outputs))
-    expected = Expected({}, {}, None, scores=True)
+    expected = ExpectedAnswer({}, {}, None, scores=True)
     for _ in range(2):
         with pytest.raises(hps.RemoteError):
             read(answer_of(outputs, body), 1 << 20, expected)
@@ -92,8 +92,8 @@ def test_an_answer_that_does_not_fit_the_request_is_an_error(outputs: list[dict[
 
 def test_an_answer_of_another_version_or_length_is_an_error() -> None:
     body = SCORES["score"].tobytes()
-    assert read(answer_of(SCORE, body), 9, Expected({}, {}, "4", scores=True)).outputs
+    assert read(answer_of(SCORE, body), 9, ExpectedAnswer({}, {}, "4", scores=True)).outputs
     with pytest.raises(hps.RemoteError, match="got version '4', expected '5'"):
-        read(answer_of(SCORE, body), 9, Expected({}, {}, "5", scores=True))
+        read(answer_of(SCORE, body), 9, ExpectedAnswer({}, {}, "5", scores=True))
     with pytest.raises(hps.RemoteError, match="got 13 bytes of tensors, expected 12"):
-        read(answer_of(SCORE, body + b"\0"), 1 << 20, Expected({}, {}, None, scores=True))
+        read(answer_of(SCORE, body + b"\0"), 1 << 20, ExpectedAnswer({}, {}, None, scores=True))

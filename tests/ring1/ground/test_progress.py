@@ -115,7 +115,7 @@ class Loads:
         self.progress = Readiness(lambda: self.live)
 
     def start(self, name: str) -> Change:
-        change = self.live.begin(name, "deploying")
+        change = self.live.start_change(name, "deploying")
         change.listener = self.listener
         return change
 
@@ -127,7 +127,7 @@ class Loads:
             self.serve(change.model)
         else:
             self.live.failed(change.model, error)
-        self.live.end(change, error)
+        self.live.finish_change(change, error)
 
     def states(self) -> dict[str, tuple[str, int]]:
         return {status.name: (status.state, status.percent) for status in self.progress.models()}

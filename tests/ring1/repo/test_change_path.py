@@ -15,12 +15,12 @@ from hps.models.loading import table_load
 from hps.serve.server import Server
 from hps.testing.waiting import wait_until
 from hps.tools.cli.app import app
-from hps.versions import deployment
+from hps.versions import building, deployment
 from hps.versions.live_models import LiveModels
 from tests.ring1.repo.test_lookup_path import PACKAGE
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
-MOST_FILES_TO_THE_STATE_MACHINE, MOST_FILES_OF_A_DEPLOY = 6, 12
+MOST_FILES_TO_THE_STATE_MACHINE, MOST_FILES_OF_A_DEPLOY = 6, 8
 PARTS = ("serve/", "versions/", "parameter_server.py")
 
 
@@ -34,14 +34,16 @@ def document(tmp_path: Path) -> dict[str, Any]:
     return document_of(model, persistent=tmp_path / "rocksdb", service={"model_control_mode": "explicit", "load_models": ["*"]})
 
 
-def noting(function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
-    """Note the files that are on the call stack, from the request on, whenever a function is called."""
+def noting(function: Callable[..., Any], found: set[str], names: set[tuple[str, str]] | None = None) -> Callable[..., Any]:
+    """Note the files that are on the call stack, from the request on, whenever a function is called; also what they call."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not Server.run.__code__ and frame.f_code is not Server._serve.__code__:
             if (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
                 found.add(path.relative_to(PACKAGE).as_posix())
+                if names is not None:
+                    names.add((frame.f_code.co_name, frame.f_code.co_qualname))
             frame = frame.f_back
         found.add(Path(sys.modules[function.__module__].__file__ or "").relative_to(PACKAGE).as_posix())
         return function(*arguments, **named)
@@ -52,7 +54,7 @@ def noting(function: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found: set[str] = set()
-    for name in ("begin", "changing", "serve", "withdraw", "failed", "want", "give_up"):
+    for name in ("start_change", "changing", "serve", "withdraw", "failed", "want", "give_up"):
         monkeypatch.setattr(LiveModels, name, noting(getattr(LiveModels, name), found))
     return found
 
@@ -108,13 +110,22 @@ def test_from_the_service_itself(document: dict[str, Any], entered: set[str], tm
     check(entered, "serve/engine/lifecycle.py")
 
 
-def test_a_deploy_over_http_crosses_few_files(
+def test_a_deploy_over_http_crosses_few_files_and_no_name_twice(
     service: RunningService, entered: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the request to the load of a table, the warm-up of its cache, and the takeover."""
-    for module, name in ((table_load.TableLoad, "run"), (deployment, "warm_up"), (deployment.Deployment, "close")):
-        monkeypatch.setattr(module, name, noting(getattr(module, name), entered))
+    names: set[tuple[str, str]] = set()
+    for module, name in (
+        (table_load.TableLoad, "run"),
+        (building, "warm_up"),
+        (deployment.Deployment, "close"),
+    ):
+        monkeypatch.setattr(module, name, noting(getattr(module, name), entered, names))
     entered.clear()
     service.client.post("/v1/models/m/deploy", json={"version": "2"}).raise_for_status()
     assert {"models/loading/table_load.py", "models/loading/warm_up.py", "versions/live_models.py"} <= entered, sorted(entered)
-    assert len(entered) <= MOST_FILES_OF_A_DEPLOY, sorted(entered)
+    followed = {path for path in entered if path.startswith(PARTS)}
+    assert len(followed) <= MOST_FILES_OF_A_DEPLOY, sorted(followed)
+    assert ("deploy", "HPS.deploy") in names
+    twice = {name: [whole for other, whole in names if other == name] for name, _ in names}
+    assert not {name: found for name, found in twice.items() if len(found) > 1}

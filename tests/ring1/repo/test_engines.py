@@ -20,8 +20,8 @@ OWNERS = {
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",
     "hdfs_native": "hps/filesystems/hdfs",
-    "google": ("hps/filesystems/gcs", "hps/serve/protocol/grpc_messages", "hps/serve/frontend/grpc_calls"),  # protobuf
-    "hpack": "hps/serve/frontend/http2",
+    "google": ("hps/filesystems/gcs", "hps/serve/protocol/grpc_messages", "hps/serve/frontend/grpc_methods"),  # protobuf
+    "grpc": "hps/serve/frontend/grpc_server",
     "torch": ("hps/models/formats/torch_", "hps/networks/torch_", "hps/torch/"),
     "onnxruntime": "hps/networks/onnx_",
     "pyarrow": "hps/models/formats/parquet",

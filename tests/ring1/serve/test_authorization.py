@@ -133,6 +133,7 @@ def test_what_is_a_change() -> None:
         (True, "POST", "/v2/repository/models/m/load /v2/repository/models/m/unload /v2/repository/models/index/load"),
         (True, "DELETE", "/v1/models/m/tables/t/rows/5"),
         (True, "PATCH", "/v1/models/m/whatever"),
+        (True, "GET", "/v1/debug/check"),
         (False, "POST", "/v2/repository/index /v2/repository/mine/index /v2/models/m/infer"),
         (False, "GET", "/v1/models /v1/models/m/tables/t/rows/5"),
         (False, "HEAD", "/v1/models/m/deploy"),

@@ -69,6 +69,7 @@ async def refused(client):
 async def clean(front, *, connections=None):
     """Wait until no slot and no memory is taken, and so many connections are left."""
     await wait_until_async(lambda: front.exchange.slots.used == front.memory.held == 0, "all is given back")
+    assert front.exchange.check_integrity() == []
     if connections is not None:
         await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
 
@@ -434,7 +435,7 @@ async def test_an_error_of_the_owner_reaches_the_client(scene, front, owner, /):
     owner.complete(job, FAILED, json.dumps({"status": 503, "message": "no database", "reason": ""}).encode())
     status, headers, body = await client.answer()
     assert (status, headers["retry-after"], json.loads(body)["error"]) == (503, "1", "no database")
-    for status, said in ((layout.MALFORMED, "the owner refused"), (FAILED, "internal error; the log")):
+    for status, said in ((layout.MALFORMED, "the engine refused"), (FAILED, "internal error; the log")):
         _, job = await ask(scene, owner, [2], client)
         owner.complete(job, status)
         status, _, body = await client.answer()
@@ -666,7 +667,7 @@ async def test_an_idle_connection_keeps_nothing_of_its_requests(scene, front, ow
     await served(scene, owner, client, range(LARGE), range(7, 7 + LARGE))
     connection = connection_of(front)
     assert connection._last is not None
-    assert [connection._raw, connection._target, connection._served] == [b"", None, None]
+    assert (connection._raw, len(connection._buffer)) == (b"", 8192)
     connection.look(connection._idle_since + 1, 30, 30, 75)
     assert connection._last is not None
     connection.look(connection._idle_since + 1.1, 30, 30, 75)

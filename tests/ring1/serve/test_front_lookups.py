@@ -17,7 +17,8 @@ from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SEGMENTS, HE
 from hps.regions.layout import HEADER_BYTES, MOST_SEGMENTS, POOLED, SEGMENT_WORDS, SLAB, TRACED
 from hps.serve.engine.batches import _batch_of
 from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM
-from hps.serve.frontend.lookups import TRACE_ROOM, FrontVersion, LaidOut, Placed, plan_of
+from hps.serve.frontend.lookups import TRACE_ROOM, LaidOut, Placed, read_cached
+from hps.serve.frontend.published import FrontVersion
 from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.protocol.json_lookup import decode_lookup
 from hps.serve.protocol.open_inference import lay_out_body
@@ -164,7 +165,7 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     assert encoded(placed) == (expected, length)
     assert_untouched(placed.size)
 
-    plan = plan_of(text, MODEL, 1000)
+    plan = read_cached(text, None, MODEL, 1000).plan
     if plan is None:
         return
     memory.bytes[SLAB:] = 0x5A
@@ -191,15 +192,14 @@ def planned_text(**change):
 def test_what_all_keys_may_change_has_a_plan():
     binary = {"binary_data_output": True}
     for change in ({}, {"id": "a"}, {"parameters": binary | {"found": True}}):
-        assert plan_of(planned_text(**change), MODEL, 1000) is not None
-    assert plan_of(planned_text() + b" " * 100_000, MODEL, 1000) is None  # too long to be kept
+        assert read_cached(planned_text(**change), None, MODEL, 1000).plan is not None
     for parameters in (binary | {"report": True}, {}):  # its answer is JSON
-        assert plan_of(planned_text(parameters=parameters), MODEL, 1000) is None
+        assert read_cached(planned_text(parameters=parameters), None, MODEL, 1000).plan is None
 
 
 def test_a_plan_belongs_to_one_version_of_a_model():
     wider = ModelTables("m", (TableSpec("m", "user", 8, 0.0, MOST_KEYS),), "2")
-    plans = [plan_of(planned_text(), model, 1000) for model in (MODEL, wider, MODEL)]
+    plans = [read_cached(planned_text(), None, model, 1000).plan for model in (MODEL, wider, MODEL)]
     assert plans[0] is plans[2]
     assert [one.end - one.vectors_at for one in plans[:2]] == [24, 96]
     assert b'"2"' in plans[1].text
@@ -280,7 +280,7 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
         tensors = dict.fromkeys(NAMES, np.arange(2 * count).reshape(count, 2))
     parameters = {"binary_data_output": binary, "datatype": wanted, **({"combiner": "sum"} | more)}
     body, length = with_tensors(tensors, binary=True, parameters=parameters)
-    assert plan_of(body[:length], MODEL, 1000) is None
+    assert read_cached(body[:length], None, MODEL, 1000).plan is None
     laid = LaidOut(lay_out_body(body, length, MODEL, 1000))
     placed, _, _ = place(laid)
     own = owned_tables()

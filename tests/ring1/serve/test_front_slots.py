@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.regions.layout import SLAB
-from hps.serve.frontend.slots import Slots
+from hps.serve.frontend.exchange import Slots
 
 LEAST = 4096
 
@@ -48,6 +48,7 @@ def test_slots_never_overlap_and_all_memory_comes_back(slab_bytes, steps):
             slots.give_back(slot)
             del taken[slot]
         assert slots.used == sum(taken.values())
+        assert slots.check_integrity() == []
         assert_apart(taken, SLAB + slab_bytes)
     for slot in taken:
         slots.give_back(slot)
@@ -105,3 +106,19 @@ def test_a_slot_of_joined_small_ones_belongs_to_no_larger_one(order):
     others = take_all(slots, LEAST)
     assert len(others) == 16 - (1 << order - 12)
     assert not any(taken <= one < taken + (1 << order) for one in others)
+
+
+def test_broken_slots_are_found():
+    def broken(change):
+        slots = Slots(SLAB + 8 * LEAST)
+        slots.take(LEAST), slots.take(LEAST)
+        change(slots)
+        return slots.check_integrity()
+
+    assert broken(lambda slots: None) == []
+    for words, change in {
+        "expected one at": lambda slots: slots._free[12].append(0),
+        "free or taken": lambda slots: slots._free[14].clear(),
+        "are counted": lambda slots: setattr(slots, "used", LEAST),
+    }.items():
+        assert any(words in one for one in broken(change))

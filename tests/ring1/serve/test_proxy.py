@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.serve.frontend.proxy import OwnerConnections, Upstream, forwarded
+from hps.serve.frontend.proxy import EngineConnections, Upstream, forwarded
 from hps.testing.waiting import wait_until_async
 from tests.servers.on_loop import beside
 
@@ -42,7 +42,7 @@ class Application:
 class Asker:
     """Who asked, and what came of it."""
 
-    def __init__(self, pool: OwnerConnections, name: bytes, head_only: bool = False) -> None:
+    def __init__(self, pool: EngineConnections, name: bytes, head_only: bool = False) -> None:
         self.data, self.ended, self.upstream = b"", "", None
         pool.ask(self, forwarded("GET", b"/" + name, [], b"", ""), head_only=head_only, chosen=self.chosen)
 
@@ -63,7 +63,7 @@ class Asker:
         return self.data.partition(b"X-Name: ")[2].partition(b"\r\n")[0]
 
 
-App, Pool = Application, OwnerConnections
+App, Pool = Application, EngineConnections
 
 
 def answer(name: bytes, *lines: bytes) -> bytes:
@@ -72,10 +72,10 @@ def answer(name: bytes, *lines: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def opened(place: Path) -> AsyncIterator[tuple[Application, OwnerConnections]]:
+async def opened(place: Path) -> AsyncIterator[tuple[Application, EngineConnections]]:
     application, path = Application(), str(place / "owner.sock")
     server = await asyncio.start_unix_server(application.serve, path)
-    pool = OwnerConnections(path, str)
+    pool = EngineConnections(path, str)
     try:
         yield application, pool
     finally:
@@ -170,7 +170,7 @@ async def test_an_application_that_ends_is_told_to_those_who_wait(application: A
 
 def test_an_application_that_is_not_there_is_told(tmp_path: Path) -> None:
     async def main() -> None:
-        pool = OwnerConnections(str(tmp_path / "nowhere"), str)
+        pool = EngineConnections(str(tmp_path / "nowhere"), str)
         for _ in range(2):
             lost = Asker(pool, b"a")
             await lost.end()

@@ -6,21 +6,17 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2 as pb
 
 from hps.errors import HPSError
 from hps.ground.memory import bounded_cache
 from hps.ground.memory.bounded_cache import cached_bytes, clear_caches, size_of
 from hps.serve.frontend.grpc_calls import _answer_of
-from hps.serve.frontend.heads import read_head
-from hps.serve.frontend.lookups import plan_of
+from hps.serve.frontend.lookups import read_cached, read_lookup
 from hps.serve.frontend.shared_memory import _cached_moves, translate
 from hps.serve.protocol import row_writes
-from hps.serve.protocol.grpc_inference import read_infer_request
 from hps.serve.protocol.open_inference import lay_out_body
 from hps.serve.protocol.open_inference_header import CACHED_BYTES
 from hps.serve.protocol.request_checks import ModelTables
-from hps.serve.protocol.score_requests import decode_scores
 from hps.types import TableSpec
 from tests.ring1.serve.test_score_requests import ARRAYS, BINARY_OUTPUT, MOST_KEYS, NETWORK
 from tests.servers.binary_tensors import with_tensors
@@ -33,10 +29,6 @@ CLOSE = CACHED_BYTES - 200
 WIDE = "\U0001f600"  # four bytes a character, for each character of its string
 
 
-def head(target: bytes = b"/v2/models/m/infer", *lines: bytes) -> Callable[[], object]:
-    return lambda: read_head(b"\r\n".join([b"POST %s HTTP/1.1" % target, *lines, b"", b""]))
-
-
 def text_of(values: str, **more: object) -> bytes:
     """A JSON part that is as long as one that is remembered, full of these values."""
     data = values * ((CLOSE - 200) // len(values)) + values.rstrip(",")
@@ -45,38 +37,26 @@ def text_of(values: str, **more: object) -> bytes:
 
 
 def lay_out(text: bytes) -> Callable[[], object]:
-    return lambda: lay_out_body(text, None, MODEL, 1000)
+    return lambda: lay_out_body(text, len(text), MODEL, 1000, read_lookup)
 
 
 def look_up(arrays: dict[str, np.ndarray], **more: object) -> Callable[[], object]:
     body, length = with_tensors(arrays, binary=True, **more)
 
     def call() -> None:
-        plan_of(body[:length], MODEL, 1000)
-        lay_out_body(body, length, MODEL, 1000)
+        read_cached(body[:length], None, MODEL, 1000)
+        lay_out_body(body, length, MODEL, 1000, read_lookup)
 
     return call
 
 
 def score(text: bytes) -> Callable[[], object]:
-    return lambda: plan_of(text, SCORED, 1000)
+    return lambda: read_cached(text, None, SCORED, 1000)
 
 
 def score_all() -> None:
     body, length = with_tensors(ARRAYS, binary=True, parameters=BINARY_OUTPUT)
-    plan_of(body[:length], SCORED, MOST_KEYS)
-    decode_scores(body, length, NETWORK, MOST_KEYS)
-
-
-def infer(outputs: int = 0, typed: int = 0, **names: str) -> Callable[[], object]:
-    asked = pb.ModelInferRequest(**{"model_name": "m", **names})
-    tensor = asked.inputs.add(name="t0", datatype="FP64" if typed else "INT64", shape=[1])
-    tensor.contents.fp64_contents.extend([0.0] * typed)
-    for number in range(outputs):
-        asked.outputs.add(name=f"{number}")
-    if not typed:
-        asked.raw_input_contents.append(bytes(8))
-    return lambda: read_infer_request(asked.SerializeToString())
+    read_cached(body[:length], None, SCORED, MOST_KEYS)
 
 
 def share() -> None:
@@ -102,10 +82,6 @@ def answer_all() -> None:
 
 
 HOSTILE = {
-    "a long header": head(b"/v2/models/m/infer", b"x: " + b"y" * 1900),
-    "many headers": head(b"/v2/models/m/infer", *[b"%d: " % number for number in range(120)]),
-    "a path of wide characters": head(b"/v2/models/%F0%9F%98%80" + b"m" * 1900 + b"/infer"),
-    "a query": head(b"/v2/models/m/infer?" + b"q" * 1900),
     "lists": score(text_of("[],", id="x")),
     "objects": score(text_of("{},")),
     "objects with members": score(text_of('{"":{}},')),
@@ -124,10 +100,6 @@ HOSTILE = {
     ),
     "numbers of keys": look_up({"KEYS": np.zeros(60, np.int64), "NUMKEYS": np.ones(60, np.int32)}),
     "scores": score_all,
-    "an id of gRPC": infer(id="x" * CLOSE),
-    "a model of gRPC": infer(model_name=WIDE + "x" * CLOSE),
-    "outputs of gRPC": infer(outputs=1000),
-    "typed contents of gRPC": infer(typed=1000),
     "an answer of gRPC": answer_all,
     "shared memory": share,
     "rows": write_rows,

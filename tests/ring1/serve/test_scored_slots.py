@@ -19,7 +19,7 @@ from hps.scoring.packing import describe, read_description
 from hps.scoring.scorer import Scorer
 from hps.scoring.signature import signature_of
 from hps.serve.engine.batches import FrontLink
-from hps.serve.frontend.lookups import plan_of
+from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.scores import PlacedScores
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.score_requests import decode_scores
@@ -129,7 +129,7 @@ def check(scores: bytes, pairs: bytes, samples: int) -> None:
 @pytest.mark.parametrize("samples", [1, 3, MOST])
 def test_what_a_front_plans_is_scored_where_it_is_sent_from(owner: Owner, samples: int) -> None:
     body, length = request(samples, binary=True)
-    plan = plan_of(body[:length], MODEL, 1000)
+    plan = read_cached(body[:length], None, MODEL, 1000).plan
     assert plan is not None
     for slot in (0, 8192):
         owner.memory.view[slot : slot + len(plan.descriptor)] = plan.descriptor
@@ -143,11 +143,11 @@ def test_requests_that_are_no_scores_or_not_binary_have_no_plan() -> None:
     body, length = request(2, binary=True)
     for outputs in ([{"name": "score"}], [{"name": "score", "parameters": {"binary_data": True}}, {"name": "pair"}]):
         body, length = request(2, binary=True, outputs=outputs)
-        assert plan_of(body[:length], MODEL, 1000) is None
-    assert plan_of(request(2, binary=False)[0], MODEL, 1000) is None
+        assert read_cached(body[:length], None, MODEL, 1000).plan is None
+    assert read_cached(request(2, binary=False)[0], None, MODEL, 1000).plan is None
     body, length = request(40, binary=True)
     with pytest.raises(hps.TooManyKeysError, match="got 42 keys, expected at most 41"):
-        plan_of(body[:length], MODEL, 41)
+        read_cached(body[:length], None, MODEL, 41)
 
 
 GOOD: list[list[Any]] = [["item", "<i8", [2], 4096], ["tags", "<i8", [1, 2], 4200], ["age", "<f4", [1], 4300]]

@@ -16,7 +16,6 @@ CALLS = {
     "scan": ("t", 10),
     "size": ("t",),
     "stats": ("t",),
-    "tags": (),
     "drop_table": ("t",),
 }
 

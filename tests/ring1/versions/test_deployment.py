@@ -1,6 +1,5 @@
 """What a deployment answers, closes and refuses, and how a configuration chooses caches and databases."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,21 +20,10 @@ from hps.models.sources import ModelSources
 from hps.statistics.metrics import Metrics
 from hps.stores.base import RowChanges
 from hps.types import CheckResult
-from hps.versions.deployment import (
-    cache_capacities,
-    choose_cache,
-    device_sharing,
-    index_sizes,
-    is_direct,
-    is_static,
-    kernels_of,
-    open_databases,
-    repeated_after_takeover,
-    served_kernels,
-    usable_sharing,
-    why_unavailable,
-)
+from hps.versions.cache_sizes import cache_capacities, device_sharing, index_sizes, is_direct, is_static, usable_sharing
+from hps.versions.deployment import repeated_after_takeover
 from hps.versions.preflight import preflight
+from hps.versions.tiers import choose_cache, kernels_of, open_databases, served_kernels, why_unavailable
 from tests.servers.running_service import document_of, model_of
 
 KEYS = np.arange(10)
@@ -220,8 +208,7 @@ def test_databases_are_loaded_unless_they_keep_their_rows(
 
 
 @pytest.mark.parametrize("takeovers", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["function", "coroutine"])
-def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(kind: str, takeovers: int) -> None:
+def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(takeovers: int) -> None:
     server: Any = SimpleNamespace(live=SimpleNamespace(serving={}))
     calls: list[int] = []
 
@@ -234,13 +221,8 @@ def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_t
             raise hps.NotReadyError("closed")
         return value + 1
 
-    async def look_up_later(server: Any, value: int) -> int:
-        return look_up(server, value)
-
     def call(value: int) -> Any:
         calls.clear()
-        if kind == "coroutine":
-            return asyncio.run(repeated_after_takeover(look_up_later)(server, value))
         return repeated_after_takeover(look_up)(server, value)
 
     assert (call(7), len(calls)) == (8, takeovers + 1)
@@ -292,12 +274,12 @@ def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settin
 NOT_ASKED_FOR = {
     "cache.cpu.miniature": "planning",
     "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
-    "databases.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
-    "databases.rocks_db.change_order": "updates from a log",
+    "stores.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
+    "stores.rocks_db.change_order": "updates from a log",
     "models.differences": "writing models",
     "models.formats.quantised_rows": "imports",
-    "models.sample": "samples",
-    "planning": "planning",
+    "tools.cli.tables.sample": "samples",
+    "tools.planning": "planning",
     "statistics.key_traces": "recordings, which compile theirs when they begin",
     "updates.publisher": "publishers",
 }

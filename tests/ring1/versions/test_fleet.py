@@ -165,7 +165,7 @@ CHOICES: list[tuple[Said, VersionPolicy, list[str]]] = [
 
 @pytest.mark.parametrize(("known", "policy", "chosen"), CHOICES)
 def test_a_document_chooses_versions(known: Said, policy: VersionPolicy, chosen: list[str]) -> None:
-    assert document(*known).to_serve(VERSIONS, policy) == chosen
+    assert document(*known).desired.chosen(VERSIONS, policy) == chosen
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_document_chooses_versions(known: Said, policy: VersionPolicy, chosen:
     [(("2", "1", ("3",)), ["2"]), (("2", "", ("2",)), ["2"]), (("", "", ("3",)), ["1", "2", "4"]), (("", "", ()), VERSIONS)],
 )
 def test_a_replica_follows_with_certain_versions_alone(known: Said, allowed: list[str]) -> None:
-    assert [version for version in VERSIONS if document(*known).allows(version)] == allowed
+    assert [version for version in VERSIONS if document(*known).desired.allows(version)] == allowed
 
 
 @pytest.mark.parametrize(

@@ -158,15 +158,16 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def chooses_nothing_that_was_withdrawn(self) -> None:
         for replica in self.replicas:
+            assert replica.fleet.check_integrity() == []
             if replica.known is None:
                 continue
             known = replica.fleet.of("m", str(self.place))
             assert known is not None
             assert known.number >= replica.known.number
-            (chosen,) = known.to_serve(VERSIONS, POLICY) or [""]
+            (chosen,) = known.desired.chosen(VERSIONS, POLICY) or [""]
             if known == replica.known:
                 assert chosen not in known.withdrawn
-                assert not chosen or known.allows(chosen) or known.version not in VERSIONS
+                assert not chosen or known.desired.allows(chosen) or known.version not in VERSIONS
 
 
 TestFleet = FleetMachine.TestCase

@@ -78,12 +78,12 @@ def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> 
     busy.released.clear()
     serve(live, busy)
     serve(live, fake("2"))
-    change = live.begin("other", "deploying")
+    change = live.start_change("other", "deploying")
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(live.close, 60.0)
         wait_until(lambda: live.closed, "it is being closed")
         clock.now += 61
-        live.end(change)
+        live.finish_change(change)
         try:
             assert [one.version for one in closing.result(30)] == ["2"]
         finally:

@@ -55,9 +55,9 @@ class LiveModelsMachine(RuleBasedStateMachine):
     @rule(may_pass=st.booleans())
     def fail(self, may_pass: bool) -> None:
         error = hps.ModelSourceError("no answer") if may_pass else hps.ModelFileError("not a model")
-        change = self.live.begin("m", "deploying")
+        change = self.live.start_change("m", "deploying")
         self.live.failed("m", error)
-        self.live.end(change, error)
+        self.live.finish_change(change, error)
         assert change.error == str(error)
         self.failures, self.may_pass = self.failures + 1, may_pass
         failure = self.live.failure("m")
@@ -130,12 +130,12 @@ class LiveModelsMachine(RuleBasedStateMachine):
 
     @rule(by=st.sampled_from(["", "somebody"]))
     def change_while_another_does(self, by: str) -> None:
-        change = self.live.begin("m", "deploying", "deploy", by)
+        change = self.live.start_change("m", "deploying", "deploy", by)
         assert self.live.change_of("m") == "deploying"
         with pytest.raises(hps.ConflictError, match="under way"), self.live.changing("m", "undeploying"):
             raise AssertionError("it must not begin")
         assert "m" not in self.live.due()
-        self.live.end(change)
+        self.live.finish_change(change)
 
     # -- what everybody sees --------------------------------------------------------------------------------------------
 
@@ -148,6 +148,7 @@ class LiveModelsMachine(RuleBasedStateMachine):
         assert self.live.serving == ({"m": self.serving} if self.serving else {})
         assert self.live.all() == ([self.serving] if self.serving else [])
         assert self.live.change_of("m") == ""
+        assert self.live.check_integrity() == []
 
     @invariant()
     def the_model_is_tried_again_when_it_is_due(self) -> None:

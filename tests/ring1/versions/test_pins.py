@@ -4,19 +4,24 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 import hps
 from hps.ground.progress import NoProgress
+from hps.versions.desired import DesiredVersion
 from hps.versions.kept_files import KeptFiles
-from hps.versions.pins import Pin, Pins, pinned_text
+from hps.versions.pins import Pins
 from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
 
 DAY = "1970-01-02"
+
+
+def pinned(version: str, by: Literal["deploy", "rollback"], since: float = 86_400.5, problem: str = "") -> DesiredVersion:
+    return DesiredVersion(version, by, since, "pin", problem=problem)
 
 
 @pytest.fixture
@@ -29,18 +34,18 @@ def test_the_last_pin_of_each_model_outlasts_a_restart_until_it_ends(kept: KeptF
     pins = Pins(kept)
     assert pins.of("m") is None
     pins.pin("m", "1", "deploy")
-    assert pins.pin("m", "2", "rollback") == Pin("2", "rollback", 86_400.5)
+    assert pins.pin("m", "2", "rollback") == pinned("2", "rollback")
     pins.pin("other", "7", "deploy")
     for one in (pins, Pins(kept)):
-        assert one.of("m") == one.shown("m") == Pin("2", "rollback", 86_400.5)
-        assert one.of("other") == Pin("7", "deploy", 86_400.5)
+        assert one.of("m") == one.shown("m") == pinned("2", "rollback")
+        assert one.of("other") == pinned("7", "deploy")
     pins.end("m")
     for one in (pins, Pins(kept)):
         assert (one.of("m"), one.shown("m")) == (None, None)
         assert one.of("other") is not None
     kept.write("m", GOOD)
     pin = Pins(kept).of("m")
-    assert (pin, type(pin and pin.since)) == (Pin("2", "rollback", 86_400.0), float), "whole seconds are seconds, too"
+    assert (pin, type(pin and pin.since)) == (pinned("2", "rollback", 86_400.0), float), "whole seconds are seconds, too"
 
 
 @pytest.mark.parametrize(
@@ -91,11 +96,10 @@ def test_a_damaged_pin_is_an_error_until_it_ends_and_is_shown_as_none(kept: Kept
 
 
 def test_a_pin_is_described_beside_the_version_that_serves() -> None:
-    assert pinned_text(None, "2") == ""
     for problem, said in (("", ""), ("a restart ends it", "; a restart ends it")):
-        assert pinned_text(Pin("2", "rollback", 86_400.0, problem), "2") == f"pinned by rollback, {DAY}{said}"
+        assert pinned("2", "rollback", 86_400.0, problem).describe("2") == f"pinned by rollback, {DAY}{said}"
         gone = f"version 3, whose files are gone, is pinned by deploy, {DAY}{said}"
-        assert pinned_text(Pin("3", "deploy", 86_400.0, problem), "2") == gone
+        assert pinned("3", "deploy", 86_400.0, problem).describe("2") == gone
 
 
 # -- what serves ----------------------------------------------------------------------------------------------------------

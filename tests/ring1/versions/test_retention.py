@@ -50,6 +50,9 @@ class SharedMemory(MemoryDatabase, SharedDatabase):
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
         raise NotImplementedError
 
+    def load_record(self, tag: str) -> LoadRecord | None:
+        return None
+
     def clear_table(self, tag: str, fingerprint: str) -> bool:
         self.cleared.append((tag, fingerprint))
         return tag not in self.others

@@ -21,7 +21,8 @@ from hps.stores.base import RowChanges
 from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import split_tag
-from hps.versions.deployment import Deployment, reconfigure
+from hps.versions.building import reconfigure
+from hps.versions.deployment import Deployment
 from tests.fakes.paused_lookup import PausedBatch, paused_lookup
 from tests.servers.running_service import document_of, model_of
 
@@ -382,7 +383,7 @@ def test_no_lookup_gets_an_older_row_than_an_earlier_one_while_settings_change(
 
         monkeypatch.setattr(before.chain, "_modification_timeout_s", PATIENCE_S)
         monkeypatch.setattr(database, "insert", insert_and_wait)
-        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_write)
+        monkeypatch.setattr("hps.versions.reconciler.reconfigure", reconfigure_and_write)
         entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
         try:
             deployed = deploying.submit(server.deploy, entry)
@@ -417,7 +418,7 @@ def test_settings_whose_caches_do_not_become_current_change_nothing(document: Ma
     with hps.HPS(document(versions=1)) as server:
         before, renewed, made = server.model("ranker"), Deployment.renewed, []
         monkeypatch.setattr(Deployment, "renewed", lambda *arguments: made.append(renewed(*arguments)) or made[0])
-        monkeypatch.setattr("hps.versions.deployment.refresh", Mock(side_effect=hps.DatabaseError("away")))
+        monkeypatch.setattr("hps.versions.building.refresh", Mock(side_effect=hps.DatabaseError("away")))
         with pytest.raises(hps.DatabaseError, match="away"):
             server.deploy(server.config.models[0].model_copy(update={"gpucacheper": 1.0}))
         assert server.model("ranker") is before
@@ -437,7 +438,7 @@ def test_settings_that_wait_too_long_for_a_modification_change_nothing(document:
             return successor
 
         monkeypatch.setattr(before.chain, "_modification_timeout_s", 0.1)
-        monkeypatch.setattr("hps.versions.deployer.reconfigure", reconfigure_and_stay)
+        monkeypatch.setattr("hps.versions.reconciler.reconfigure", reconfigure_and_stay)
         entry = server.config.models[0].model_copy(update={"gpucacheper": 1.0})
         with ExitStack() as modifying, pytest.raises(hps.DatabaseTimeoutError, match="try again"):
             server.deploy(entry)

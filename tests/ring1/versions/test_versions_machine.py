@@ -191,6 +191,7 @@ class VersionsMachine(RuleBasedStateMachine):
         if hasattr(self, "server"):
             pin = self.server.pin("m")
             assert ("" if pin is None else pin.version) == self.pinned
+            assert self.server.check(60.0) == []
 
     @invariant()
     def serves_the_rows_of_one_version(self) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from typer.testing import CliRunner
 
 import hps
 from hps.configuration.load import ModelConfig, load_configuration
-from hps.engine.chain import DatabaseChain
 from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError
 from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.ground.rows import decode, encode
-from hps.models.loading.carried_rows import CarriedTable
 from hps.stores.redis.server_check import check_server
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.testing.waiting import wait_until
@@ -135,105 +132,41 @@ CHAIN = ("int8", "float16", "float32", "bfloat16")
 
 
 class TestFormatChange:
-    """A version gets tables of another format, with what was written online; the rows of the files are those of the files."""
+    """A version with online writes keeps its format: another one is refused, and nothing is lost."""
 
     @pytest.mark.parametrize("persistent", [True, False])
-    def test_writes_go_along_while_it_serves(self, tmp_path, persistent):
+    def test_a_version_in_service_keeps_its_format_and_a_new_version_has_another(self, tmp_path, persistent):
         place = Place(tmp_path, "float32", **(rocks_db(tmp_path) if persistent else {}))
         with place.opened() as server:
             written = modify(server)
-            for step, row_dtype in enumerate(CHAIN):
-                place.change(server, row_dtype)
-                check_modified(server, place, written, row_dtype)
-                written = stored(written, row_dtype)
-                written[50 + step] = step
-                server.insert(KEYS[50 + step : 51 + step], written[50 + step : 51 + step], "shop", "item")
-        if persistent:
-            assert len(tags_in(tmp_path)) == 1
-            with place.opened() as server:
-                check_modified(server, place, written, CHAIN[-1])
+            with pytest.raises(ConflictError, match=r"'item' as int8: version 1 serves it as float32\. .*a new version$"):
+                place.change(server, "int8")
+            check_modified(server, place, written, "float32")
+            place.write(2, place.vectors + 1)
+            server.deploy(ModelConfig(**place.entry("int8")))
+            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500] + 1, "int8"))
+
+    def test_a_start_in_another_format_is_refused_and_loses_nothing(self, tmp_path, place):
+        """Also where a version below could serve: a conflict refuses no version, so that its tables stay."""
+        place.write(2, place.vectors)
+        with place.opened() as server:
+            written = modify(server)
+        before = tags_in(tmp_path)
+        with pytest.raises(ConflictError, match=r"version 2, .*'item' as int8: its online writes are stored as float32"):
+            place.opened("int8")
+        assert tags_in(tmp_path) == before
+        with place.opened("float32") as server:
+            check_modified(server, place, written, "float32")
 
     def test_without_online_writes_or_by_force_it_is_loaded_from_the_files(self, tmp_path, place):
-        with place.opened() as server:
-            for row_dtype in CHAIN[:2]:
-                place.change(server, row_dtype)
+        for row_dtype in CHAIN[:2]:
+            with place.opened(row_dtype) as server:
                 np.testing.assert_array_equal(place.answers(server, KEYS[:1000]), stored(place.vectors[:1000], row_dtype))
-        with closing(RocksDatabase(tmp_path / "db")) as database:
-            (tag,) = [tag for tag in database.tags() if tag.startswith("hps_et.shop")]
-            database.open_table(tag, TableSpec("shop", "item", DIM, 0, 1, row_dtype=CHAIN[1]).width)
-            assert not database.load_record(tag).modified
+            assert len(tags_in(tmp_path)) == 1
         with place.opened() as server:
             modify(server)
             server.deploy(ModelConfig(**place.entry("int8")), force=True)
             np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
-
-    def test_what_is_written_meanwhile_is_not_lost(self, place):
-        """One thread writes without a pause; every write that returned is answered after the changes."""
-        last, stop, writes = {}, threading.Event(), [0]
-
-        def write() -> None:
-            while not stop.is_set():
-                number = writes[0] = writes[0] + 1
-                key = int(KEYS[number % 500])
-                if number % 7:
-                    row = np.full((1, DIM), number % 2000, np.float32)
-                    server.insert([key], row, "shop", "item", version=versions[number % 2])
-                    last[key] = number % 2000
-                else:
-                    server.delete([key], "shop", "item", version=versions[number % 2])
-                    last[key] = None
-
-        versions = (None, "1")
-        with place.opened() as server:
-            modify(server)
-            writer = threading.Thread(target=write)
-            writer.start()
-            try:
-                for row_dtype in ("int8", "bfloat16", "int8"):
-                    before = writes[0]
-                    place.change(server, row_dtype)
-                    wait_until(lambda before=before: writes[0] > before + 100, "more is written")
-            finally:
-                stop.set()
-                writer.join()
-            keys = np.array(list(last))
-            want = np.array([0.5 if last[key] is None else last[key] for key in keys.tolist()], np.float32)
-            got = place.answers(server, keys)[:, 0]
-        np.testing.assert_allclose(got, want, rtol=2**-7)  # some went through bfloat16
-
-    def test_a_row_that_the_new_format_cannot_hold_ends_the_change(self, place):
-        with place.opened() as server:
-            server.insert(KEYS[7:8], np.full((1, DIM), -1e6, np.float32), "shop", "item")
-            with pytest.raises(InvalidInputError, match=r"carrying rows of hps_et\.shop\.item over .*element 0 of key 21"):
-                place.change(server, "int8")
-            assert (place.answers(server, KEYS[7:8]) == -1e6).all()
-            server.insert(KEYS[7:8], np.full((1, DIM), 3, np.float32), "shop", "item")
-            place.change(server, "int8")
-            assert (place.answers(server, KEYS[7:8]) == 3).all()
-
-    @pytest.mark.parametrize(("step", "back"), [("copy", True), ("catch_up", False)])
-    def test_an_interrupted_change_starts_over(self, place, monkeypatch, step, back):
-        """Twice interrupted, and with or without a start in the old format after that, in which it is written again."""
-
-        def fail(*args):
-            raise RuntimeError("interrupted")
-
-        with place.opened() as server:
-            written = modify(server)
-        with monkeypatch.context() as patch:
-            patch.setattr(CarriedTable, step, fail)
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="interrupted"):
-                    place.opened("int8")
-        if back:
-            with monkeypatch.context() as patch:
-                patch.setattr(DatabaseChain, "discard", lambda self, tags: None)  # it may be killed before that
-                with place.opened("float32") as server:
-                    check_modified(server, place, written, "float32")
-                    written[:100] += 1
-                    server.insert(KEYS[:100], written[:100], "shop", "item")
-        with place.opened("int8") as server:
-            check_modified(server, place, written, "int8")
 
     def test_a_database_that_loads_nothing_refuses_another_format(self, place):
         with place.opened():
@@ -243,25 +176,6 @@ class TestFormatChange:
             place.opened("int8")
         with place.opened("float32") as server:
             np.testing.assert_array_equal(place.answers(server, KEYS[:9]), place.vectors[:9])
-
-    @pytest.mark.parametrize("restarts", [False, True])
-    def test_a_delta_takes_its_writes_along(self, place, restarts):
-        def check() -> None:
-            changed = (KEYS[300:400], place.vectors[300:400] + 1)
-            for keys, want in ((KEYS[:100], written[:100]), (NEW, written[100:]), changed):
-                np.testing.assert_array_equal(place.answers(server, keys), stored(want, "int8"))
-            assert (place.answers(server, np.r_[KEYS[200:300], KEYS[400:410]]) == 0.5).all()
-            np.testing.assert_array_equal(place.answers(server, KEYS[410:1300]), stored(place.vectors[410:1300], "int8"))
-
-        place.write(2, place.vectors[300:400] + 1, KEYS[300:400], delta_of="1", deleted={"item.model": KEYS[400:410]})
-        with place.opened() as server:
-            assert server.model("shop").version == "2"
-            written = modify(server)
-            if not restarts:
-                place.change(server, "int8")
-                check()
-        with place.opened("int8") as server:
-            check()
 
     def test_a_table_of_another_program_stays(self, tmp_path):
         """One without a load record, as HugeCTR writes it."""
@@ -368,17 +282,11 @@ def exact_rocks_db(path: Path) -> dict:
 class TestExactDatabase:
     """The persistent database stores float32 under tiers of fewer bits."""
 
-    @pytest.mark.parametrize(("volatile", "restarts"), [("hash_map", False), ("disabled", True)])
-    def test_changes_of_the_format_lose_nothing(self, tmp_path, volatile, restarts):
+    def test_a_restart_in_another_format_goes_on_with_the_same_rows(self, tmp_path):
         """Every format is rounded from what was sent, whatever it has been in between."""
-        place = Place(tmp_path, "float32", volatile_db={"type": volatile}, **exact_rocks_db(tmp_path))
+        place = Place(tmp_path, "float32", volatile_db={"type": "disabled"}, **exact_rocks_db(tmp_path))
         with place.opened() as server:
             written = modify(server)
-            for step, row_dtype in enumerate(() if restarts else CHAIN[:3]):
-                place.change(server, row_dtype)
-                check_modified(server, place, written, row_dtype)
-                written[50 + step] = np.float32(1 / (step + 3))
-                server.insert(KEYS[50 + step : 51 + step], written[50 + step : 51 + step], "shop", "item")
         for row_dtype in ("int8", "float32"):
             with place.opened(row_dtype) as server:
                 check_modified(server, place, written, row_dtype)
@@ -386,21 +294,16 @@ class TestExactDatabase:
         np.testing.assert_array_equal(rows_in(tmp_path, tag, KEYS[:100], DIM), written[:100])
         np.testing.assert_array_equal(rows_in(tmp_path, tag, KEYS[300:], DIM), place.vectors[300:])
 
-    def test_a_database_becomes_exact_and_stops_being_it_with_its_online_writes(self, tmp_path):
+    def test_a_database_with_online_writes_does_not_become_exact(self, tmp_path):
         place = Place(tmp_path, "int8", **rocks_db(tmp_path))
-        place.write(2, place.vectors)
-        with place.opened(keep_versions=0) as server:
+        with place.opened() as server:
             written = stored(modify(server), "int8")
-        exactly = ("float32", "hps_et.shop@2.item")
-        for exact, tag in (exactly, (None, "hps_et.shop@2~int8.item"), exactly):
-            place.settings["persistent_db"] = rocks_db(tmp_path)["persistent_db"] | ({"row_dtype": exact} if exact else {})
-            with place.opened(keep_versions=0) as server:
-                check_modified(server, place, written, "int8")
-                model = server.model("shop")
-                assert model.chain.databases[0].size(model.tables[0].tag) == ROWS, "100 added, 100 deleted"
-                persistent_bytes = server.stats().models[0].tables[0].tiers[-1].vector_bytes
-                assert persistent_bytes in (None, 4 * ROWS * (DIM if exact else row_width(DIM, "int8")))
-            assert tags_in(tmp_path) == [tag]
+        place.settings |= exact_rocks_db(tmp_path)
+        with pytest.raises(ConflictError, match="'item' as float32: its online writes are stored as int8"):
+            place.opened()
+        place.settings |= rocks_db(tmp_path)
+        with place.opened() as server:
+            check_modified(server, place, written, "int8")
 
     def test_a_stored_row_that_the_format_cannot_hold_is_refused_and_others_are_answered(self, tmp_path):
         """Another program may have written it."""
@@ -566,18 +469,18 @@ class TestCommands:
             with pytest.raises(ConfigError, match=rf"{tier}\.row_dtype: got .float16.*rounded twice"):
                 place.opened()
 
-    def test_a_load_takes_online_writes_to_the_format_of_the_configuration(self, tmp_path):
+    def test_a_load_refuses_another_format_unless_forced(self, tmp_path):
         place = Place(tmp_path, "float32", **rocks_db(tmp_path))
         with place.opened() as server:
-            written = modify(server)
-        for row_dtype in ("int8", "float16"):
-            place.configured(row_dtype)
-            assert "with the online writes to hps_et.shop" in self.run("load", tmp_path / "ps.json")
-            assert "online writes" not in self.run("load", tmp_path / "ps.json")
-            with place.opened() as server:
-                check_modified(server, place, written, row_dtype)
-            written = stored(written, row_dtype)
-        assert len(tags_in(tmp_path)) == 1
+            modify(server)
+        path = place.configured("int8")
+        result = CliRunner().invoke(app, ["load", str(path)])
+        assert result.exit_code != 0
+        assert "its online writes are stored as float32" in result.output
+        assert tags_in(tmp_path) == ["hps_et.shop.item"]
+        self.run("load", path, "--force")
+        with place.opened() as server:
+            np.testing.assert_array_equal(place.answers(server, KEYS[:500]), stored(place.vectors[:500], "int8"))
 
     def test_a_database_with_such_tables_is_checked_and_described(self, tmp_path):
         place, width = Place(tmp_path, "int8", **rocks_db(tmp_path)), row_width(DIM, "int8")

@@ -15,7 +15,7 @@ from hps.ground.kernels import machine_code
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.registry import implementation
 from hps.testing.waiting import wait_until
-from hps.versions.deployment import served_kernels
+from hps.versions.tiers import served_kernels
 from tests.fakes.installation import Installation
 from tests.servers.running_service import document_of, model_of
 

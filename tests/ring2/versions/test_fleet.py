@@ -18,9 +18,9 @@ from hps.filesystems.local import LocalFileSystem
 from hps.ground.registry import IMPLEMENTATIONS
 from hps.testing.waiting import wait_until
 from hps.tools.cli.app import app
-from tests.ring1.versions.test_catalog_watch import reason, said
-from tests.ring1.versions.test_catalog_watch import replica as replica  # fixtures
-from tests.ring1.versions.test_catalog_watch import repository as repository
+from tests.ring1.versions.test_following import reason, said
+from tests.ring1.versions.test_following import replica as replica  # fixtures
+from tests.ring1.versions.test_following import repository as repository
 from tests.ring1.versions.test_pins import Make, served, write
 from tests.servers.running_service import running_service
 from tests.servers.served_process import ServedProcess

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -22,8 +22,8 @@ from hps.serve.logs.changes import log_change, request_line
 from hps.serve.logs.requests import SERVED, Served
 from hps.serve.protocol import schemas
 from hps.versions.changes import Change
+from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import REFRESHING
-from hps.versions.pins import Pin
 
 _Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET /v1/models for the outcome.")]
 
@@ -67,8 +67,13 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         found = await threads.run(lambda: lifecycle.server.updates())
         return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(one)) for one in found])
 
-    @router.post("/models/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
-    async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+    @router.get("/debug/check", responses={status: responses[status] for status in (401, 403, 503)})
+    async def check_integrity() -> schemas.IntegrityReport:
+        """Check the invariants of versions, caches and databases. Reads all indices; needs the right `admin`."""
+        return schemas.IntegrityReport(findings=await threads.run(lambda: lifecycle.server.check()))
+
+    @router.post("/models/{model}/deploy", name="deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
+    async def deployment(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Load a version of a model beside the serving one, and switch over to it.
 
         Pins the model to `version`; without it, ends the pin.
@@ -190,10 +195,11 @@ def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
     )
 
 
-def _pin(pin: Pin | None) -> schemas.PinStatus | None:
+def _pin(pin: DesiredVersion | None) -> schemas.PinStatus | None:
     if pin is None:
         return None
-    return schemas.PinStatus(version=pin.version, by=pin.by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
+    by = cast("Literal['rollback', 'deploy']", pin.by)
+    return schemas.PinStatus(version=pin.version, by=by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
 
 
 def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:

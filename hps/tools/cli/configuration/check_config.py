@@ -312,7 +312,7 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
 def _cached_rows(model: "ModelConfig", rows: int) -> int:
     """Return the rows of a table that a cache comes to hold."""
     from hps.cache.base import resident_rows
-    from hps.versions.deployment import is_static
+    from hps.versions.cache_sizes import is_static
 
     if not model.gpucache or is_static(model):
         return rows if model.gpucache else 0

@@ -96,7 +96,7 @@ def init_command(
             for line, reason in lines:
                 typer.echo(f"{line:{width}}  {reason}".rstrip())
         for entry in content.get("models", ()):
-            ids = ", ".join(f"{place} = {name}" for place, name in enumerate(entry["embedding_table_names"]))
+            ids = ", ".join(f"{index} = {name}" for index, name in enumerate(entry["embedding_table_names"]))
             typer.echo(f"{entry['model']}: ids of its tables, the order of KEYS and NUMKEYS: {ids}")
         typer.echo(f"{output}: written; next: `hps check-config {output} --connect`, `hps plan {output}`, `hps serve {output}`")
 

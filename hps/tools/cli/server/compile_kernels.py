@@ -72,16 +72,16 @@ def compile_command(
         _report(f"{len(kernels)} kernels for {target}", compiled, len(kernels) - compiled, began)
         for architecture in architectures:
             began = time.monotonic()
-            compiled, there = _compile_for_gpu(configuration, architecture)
-            _report(f"{compiled + there} CUDA kernels for sm_{architecture}", compiled, there, began)
+            compiled, skipped = _compile_for_gpu(configuration, architecture)
+            _report(f"{compiled + skipped} CUDA kernels for sm_{architecture}", compiled, skipped, began)
         place = machine_code.directory()
         if place is None:
             raise errors.HPSError("compiling kernels: no directory is writable; set NUMBA_CACHE_DIR to one that is")
         typer.echo(f"kept in {place}")
 
 
-def _report(what: str, compiled: int, there: int, began: float) -> None:
-    typer.echo(f"{what}: compiled {compiled} in {time.monotonic() - began:.1f} s, {there} were there")
+def _report(what: str, compiled: int, skipped: int, began: float) -> None:
+    typer.echo(f"{what}: compiled {compiled} in {time.monotonic() - began:.1f} s, {skipped} were there")
 
 
 def _architectures(options: list[str]) -> list[str]:
@@ -95,7 +95,7 @@ def _architectures(options: list[str]) -> list[str]:
 
 
 def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
-    from hps.versions.deployment import choose_cache, served_kernels
+    from hps.versions.tiers import choose_cache, served_kernels
 
     return served_kernels(configuration, choose_cache(configuration.device))
 
@@ -104,12 +104,12 @@ def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -
     from hps.ground.registry import implementation
 
     models = [([(dim, "float32")], False, False) for dim in _USUAL_WIDTHS] if configuration is None else _models(configuration)
-    compiled, there = implementation("cache", "cuda").compile_ahead(models, architecture)
-    return compiled, there
+    compiled, skipped = implementation("cache", "cuda").compile_ahead(models, architecture)
+    return compiled, skipped
 
 
 def _models(configuration: "Configuration") -> list[tuple[list[tuple[int, str]], bool, bool]]:
-    from hps.versions.deployment import is_static
+    from hps.versions.cache_sizes import is_static
 
     models = [model for model in configuration.models if model.gpucache]
     return [

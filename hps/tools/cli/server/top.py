@@ -125,15 +125,15 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
             stage: times["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
             for stage, times in model["stages"].items()
         }
-        whole = sum(spent.values())
-        most = sorted(spent, key=lambda stage: -spent[stage])[:3] if whole > 0 else []
+        total_s = sum(spent.values())
+        most = sorted(spent, key=lambda stage: -spent[stage])[:3] if total_s > 0 else []
         shown.add_row(
             model["name"],
             model["version"],
             count_text(lookups.count / seconds),
             *(_time(lookups.quantile_s(share) if lookups.count > 0 else None) for share in (0.5, 0.95, 0.99)),
             f"{model['busy_workspaces']} of {model['workspaces']}",
-            ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / whole:.0%}" for stage in most),
+            ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / total_s:.0%}" for stage in most),
         )
     return shown
 
@@ -148,9 +148,9 @@ class _Tables:
     held: list[dict[str, str]]
 
     def __rich_console__(self, screen: "Console", options: "ConsoleOptions") -> "RenderResult":
-        whole = self._grid([asked | has for asked, has in zip(self.lookups, self.held, strict=True)])
-        fits = screen.measure(whole, options=options.update(width=_ANY_WIDTH)).maximum <= options.max_width
-        yield from (whole,) if fits else (self._grid(self.lookups), self._grid(self.held))
+        joined = self._grid([asked | has for asked, has in zip(self.lookups, self.held, strict=True)])
+        fits = screen.measure(joined, options=options.update(width=_ANY_WIDTH)).maximum <= options.max_width
+        yield from (joined,) if fits else (self._grid(self.lookups), self._grid(self.held))
 
     def _grid(self, tables: list[dict[str, str]]) -> "Table":
         filled = [head for head in tables[0] if any(cells[head] for cells in tables)]

@@ -65,8 +65,8 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
 def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack) -> "list[Database]":
     """Open the databases that outlive the process; `stack` closes them."""
     from hps.ground.registry import implementation
-    from hps.stores.base import PersistentDatabase, SharedDatabase
-    from hps.versions.deployment import open_database
+    from hps.stores.base import LastingDatabase
+    from hps.versions.tiers import open_database
 
     persistent = configuration.persistent_db
     if persistent.type != "disabled" and persistent.read_only:
@@ -74,8 +74,7 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     chosen = [
         section
         for section in (configuration.volatile_db, persistent)
-        if section.type != "disabled"
-        and issubclass(implementation("database", section.type), PersistentDatabase | SharedDatabase)
+        if section.type != "disabled" and issubclass(implementation("database", section.type), LastingDatabase)
     ]
     if not chosen:
         raise errors.ConfigError(
@@ -89,12 +88,12 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
 
 
 def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "LoadTargets", progress: "Progress") -> list[str]:
-    """Load the tables of a version with what was written online to them in other row formats; return the lines to print.
+    """Load the tables of a version; return the lines to print.
 
     No server has the persistent database open meanwhile.
     """
     from hps.models.loading.table_load import TableLoad
-    from hps.versions.format_changes import FormatChanges, find_changes
+    from hps.versions.format_changes import refuse_format_change
 
     model = version.config
     if model.embedding_cache_type == "stochastic":
@@ -102,16 +101,11 @@ def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "Lo
     lines, targets = [], replace(targets, max_nonfinite_rows=model.max_nonfinite_rows)
     for database in targets.load if targets.force else ():
         _empty_shared(database, [database.stored(table).tag for table in model.tables])
-    changes = FormatChanges()
     if not targets.force:
-        changes = find_changes(model, model.tables, catalog.fingerprints(version), None, targets.load)
-    carried = changes.tables or [None] * len(model.tables)
-    for table, source, old in zip(model.tables, version.sources, carried, strict=True):
-        report = TableLoad(table, source, targets, progress, old).run()
+        refuse_format_change(model, model.tables, catalog.fingerprints(version), targets.load)
+    for table, source in zip(model.tables, version.sources, strict=True):
+        report = TableLoad(table, source, targets, progress).run()
         lines += [_line(report, load) for load in report.loads]
-        if old is not None:
-            old.take_over(targets.load[-1])
-            lines.append(f"{table.tag}: with the online writes to {old.old.tag}, which counts no more")
     return lines
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from hps.configuration.tiers import VolatileDbConfig
-from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseTimeoutError,
+    InvalidDtypeError,
+    InvalidInputError,
+    NotReadyError,
+)
 from hps.ground.registry import implementation
 from hps.stores.base import LoadRecord, LogPosition
 from hps.stores.hash_map import memory as hash_map_memory
@@ -22,6 +29,7 @@ from hps.testing.databases import (
     DIM,
     TAG,
     DatabaseContract,
+    OrderedWritesContract,
     applied,
     changes_of,
     distinct_keys,
@@ -32,7 +40,7 @@ from hps.testing.readers import reading
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, placed
 
 
-class TestHashMapDatabase(DatabaseContract):
+class TestHashMapDatabase(DatabaseContract, OrderedWritesContract):
     """With as few buckets as can be, which grow until they are segments; in segments from the start, and with stamps."""
 
     @pytest.fixture(params=["one bucket", "oldest"])
@@ -488,3 +496,49 @@ def test_a_load_is_older_than_any_change_also_of_a_table_that_followed_a_log(dat
     database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("other", 5, 5))
     assert database.follow_log(TAG) == {}
     assert all(applied(database, TAG, changes_of(keys, 9)))
+
+
+# -- integrity -----------------------------------------------------------------------------------------------------------
+
+
+def damage_version(table, bucket):
+    bucket["version"] |= 1
+
+
+def damage_overflow(table, bucket):
+    bucket["overflow"] += 1
+
+
+def damage_row(table, bucket):
+    bucket["rows"][0] = bucket["rows"][1]
+
+
+def damage_count(table, bucket):
+    table._slabs.counters[0] += 1
+
+
+def damage_free_list(table, bucket):
+    table._slabs.counters[1] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (damage_version, "a bucket is half-written"),
+        (damage_overflow, "overflow counts differ"),
+        (damage_row, "distinct rows, each linked or free once differ"),
+        (damage_count, "distinct keys and the count of rows differ"),
+        (damage_free_list, "rows on the free lists and their count differ"),
+    ],
+)
+def test_a_damaged_table_is_named(damage, complaint):
+    database, keys = opened(), distinct_keys(500)
+    database.insert(TAG, keys, vectors_of(keys, DIM))
+    database.delete(TAG, keys[:100])
+    database.check_integrity()
+    segments = inspect(database, TAG).segments
+    bucket = next(bucket for segment in segments for bucket in segment if bucket["mask"] & 3 == 3)
+    damage(database._tables[TAG], bucket)
+    with pytest.raises(DatabaseCorruptError, match=f"checking table '{TAG}': {complaint}"):
+        database.check_integrity()
+    database.close()

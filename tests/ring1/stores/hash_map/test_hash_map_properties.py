@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from hps.errors import UnknownTableError
 from hps.stores.hash_map import memory as hash_map_memory
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import DENSE_ROWS
@@ -128,7 +129,8 @@ class HashMapMachine(RuleBasedStateMachine):
         self.database.drop_table(tag)
         self.oldest.pop(tag, None)
         self.mirrors.pop(tag, None)
-        assert tag not in self.database.tags()
+        with pytest.raises(UnknownTableError):
+            self.database.stats(tag)
         return self._opened(tag)
 
     def teardown(self):

@@ -3,14 +3,22 @@
 import pytest
 
 from hps.errors import CapacityError
-from hps.testing.databases import OTHER, TAG, DatabaseContract, distinct_keys, vectors_of
+from hps.testing.databases import (
+    OTHER,
+    TAG,
+    DatabaseContract,
+    LastingContract,
+    OrderedWritesContract,
+    distinct_keys,
+    vectors_of,
+)
 from tests.servers.redis_server import rows_of
 
 pytestmark = pytest.mark.redis
 PARTITIONS = 4
 
 
-class TestRedisServer(DatabaseContract):
+class TestRedisServer(DatabaseContract, LastingContract, OrderedWritesContract):
     @pytest.fixture
     def database(self, opened, client):
         self.clients = [client]

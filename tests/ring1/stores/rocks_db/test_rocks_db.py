@@ -31,7 +31,19 @@ from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.rocks_db.engine import Engine
 from hps.stores.rocks_db.load_records import LoadRecords
 from hps.stores.rocks_db.write_ahead_log import CheckedLogs, check_logs
-from hps.testing.databases import DIM, OTHER, TAG, DatabaseContract, bits, distinct_keys, fetched, vectors_of
+from hps.testing.databases import (
+    DIM,
+    OTHER,
+    TAG,
+    DatabaseContract,
+    LastingContract,
+    OrderedWritesContract,
+    PersistentContract,
+    bits,
+    distinct_keys,
+    fetched,
+    vectors_of,
+)
 from hps.testing.waiting import wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
@@ -86,7 +98,7 @@ def table(database: RocksDatabase) -> RocksDatabase:
     return database
 
 
-class TestRocksDatabase(DatabaseContract):
+class TestRocksDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract):
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         assert isinstance(database, RocksDatabase)
         rows = raw_items(database.path, tag)

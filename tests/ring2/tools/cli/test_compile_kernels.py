@@ -9,7 +9,7 @@ import pytest
 
 from hps.configuration.load import load_configuration
 from hps.ground.registry import implementation
-from hps.versions.deployment import served_kernels
+from hps.versions.tiers import served_kernels
 from tests.fakes.installation import Installation
 from tests.ring1.tools.cli.test_compile_kernels import CONFIG
 

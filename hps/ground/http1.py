@@ -1,4 +1,9 @@
-"""HTTP/1.1 heads of requests and answers, and bodies of unknown length."""
+"""HTTP/1.1 without I/O, for both sides: the frontends and their proxy, the client and the load generator.
+
+Heads of requests are read by llhttp (`httptools`), which refuses what two readers could read differently, and checked here for
+what it lets pass: what follows from a head decides where the next request begins. Answers are those of our own servers, or are
+refused: a length or chunks say where each ends.
+"""
 
 import re
 from collections.abc import Iterable
@@ -7,15 +12,10 @@ from urllib.parse import unquote
 
 import httptools
 
-from hps.errors import InvalidInputError
-from hps.ground.memory.bounded_cache import BoundedCache
-from hps.serve.http.targets import lookup_target
+from hps.errors import InvalidInputError, RemoteError
 
 MAX_HEAD_BYTES: Final = 65_536
 MAX_HEADERS: Final = 128
-CACHED_HEAD_BYTES: Final = 2048
-"""Maximum length of a head that is remembered."""
-_LINE_BYTES = 400  # of a header beyond its text: a tuple, two objects, a place in the dict
 _MOST_LENGTH_DIGITS = 19
 _MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
 _ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
@@ -47,9 +47,8 @@ class MalformedRequestError(InvalidInputError):
 
 _SINGLE: Final = frozenset(
     {
-        *(b":method", b":path", b":scheme", b":authority"),  # of HTTP/2
         *(b"authorization", b"content-encoding", b"content-length", b"content-type", b"host"),
-        *(b"inference-header-content-length", b"transfer-encoding", b"grpc-encoding", b"grpc-timeout"),
+        *(b"inference-header-content-length", b"transfer-encoding"),
     }
 )
 
@@ -67,8 +66,10 @@ class Headers(dict[bytes, bytes]):
     def __init__(self, lines: Iterable[tuple[bytes, bytes]]) -> None:
         lines = list(lines)
         super().__init__(lines)
-        names = [name for name, _ in lines if name in _SINGLE] if len(self) != len(lines) else []
-        self.repeated = next((name for name in names if names.count(name) > 1), b"")
+        self.repeated = b""
+        if len(self) != len(lines):
+            names = [name for name, _ in lines if name in _SINGLE]
+            self.repeated = next((name for name in names if names.count(name) > 1), b"")
 
 
 def given_twice(headers: Headers) -> str:
@@ -77,11 +78,16 @@ def given_twice(headers: Headers) -> str:
 
 
 class Head:
-    """The head of a request. *Immutable*, and shared by requests with the same bytes.
+    """The head of a request. *Immutable*, and shared by requests of a connection with the same bytes.
+
+    Args:
+        raw: the head, up to and including its empty line.
+
+    Raises:
+        MalformedRequestError: it is not one of HTTP/1.1.
 
     Attributes:
         method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
-        lookup: the lookup route of the path; None for others.
         headers: with lower-case names.
         lines: all of them, in order.
         length: of the body in bytes; -1 if it comes in chunks.
@@ -98,7 +104,6 @@ class Head:
         "keeps_alive",
         "length",
         "lines",
-        "lookup",
         "method",
         "path",
         "target",
@@ -131,7 +136,6 @@ class Head:
             self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
         path, _, _ = self.target.partition(b"?")
         self.path = unquote(path.decode("latin-1")) if b"%" in path else path.decode("latin-1")
-        self.lookup = lookup_target(self.path)
         if (encoding := headers.get(b"transfer-encoding")) is not None:
             if encoding.strip().lower() != b"chunked" or b"content-length" in headers or version == "1.0":
                 raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
@@ -156,22 +160,6 @@ class Head:
         self.keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the end of the message
 
 
-def _size(head: Head, raw: bytes) -> int:
-    return 2000 + 12 * len(raw) + _LINE_BYTES * len(head.lines)  # a path may have characters of four bytes, also in its target
-
-
-_cached = BoundedCache(Head, _size)
-
-
-def read_head(raw: bytes) -> Head:
-    """Read a head, up to and including its empty line.
-
-    Raises:
-        MalformedRequestError: it is not one of HTTP/1.1.
-    """
-    return _cached(raw) if len(raw) <= CACHED_HEAD_BYTES else Head(raw)
-
-
 def answer_head(
     status: int, headers: Iterable[tuple[bytes, bytes]], size: int, request_id: bytes, connection: bytes = b""
 ) -> bytes:
@@ -181,7 +169,7 @@ def answer_head(
         connection: what the header of this name says; empty: there is none.
     """
     lines = [b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Error"))]
-    lines += [b"%s: %s" % header for header in headers]
+    lines += map(b"%s: %s".__mod__, headers)
     lines += [b"content-length: %d" % size, b"x-request-id: " + request_id]
     if connection:
         lines.append(b"connection: " + connection)
@@ -253,3 +241,116 @@ class Chunks:
         except ValueError:
             raise MalformedRequestError(f"reading a chunked body: got size {digits[:20].decode('latin-1')!r}") from None
         self._left = size + 2 if size else -1
+
+
+class AnswerHead:
+    """The head of an answer. *Immutable.*
+
+    Args:
+        raw: the head, without its empty line.
+
+    Raises:
+        RemoteError: it is not one of HTTP/1.1, or does not say how long the body is.
+
+    Attributes:
+        headers: with lower-case names.
+        length: of the body in bytes; -1 if it comes in chunks.
+        keeps_alive: whether the connection stays.
+    """
+
+    __slots__ = ("headers", "keeps_alive", "length", "status")
+
+    def __init__(self, raw: bytes) -> None:
+        line, *lines = raw.split(b"\r\n")
+        self.headers: dict[bytes, bytes] = {}
+        for header in lines:
+            name, _, value = header.partition(b":")
+            self.headers[name.lower()] = value.strip()
+        protocol, _, rest = line.partition(b" ")
+        length = self.headers.get(b"content-length", b"")
+        chunked = not length and self.headers.get(b"transfer-encoding", b"").lower() == b"chunked"
+        if not protocol.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+            raise RemoteError(f"reading an answer: got {line[:80]!r}, expected HTTP/1.1; is it hps?")
+        self.status = int(rest[:3])
+        if self.status < 200 or self.status in (204, 304):  # RFC 9112, section 6.3
+            length = b"0"
+        elif not chunked and not (length.isdigit() and len(length) <= _MOST_SIZE_DIGITS):
+            raise RemoteError(f"reading an answer: got {line[:80]!r}, expected a Content-Length; is it hps?")
+        self.length = -1 if chunked else int(length)
+        self.keeps_alive = protocol == b"HTTP/1.1" and self.headers.get(b"connection", b"").lower() != b"close"
+
+
+def end_of_head(data: bytes | bytearray, have: int) -> int:
+    """Return where the body of an answer begins; 0 if its head has not arrived.
+
+    Args:
+        have: how many bytes have arrived.
+
+    Raises:
+        RemoteError: it is too long.
+    """
+    if (end := data.find(b"\r\n\r\n", 0, have) + 4) < 4:
+        if have > MAX_HEAD_BYTES:
+            raise RemoteError("reading an answer: its head is too long")
+        return 0
+    return end
+
+
+class AnswerReader:
+    """Follows one answer to its end. *One exchange.*
+
+    Args:
+        head_only: whether it answers HEAD.
+        keeps: whether to keep the body.
+
+    Attributes:
+        head, raw: None and empty before it has arrived.
+        done: whether the answer is complete.
+    """
+
+    def __init__(self, *, head_only: bool = False, keeps: bool = False) -> None:
+        self.head: AnswerHead | None = None
+        self.done = False
+        self.body = bytearray()
+        self._head_only, self._keeps = head_only, keeps
+        self.raw = b""
+        self._raw = bytearray()
+        self._chunks: Chunks | None = None
+        self._left = 0
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection can be used again: after an answer to HEAD, some servers send the body all the same."""
+        return self.head is not None and self.head.keeps_alive and not self._head_only
+
+    def feed(self, data: bytes) -> bool:
+        """Take bytes; return whether the answer is complete.
+
+        Raises:
+            RemoteError: they are no answer, or more than one.
+        """
+        if self.head is None:
+            self._raw += data
+            if not (end := end_of_head(self._raw, len(self._raw))):
+                return False
+            self.raw, data = bytes(self._raw[:end]), bytes(self._raw[end:])
+            self.head = head = AnswerHead(self.raw[:-4])
+            self._left = 0 if self._head_only else head.length
+            self._chunks = Chunks() if self._left < 0 else None
+        piece: bytes | bytearray
+        if (chunks := self._chunks) is not None:
+            try:
+                used = chunks.feed(memoryview(data))
+            except MalformedRequestError as error:
+                raise RemoteError(f"reading an answer: {error}") from error
+            self.done, piece, chunks.body = chunks.done, chunks.body, bytearray()
+        else:
+            used = min(self._left, len(data))
+            self._left -= used
+            self.done = not self._left
+            piece = data
+        if used < len(data):
+            raise RemoteError("reading an answer: more follows than its head says")
+        if self._keeps:
+            self.body += piece
+        return self.done

@@ -1,4 +1,4 @@
-"""Heads and chunked bodies at the fronts: what two readers of HTTP could read differently is refused."""
+"""HTTP/1.1 without I/O: what two readers could read differently is refused, and answers end where their heads say."""
 
 import itertools
 
@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps.serve.frontend.heads import MAX_HEADERS, Chunks, MalformedRequestError, read_head
+from hps.errors import RemoteError
+from hps.ground.http1 import MAX_HEADERS, AnswerReader, Chunks, Head, MalformedRequestError
 
 
 def head_of(*lines, request=b"POST /v2/models/m/infer HTTP/1.1"):
-    return read_head(b"\r\n".join([request, *lines, b"", b""]))
+    return Head(b"\r\n".join([request, *lines, b"", b""]))
 
 
 def test_a_head_is_read():
@@ -19,13 +20,6 @@ def test_a_head_is_read():
     assert head.lines == [(b"host", b"h"), (b"content-length", b"12"), (b"x-a", b"b")]
     assert head.headers == dict(head.lines)
     assert (head.length, head.keeps_alive, head.expects_continue) == (12, True, False)
-
-
-def test_heads_with_the_same_bytes_are_read_once():
-    assert head_of(b"X: same") is head_of(b"X: same")
-    assert head_of(b"X: same") is not head_of(b"X: other")
-    long = b"X: " + b"a" * 3000
-    assert head_of(long).lines == head_of(long).lines
 
 
 def test_targets_in_all_forms_name_their_path():
@@ -120,7 +114,7 @@ NO_HEADS = {
 def test_what_is_not_http_1_1_is_refused(why):
     for raw in NO_HEADS[why]:
         with pytest.raises(MalformedRequestError):
-            read_head(raw)
+            Head(raw)
 
 
 def test_a_head_has_at_most_so_many_headers():
@@ -138,7 +132,7 @@ def test_a_client_may_wait_before_it_sends_its_body():
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_head_or_are_refused(content):
     try:
-        head = read_head(b"POST /x HTTP/1.1\r\n" + content + b"\r\n\r\n")
+        head = Head(b"POST /x HTTP/1.1\r\n" + content + b"\r\n\r\n")
     except MalformedRequestError:
         return
     assert head.length >= -1
@@ -211,3 +205,48 @@ def test_random_bytes_are_refused_or_waited_for_alike_however_they_arrive(raw, c
         else:
             results.append((chunks.done, bytes(chunks.body), left))
     assert results[0] == results[1]
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-"
+ANSWERS = {
+    "with a length": (OK + b"Length: 4\r\n\r\nbody", b"body", True),
+    "in chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n", b"body", True),
+    "without a body": (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+    "the last": (OK + b"Length: 0\r\nConnection: Close\r\n\r\n", b"", False),
+    "of HTTP/1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\na", b"a", False),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_an_answer_ends_where_its_head_says_however_it_arrives(kind):
+    raw, body, keeps_alive = ANSWERS[kind]
+    for step in (1, 7, len(raw)):
+        reader = AnswerReader(keeps=True)
+        ends = [reader.feed(raw[at : at + step]) for at in range(0, len(raw), step)]
+        assert ends == [False] * (len(ends) - 1) + [True]
+        assert (bytes(reader.body), reader.keeps_alive) == (body, keeps_alive)
+    with pytest.raises(RemoteError, match="more follows"):
+        AnswerReader().feed(raw + b"HTTP")
+
+
+def test_an_answer_to_head_has_no_body():
+    reader = AnswerReader(head_only=True)
+    assert reader.feed(OK + b"Length: 4\r\n\r\n")
+    assert not reader.keeps_alive
+
+
+NO_ANSWERS = {
+    "another protocol": b"SSH-2.0\r\n\r\n",
+    "no status": b"HTTP/1.1 ok\r\n\r\n",
+    "no length": b"HTTP/1.1 200 OK\r\n\r\n",
+    "a negative length": OK + b"Length: -1\r\n\r\n",
+    "a length of many digits": OK + b"Length: " + b"1" * 16 + b"\r\n\r\n",
+    "no chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+    "no end of the head": b"a" * 70_000,
+}
+
+
+@pytest.mark.parametrize("why", NO_ANSWERS)
+def test_what_is_no_answer_with_an_end_is_refused(why):
+    with pytest.raises(RemoteError):
+        AnswerReader().feed(NO_ANSWERS[why])

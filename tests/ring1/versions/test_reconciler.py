@@ -13,7 +13,7 @@ from hps.configuration.load import ModelConfig, load_configuration
 from hps.ground.progress import NoProgress
 from hps.testing.waiting import wait_until
 from hps.types import split_tag
-from hps.versions.deployer import _other_tables, _same_settings
+from hps.versions.reconciler import _other_tables, _same_settings
 from tests.ring1.versions.test_pins import Make, served, write
 from tests.ring1.versions.test_pins import document as document  # fixtures
 from tests.ring1.versions.test_pins import home as home

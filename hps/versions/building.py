@@ -1,0 +1,347 @@
+"""Builds a deployment: loads its tables, opens its network, and builds and warms its caches and sessions."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from hps.cache.base import EmbeddingCache
+from hps.configuration.load import ModelConfig
+from hps.engine.chain import DatabaseChain
+from hps.engine.coalescing import FetchCoalescer
+from hps.engine.miss_path import MissPaths, choose_paths
+from hps.engine.refresh import refresh
+from hps.engine.session import CachedSession, DirectSession, Session, SessionSettings
+from hps.errors import CapacityError, DatabaseError, DeviceMemoryError
+from hps.ground.kernels.numba_kernels import compile_kernels
+from hps.ground.progress import Progress
+from hps.ground.registry import implementation
+from hps.ground.rows import row_kernels
+from hps.models.files import SparseModel
+from hps.models.loading.repeats import find_repeats
+from hps.models.loading.table_load import LoadReport, LoadTargets, TableLoad
+from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, warm_up
+from hps.models.sources import ModelSources
+from hps.scoring.deployed import OpenedNetwork
+from hps.statistics.metrics import Metrics
+from hps.stores.base import Database, PersistentDatabase
+from hps.types import TableSpec
+from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
+from hps.versions.catalog import ModelVersion
+from hps.versions.deployment import Deployment, log_positions
+
+_log = logging.getLogger(__name__)
+
+
+def load_deployment(
+    version: ModelVersion,
+    tables: Sequence[TableSpec],
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    *,
+    targets: LoadTargets,
+    follows: Callable[[TableSpec], bool] = lambda table: False,
+    progress: Progress | None = None,
+) -> Deployment:
+    """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
+
+    Args:
+        version: version to load.
+        tables: its tables, with the slots to use.
+        targets: databases of the chain to load from the model files, and how.
+        follows: says whether a table follows a log of updates.
+
+    Raises:
+        CapacityError: it does not fit; nothing was loaded.
+        ModelFileError: a table's files are missing or do not fit its configuration.
+        DatabaseError, DeviceError: a tier failed.
+    """
+    config, tables = version.config, tuple(tables)
+    if kernels := row_kernels(table.row_dtype for table in tables):
+        compile_kernels(*kernels)
+    if config.embedding_cache_type in RESIDENT:
+        chain, targets = _resident(targets, chain.metrics)
+    elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
+        targets = replace(targets, load=(), keep=())
+    targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
+    loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
+    rows = tuple(load.rows for load in loads)
+    network = _open_network(version, targets.sources, cache_class)
+    try:
+        _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
+    except BaseException:
+        if network is not None:
+            network.close()
+        raise
+    loaded = (*targets.load, *targets.keep)
+    opens = not loaded or chain.volatile in loaded  # else it was away when this deployment began
+    what = f"deploying model {config.model!r}, version {config.version}"
+    _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
+    try:
+        reports = []
+        for table, load in zip(tables, loads, strict=True):
+            load.make_way()
+            chain.open_table(table, volatile=opens)
+            reports.append(load.run())
+        fingerprints = tuple(report.fingerprint for report in reports)
+        starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
+        positions = log_positions(chain, tables, starts)
+        build = partial(_sessions, cache_class, chain, rows, all(report.complete for report in reports))
+        _log.debug("%s: its tables are loaded; building and warming its caches", what)
+        fill = partial(_fill, chain) if config.embedding_cache_type == "static" else _FromFiles(tables, reports, chain).fill
+        sessions = build(config, tables, fill)
+        _log.debug("%s: its caches are warm; it takes over", what)
+        deployment = Deployment(
+            config,
+            tables,
+            sessions,
+            chain,
+            rows,
+            fingerprints,
+            build,
+            log_starts=starts,
+            log_positions=positions,
+            network=network,
+        )
+        _mark_complete(deployment)
+        return deployment
+    except BaseException:
+        if network is not None:
+            network.close()
+        for table in tables:  # loaded tables of a model that does not serve
+            with suppress(DatabaseError):
+                chain.release_table(table)
+        raise
+
+
+def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:
+    """Open the network of a version, before its tables take memory.
+
+    Raises:
+        CapacityError: it does not fit on a device.
+        HPSError: it is not what the configuration says; see `OpenedNetwork`.
+    """
+    if version.network is None:
+        return None
+    config = version.config
+    devices = () if cache_class.device == "cpu" else config.deployed_device_list
+    fingerprint = version.network.fingerprint(sources)  # of the content or an older one, so that polling finds a newer one
+    contents = version.network.read(sources)
+    try:
+        return OpenedNetwork(config, version.network.config, contents, fingerprint, devices)
+    except DeviceMemoryError as error:
+        raise CapacityError(f"deploying model {config.model!r}: {error}") from error
+
+
+def reconfigure(there: Deployment, config: ModelConfig) -> Deployment:
+    """Build caches and sessions with other settings over the tables of a version in service; nothing is loaded.
+
+    Both deployments answer lookups, and writes through the one in service reach the caches of both. After the takeover, close
+    the old one with `hand over`.
+
+    Args:
+        there: a version whose tables are in a database.
+        config: entry with the same tables and cache type.
+
+    Raises:
+        DatabaseError, DeviceError: a tier failed.
+    """
+    successor = there.renewed(config)
+    there.successors.append(successor)
+    try:
+        for cache in successor.caches:
+            for index, table in enumerate(successor.tables):  # writes that missed the caches while they were warmed
+                successor.chain.settle(table)  # writes that began before these caches were registered, and did not reach them
+                refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
+        _mark_complete(successor)
+    except BaseException:
+        there.successors.remove(successor)
+        successor.close("hand over")
+        raise
+    return successor
+
+
+def _mark_complete(deployment: Deployment) -> None:
+    """Tell static caches that hold every row that they do.
+
+    A cache holds no key that the authoritative database lacks, and the hash map above holds the rows of that one unless a write
+    to it has failed. So equal numbers are equal sets.
+    """
+    chain, tables = deployment.chain, deployment.tables
+    if not any(cache.static for cache in deployment.caches):
+        return
+    with chain.settled(tables):
+        if chain.failed_above:
+            return
+        rows = [chain.databases[0].size(chain.databases[0].stored(table).tag) for table in tables]
+        for cache in deployment.caches:
+            resident = [cache.stats(index).resident_rows for index in range(len(tables))]
+            if cache.static and resident == rows:
+                cache.tell_complete(complete=True)
+            elif cache.static:
+                _log.info(
+                    "model %r: %d of its %d rows are not resident on device %d; lookups read them from host memory",
+                    deployment.config.model,
+                    sum(rows) - sum(resident),
+                    sum(rows),
+                    cache.device_id,
+                )
+
+
+def _sessions(
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    rows: Sequence[int],
+    databases_complete: bool,
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    fill: Callable[[EmbeddingCache, int, float], None] | None = None,
+) -> dict[int, Session]:
+    """Build the session of every device, with its cache; on the CPU all device ids share one.
+
+    Args:
+        databases_complete: the databases hold every row.
+        fill: warms a table of a cache with a share of its rows; by default from the database that holds every row.
+    """
+    if is_direct(config, cache_class):
+        return dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, chain.metrics))
+    fill = fill or partial(_fill, chain)
+    coalescer = FetchCoalescer(chain.fetch, chain.metrics)
+    settings = SessionSettings(
+        hit_rate_threshold=config.hit_rate_threshold,
+        workspaces=config.num_of_worker_buffer_in_pool,
+        workspace_timeout_s=config.workspace_timeout_s,
+        insert_queue_length=config.insert_queue_length,
+        one_of_several=len(config.deployed_device_list) > 1 and cache_class.device != "cpu",
+        databases_complete=databases_complete,
+    )
+    fraction = config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
+    if is_static(config):
+        fraction = 1.0
+    if not config.gpucache:
+        fraction = 0.0
+    sharing, reason = usable_sharing(config, cache_class, rows)
+    if reason is not None:
+        _log.warning("model %r: %s", config.model, not_shared(config, reason))
+    capacities = cache_capacities(config, rows, sharing)
+    sessions: dict[int, Session] = {}
+    shared: EmbeddingCache | None = None
+    try:
+        for device_id in config.deployed_device_list:
+            if cache_class.device == "cpu" and sessions:
+                sessions[device_id] = next(iter(sessions.values()))
+                continue
+            if shared is None:
+                cache = cache_class.create(tables, capacities, device_id, is_static(config), sharing)
+                shared = cache if sharing.device_ids else None
+            else:
+                cache = shared.on(device_id)
+            paths = _miss_paths(config, cache, chain)
+            own = replace(settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths))
+            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, chain.metrics)
+            if not sharing.device_ids:
+                _fill_all(cache, fill, fraction)
+        if shared is not None:  # only now: miss paths are chosen for an empty cache
+            _fill_all(shared.leader, fill, fraction)
+    except BaseException:
+        for session in dict.fromkeys(sessions.values()):
+            session.close(0.0)
+        if shared is not None:
+            for device_id in sharing.device_ids:
+                shared.on(device_id).close()
+        raise
+    return sessions
+
+
+def _fill_all(cache: EmbeddingCache, fill: Callable[[EmbeddingCache, int, float], None], fraction: float) -> None:
+    for index in range(len(cache.tables)):
+        fill(cache, index, fraction)
+
+
+def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain) -> MissPaths:
+    """Choose the miss path of each table for an empty cache: reading the hash map in place, or not."""
+    if not config.gpucache:  # else a table would be pinned for a device that caches none of it
+        return MissPaths(stream_order_refusals=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
+    try:
+        untimed = config.embedding_cache_type in RESIDENT
+        index = config.index_on_device and not is_static(config)
+        paths = choose_paths(cache, chain, config.miss_path, untimed=untimed, index=index)
+    except BaseException:
+        cache.close()
+        raise
+    for table, chosen in zip(cache.tables, paths.paths, strict=True):
+        for path in ("link", "copy"):
+            chain.metrics.miss_path.labels(table.model_name, table.table_name, path).set(path == chosen)
+    return paths
+
+
+class _FromFiles:
+    """Warms caches from the model files just loaded. *One thread.*"""
+
+    def __init__(self, tables: Sequence[TableSpec], reports: Sequence[LoadReport], chain: DatabaseChain) -> None:
+        self._tables, self._reports, self._chain = tables, reports, chain
+        self._stale = [report.differs or report.model.may_change_unseen() for report in reports]
+        self._looked = [False] * len(reports)  # checked for repeated keys; once, as all caches hold equally many rows
+
+    def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
+        table, model = self._tables[index], self._reports[index].model
+        warmed = warm_up(cache, index, table, model, fraction)
+        if not self._looked[index]:
+            self._looked[index] = True
+            self._stale[index] = self._stale[index] or _warmed_in_part(table, model, warmed, self._chain)
+        if self._stale[index] and self._chain.databases:
+            refresh(cache, index, table, self._chain, fraction)
+
+
+def _fill(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: float) -> None:
+    """Warm a table of a cache from a database that holds every row: the authoritative one, or a hash map like it."""
+    if chain.databases:
+        table = cache.tables[index]
+        database = chain.databases[0 if cache.static and not chain.failed_above else -1]
+        warm_up(cache, index, table, DatabaseRows(database, table), fraction)
+
+
+def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
+    """Whether later rows repeat keys that a cache was warmed with; the last occurrence is the valid one.
+
+    Raises:
+        ModelFileError: they do, and no database has the later rows.
+    """
+    repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
+    if repeats and not chain.databases:
+        raise repeats.refusal(f"warming up {table.tag} from {model.place}", "the cache", rows)
+    return repeats is not None
+
+
+def _check_room(
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    rows: Sequence[int],
+    targets: LoadTargets,
+    cache_class: type[EmbeddingCache] | None,
+) -> None:
+    """Check, before loading, that a version fits.
+
+    Raises:
+        CapacityError: it does not.
+    """
+    for database in targets.load:
+        share = 1.0 if database.persistent else targets.initial_cache_rate
+        stored = map(database.stored, tables)
+        database.check_room([(one.tag, one.width, math.ceil(share * count)) for one, count in zip(stored, rows, strict=True)])
+    if cache_class:
+        sharing, _reason = usable_sharing(config, cache_class, rows)
+        capacities = cache_capacities(config, rows, sharing)
+        for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
+            cache_class.check_room(tables, capacities, device_id, is_static(config), index_sizes(config, rows), sharing)
+
+
+def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
+    """Build the chain of a static (or uvm) cache: a private hash map of every row, above the persistent database if any."""
+    resident: Database = implementation("database", "hash_map")()
+    load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
+    keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))
+    chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
+    return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)

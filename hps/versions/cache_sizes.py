@@ -1,0 +1,71 @@
+"""The caches that a model gets: whether, how large, and how devices share its rows."""
+
+import logging
+import math
+from collections.abc import Sequence
+
+from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache
+from hps.configuration.load import ModelConfig
+from hps.ground.registry import implementation
+
+_log = logging.getLogger(__name__)
+
+RESIDENT = ("static", "uvm")
+"""Cache types above a private hash map that holds every row."""
+
+
+def is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
+    """Whether the databases answer without a cache: on the CPU, where they are as fast."""
+    return cache_class.device == "cpu" and (config.embedding_cache_type in RESIDENT or not config.gpucache)
+
+
+def is_static(config: ModelConfig) -> bool:
+    """Whether the caches of a model are to hold every row."""
+    return config.embedding_cache_type == "static" and config.gpucache
+
+
+def usable_sharing(
+    config: ModelConfig, cache_class: type[EmbeddingCache], rows: Sequence[int]
+) -> tuple[DeviceSharing, str | None]:
+    """Return how the devices of a model share its rows here, and why they do not share them as configured; None if they do."""
+    sharing = device_sharing(config, rows) if cache_class.device != "cpu" else ALONE
+    if sharing.device_ids and (reason := cache_class.reason_against_sharing(sharing.device_ids)):
+        return ALONE, reason
+    return sharing, None
+
+
+def not_shared(config: ModelConfig, reason: str) -> str:
+    """Say that the devices of a model do not share its rows."""
+    return f"device_sharing {config.device_sharing} is impossible here: {reason}; every device caches by itself (replicate)"
+
+
+def device_sharing(config: ModelConfig, rows: Sequence[int]) -> DeviceSharing:
+    """Return how the devices of a model are to share its rows."""
+    if config.reason_against_sharing:
+        return ALONE
+    near = tuple(int(NEAR_SHARE * config.gpucacheper * count) for count in rows) if config.device_sharing == "hot" else ()
+    return DeviceSharing(tuple(config.deployed_device_list), near)
+
+
+def cache_capacities(config: ModelConfig, rows: Sequence[int], sharing: DeviceSharing = ALONE) -> list[int]:
+    """Return the rows that a cache has room for, by table: of one device, or of all that share them, without near rows.
+
+    Each device gives as many as it would cache by itself, and a shared cache needs room for every row once.
+    """
+    if not config.gpucache:
+        return [0] * len(rows)
+    if config.embedding_cache_type == "static":
+        return [math.ceil(count / STATIC_LOAD) for count in rows]
+    own = [math.ceil(config.gpucacheper * count) for count in rows]
+    if not sharing.device_ids:
+        return own
+    near = sharing.near_rows or (0,) * len(rows)
+    devices = len(sharing.device_ids)
+    return [min(count, devices * (one - beside)) for count, one, beside in zip(rows, own, near, strict=True)]
+
+
+def index_sizes(config: ModelConfig, rows: Sequence[int]) -> list[int]:
+    """Return the bytes of the indexes that a device keeps of the tables that it reads in host memory; empty without."""
+    if not (config.index_on_device and config.gpucache and config.miss_path != "copy") or is_static(config):
+        return []
+    return [implementation("database", "hash_map").index_bytes(count) for count in rows]

@@ -1,0 +1,44 @@
+"""Checks the invariants of all that a parameter server holds: for administrators, soaks and tests. Lookups go on meanwhile."""
+
+import time
+from typing import Protocol, runtime_checkable
+
+from hps.errors import HPSError
+from hps.ground.threads.workers import call_in_thread
+from hps.versions.live_models import LiveModels
+
+
+@runtime_checkable
+class Checkable(Protocol):
+    """A cache or database that can check its own invariants."""
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken."""
+        ...
+
+
+def check_tiers(live: LiveModels, timeout_s: float) -> list[str]:
+    """Check the caches and databases of all versions in service that can be checked; return what is wrong with them.
+
+    A check that exceeds the limit is reported and abandoned together with its thread.
+    """
+    parts: dict[object, str] = {}
+    for deployment in live.all():
+        where = f"model {deployment.config.model!r}, version {deployment.version}"
+        for cache in deployment.device_caches:
+            parts[cache] = f"{where}, cache on {cache.device_name}"
+        for database in deployment.chain.databases:
+            parts.setdefault(database, database.kind)
+    checks = [(what, part.check_integrity) for part, what in parts.items() if isinstance(part, Checkable)]
+    running = [(what, call_in_thread("integrity", check)) for what, check in checks]
+    deadline = time.monotonic() + timeout_s
+    wrong = []
+    for what, answer in running:
+        try:
+            found = answer.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            found = [f"it was not checked within {timeout_s:g} s"]
+        except HPSError as error:  # it is closing, or its device is lost
+            found = [f"it cannot be checked: {error}"]
+        wrong += [f"{what}: {finding}" for finding in found]
+    return wrong

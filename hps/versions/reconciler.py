@@ -1,0 +1,547 @@
+"""Puts into service what is desired: the verbs that change what serves, and the loop that follows what is desired."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+
+from hps.cache.base import EmbeddingCache
+from hps.configuration.load import ModelConfig
+from hps.engine.chain import DatabaseChain
+from hps.errors import (
+    CapacityError,
+    ConflictError,
+    DatabaseCorruptError,
+    DatabaseError,
+    HPSError,
+    TableWidthError,
+    UnknownVersionError,
+)
+from hps.ground.progress import Progress
+from hps.models.deltas import HeldTable
+from hps.models.loading.table_load import LoadTargets
+from hps.types import TableSpec
+from hps.versions.building import load_deployment, reconfigure
+from hps.versions.catalog import ModelCatalog, ModelVersion
+from hps.versions.changes import Change
+from hps.versions.deployment import DRAIN_S, Deployment, Fate
+from hps.versions.desired import DesiredVersion
+from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
+from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
+from hps.versions.live_models import LiveModels, Wanted, may_pass
+from hps.versions.live_updates import LiveUpdates
+from hps.versions.retention import free_slot, leftovers, surplus
+
+_log = logging.getLogger(__name__)
+_NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether a version failed for what it holds, so that only another one can serve."""
+    return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not may_pass(error)
+
+
+class _SupersededError(ConflictError):
+    """The serving document changed while what it said was being loaded: no failure of that version."""
+
+
+class Reconciler:
+    """Puts into service what is desired, one change per model at a time; `LiveModels` holds the states. *Thread-safe.*
+
+    What is desired of a model is one record, `ModelCatalog.desired`. `bring_up` puts it into service; `roll_back` and
+    `bring_up` with a version change it first. `reconcile` does so for every model that serves something else.
+
+    Args:
+        chain: the databases.
+        targets: returns the databases to load from model files, and how; without one that is away.
+        cache_class: class of the embedding caches.
+    """
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        live: LiveModels,
+        updates: LiveUpdates,
+        chain: DatabaseChain,
+        targets: Callable[[], LoadTargets],
+        cache_class: type[EmbeddingCache],
+    ) -> None:
+        self._catalog = catalog
+        self._live = live
+        self._updates = updates
+        self._chain = chain
+        self._targets = targets
+        self._cache_class = cache_class
+        self._metrics = chain.metrics
+        self._unreadable: dict[str, str] = {}  # models whose files cannot be read, and the error
+        self._tried: dict[str, int] = {}  # by model, number of the last serving document that was followed, or tried
+
+    # -- the verbs ----------------------------------------------------------------------------------------------------------
+
+    def bring_up(
+        self,
+        name: str,
+        version: str | None = None,
+        *,
+        entry: ModelConfig | None = None,
+        progress: Progress | None = None,
+        force: bool = False,
+        remember: bool = True,
+        pin: bool = False,
+    ) -> None:
+        """Put a version into service, or what is desired; see `HPS.deploy`.
+
+        Args:
+            entry: replaces the known entry of the model.
+        """
+        known = name in self._catalog.names
+        if pin:
+            self._refuse_in_fleet(name, "deploying")
+        counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
+        with self._live.changing(name, "deploying", progress) as change, counted:
+            before = None if entry is None else self._catalog.add(entry)
+            stays = False
+            try:
+                served = self._serve_chosen(name, version, change, force=force, pin=pin, known=known)
+                stays = remember or not known
+            finally:
+                if entry is not None and not stays:
+                    self._catalog.restore(name, before)
+            if served is None:  # in place of a refused version, which polling tries again
+                return
+            if version is None or pin:
+                self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
+            if self._catalog.fleet.shown(name) is not None:
+                if self._catalog.pins.shown(name) is not None:
+                    self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
+            elif not pin:
+                self._log_pin(name, served[-1][0])
+            elif version is None:
+                self._catalog.pins.end(name)
+            else:
+                change.pin = self._catalog.pins.pin(name, version, "deploy")
+
+    def _serve_chosen(
+        self, name: str, version: str | None, change: Change, *, force: bool, pin: bool, known: bool
+    ) -> list[tuple[str, str]] | None:
+        """Put a version into service, or all that are chosen, and return their numbers and fingerprints.
+
+        If no version of a model serves, as at a start, and a chosen one is refused, what would be chosen without that one goes
+        into service, and the result is None: what served before the bad version came serves again. A conflict with another
+        change, such as a newer serving document, refuses no version: it ends this.
+        """
+        refused: list[str] = []
+        errors: list[Exception] = []
+        try:
+            while True:
+                chosen: list[str] = []
+                served: list[tuple[str, str]] = []
+                try:
+                    if version is None and not errors:
+                        self._catalog.read_document(name)
+                    chosen = self._catalog.to_serve(name, pinned=not pin, without=refused) if version is None else [version]
+                    if not errors:
+                        change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
+                    others = chosen if version is None else []
+                    for number in chosen:
+                        fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
+                        served.append((number, fingerprint))
+                    break
+                except Exception as error:
+                    if not errors:
+                        if isinstance(error, _SupersededError):
+                            raise
+                        self._live.failed(name, error, known=known)
+                    errors.append(error)
+                    asked = version is not None or pin
+                    if asked or not chosen or name in self._live.serving or not _refuses(error):
+                        raise errors[0]  # noqa: B904 - the first is the cause
+                    refused.append(chosen[len(served)])
+            if errors:
+                why = f"since version {refused[0]} was refused"
+                _log.error("model %r: version %s serves, %s: %s", name, chosen[-1], why, errors[0])
+            return None if errors else served
+        finally:
+            del errors  # whose tracebacks refer to this frame
+
+    def roll_back(self, name: str) -> None:
+        """Roll back to the previous version; see `HPS.rollback`."""
+        self._refuse_in_fleet(name, "rolling back")
+        with self._live.changing(name, "rolling back") as change, self._metrics.changing("rollback", done=name, failed=name):
+            serving = self._live.find(name, None)
+            kept = self._live.kept(name)
+            if not kept:
+                below = [one for one in self._catalog.versions(name) if int(one) < int(serving.version)]
+                if not below:
+                    raise ConflictError(
+                        f"rolling back model {name!r}: there is no version to go back to; version {serving.version} "
+                        "serves, none was replaced, and there is none below it"
+                    )
+                fingerprint = self._put_into_service(name, below[-1], change)
+                self._rolled_back(name, below[-1], fingerprint, change)
+                return
+
+            def stay(versions: list[str]) -> list[str]:
+                return [one for one in versions if one != serving.version]
+
+            deployed = kept[-1].renewed(kept[-1].config)
+            try:
+                self._updates.start(deployed)  # without waiting: the serving version is worse than late rows
+                self._live.serve(deployed, stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
+            except BaseException:
+                deployed.close("keep")
+                raise
+            self._rolled_back(name, deployed.version, deployed.fingerprint, change)
+
+    def end_pin(self, name: str, progress: Progress | None) -> None:
+        """End the pin of a model, if it has one; see `HPS.unpin`."""
+        if self._catalog.document(name) is not None:
+            self._catalog.fleet.forget(name)
+            self.bring_up(name, progress=progress, pin=True)
+            return
+        try:
+            pinned = self._catalog.pins.of(self._catalog.model(name).model) is not None
+        except DatabaseError:
+            pinned = True
+        if pinned:
+            self.bring_up(name, progress=progress, pin=True)
+
+    def take_down(self, name: str, version: str | None = None) -> None:
+        """Undeploy a model or one version; see `HPS.undeploy`."""
+        if version is not None:
+            self._refuse_in_fleet(name, "undeploying a version of")
+        counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
+        with self._live.changing(name, "undeploying"), counted:
+            for deployment in self._live.withdraw(name, version):
+                self._live.retire(name, deployment, "release")
+            if version is not None and (pin := self._catalog.pins.shown(name)) is not None and pin.version == version:
+                self._catalog.pins.end(name)
+            if version is None:
+                self._live.drop_kept(name, self._live.kept(name), "release")
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    def read_documents(self) -> None:
+        """Read the serving document of every model in service or awaited; see `HPS.read_documents`."""
+        for life in self._live.models():
+            with suppress(HPSError):  # its entry is gone
+                self._catalog.read_document(life.name)
+
+    def reconcile(self, progress: Progress | None, *, documents_only: bool = False) -> dict[str, Exception | None]:
+        """Bring up every model that does not serve what is desired, and take down those that are gone; see `HPS.poll`.
+
+        Args:
+            documents_only: only those in service or awaited that do not serve what their serving document says, as far as it
+                was read; see `HPS.follow`.
+        """
+        # Documents are read and followed by two other threads than polling's. A load takes minutes to hours: whoever waited for
+        # it could not hear that the fleet has gone back meanwhile, which ends the load (`_end_if_superseded`).
+        if not documents_only:
+            self.read_documents()
+        outcome: dict[str, Exception | None] = {}
+        for name, gone in self._not_following() if documents_only else self._differing():
+            try:
+                if gone:
+                    self.take_down(name)
+                else:
+                    self.bring_up(name, progress=progress)
+                outcome[name] = None
+            except ConflictError as error:
+                _log.debug("polling model %r: it is left for the next time: %s", name, error)
+            except Exception as error:  # noqa: BLE001 - the other models are not concerned
+                outcome[name] = error
+        return outcome
+
+    def _differing(self) -> Iterator[tuple[str, bool]]:
+        """Yield each model that differs from the catalog: its name, and whether it is gone.
+
+        A model differs if its entry, the versions that are chosen, or their files have changed since it was last deployed. A
+        pinned model differs only if the pinned version does; an undeployment alone makes no difference. Reads no rows.
+
+        Raises:
+            HPSError: the models cannot be listed.
+        """
+        self._catalog.scan()
+        names = self._catalog.names
+        known = {*names, *self._catalog.problems}
+        yield from [(name, True) for name in self._live.serving if name not in known]
+        self._live.forget_others(names)
+        for name in names:
+            if (wanted := self._wanted(name)) is not None and self._live.differs(name, wanted):
+                yield name, False
+
+    def _not_following(self) -> Iterator[tuple[str, bool]]:
+        """Yield each model, in service or awaited, that does not serve what its serving document says.
+
+        A version that does not exist yet, or cannot be examined, leaves the model as it is.
+        """
+        for name in [life.name for life in self._live.models()]:
+            document = self._catalog.fleet.shown(name)
+            if document is None or self._live.change_of(name):
+                continue
+            new = self._tried.get(name) != document.number
+            if new:
+                self._live.forget_failure(name)  # of what the fleet served before
+            if not self._serves(name, document.desired) or (new and not document.version):
+                wanted = self._wanted(name)
+                if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
+                    yield name, False
+            self._tried[name] = document.number  # after the caller has tried: until then it is pending
+
+    def _wanted(self, name: str) -> Wanted | None:
+        """Return the entry, versions and files that are desired of a model; None, with one warning, if unknown."""
+        try:
+            numbers, desired = self._catalog.to_serve(name), self._catalog.desired(name)
+            if desired.version and desired.version not in numbers and name in self._live.serving:
+                # Its files are not there: a fleet awaits them, and a pinned version goes on without.
+                if desired.source == "fleet":
+                    raise UnknownVersionError(f"the fleet serves {desired}, and there is no such version (yet)")
+                if self._serves(name, desired):
+                    raise UnknownVersionError(f"version {desired.version}, which serves, is {desired}, and its files are gone")
+            chosen = [self._catalog.version(name, number) for number in numbers]
+            versions = tuple((version.config.version, self._catalog.fingerprint(version)) for version in chosen)
+            wanted = self._catalog.model(name), versions
+        except HPSError as error:
+            if self._unreadable.get(name) != str(error):
+                self._unreadable[name] = str(error)
+                _log.warning("polling model %s: it is left as it is: %s", name, error)
+            return None
+        self._unreadable.pop(name, None)
+        return wanted
+
+    def _serves(self, name: str, desired: DesiredVersion) -> bool:
+        serving = self._live.serving.get(name)
+        return serving is not None and desired.allows(serving.version)
+
+    def fleet(self, name: str) -> FleetStatus | None:
+        """Return whether this replica follows the serving document of a model; None if it has none."""
+        document = self._catalog.fleet.shown(name)
+        if document is None:
+            return None
+        deployment, failure = self._live.serving.get(name), self._live.failure(name)
+        change = self._live.change_of(name)
+        pending = bool(change) or self._tried.get(name) != document.number
+        reason = self._catalog.fleet.problem(name)
+        if not reason and not self._serves(name, document.desired):
+            cause = self._unreadable.get(name, "") or ("" if failure is None else failure.cause)
+            reason = (change and f"{change} it is under way") or ("" if pending else cause) or "it is not deployed yet"
+        serving = "" if deployment is None else deployment.version
+        return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
+
+    def chosen_by(self, name: str, serving: str) -> str:
+        """Describe what other than the policy chose the serving version of a model; empty if nothing did."""
+        status = self.fleet(name)
+        desired = self._catalog.pins.shown(name) if status is None else status.document.desired
+        reason = f"; {status.reason}" if status is not None and status.reason else ""
+        return "" if desired is None else desired.describe(serving) + reason
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant of the versions that is broken: their states, and what is desired of them."""
+        found = [*self._live.check_integrity(), *self._catalog.pins.check_integrity(), *self._catalog.fleet.check_integrity()]
+        for name in self._live.serving:
+            try:
+                desired = self._catalog.desired(name)
+            except HPSError as error:
+                found.append(f"model {name!r}: what is desired is unknown: {error}")
+                continue
+            document = self._catalog.fleet.shown(name)
+            if document is not None and desired.source != "fleet":
+                found.append(f"model {name!r}: the fleet serves {document}, but {desired} is desired")
+        return found
+
+    # -- the steps ----------------------------------------------------------------------------------------------------------
+
+    def _rolled_back(self, name: str, version: str, fingerprint: str, change: Change) -> None:
+        """Pin a model to the version that was rolled back to, so that neither polling nor a restart takes a newer one."""
+        self._live.deployed_by_policy(name, (self._catalog.model(name), ((version, fingerprint),)))
+        change.pin = self._catalog.pins.pin(name, version, "rollback")
+
+    def _refuse_in_fleet(self, name: str, doing: str) -> None:
+        """Refuse to change one replica of a fleet, which would serve something else than the others."""
+        if (document := self._catalog.document(name)) is not None:
+            raise ConflictError(
+                f"{doing} model {name!r}: its {SERVING} says what every replica serves: {document}. Change it for all of them "
+                "(--fleet, or POST /v1/models/{model}/fleet)"
+            )
+
+    def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
+        """End a load whose version the fleet does not serve any more, before it takes over."""
+        document = self._catalog.fleet.shown(name)
+        if document is not None and document != chosen_by:
+            raise _SupersededError(f"deploying model {name!r}: meanwhile the fleet serves {document}")
+
+    def _log_pin(self, name: str, served: str) -> None:
+        """Log that a pin, and not the model's policy, chose what serves."""
+        pin = self._catalog.pins.of(name)
+        if pin is None:
+            return
+        if pin.version == served:
+            _log.info("model %r: version %s is %s; `hps unpin %s` ends that", name, served, pin, name)
+        else:
+            _log.error("model %r: version %s is %s, but its files are gone: version %s serves", name, pin.version, pin, served)
+
+    def _put_into_service(
+        self, name: str, version: str, change: Change, *, force: bool = False, chosen: Sequence[str] = ()
+    ) -> str:
+        """Put a version into service, and return the fingerprint of its files.
+
+        Args:
+            chosen: all versions that the policy chose; the serving one goes on until the last of them serves. By default, the
+                versions to keep are chosen from those in service.
+        """
+        beside = bool(chosen) and version != chosen[-1]
+        wanted = self._catalog.version(name, version, partial(self._held_tables, name))
+        config = wanted.config
+        if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
+            raise ConflictError(
+                f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
+                "of their own, or undeploy the model first"
+            )
+        fingerprints = self._catalog.fingerprints(wanted)
+        fingerprint = self._catalog.fingerprint(wanted, fingerprints)
+        same_files = there if there and there.fingerprint == fingerprint and not force else None
+        if there and same_files:
+            refuse_format_in_service(there.config, config)
+            same = _same_settings(there.config, config)
+            if same or there.chain.databases:
+                deployed = there if same else self._renewed(there, config)
+                # A modification that runs is in the database and not in the caches yet. Lookups that missed the old caches
+                # have its rows, so no others may take over which hold those from before; nor may one begin until they end.
+                try:
+                    change.proceed()
+                    with nullcontext() if same else deployed.chain.settled(deployed.tables):
+                        self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
+                        if not same:
+                            there.lookups_ended.wait(DRAIN_S)
+                except BaseException:
+                    if deployed is not there:
+                        there.successors.remove(deployed)
+                        deployed.close("hand over")
+                    raise
+                self._updates.hand_over(there, deployed)
+                return fingerprint
+        replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
+        try:
+            replacing()
+        except DatabaseError as error:
+            stays = isinstance(error, (DatabaseCorruptError, TableWidthError))
+            if stays or self._live.deployed(name, config.version) is not there or not self._chain.put_away(str(error)):
+                raise
+            _log.error("model %r: version %s is deployed without the volatile database: %s", name, config.version, error)
+            try:
+                replacing()
+            except BaseException:
+                self._chain.take_in()  # it was not the cause
+                raise
+        return fingerprint
+
+    def _replace(
+        self,
+        name: str,
+        wanted: ModelVersion,
+        fingerprints: Sequence[str],
+        there: Deployment | None,
+        change: Change,
+        *,
+        force: bool,
+        chosen: Sequence[str],
+    ) -> None:
+        """Load a version, or take one that is kept, and put it into service.
+
+        Args:
+            there: the deployment in service with the same files and other settings; it has no database.
+            change, force, chosen: as for `_put_into_service`.
+        """
+        config, version = wanted.config, wanted.config.version
+        fingerprint = self._catalog.fingerprint(wanted, fingerprints)
+        kept, targets = self._live.kept(name), self._targets()
+        old = next((one for one in kept if (one.version, one.fingerprint) == (version, fingerprint)), None)
+        same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
+        if old and same and there is None and not force:  # including its online writes
+            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
+        else:
+            used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
+            slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
+            tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
+            if not force:
+                refuse_format_change(config, tables, fingerprints, self._chain.databases)
+            load = partial(
+                load_deployment,
+                wanted,
+                tables,
+                self._cache_class,
+                self._chain,
+                targets=replace(targets, force=force),
+                follows=self._updates.follows,
+                progress=change,
+            )
+            change.expect(table.table_name for table in tables)
+            try:
+                deployed = load()
+            except CapacityError:  # no load happened, so tables due for removal afterwards can go now
+                self._drop_rest(name, kept, config, tables)
+                deployed, kept = load(), self._live.kept(name)
+        policy = self._catalog.model(name).version_policy
+
+        def stay(versions: list[str]) -> list[str]:
+            return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
+
+        def give_up() -> bool:
+            change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
+            return self._live.closed
+
+        beside = bool(chosen) and version != chosen[-1]
+        fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+        try:
+            self._updates.start_and_wait(deployed, give_up, change.wait_for)
+            change.proceed()
+            self._live.serve(deployed, stay, fate, old, beside=beside)
+        except BaseException:
+            if self._live.serving.get(name) is not deployed:
+                deployed.close("keep" if old else "release")
+            raise
+        self._drop_rest(name, kept, config)
+
+    def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
+        """Build new sessions, with the caches of `config`, over the tables of a version."""
+        if _same_settings(there.config, config):
+            return there.renewed(there.config)
+        return reconfigure(there, config)
+
+    def _held_tables(self, name: str, version: str) -> list[HeldTable]:
+        """Return the tables of a version that is in service or kept."""
+        found = (one.held_tables() for one, _ in self._live.versions(name) if one.version == version)
+        return next(found, [])
+
+    def _drop_rest(self, name: str, kept: Sequence[Deployment], config: ModelConfig, loading: Sequence[TableSpec] = ()) -> None:
+        """Drop tables that are not needed once the version serves; those that cannot be dropped now are retried later.
+
+        Args:
+            kept: versions kept for a roll-back, before this version.
+            config: configuration of the version.
+            loading: its tables that are not in service yet.
+        """
+        self._live.drop_kept(name, surplus(kept, config.keep_versions))
+        versions = self._live.versions(name)
+        live = [table for one, _ in versions for table in one.tables] + list(loading)
+        held = sum(state in ("kept", "retiring") for _, state in versions)
+        for tags in leftovers(config, live, held, self._chain):
+            self._chain.discard(tags)
+
+
+def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two entries are equal except in how they choose versions."""
+    return one.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
+
+
+def _other_tables(there: ModelConfig, config: ModelConfig) -> str:
+    """Describe how the tables of a version, or the location of their rows, differ; empty if equal."""
+    for what, old, new in (
+        ("tables", there.embedding_table_names, config.embedding_table_names),
+        ("widths", there.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
+        ("embedding_cache_type", there.embedding_cache_type, config.embedding_cache_type),
+    ):
+        if old != new:
+            return f"got {what} {new}, but version {config.version} serves with {old}"
+    return ""

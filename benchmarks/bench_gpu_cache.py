@@ -16,7 +16,7 @@ from cupy_backends.cuda.api import runtime
 from benchmarks.gpu import PLAIN, TUNED, back_to_back, one_call, plain_gather, slots_of_resident_keys, vectors_of
 from benchmarks.harness import ALPHA, Report, require
 from hps.cache.cuda.cache import CupyCache
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.tools.profiling.workloads import power_law_ranks
 from hps.types import KeyArray, TableSpec
 
@@ -67,7 +67,7 @@ def _queries(
 
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
-            lookup.begin([Segment(0, batch, out)])
+            lookup.begin(Batch.of(0, batch, out))
             lookup.launch_query()
 
         return launch
@@ -77,7 +77,7 @@ def _queries(
 
     for batch in keys[:4]:
         out.fill(cupy.nan)
-        require(lookup.query([Segment(0, batch, out)]) == 0 and bool((out == vectors_of(batch, dim)).all()))
+        require(lookup.query(Batch.of(0, batch, out)) == 0 and bool((out == vectors_of(batch, dim)).all()))
     out.fill(cupy.nan)
     gather(places[0], PLAIN)()
     require(bool((out == vectors_of(keys[0], dim)).all()))
@@ -136,7 +136,7 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
         seconds = cupy.cuda.get_elapsed_time(start, stop) / 1e3 / len(keys)
         if kind == "resident":
             out = cupy.empty((n, dim), cupy.float32)
-            require(lookup.query([Segment(0, keys[-1], out)]) == 0 and bool((out == vectors[-1]).all()))
+            require(lookup.query(Batch.of(0, keys[-1], out)) == 0 and bool((out == vectors[-1]).all()))
         after = cache.stats(0)
         require((after.inserts - before.inserts == 0) == (kind == "resident"), "the number of inserted rows")
         figures = {"mkeys_per_s": n / seconds / 1e6, "evictions": after.evictions - before.evictions}

@@ -34,7 +34,7 @@ from hps.ground.memory.host_tables import HostTable
 from hps.statistics.metrics import Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import U0, row_of, search, vector_of
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _DEVICE = "cuda"
@@ -255,17 +255,19 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
     fresh = torch.randperm(table.rows, device=_DEVICE)
     start = 0
 
-    def query(segment: Segment) -> None:
-        left = lookup.query([segment])
+    def query(batch: Batch) -> None:
+        left = lookup.query(batch)
         lookup.finish()
-        if left or list(lookup.linked) != [segment.n]:
-            raise RuntimeError(f"{left} of {segment.n} keys were left for the host, {list(lookup.linked)} came over the link")
+        if left or list(lookup.linked) != [batch.sizes[0]]:
+            raise RuntimeError(
+                f"{left} of {batch.sizes[0]} keys were left for the host, {list(lookup.linked)} came over the link"
+            )
 
-    def enqueue(segment: Segment) -> None:
-        lookup.enqueue([segment])
+    def enqueue(batch: Batch) -> None:
+        lookup.enqueue(batch)
 
-    def through_the_session(segment: Segment) -> None:
-        session.lookup([segment])
+    def through_the_session(batch: Batch) -> None:
+        session.run(batch)
 
     ways = {"": through_the_session} if path == "copy" else {"": query, "enqueued_": enqueue}
     for n, share in ((512, 0.2), (4096, 0.5)) if quick else ((4096, 0.1), (32_768, 0.2), (262_144, 0.65)):
@@ -276,10 +278,10 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
         start += int(table.rows * share)
         outs = torch.full((calls, n, table.dim), torch.nan, device=_DEVICE)
 
-        segments = [Segment(0, asked, outs[max(i - warm, 0) % calls]) for i, asked in enumerate(keys)]
+        batches = [Batch.of(0, asked, outs[max(i - warm, 0) % calls]) for i, asked in enumerate(keys)]
 
-        def ask(base: int, way: Callable[[Segment], None], i: int, segments: list[Segment] = segments) -> None:
-            way(segments[base + i])
+        def ask(base: int, way: Callable[[Batch], None], i: int, batches: list[Batch] = batches) -> None:
+            way(batches[base + i])
 
         _seconds(partial(ask, 0, ways[""]), warm)
         figures: dict[str, Any] = _each(partial(ask, warm, ways[""]), calls)
@@ -296,7 +298,7 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
         figures |= _gathered(table, keys[base : base + calls], outs, figures)
         report.add({"work": "misses", **table.axes(path, n)}, figures)
-        del outs, segments, ask
+        del outs, batches, ask
 
 
 def _gathered(table: Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[str, Any]:
@@ -356,11 +358,11 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
         """Let traffic pass; returns its hit rate."""
         missed, before = 0, counters.misses[0]
         for keys in _traffic(table, n, batches, random):
-            segment = Segment(0, keys, outs[0])
+            batch = Batch.of(0, keys, outs[0])
             if path == "copy":
-                session.lookup([segment])
+                session.run(batch)
                 continue
-            lookup.query([segment])
+            lookup.query(batch)
             lookup.finish()
             missed += sum(lookup.linked)
         return 1.0 - (counters.misses[0] - before if path == "copy" else missed) / (batches * n)
@@ -373,13 +375,13 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
         figures: dict[str, Any] = {"hit_rate": hit_rate, "of_ideal": hit_rate / ideal}
         batches = _traffic(table, n, calls, random)
 
-        def ask(way: Callable[[Segment], None], i: int) -> None:
-            way(Segment(0, batches[i], outs[i]))  # noqa: B023 - called within this pass
+        def ask(way: Callable[[Batch], None], i: int) -> None:
+            way(Batch.of(0, batches[i], outs[i]))  # noqa: B023 - called within this pass
 
-        figures |= _each(partial(ask, lambda segment: session.lookup([segment])), calls)
-        ways = {"": lambda segment: session.lookup([segment])}
+        figures |= _each(partial(ask, lambda batch: session.run(batch)), calls)
+        ways = {"": lambda batch: session.run(batch)}
         if path != "copy":
-            ways["enqueued_"] = lambda segment: lookup.enqueue([segment])
+            ways["enqueued_"] = lambda batch: lookup.enqueue(batch)
         for name, way in ways.items():
             batches = _traffic(table, n, calls, random)
             outs.fill_(torch.nan)
@@ -450,10 +452,10 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
 
     def timed(sets: Sequence[Any]) -> dict[str, float]:
         for keys in sets[:20]:
-            session.lookup([Segment(0, keys, outs[0])])
+            session.run(Batch.of(0, keys, outs[0]))
         sets = sets[20:] if len(sets) > 20 else sets
-        segments = [[Segment(0, keys, outs[i % 16])] for i, keys in enumerate(sets)]
-        figures = _answers(lambda i: session.lookup(segments[i % len(sets)]), calls)
+        batches = [Batch.of(0, keys, outs[i % 16]) for i, keys in enumerate(sets)]
+        figures = _answers(lambda i: session.run(batches[i % len(sets)]), calls)
         for i in range(calls - 16, calls):
             check(sets[i % len(sets)], outs[i % len(sets) % 16])
         return figures

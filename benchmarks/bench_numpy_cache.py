@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.harness import ALPHA, Report, ideal_hit_rate, require, time_calls
 from hps.cache.cpu.cache import NumpyCache
 from hps.ground.threads.thread_pool import POOL
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.tools.profiling.workloads import power_law_keys
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -51,11 +51,11 @@ def _queries(report: Report, rng: np.random.Generator, rows: int, n: int, dim: i
     cache, resident = _filled(rng, rows, dim)
     batches = _batches(rng, resident, n, alpha)
     lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
-    segments = [[Segment(0, keys, out)] for keys in batches]
+    asked = [Batch.of(0, keys, out) for keys in batches]
     calls = 400 if n < 10_000 else 12
 
     def query(i: int) -> int:
-        return lookup.query(segments[i % _ROTATION])
+        return lookup.query(asked[i % _ROTATION])
 
     for i, keys in enumerate(batches):
         out.fill(np.nan)
@@ -95,7 +95,7 @@ def _hit_rate(report: Report, rng: np.random.Generator, rows: int) -> None:
         keys = power_law_keys(rng, calls * batch, rows, ALPHA) + (1 << 40) * (phase == "after all keys changed")
         missing = 0
         for start in range(0, keys.size, batch):
-            missing += lookup.query([Segment(0, keys[start : start + batch], out)])
+            missing += lookup.query(Batch.of(0, keys[start : start + batch], out))
             for missed in lookup.unique():
                 missed.buffer()[:] = _vectors(missed.keys, 1)
                 found = np.ones(missed.keys.size, np.bool_)

@@ -26,7 +26,7 @@ from benchmarks.harness import ALPHA, HOTNESS, Report, gpu_facts, ideal_hit_rate
 from benchmarks.served import document, model
 from hps.cache.cuda.cache import CupyCache
 from hps.models.writer import write_sparse_model
-from hps.tensors.bags import pooled_segments
+from hps.tensors.bags import pooled_batch
 from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import TableSpec
 
@@ -194,8 +194,8 @@ def _anchor(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out:
     return best
 
 
-def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any, weights: Any, out: Any) -> list[Any]:
-    """The segments of a lookup of bags with one output for all tables."""
+def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any, weights: Any, out: Any) -> Any:
+    """The batch of a lookup of bags with one output for all tables."""
     bags = {
         table: hps.Bags(
             keys if offsets is not None else keys.reshape(-1, hot),
@@ -204,7 +204,7 @@ def _pooled(tables: _Tables, hotness: Sequence[int], each: _Batch, offsets: Any,
         )
         for table, (keys, hot) in enumerate(zip(each.keys, hotness, strict=True))
     }
-    return pooled_segments(bags, out, int, tables.specs, on_cuda=True)
+    return pooled_batch(bags, out, int, tables.specs, on_cuda=True)
 
 
 def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check, kind: str) -> dict[str, Any]:
@@ -233,15 +233,15 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
 
     figures = time_calls(whole, 100).as_us("call_")
 
-    def launch(segments: Any) -> None:
-        lookup.begin(segments)
+    def launch(batch: Any) -> None:
+        lookup.begin(batch)
         lookup.launch_pool("pool")
 
     # what the device does of it; the streams of the tensors are those that work is captured on
-    segments = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
-    seconds = back_to_back([partial(launch, each) for each in segments])
+    asked = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
+    seconds = back_to_back([partial(launch, each) for each in asked])
     check(f"ours in a graph, {kind}", batches[-1], weights)
-    return {"seconds": seconds, "one_call_s": one_call(partial(launch, segments[0]))} | figures
+    return {"seconds": seconds, "one_call_s": one_call(partial(launch, asked[0]))} | figures
 
 
 def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from hps.errors import NotReadyError
 from hps.ground.threads.open_calls import OpenCalls
 from hps.statistics.metrics import TIERS, Metrics
 from hps.stores.hash_map.database import HashMapDatabase
-from hps.tensors.segments import Segment, tensor_segment
+from hps.tensors.batch import Batch, table_batch
 from hps.types import TableSpec
 from hps.versions.tiers import choose_cache
 
@@ -249,9 +249,9 @@ class _Lookups:
             self._out = torch.empty((KEYS, stage.table.dim), dtype=torch.float32, device="cuda")
             tensors = [torch.from_numpy(part).cuda() for part in keys]
             dim = stage.table.dim
-            self._segments = [tensor_segment(0, dim, tensor, self._out, on_cuda=True, with_found=False) for tensor in tensors]
+            self._batches = [table_batch(0, dim, tensor, self._out, on_cuda=True, with_found=False) for tensor in tensors]
         else:
-            self._segments = [Segment(0, part, self._out) for part in keys]
+            self._batches = [Batch.of(0, part, self._out) for part in keys]
 
     def check(self, nth: int) -> None:
         self._lookup(nth)
@@ -280,7 +280,7 @@ class _Lookups:
         return np.array(seconds)
 
     def _lookup(self, nth: int) -> None:
-        self._stage.session.lookup([self._segments[nth]])
+        self._stage.session.run(self._batches[nth])
         self._wait()
 
 

@@ -27,7 +27,7 @@ from benchmarks.harness import Report, gpu_facts, microseconds, require
 from hps.cache.base import NEAR_SHARE, DeviceSharing
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.device import on_device
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
 _ROUNDS = 7
@@ -106,7 +106,7 @@ def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: 
 
 
 def _query(lookup: Any, keys: Any, out: Any) -> None:
-    lookup.begin([Segment(0, keys, out)])
+    lookup.begin(Batch.of(0, keys, out))
     lookup.launch_query()
 
 
@@ -229,7 +229,7 @@ def _served(
         stream.synchronize()
         for keys in batches:
             start = time.perf_counter()
-            lookup.query([Segment(0, keys, out)])
+            lookup.query(Batch.of(0, keys, out))
             lookup.finish()
             stop = time.perf_counter()
             if counting.is_set():

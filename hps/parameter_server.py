@@ -27,17 +27,15 @@ from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
-from hps.tensors.bags import Bags, pooled_segments
-from hps.tensors.segments import (
-    NarrowSegments,
-    Segment,
+from hps.tensors.bags import Bags, pooled_batch
+from hps.tensors.batch import (
+    Batch,
     as_host_keys,
     as_host_vectors,
-    concatenated_segments,
-    named_segments,
-    narrow,
+    concatenated_batch,
+    named_batch,
     refuse_repeated_tables,
-    tensor_segment,
+    table_batch,
 )
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
@@ -250,7 +248,8 @@ class HPS:
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
-        self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], began, wait=True)
+        batch = Batch((index,), (flat.size,), (flat,), (vectors,), () if found is None else (found,))
+        self._answer(deployment, deployment.session(device_id), batch, began, wait=True)
         return vectors if found is None else (vectors, found)
 
     @repeated_after_takeover
@@ -282,11 +281,11 @@ class HPS:
         began = perf_counter_ns()
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
-        segments = _named(deployment, session, tables, out, return_found)
-        self._answer(deployment, session, segments, began, wait=wait)
-        vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
+        batch = _named(deployment, session, tables, out, return_found)
+        self._answer(deployment, session, batch, began, wait=wait)
+        vectors = dict(zip(tables, batch.outs, strict=True)) if out is None else dict(out)
         if return_found:
-            return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
+            return vectors, dict(zip(tables, batch.founds, strict=True))
         return vectors
 
     @repeated_after_takeover
@@ -327,10 +326,9 @@ class HPS:
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
-        segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        segments = [segment] if segment.narrow is None else NarrowSegments([segment])
-        self._answer(deployment, session, segments, began, wait=wait)
-        return segment.found
+        batch = table_batch(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
+        self._answer(deployment, session, batch, began, wait=wait)
+        return batch.founds[0] if return_found else None
 
     @repeated_after_takeover
     def lookup_concatenated(
@@ -364,10 +362,10 @@ class HPS:
         began = perf_counter_ns()
         deployment = self.model(model_name)
         session = deployment.session(device_id, keys, out_tensor)
-        segments, found = concatenated_segments(
+        batch, found = concatenated_batch(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
         )
-        self._answer(deployment, session, segments, began, wait=wait)
+        self._answer(deployment, session, batch, began, wait=wait)
         return found
 
     @repeated_after_takeover
@@ -401,9 +399,9 @@ class HPS:
         deployment = self.model(model_name)
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
-        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        self._answer(deployment, session, segments, began, wait=wait)
-        return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
+        batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
+        self._answer(deployment, session, batch, began, wait=wait)
+        return dict(zip(tables, batch.outs, strict=True)) if out is None else out
 
     @repeated_after_takeover
     def capture(
@@ -521,13 +519,12 @@ class HPS:
         deployment.session(device)  # or there is none
         return Scores(deployment.version, scores.score(request, device))
 
-    def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
-        """Look up several tables into arrays of the caller's layout, for the HTTP service.
+    def lookup_batch(self, deployment: Deployment, batch: Batch, device_id: int | None = None) -> int:
+        """Look up several tables into arrays of the caller's layout, for the service.
 
         Args:
             deployment: result of `model`.
-            segments: at most one per table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,) bool: host
-                arrays, C-contiguous. With bags, out is (B, dim), with rows of any stride, and there is no found.
+            batch: host arrays, C-contiguous; with bags, outputs have rows of any stride.
             device_id: as for `lookup_tables`.
 
         Returns:
@@ -537,24 +534,15 @@ class HPS:
             As `lookup_tables`; NotReadyError when the deployment was retired; another version may serve by now.
         """
         began = perf_counter_ns()
-        refuse_repeated_tables([segment.table for segment in segments], deployment.tables)
+        refuse_repeated_tables(batch.tables, deployment.tables)
         device_id = deployment.device(device_id)
-        self._answer(deployment, deployment.session(device_id), segments, began, wait=True)
+        self._answer(deployment, deployment.session(device_id), batch, began, wait=True)
         return device_id
 
-    def _answer(
-        self, deployment: Deployment, session: Session, segments: Sequence[Segment], began_ns: int, *, wait: bool
-    ) -> None:
-        if wait:
-            session.lookup(segments, began_ns)
-            if type(segments) is NarrowSegments:
-                narrow(segments)
-        elif any(segment.found is not None for segment in segments):
-            raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
-        else:
-            session.enqueue(segments)
+    def _answer(self, deployment: Deployment, session: Session, batch: Batch, began_ns: int, *, wait: bool) -> None:
+        session.run(batch, began_ns, wait=wait)
         if self._recorder is not None:
-            self._recorder.record(deployment.tables, segments)
+            self._recorder.record(deployment.tables, batch)
 
     @property
     def records(self) -> bool:
@@ -951,8 +939,8 @@ class HPS:
 
 def _named(
     deployment: Deployment, session: Session, tables: Mapping[Any, Any], out: Mapping[Any, Any] | None, with_found: bool
-) -> Sequence[Segment]:
-    return named_segments(
+) -> Batch:
+    return named_batch(
         tables,
         out,
         deployment.table_index,

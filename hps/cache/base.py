@@ -4,7 +4,7 @@ A lookup is an object with a handful of verbs, in this order (`engine/session.py
 
     lookup = cache.create_lookup()              once, for many lookups in sequence
 
-    missing = lookup.query(segments)            copies hits to their places; returns the number of misses; if 0, that is all
+    missing = lookup.query(batch)               copies hits to their places; returns the number of misses; if 0, that is all
     for missed in lookup.unique():              the distinct keys of each table with misses, on the host
         buffer = missed.buffer()                    host memory (pinned with CUDA) for the fetched vectors
         ... fetch rows [start, stop) into buffer ...
@@ -18,9 +18,9 @@ background.
 
 A cache may be *attached* to tables in host memory (`EmbeddingCache.attach`). A query then looks up non-resident keys in the
 table, and admits those that it finds; only keys in neither are left for the steps above. If the host tables are authoritative,
-no key is left, and `lookup.enqueue(segments)` is a complete lookup that does not block.
+no key is left, and `lookup.enqueue(batch)` is a complete lookup that does not block.
 
-Segments with `pooling` get one vector per bag, in the same steps: `query` adds up the resident vectors of each bag without
+A batch with `poolings` gets one vector per bag, in the same steps: `query` adds up the resident vectors of each bag without
 storing them; `finish` adds the vectors of the remaining keys, from scratch memory that `scatter` writes. So bags are complete
 only when the lookup is finished.
 """
@@ -39,7 +39,7 @@ from hps.errors import DeviceError, InvalidInputError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
 from hps.regions.board import Board, Resident
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec
 
 STATIC_LOAD = 0.85
@@ -141,18 +141,18 @@ class StreamOrderedCounts:
 
 
 class MissedKeys(ABC):
-    """The distinct missing keys of one segment. Valid until the next query of its lookup.
+    """The distinct missing keys of one table. Valid until the next query of its lookup.
 
     Attributes:
-        segment: the segment that the keys belong to.
+        table: index of the table that the keys belong to.
         keys: (u,) int64 in host memory, distinct, in unspecified order; read only. Owned by the caller: they outlive the
             lookup. Databases are fastest when many keys are ordered by the upper bits of their hash, as the rows of a hash map
             are.
     """
 
-    __slots__ = ("keys", "segment")
+    __slots__ = ("keys", "table")
 
-    segment: Segment
+    table: int
     keys: KeyArray  # (u,)
 
     @abstractmethod
@@ -165,10 +165,10 @@ class MissedKeys(ABC):
 
     @abstractmethod
     def scatter(self, found: BoolArray) -> None:
-        """Write every missing position of the segment: the fetched vector if `found`, else the default vector.
+        """Write every missing position of the table: the fetched vector if `found`, else the default vector.
 
         Args:
-            found: (u,) bool in host memory, for `keys`; the segment's own mask becomes True at their positions.
+            found: (u,) bool in host memory, for `keys`; the batch's own mask becomes True at their positions.
         """
 
     @abstractmethod
@@ -189,8 +189,8 @@ class CacheLookup(ABC):
     Made by `EmbeddingCache.create_lookup`, and reused: it grows to the largest lookup that it served.
 
     Attributes:
-        counts: for each segment of the last query that left any key, the number of keys left, duplicates counted.
-        linked: for each segment of the last query, the number of keys that the attached table answered; empty if there were
+        counts: for each table of the last query that left any key, the number of keys left, duplicates counted.
+        linked: for each table of the last query, the number of keys that the attached table answered; empty if there were
             none.
         absent: likewise, the number that an authoritative attached table or a complete cache lacked; they got the default
             vector.
@@ -209,17 +209,16 @@ class CacheLookup(ABC):
         self.linked = self.absent = self.padding = ()
 
     @abstractmethod
-    def query(self, segments: Sequence[Segment]) -> int:
-        """Copy resident vectors to their rows of `out`, and list the other keys. Duplicate keys are allowed.
+    def query(self, batch: Batch) -> int:
+        """Copy resident vectors to their rows of `outs`, and list the other keys. Duplicate keys are allowed.
 
-        Runs after the producers of keys and outputs. Missed rows of `out` are unspecified until they are scattered. `found`, if
-        given, is True for hits and False for misses. The order of the misses is unspecified.
+        Runs after the producers of keys and outputs. Missed rows of `outs` are unspecified until they are scattered. `founds`,
+        if given, are True for hits and False for misses. The order of the misses is unspecified.
 
         Keys that are not resident are answered from the attached table, if any, and admitted; an authoritative table gives
         those that it lacks the default vector. Keys whose vector a writer keeps busy are left.
 
-        Args:
-            segments: at most one for each table, all with bags or none. Tensors on the device are not copied.
+        Tensors on the device are not copied.
 
         Returns:
             The number of keys left, duplicates counted, for `unique` and the steps after it. If 0, the lookup is finished.
@@ -229,7 +228,7 @@ class CacheLookup(ABC):
                 offsets on the device do not begin with 0, decrease, or do not end with n, and outputs are unspecified.
         """
 
-    def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
+    def enqueue(self, batch: Batch, captured: bool = False) -> None:
         """Launch a complete lookup on the one stream of its tensors. Does not block; no `finish` follows.
 
         Every table must be attached as authoritative; keys, outputs and masks must be on the device, and on one stream.
@@ -243,8 +242,8 @@ class CacheLookup(ABC):
         """
         raise InvalidInputError("looking up without waiting: this cache does not read host memory in place")
 
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """Run a lookup once, and allocate what a capture of `enqueue` with the same segments needs.
+    def prepare(self, batch: Batch) -> None:
+        """Run a lookup once, and allocate what a capture of `enqueue` with the same batch needs.
 
         Raises:
             InvalidInputError: as for `enqueue`.
@@ -524,14 +523,14 @@ class EmbeddingCache(ABC):
         """Return counters of a table's enqueued lookups that have ended. Does not block."""
         return StreamOrderedCounts(0, 0, 0, 0)
 
-    def capture_of(self, segments: Sequence[Segment]) -> StreamCapture | None:
+    def capture_of(self, batch: Batch) -> StreamCapture | None:
         """Return the capture on the stream of a lookup's tensors; None if there is none."""
         return None
 
-    def record(self, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]) -> LookupGraph:
-        """Make a graph of what `enqueue` launches for segments whose tensors are on the device.
+    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> LookupGraph:
+        """Make a graph of what `enqueue` launches for a batch whose tensors are on the device.
 
-        Calls `enqueue` twice, with the segments as seen from a stream of the cache: first to run, then to be captured.
+        Calls `enqueue` twice, with the tensors as seen from a stream of the cache: first to run, then to be captured.
 
         Raises:
             InvalidInputError: a tensor is elsewhere.
@@ -596,6 +595,14 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def stats(self, table: int) -> CacheStats:
         """Counters of a table."""
+
+    def check_integrity(self) -> list[str]:
+        """Check the invariants of all tables; copies their index from the device.
+
+        Returns:
+            A sentence for each that is broken. Changes that run meanwhile may be reported, too.
+        """
+        return []
 
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the cache's device. May wait for the device.

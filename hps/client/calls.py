@@ -26,7 +26,7 @@ from hps.client.shared_memory import SharedMemory
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
 from hps.tensors.array_checks import as_output
 from hps.tensors.bags import Bags
-from hps.tensors.segments import as_host_keys
+from hps.tensors.batch import as_host_keys
 from hps.types import BoolArray, FloatArray, KeyArray
 
 Joined: TypeAlias = Callable[[Parts], Any]

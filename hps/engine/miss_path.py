@@ -24,7 +24,7 @@ from hps.ground.memory.host_tables import HostTable
 from hps.ground.progress import size_text
 from hps.statistics.metrics import Metrics
 from hps.stores.base import Database
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _keys_per_s(cache: EmbeddingCache, chain: DatabaseChain, index: int, keys: K
     best = math.inf
     for _ in range(_ROUNDS + 1):  # the first round allocates and compiles
         start = time.perf_counter()
-        session.lookup([Segment(index, keys, out)])
+        session.run(Batch.of(index, keys, out))
         best = min(best, time.perf_counter() - start)
         cache.erase(index, keys)
     return float(keys.size / best)

@@ -24,8 +24,8 @@ from hps.statistics.metrics import TIERS, LookupNs, LookupTimes, Metrics
 from hps.statistics.prometheus import Value
 from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
+from hps.tensors.batch import Batch, fill_narrow
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows, start_totals
-from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -69,35 +69,28 @@ class Session(Protocol):
     def miss_paths(self) -> Sequence[str]:
         """By table, the path of cache misses that host memory has: `link` or `copy`; empty without a cache."""
 
-    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
-        """Write the vector of every key to its row of `out`, and `found` if given.
+    def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
+        """Write the vector of every key to its row of `outs`, and `founds` if given.
 
         Args:
-            segments: at most one for each table, made by `hps.tensors.segments`.
-            began_ns: `time.perf_counter_ns` when the caller began to build them; 0: now.
+            began_ns: `time.perf_counter_ns` when the caller began to build the batch; 0: now.
+            wait: if False, enqueue the lookup on the stream of its tensors, which may be capturing a CUDA graph, and return.
 
         Raises:
-            TooManyKeysError: a segment has more keys than the table's `max_keys`.
+            TooManyKeysError: a table has more keys than its `max_keys`.
             WorkspaceTimeoutError: no workspace became free in time.
             NotReadyError: the session is closed.
-            DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
+            DatabaseError: keys are missing and the authoritative database did not answer; outputs are then unspecified. Without
+                waiting: keys of an earlier such lookup could not be read; nothing was launched.
+            InvalidInputError: without waiting: the device does not read a table in place as the authority, a tensor is not on
+                the device, or no standby workspace fits the capture (see `StreamOrderedLookups`); nothing was launched.
         """
 
-    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
-        """Check segments once for lookups of this session that repeat them. Raises TooManyKeysError."""
+    def check(self, batch: Batch) -> None:
+        """Check the numbers of keys; of a kept batch, for all its runs on this session. Raises TooManyKeysError."""
 
-    def enqueue(self, segments: Sequence[Segment]) -> None:
-        """Enqueue a lookup on the stream of its tensors, which may be capturing a CUDA graph. Does not block.
-
-        Raises:
-            InvalidInputError: the device does not read a table in place as the authority, a tensor is not on the device, or no
-                standby workspace fits the capture (see `StreamOrderedLookups`); nothing was launched.
-            DatabaseError: keys of an earlier such lookup could not be read; nothing was launched.
-            TooManyKeysError, WorkspaceTimeoutError, NotReadyError: as for `lookup`.
-        """
-
-    def record(self, segments: Sequence[Segment]) -> "RecordedLookup":
-        """Capture such a lookup of fixed tensors, which also runs it once. Raises as `enqueue` does."""
+    def record(self, batch: Batch) -> "RecordedLookup":
+        """Capture a lookup without waiting in a CUDA graph, which also runs it once. Raises as `run` does."""
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         """Make keys resident without returning vectors. Without a cache, promote them.
@@ -159,9 +152,9 @@ class SessionSettings:
 class RecordedLookup:
     """A lookup of fixed tensors captured in a CUDA graph; each launch is counted. *One per thread.*"""
 
-    def __init__(self, graph: LookupGraph, segments: Sequence[Segment], stream_ordered: StreamOrderedLookups) -> None:
+    def __init__(self, graph: LookupGraph, batch: Batch, stream_ordered: StreamOrderedLookups) -> None:
         self._graph = graph
-        self._segments = segments
+        self._batch = batch
         self._stream_ordered = stream_ordered
 
     def launch(self) -> None:
@@ -170,16 +163,37 @@ class RecordedLookup:
         Raises:
             DatabaseError: keys of an earlier launch could not be read.
         """
-        self._stream_ordered.check(self._segments)
+        self._stream_ordered.check(self._batch)
         self._graph.launch()
-        self._stream_ordered.count(self._segments)
+        self._stream_ordered.count(self._batch)
 
     def close(self) -> None:
         """Free the graph. Idempotent."""
         self._graph.close()
 
 
-class CachedSession:
+class _TableLimits:
+    """The tables of a session, and how many keys each may be asked for at once."""
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self.tables = tuple(tables)
+        self._max_keys = [table.max_keys for table in self.tables]
+
+    def check(self, batch: Batch) -> None:
+        max_keys = self._max_keys
+        for index, n in zip(batch.tables, batch.sizes):  # noqa: B905 - as many, and this is the hot path
+            if n > max_keys[index]:
+                table = self.tables[index]
+                raise TooManyKeysError(
+                    f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
+                    f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
+                    "send fewer or raise them"
+                )
+        if batch.kept:
+            batch.checked = self
+
+
+class CachedSession(_TableLimits):
     """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
 
     Args:
@@ -198,7 +212,7 @@ class CachedSession:
         settings: SessionSettings,
         metrics: Metrics,
     ) -> None:
-        self.tables = tuple(tables)
+        super().__init__(tables)
         self.cache = cache
         self.on_cuda = cache.device == "cuda"
         self._chain = chain
@@ -206,7 +220,6 @@ class CachedSession:
         self._threshold = settings.hit_rate_threshold
         self.miss_paths = settings.miss_paths
         self._metrics = metrics
-        self._max_keys = [table.max_keys for table in self.tables]
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
@@ -244,26 +257,29 @@ class CachedSession:
     def workspaces(self) -> tuple[int, int]:
         return self._lookups.size, self._lookups.busy
 
-    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
+    def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
-        fixed = type(segments) is FixedSegments
-        asked = segments.asked if fixed else _asked(self.tables, self._max_keys, segments)  # type: ignore[attr-defined]
+        if batch.checked is not self:
+            self.check(batch)
+        if not wait:
+            self._run_later(batch, start)
+            return
         under_way = self._under_way
         if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
-            under_way[threading.get_ident()] = sum([n for _table, n in asked])
+            under_way[threading.get_ident()] = sum(batch.sizes)
         stages: dict[str, int] | None = None
         try:
             lookup = self._lookups.take()
             try:
                 taken = perf_counter_ns()
-                missing = lookup.query(segments)
+                missing = lookup.query(batch)
                 queried = answered = perf_counter_ns()
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
                 counts = None
                 if missing:
                     counts = lookup.counts
                     current.stages = stages = {}
-                    self._answer_misses(lookup, segments, counts)
+                    self._answer_misses(lookup, batch, counts)
                     answered = perf_counter_ns()
                     lookup.finish()
             finally:
@@ -271,8 +287,8 @@ class CachedSession:
                     current.stages = None
                 self._lookups.give_back(lookup)
         except DeviceError as error:
-            self._go_on_without_device(error, segments)
-            self._without_device.lookup(segments, began_ns)
+            self._go_on_without_device(error, batch)
+            self._without_device.run(batch, began_ns)
             return
         finally:
             if under_way is not None:
@@ -281,24 +297,29 @@ class CachedSession:
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
         recent, every = self._recent, self._counters
+        # All that a lookup counts is counted under one lock, taken once. Its times are only appended: `fold` puts them into
+        # their buckets when there are many, or when they are read. All keys count as hits first; `_count_others` corrects
+        # that under the same lock, so no reader sees it.
         with self._metrics.lock:
             recent.extend(times)
             if len(recent) >= LookupTimes.MOST_RECENT:
                 self._times.fold()
             self._device.lookups += 1
-            for table, n in asked:
+            for table, n in zip(batch.tables, batch.sizes):  # noqa: B905 - as many, and this is the hot path
                 counters = every[table]
                 counters.keys += n
                 counters.hits[0] += n
             if counts or padding or linked or absent:
-                self._count_others(asked, counts, padding, stages, linked, absent)
+                self._count_others(batch, counts, padding, stages, linked, absent)
+        if batch.narrow:
+            fill_narrow(batch)
         if (trace := current.trace) is not None:
-            n = sum([segment.n for segment in segments])
+            n = sum(batch.sizes)
             spans = (("adopt", began, start), ("wait", start, taken), ("query", taken, queried), ("finish", answered, end))
             trace.spans += [Span(stage, "", first, last, n) for stage, first, last in spans]
             if counts:
                 trace.spans.sort(key=attrgetter("ended_ns"))
-            self._trace(trace, segments, counts, linked, absent, padding)
+            self._trace(trace, batch, counts, linked, absent, padding)
 
     def count_answered(self, tables: Sequence[Sequence[int]], times: Sequence[int], ns: int) -> None:
         """Count lookups that a loop without the interpreter has answered from the cache.
@@ -319,26 +340,23 @@ class CachedSession:
                 if linked or absent:
                     counters.count_linked(linked, absent)
 
-    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
-        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
-
-    def enqueue(self, segments: Sequence[Segment]) -> None:
-        _asked(self.tables, self._max_keys, segments)
-        self._stream_ordered.check(segments)
-        began = perf_counter_ns()
-        self._enqueue(segments)
+    def _run_later(self, batch: Batch, start: int) -> None:
+        if any(found is not None for found in batch.founds):
+            raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
+        self._stream_ordered.check(batch)
+        self._enqueue(batch)
         if (trace := current.trace) is not None:  # the device has not run it yet: the tiers that answered are not known here
-            trace.spans.append(Span("query", "", began, perf_counter_ns(), sum([segment.n for segment in segments])))
-            for segment in segments:
-                trace.of(self.tables[segment.table].table_name).keys += segment.n
+            trace.spans.append(Span("query", "", start, perf_counter_ns(), sum(batch.sizes)))
+            for table, n in zip(batch.tables, batch.sizes, strict=True):
+                trace.of(self.tables[table].table_name).keys += n
 
-    def _enqueue(self, segments: Sequence[Segment]) -> None:
-        self._stream_ordered.enqueue(segments, self._lookups.take, self._lookups.give_back)
+    def _enqueue(self, batch: Batch) -> None:
+        self._stream_ordered.enqueue(batch, self._lookups.take, self._lookups.give_back)
 
-    def record(self, segments: Sequence[Segment]) -> RecordedLookup:
-        _asked(self.tables, self._max_keys, segments)
-        self._stream_ordered.check(segments)
-        return RecordedLookup(self.cache.record(segments, self._enqueue), segments, self._stream_ordered)
+    def record(self, batch: Batch) -> RecordedLookup:
+        self.check(batch)
+        self._stream_ordered.check(batch)
+        return RecordedLookup(self.cache.record(batch, self._enqueue), batch, self._stream_ordered)
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         starts = range(0, keys.size, _PREFETCH_ROWS)
@@ -348,7 +366,7 @@ class CachedSession:
         found = np.zeros(1, np.bool_)
         lookup = self._lookups.take()
         try:
-            lookup.query([Segment(table, key, out, found)])
+            lookup.query(Batch.of(table, key, out, found))
             elsewhere = any(lookup.linked)  # it was not resident before
             lookup.finish()
         except DeviceError as error:
@@ -370,7 +388,7 @@ class CachedSession:
         self.cache.close()
         return True
 
-    def _go_on_without_device(self, error: DeviceError, segments: Sequence[Segment] = ()) -> None:
+    def _go_on_without_device(self, error: DeviceError, batch: Batch | None = None) -> None:
         """Return if the device is lost and the databases can answer the lookup; else raise the error."""
         failure = self.cache.failure
         if failure is None:
@@ -387,41 +405,41 @@ class CachedSession:
                 if self._databases_complete
                 else "lookups fail, since no database holds every row",
             )
-        if not (self._databases_complete and all(_on_host(segment) for segment in segments)):
+        if not (self._databases_complete and (batch is None or _on_host(batch))):
             raise error
 
-    def _answer_misses(self, lookup: CacheLookup, segments: Sequence[Segment], counts: Sequence[int]) -> None:
-        padding = lookup.padding or [0] * len(segments)
+    def _answer_misses(self, lookup: CacheLookup, batch: Batch, counts: Sequence[int]) -> None:
+        padding = lookup.padding or [0] * len(counts)
+        by_table = dict(zip(batch.tables, counts, strict=True))
         deferred = {
-            segment.table
-            for segment, missing, left_out in zip(segments, counts, padding, strict=True)
-            if missing and 1.0 - missing / (segment.n - left_out) >= self._threshold
+            table: missing
+            for table, n, missing, left_out in zip(batch.tables, batch.sizes, counts, padding, strict=True)
+            if missing and 1.0 - missing / (n - left_out) >= self._threshold
         }
         began = perf_counter_ns()
         every = lookup.unique()
         ended("unique", "", began, sum(counts))
-        by_table = {segment.table: missing for segment, missing in zip(segments, counts, strict=True)}
         for missed in every:
-            if missed.segment.table in deferred:
+            if missed.table in deferred:
                 began = perf_counter_ns()
                 missed.scatter(np.zeros(missed.keys.size, np.bool_))
-                ended("scatter", self.tables[missed.segment.table].table_name, began, missed.keys.size)
-                self._insert_later(missed.segment.table, missed.keys, by_table[missed.segment.table])
+                ended("scatter", self.tables[missed.table].table_name, began, missed.keys.size)
+                self._insert_later(missed.table, missed.keys, by_table[missed.table])
             else:
                 self._fetch_now(missed)
         if deferred:
-            current.deferred += sum(by_table[table] for table in deferred)
+            current.deferred += sum(deferred.values())
             with self._metrics.lock:
-                for segment, missing in zip(segments, counts, strict=True):
-                    if segment.table in deferred:
-                        self._counters[segment.table].deferred += missing
+                for table, missing in deferred.items():
+                    self._counters[table].deferred += missing
             if (trace := current.trace) is not None:
-                for segment, missing in zip(segments, counts, strict=True):
-                    if segment.table in deferred:
-                        trace.of(self.tables[segment.table].table_name).deferred += missing
+                for table, missing in deferred.items():
+                    trace.of(self.tables[table].table_name).deferred += missing
 
     def _fetch_now(self, missed: MissedKeys) -> None:
-        table, keys = self.tables[missed.segment.table], missed.keys
+        table, keys = self.tables[missed.table], missed.keys
+        # The token is taken before the databases are read: an update that comes between the read and the insertion below would
+        # otherwise be undone by it. `filling` allows the insertion only if none has come since.
         fence = self._chain.fence(table)
         token = fence.token()
         buffer = missed.buffer()
@@ -439,7 +457,7 @@ class CachedSession:
                 missed.insert(found)
         ended("insert", table.table_name, began, keys.size)
         if absent:
-            self._count_defaults(missed.segment.table, absent)
+            self._count_defaults(missed.table, absent)
             if trace is not None:
                 trace.of(table.table_name).defaults += absent
 
@@ -483,7 +501,7 @@ class CachedSession:
 
     def _count_others(
         self,
-        asked: Sequence[tuple[int, int]],
+        batch: Batch,
         missing_counts: Sequence[int] | None,
         padding: Sequence[int],
         stages: Mapping[str, int] | None,
@@ -493,10 +511,9 @@ class CachedSession:
         """Correct what was counted as if all keys were resident; the caller holds the lock, so nobody reads it before.
 
         Args:
-            asked: tables and numbers of keys.
             stages: nanoseconds of the steps after the query, if keys were missing.
         """
-        counters = [self._counters[table] for table, _n in asked]
+        counters = [self._counters[table] for table in batch.tables]
         for stage, ns in (stages or {}).items():
             self._times.stages[stage].add(ns)
         for one, missing in zip(counters, missing_counts or (), strict=False):
@@ -505,7 +522,7 @@ class CachedSession:
         for one, left_out in zip(counters, padding, strict=False):
             one.keys -= left_out
             one.hits[0] -= left_out
-        none = [0] * len(asked)
+        none = [0] * len(counters)
         for one, found, lacking in zip(counters, linked or none, absent or none, strict=True):
             one.hits[0] -= found + lacking
             one.misses[0] += found + lacking
@@ -521,16 +538,16 @@ class CachedSession:
     def _trace(
         self,
         trace: LookupTrace,
-        segments: Sequence[Segment],
+        batch: Batch,
         counts: Sequence[int] | None,
         linked: Sequence[int],
         absent: Sequence[int],
         padding: Sequence[int],
     ) -> None:
         """Trace the hits of the embedding cache and the device; the tiers below trace their own."""
-        for i, segment in enumerate(segments):
-            answers = trace.of(self.tables[segment.table].table_name)
-            n = segment.n - (padding[i] if padding else 0)
+        for i, (table, n) in enumerate(zip(batch.tables, batch.sizes, strict=True)):
+            answers = trace.of(self.tables[table].table_name)
+            n -= padding[i] if padding else 0
             by_device, by_default = linked[i] if linked else 0, absent[i] if absent else 0
             answers.keys += n
             answers.embedding_cache += n - (counts[i] if counts else 0) - by_device - by_default
@@ -539,7 +556,7 @@ class CachedSession:
             answers.defaults += by_default
 
 
-class DirectSession:
+class DirectSession(_TableLimits):
     """Answers lookups from the databases, then the default vector. *Thread-safe.* Keys and outputs are in host memory.
 
     For models without an embedding cache. The databases answer duplicate keys and write vectors straight to the output, so keys
@@ -547,7 +564,7 @@ class DirectSession:
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
-        self.tables = tuple(tables)
+        super().__init__(tables)
         self.cache: EmbeddingCache | None = None
         self.on_cuda = self.lost = False
         self.refuses = ""
@@ -556,53 +573,56 @@ class DirectSession:
         self.miss_paths: Sequence[str] = ()
         self._chain = chain
         self._metrics = metrics
-        self._max_keys = [table.max_keys for table in self.tables]
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._times = metrics.lookup_times(self.tables[0].model_name)
         self._calls = OpenCalls(f"the deployment of model {self.tables[0].model_name!r}")
 
-    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
+    def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
-        if type(segments) is not FixedSegments:
-            _asked(self.tables, self._max_keys, segments)
+        if not wait:
+            raise self._without_device()
+        if batch.checked is not self:
+            self.check(batch)
         stages: dict[str, int] = {"adopt": start - (began_ns or start)}
         counts = []
         current.stages = stages
         try:
             with self._calls:
-                for segment in segments:
-                    table = self.tables[segment.table]
-                    if segment.pooling is not None:
-                        counts.append(self._pool(table, segment, segment.pooling))
+                for place, index in enumerate(batch.tables):
+                    table, keys, out = self.tables[index], batch.keys[place], batch.outs[place]
+                    if batch.poolings:
+                        counts.append(self._pool(table, keys, batch.poolings[place], out))
                         continue
-                    found = segment.found
+                    found = batch.founds[place] if batch.founds else None
                     if found is None:
-                        found = np.zeros(segment.n, np.bool_)
+                        found = np.zeros(keys.size, np.bool_)
                     else:
                         found[...] = False
-                    absent = found.size - self._fetch(table, segment.keys, segment.out, found)
+                    absent = found.size - self._fetch(table, keys, out, found)
                     if absent:
                         began = perf_counter_ns()
-                        segment.out[~found] = table.default_value
+                        out[~found] = table.default_value
                         ended("scatter", table.table_name, began, absent)
                     counts.append((found.size, absent))
         finally:
             current.stages = None
         end = perf_counter_ns()
+        if batch.narrow:
+            fill_narrow(batch)
         with self._metrics.lock:
-            for segment, (keys, absent) in zip(segments, counts, strict=True):
-                counters = self._counters[segment.table]
-                counters.keys += keys
+            for index, (n, absent) in zip(batch.tables, counts, strict=True):
+                counters = self._counters[index]
+                counters.keys += n
                 counters.defaults += absent
             self._times.whole.add(end - (began_ns or start))
             for stage, ns in stages.items():
                 self._times.stages[stage].add(ns)
         if (trace := current.trace) is not None:
-            trace.spans.append(Span("adopt", "", began_ns or start, start, sum([keys for keys, _ in counts])))
+            trace.spans.append(Span("adopt", "", began_ns or start, start, sum([n for n, _ in counts])))
             trace.spans.sort(key=attrgetter("ended_ns"))
-            for segment, (keys, absent) in zip(segments, counts, strict=True):
-                answers = trace.of(self.tables[segment.table].table_name)
-                answers.keys += keys
+            for index, (n, absent) in zip(batch.tables, counts, strict=True):
+                answers = trace.of(self.tables[index].table_name)
+                answers.keys += n
                 answers.defaults += absent
 
     def _fetch(self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
@@ -617,13 +637,12 @@ class DirectSession:
             decode(rows, table.dim, table.row_dtype, out[some])
         return fetched
 
-    def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> tuple[int, int]:
+    def _pool(self, table: TableSpec, keys: KeyArray, pooling: Pooling, out: FloatArray) -> tuple[int, int]:
         """Write the combined vector of each bag; vectors are fetched in bounded pieces.
 
         Returns:
             Number of keys, and of those that no tier has.
         """
-        keys, out = segment.keys, segment.out
         bags = bag_arrays(pooling)
         positions = np.arange(keys.size)
         counted = keys
@@ -645,13 +664,7 @@ class DirectSession:
             ended("scatter", table.table_name, began, found.size)
         return positions.size, absent
 
-    def fixed(self, segments: Sequence[Segment]) -> FixedSegments:
-        return FixedSegments(segments, _asked(self.tables, self._max_keys, segments))
-
-    def enqueue(self, segments: Sequence[Segment]) -> None:
-        raise self._without_device()
-
-    def record(self, segments: Sequence[Segment]) -> RecordedLookup:
+    def record(self, batch: Batch) -> RecordedLookup:
         raise self._without_device()
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
@@ -680,11 +693,11 @@ class DirectSession:
         return self._calls.close(timeout_s)
 
 
-def _on_host(segment: Segment) -> bool:
-    """Return whether a lookup without a device can answer a segment."""
-    bags = () if segment.pooling is None else (segment.pooling.offsets, segment.pooling.weights)
-    arrays = [one for one in (segment.keys, segment.out, segment.found, *bags) if one is not None]
-    return all(isinstance(array, np.ndarray) for array in arrays) and segment.out.dtype == np.float32
+def _on_host(batch: Batch) -> bool:
+    """Return whether a lookup without a device can answer a batch."""
+    bags = [array for pooling in batch.poolings for array in (pooling.offsets, pooling.weights)]
+    arrays = [array for array in (*batch.keys, *batch.outs, *batch.founds, *bags) if array is not None]
+    return all(isinstance(array, np.ndarray) for array in arrays) and all(out.dtype == np.float32 for out in batch.outs)
 
 
 class _LookupPool:
@@ -740,28 +753,6 @@ class _LookupPool:
             self.size -= 1
         self._free.put(None)
         return True
-
-
-def _asked(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> Sequence[tuple[int, int]]:
-    """Return table and number of keys of each segment. Refuses too many."""
-    kind = type(segments)
-    if kind is SeparateSegments:
-        asked = list(zip(segments.tables, segments.sizes))  # type: ignore[attr-defined]  # noqa: B905 - made as many
-    elif kind is ConcatenatedSegments:
-        asked = list(enumerate(segments.counts))  # type: ignore[attr-defined]
-    else:
-        asked = []
-        for segment in segments:
-            asked.append((segment.table, segment.n))
-    for index, n in asked:
-        if n > max_keys[index]:
-            table = tables[index]
-            raise TooManyKeysError(
-                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
-                f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
-                "send fewer or raise them"
-            )
-    return asked
 
 
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hps.cache.base import CacheLookup, EmbeddingCache, StreamCapture, StreamOrderedCounts
 from hps.errors import DatabaseError, HPSError, InvalidInputError, NotReadyError
 from hps.statistics.metrics import Metrics
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
 _ASK_INTERVAL_S = 0.1  # between two reads of the device's counts; a read takes 20 us a table
@@ -37,9 +37,9 @@ class _Workspace:
         most = self._room.get(need.kind)
         return most is not None and need.keys <= most.keys and need.floats <= most.floats and need.bags <= most.bags
 
-    def prepare(self, segments: Sequence[Segment], need: _Need) -> None:
+    def prepare(self, batch: Batch, need: _Need) -> None:
         """Run a lookup, which makes room for others of its size."""
-        self.lookup.prepare(segments)
+        self.lookup.prepare(batch)
         most = self._room.get(need.kind, need)
         self._room[need.kind] = _Need(need.kind, *(max(pair) for pair in zip(most[1:], need[1:], strict=True)))
 
@@ -90,18 +90,17 @@ class StreamOrderedLookups:
         self._ended = False
         metrics.settling.add(self.settle)
 
-    def check(self, segments: Sequence[Segment]) -> None:
+    def check(self, batch: Batch) -> None:
         """Reject tables that need the host, and report keys that earlier lookups could not read.
 
         Raises:
             InvalidInputError: a table is not attached as authoritative.
             DatabaseError: earlier lookups gave keys of these tables the default vector because they could not be read.
         """
-        if (now := time.monotonic()) >= self._ask_at and self._cache.capture_of(segments) is None:
+        if (now := time.monotonic()) >= self._ask_at and self._cache.capture_of(batch) is None:
             self._ask_at = now + _ASK_INTERVAL_S
             self.settle()
-        for segment in segments:
-            index = segment.table
+        for index in batch.tables:
             if index in self._refusals:
                 raise InvalidInputError(
                     f"{self._doing(index)}: the device cannot answer all keys alone: {self._refusals[index]}; use wait=True"
@@ -117,9 +116,7 @@ class StreamOrderedLookups:
                         "not end with n. Look them up again, or use wait=True"
                     )
 
-    def enqueue(
-        self, segments: Sequence[Segment], take: Callable[[], CacheLookup], give_back: Callable[[CacheLookup], None]
-    ) -> None:
+    def enqueue(self, batch: Batch, take: Callable[[], CacheLookup], give_back: Callable[[CacheLookup], None]) -> None:
         """Launch a lookup on the stream of its tensors, captured or not.
 
         Args:
@@ -130,27 +127,27 @@ class StreamOrderedLookups:
             NotReadyError: the lookups are closed.
         """
         self._used = True
-        need = self._need_of(segments)
-        if (capture := self._cache.capture_of(segments)) is not None:
-            self._workspace_of(capture, need).lookup.enqueue(segments, captured=True)
+        need = self._need_of(batch)
+        if (capture := self._cache.capture_of(batch)) is not None:
+            self._workspace_of(capture, need).lookup.enqueue(batch, captured=True)
             return
         workspace = self._standing_by
         if workspace is None or not workspace.has_room(need):
-            self._stand_by(segments, need)
+            self._stand_by(batch, need)
         else:
             lookup = take()
             try:
-                lookup.enqueue(segments)
+                lookup.enqueue(batch)
             finally:
                 give_back(lookup)
-        self.count(segments)
+        self.count(batch)
 
-    def count(self, segments: Sequence[Segment]) -> None:
+    def count(self, batch: Batch) -> None:
         """Count the keys of a launched lookup; `settle` counts its hits and misses when it has ended."""
         with self._metrics.lock:
-            for segment in segments:
-                self._counters[segment.table].keys += segment.n
-                self._hits[segment.table] += segment.n
+            for table, n in zip(batch.tables, batch.sizes, strict=True):
+                self._counters[table].keys += n
+                self._hits[table] += n
 
     def settle(self) -> None:
         """Add hits and misses to the metrics. For graphs launched by others the misses are known, but not the hits."""
@@ -203,13 +200,13 @@ class StreamOrderedLookups:
                 self._standing_by = None
             return workspace
 
-    def _stand_by(self, segments: Sequence[Segment], need: _Need) -> None:
+    def _stand_by(self, batch: Batch, need: _Need) -> None:
         """Run a lookup larger than all before on the standby workspace, which grows it. May block for that."""
         with self._lock:
             self._refuse_if_closed()
             self._reclaim()
             workspace = self._standing_by or _Workspace(self._cache.create_lookup())
-            workspace.prepare(segments, need)
+            workspace.prepare(batch, need)
             self._standing_by = workspace
 
     def _reclaim(self) -> None:
@@ -217,15 +214,13 @@ class StreamOrderedLookups:
         for key in [key for key, captured in self._captured.items() if captured.gone()]:
             self._standing_by = self._captured.pop(key).workspace
 
-    def _need_of(self, segments: Sequence[Segment]) -> _Need:
-        kind = [segment.table for segment in segments]
-        bags = 0
-        poolings = [segment.pooling for segment in segments if segment.pooling is not None]
-        if poolings:
-            kind.append(-1 - max([one.arithmetic for one in poolings]))
-            bags = sum([one.count for one in poolings])
-        floats = sum([segment.n * self._dims[segment.table] for segment in segments])
-        return _Need(tuple(kind), sum([segment.n for segment in segments]), floats, bags)
+    def _need_of(self, batch: Batch) -> _Need:
+        kind = tuple(batch.tables)
+        if batch.poolings:
+            kind = (*kind, -1 - max([pooling.arithmetic for pooling in batch.poolings]))
+        bags = sum([pooling.count for pooling in batch.poolings])
+        floats = sum([n * self._dims[table] for table, n in zip(batch.tables, batch.sizes, strict=True)])
+        return _Need(kind, sum(batch.sizes), floats, bags)
 
     def _doing(self, index: int) -> str:
         table = self._tables[index]

@@ -26,7 +26,7 @@ from hps.scoring.packing import Description, PackedRequest, read_description
 from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.scoring.signature import Signature, signature_of
 from hps.statistics.scores import ScoreCounters
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class OpenedNetwork:
             network.close()
 
 
-def unlooked(segments: Sequence[Segment]) -> None:
+def unlooked(batch: Batch) -> None:
     """Stand for the lookups of a network that is run on zeros."""
     raise NotImplementedError
 
@@ -148,8 +148,7 @@ class DeploymentScores:
                     tables,
                     opened.signature,
                     network,
-                    session.lookup,
-                    bind=session.fixed,
+                    session.run,
                     on_device=opened.on_device,
                     refuse_nan=dense.refuse_nan,
                     max_samples=config.max_batch_size,

@@ -9,7 +9,7 @@ import numpy as np
 
 from hps.configuration.networks import SAMPLES
 from hps.scoring.features import Feature
-from hps.scoring.signature import Lookup, Signature, Source
+from hps.scoring.signature import NetworkLookup, Signature, Source
 
 _ALIGNED = 64
 _LEAST = 16
@@ -36,7 +36,7 @@ class BatchForm(NamedTuple):
         return [self.requests if once else self.samples for once in self.once]
 
 
-class Buffer(NamedTuple):
+class KeptBuffer(NamedTuple):
     """Memory of keys or weights that a lookup reads, and that are copied or computed in each batch.
 
     Attributes:
@@ -77,7 +77,7 @@ class BatchLayout:
     size_bytes: int
     once: frozenset[str]
     vectors: tuple[tuple[int, ...], ...]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[KeptBuffer, ...]
 
     @property
     def beside_bytes(self) -> int:
@@ -148,7 +148,7 @@ def lay_out(
         for source, dtype in zip(sources, ("int64", "float32"), strict=False):
             shape = () if source.column is not None else rows[source.name]
             if not _reads(lookup, features.get(source.name), source, dtype, once):
-                buffers.append(Buffer(place, source, dtype, (count, *shape)))
+                buffers.append(KeptBuffer(place, source, dtype, (count, *shape)))
         vectors.append((count, *_row_of(signature, lookup, rows), lookup.dim))
     indices = form.samples if form.requests else 0
     keys_only = _keys_only(signature, {(one.lookup, one.source) for one in buffers})
@@ -180,14 +180,14 @@ def lay_out(
     )
 
 
-def _reads(lookup: Lookup, feature: Feature | None, source: Source, dtype: str, once: set[str]) -> bool:
+def _reads(lookup: NetworkLookup, feature: Feature | None, source: Source, dtype: str, once: set[str]) -> bool:
     """Return whether a lookup reads a feature as it is given."""
     if feature is None or source.column is not None or (not feature.is_lookup and feature.dtype != dtype):
         return False
     return feature.name not in once or lookup.name in once
 
 
-def _row_of(signature: Signature, lookup: Lookup, rows: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _row_of(signature: Signature, lookup: NetworkLookup, rows: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the shape of a sample's vectors, without their width."""
     if lookup.combiner or lookup.keys.column is not None:
         return ()

@@ -10,14 +10,14 @@ import numpy as np
 from hps.networks.base import Tensor
 from hps.scoring.merging import Keys, Merged
 from hps.scoring.runner import Runner, index_of
-from hps.scoring.signature import Lookup, Source
-from hps.tensors.bags import Bags, pooled_segments
-from hps.tensors.segments import Segment, named_segments
+from hps.scoring.signature import NetworkLookup, Source
+from hps.tensors.bags import Bags, pooled_batch
+from hps.tensors.batch import named_batch
 from hps.types import KeyArray
 
 
 @dataclass(slots=True)
-class _Batch:
+class _ScoredBatch:
     """What is known of a batch, by name of a feature, an output of a keys program, or a lookup.
 
     Attributes:
@@ -64,7 +64,7 @@ class NewBatches:
         Args:
             dry: nothing is looked up; all vectors are zero.
         """
-        batch = _Batch(self._placed(merged.values), dict(merged.times), merged.sizes)
+        batch = _ScoredBatch(self._placed(merged.values), dict(merged.times), merged.sizes)
         self._compute_keys(batch)
         self._find_vectors(batch, dry)
         network, inputs, indices = self._runner.network, {}, {}
@@ -88,7 +88,7 @@ class NewBatches:
             for name, given in values.items()
         }
 
-    def _compute_keys(self, batch: _Batch) -> None:
+    def _compute_keys(self, batch: _ScoredBatch) -> None:
         """Run the keys programs: those whose inputs were all given once, on a row a request."""
         for program, network in zip(self._signature.programs, self._runner.calls.programs, strict=True):
             times = self._shared_times(batch, program.inputs)
@@ -105,7 +105,7 @@ class NewBatches:
                 if times is not None:
                     batch.times[name] = times
 
-    def _shared_times(self, batch: _Batch, names: Sequence[str]) -> KeyArray | None:
+    def _shared_times(self, batch: _ScoredBatch, names: Sequence[str]) -> KeyArray | None:
         """Return how often each row of several values counts, if it is the same of all; None if each counts once."""
         times = [batch.times.get(name) for name in names]
         first = times[0]
@@ -113,7 +113,7 @@ class NewBatches:
             return None
         return first
 
-    def _each(self, batch: _Batch, name: str) -> Any:
+    def _each(self, batch: _ScoredBatch, name: str) -> Any:
         """Return values with a row for each sample."""
         values, times = batch.values[name], batch.times.get(name)
         if times is None:
@@ -121,7 +121,7 @@ class NewBatches:
         index = index_of(times)
         return self._runner.network.take(values, self._runner.network.put(index)) if self._runner.on_device else values[index]
 
-    def _find_vectors(self, batch: _Batch, dry: bool) -> None:
+    def _find_vectors(self, batch: _ScoredBatch, dry: bool) -> None:
         """Look up the vectors of all lookups."""
         asked = {place: self._ask(batch, one) for place, one in enumerate(self._signature.lookups)}
         for pooled, places in self._runner.groups({place: one.bags is not None for place, one in asked.items()}):
@@ -147,15 +147,14 @@ class NewBatches:
     def _look_up(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
         """Look up one lookup of each table."""
         index, on_device = self._indices.__getitem__, self._runner.on_device
+        tables_of = self._runner.tables
         if pooled:
-            segments: Sequence[Segment] = pooled_segments(tables, outs, index, self._runner.tables, on_cuda=on_device)
+            batch = pooled_batch(tables, outs, index, tables_of, on_cuda=on_device)
         else:
-            segments = named_segments(
-                tables, outs, index, self._indices, self._runner.tables, on_cuda=on_device, with_found=False
-            )
-        self._runner.lookup(segments)
+            batch = named_batch(tables, outs, index, self._indices, tables_of, on_cuda=on_device, with_found=False)
+        self._runner.lookup(batch)
 
-    def _ask(self, batch: _Batch, lookup: Lookup) -> _Asked:
+    def _ask(self, batch: _ScoredBatch, lookup: NetworkLookup) -> _Asked:
         """Find the keys of a lookup, and its bags if it pools."""
         if lookup.feature >= 0:
             given: Keys = batch.values[lookup.name]
@@ -186,7 +185,7 @@ class NewBatches:
             return _Asked(keys, (len(keys),), None)
         return _Asked(rows, (len(keys),), lookup.bags_of(rows, None, weights))
 
-    def _source(self, batch: _Batch, source: Source, dtype: "np.dtype[Any]", each: bool) -> Any:
+    def _source(self, batch: _ScoredBatch, source: Source, dtype: "np.dtype[Any]", each: bool) -> Any:
         """Return the values of a source, C-contiguous and of a dtype.
 
         Args:

@@ -23,7 +23,7 @@ from hps.scoring.packing import PackedRequest, gather, gather_into, rows_of
 from hps.scoring.runner import Outputs, Runner
 from hps.scoring.signature import Source
 from hps.tensors.bags import pooling_of
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import IndexArray, KeyArray
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _Bound:
     target: Tensor
     source: Tensor
     keys: Callable[[], Mapping[str, Tensor]] | None
-    lookups: list[Sequence[Segment]]
+    lookups: list[Batch]
     run: Callable[[], Mapping[str, Tensor]]
 
 
@@ -163,8 +163,8 @@ class KeptBatches:
             network.write(bound.target, bound.source)
         if bound.keys is not None:
             self._runner.running(bound.keys, "a keys program")
-        for segments in bound.lookups:
-            self._runner.lookup(segments)
+        for batch in bound.lookups:
+            self._runner.lookup(batch)
         looked_up = perf_counter_ns()
         outputs = self._runner.run(bound.run)
         if on_device:
@@ -360,14 +360,16 @@ class KeptBatches:
         for program in self._signature.programs:
             count = self._rows_of(kept, by_name, program.inputs)
             by_name |= dict.fromkeys(program.outputs, count)
-        segments = []
+        parts = []
         for place, lookup in enumerate(self._signature.lookups):
             count = self._rows_of(kept, by_name, [one.name for one in (lookup.keys, lookup.weights) if one is not None])
             keys, weights = (self._values(kept, keys_only, place, source, count) for source in (lookup.keys, lookup.weights))
             by_name[lookup.name] = count if lookup.feature < 0 else by_name[lookup.name]
-            segments.append(self._segment(kept, place, count, keys, weights))
-        groups = runner.groups({place: one.pooling is not None for place, one in enumerate(segments)})
-        lookups = [runner.bind([segments[place] for place in places]) for _, places in groups]
+            parts.append(self._batch(kept, place, count, keys, weights))
+        groups = runner.groups({place: bool(part.poolings) for place, part in enumerate(parts)})
+        lookups = [Batch.merged([parts[place] for place in places]) for _, places in groups]
+        for batch in lookups:
+            batch.kept = True
         if runner.on_device:
             target, source = (runner.network.part(memory, 0, "uint8", (at,)) for memory in (kept.memory, kept.source))
             return _Bound(starts, target, source, kept.keys, lookups, kept.run)
@@ -388,7 +390,7 @@ class KeptBatches:
             return buffer[:rows].reshape(-1)
         return keys_only[source.name] if source.name in keys_only else kept.regions[source.name][:rows].reshape(-1)
 
-    def _segment(self, kept: KeptMemory, place: int, rows: int, keys: Tensor, weights: Tensor | None) -> Segment:
+    def _batch(self, kept: KeptMemory, place: int, rows: int, keys: Tensor, weights: Tensor | None) -> Batch:
         lookup, n = self._signature.lookups[place], prod(keys.shape)
         out = kept.vectors[place][:rows].reshape(-1, lookup.dim)
         if lookup.clips:
@@ -398,7 +400,7 @@ class KeptBatches:
             pooling = pooling_of(lookup.name, bags, n, (rows, n // rows), self._runner.on_device)
         else:
             pooling = None
-        return Segment(lookup.table, keys, out, None, n, pooling)
+        return Batch.of(lookup.table, keys, out, None, n, pooling)
 
 
 def _rounded(rows: int) -> int:

@@ -10,7 +10,7 @@ from hps.errors import DeviceError, NetworkError
 from hps.networks.base import Network, Tensor
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.signature import Signature
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import KeyArray, TableSpec
 
 Outputs: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -23,8 +23,7 @@ class Runner:
 
     Args:
         model: its name, for errors.
-        lookup: looks segments up.
-        bind: prepares segments for lookups again and again.
+        lookup: looks a batch up.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
     """
 
@@ -34,8 +33,7 @@ class Runner:
         tables: Sequence[TableSpec],
         signature: Signature,
         calls: NetworkCalls,
-        lookup: Callable[[Sequence[Segment]], None],
-        bind: Callable[[Sequence[Segment]], Sequence[Segment]],
+        lookup: Callable[[Batch], None],
         *,
         on_device: bool,
     ) -> None:
@@ -45,7 +43,6 @@ class Runner:
         self.calls = calls
         self.network: Network = calls.network
         self.lookup = lookup
-        self.bind = bind
         self.on_device = on_device
 
     def run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:

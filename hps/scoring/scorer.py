@@ -22,7 +22,7 @@ from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest
 from hps.scoring.runner import Outputs, Runner
 from hps.scoring.signature import Signature
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import KeyArray, TableSpec
 
 __all__ = ["Outputs", "Request", "ScoreTimes", "Scorer"]
@@ -55,8 +55,7 @@ class Scorer:
 
     Args:
         model: its name, for errors.
-        lookup: looks segments up.
-        bind: prepares segments for lookups again and again; None: they are looked up as they are.
+        lookup: looks a batch up.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
 
     Attributes:
@@ -69,9 +68,8 @@ class Scorer:
         tables: Sequence[TableSpec],
         signature: Signature,
         network: NetworkCalls,
-        lookup: Callable[[Sequence[Segment]], None],
+        lookup: Callable[[Batch], None],
         *,
-        bind: Callable[[Sequence[Segment]], Sequence[Segment]] | None = None,
         on_device: bool = False,
         refuse_nan: bool = True,
         max_samples: int = 1,
@@ -83,9 +81,7 @@ class Scorer:
         self._refuse_nan = refuse_nan
         self._max_samples = max_samples
         self.outputs = tuple(outputs)
-        self._runner = Runner(
-            model, tables, signature, network, lookup, bind or (lambda segments: segments), on_device=on_device
-        )
+        self._runner = Runner(model, tables, signature, network, lookup, on_device=on_device)
         self._new = NewBatches(self._runner)
         self._kept = KeptBatches(self._runner, max_samples)
         self._own = threading.Lock()  # of what is kept
@@ -112,6 +108,8 @@ class Scorer:
         outputs: Outputs | None = None
         looked_up = began
         padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
+        # Memory that is kept serves one batch at a time. Another one does not wait for it: to score it in new memory costs an
+        # allocation, to wait costs a run of the network. Nor is a padded batch put there, whose last request is repeated.
         if not padding and self._own.acquire(False):
             try:
                 outputs, looked_up = self._kept.score(requests, counts)

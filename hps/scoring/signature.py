@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class NetworkLookup:
     """Vectors that a network reads. *Immutable.*
 
     Attributes:
@@ -117,7 +117,7 @@ class Signature:
     """
 
     features: tuple[Feature, ...]
-    lookups: tuple[Lookup, ...]
+    lookups: tuple[NetworkLookup, ...]
     programs: tuple[KeysProgram, ...] = ()
     network_inputs: tuple[str, ...] = ()
     guards: tuple[SizeCondition, ...] = ()
@@ -154,7 +154,7 @@ class Signature:
                 found.append(NetworkTensor(name, "float32", self._vectors_shape(lookup)))
         return found
 
-    def _vectors_shape(self, lookup: Lookup) -> tuple[int, ...] | None:
+    def _vectors_shape(self, lookup: NetworkLookup) -> tuple[int, ...] | None:
         """Return the shape of vectors; None if only the keys program tells it."""
         feature = next((one for one in self.features if one.name == lookup.keys.name), None)
         if lookup.combiner or lookup.keys.column is not None:
@@ -236,14 +236,14 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     places = {table.table_name: place for place, table in enumerate(tables)}
     names = {name: place for place, name in enumerate(dense.inputs)}
     features: list[Feature] = []
-    lookups: list[Lookup] = []
+    lookups: list[NetworkLookup] = []
     for name, one in dense.inputs.items():
         if one.table is not None:
             place = places[one.table]
             table = tables[place]
             combiner = "" if one.pooling == "none" else one.pooling
             lookups.append(
-                Lookup(
+                NetworkLookup(
                     name,
                     place,
                     table.dim,
@@ -276,7 +276,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         place = places[lookup.table]
         keys, offsets, weights = (_source(one) for one in (lookup.keys, lookup.offsets, lookup.weights))
         lookups.append(
-            Lookup(
+            NetworkLookup(
                 name,
                 place,
                 tables[place].dim,

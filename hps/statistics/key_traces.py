@@ -222,16 +222,18 @@ class KeyRecorder:
         close_at_exit(self, KeyRecorder.close)
         disown_in_children(self)
 
-    def record(self, tables: Sequence[TableSpec], segments: Sequence[Any]) -> None:
-        """Record a lookup's segments of these tables. Never waits or raises."""
+    def record(self, tables: Sequence[TableSpec], batch: Any) -> None:
+        """Record the keys of a `Batch` of these tables. Never waits or raises."""
         if self._ended:
             return
         number = next(self._numbers)
         if self._waiting_keys > _MOST_WAITING_KEYS:
-            self._dropped += sum(segment.n for segment in segments)
+            self._dropped += sum(batch.sizes)
             return
-        for segment in segments:
-            keys, n = segment.keys, segment.n
+        if batch.joined:  # in device memory
+            self._unread += sum(batch.sizes)
+            return
+        for table, n, keys in zip(batch.tables, batch.sizes, batch.keys, strict=True):
             if type(keys) is not np.ndarray:
                 self._unread += n
                 continue
@@ -241,7 +243,7 @@ class KeyRecorder:
             except TypeError:  # unaligned keys
                 taken = _sample(np.array(keys, np.int64), self._threshold, scratch)
             self._waiting_keys += taken + 8  # 8 for the entry itself; races may miscount slightly
-            self._waiting.append((number, tables[segment.table], n, scratch[:taken].copy() if taken else _NONE))
+            self._waiting.append((number, tables[table], n, scratch[:taken].copy() if taken else _NONE))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write the waiting keys, and end the recording. Idempotent."""

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack import CAPSULE, adopt
-from hps.tensors.segments import (
-    Segment,
+from hps.tensors.batch import (
+    Batch,
+    Part,
     adopt_keys,
     adopt_output,
     as_host_array,
@@ -35,6 +35,7 @@ from hps.tensors.segments import (
     refuse_repeated_tables,
     size_on_device,
 )
+from hps.tensors.dlpack import CAPSULE, adopt
 from hps.types import DeviceArray, TableSpec
 
 _EXPECTED = {"offsets": "int64 or int32", "weights": "float32"}
@@ -90,7 +91,7 @@ class Bags:
 
 @dataclass(slots=True, eq=False)
 class Pooling:
-    """The bags of a segment. *Immutable.*
+    """The bags of a table's keys in a batch. *Immutable.*
 
     Attributes:
         count: number of bags (B).
@@ -117,31 +118,15 @@ class Pooling:
         return Arithmetic.SUMS if self.weights is None and not self.max_norm else Arithmetic.WEIGHTED_SUMS
 
 
-@dataclass(slots=True, eq=False)
-class Columns:
-    """Consecutive columns of a (rows, width) float32 tensor that several segments share, in CUDA memory.
-
-    Attributes:
-        tensor: C-contiguous; a CUDA cache inspects it once for all segments.
-        start: first column.
-        rows, width: expected dimensions; the tensor has at least rows x width elements.
-    """
-
-    tensor: DeviceArray
-    start: int
-    rows: int
-    width: int
-
-
-def pooled_segments(
+def pooled_batch(
     tables: Mapping[Any, Bags],
     out: Any,
     table_index: Callable[[Any], int],
     specs: Sequence[TableSpec],
     *,
     on_cuda: bool,
-) -> list[Segment]:
-    """Build one segment with `pooling` for each table that a caller names.
+) -> Batch:
+    """Make a batch of the bags of the tables that a caller names.
 
     Args:
         out: by table, (B, dim) float32 each; or one tensor (B, sum of dims), with the columns of the tables in their order;
@@ -157,7 +142,7 @@ def pooled_segments(
     width = sum([specs[index].dim for _name, index, _bags in found])
     shared = None
     column = 0
-    segments = []
+    poolings, sizes, flats, places = [], [], [], []
     for name, index, bags in found:
         dim = specs[index].dim
         if not isinstance(bags, Bags):
@@ -180,11 +165,15 @@ def pooled_segments(
                     "many of each table, since one tensor takes the vectors of all; or name an output for every table"
                 )
             on_host = isinstance(shared, np.ndarray)
-            place = shared[:, column : column + dim] if on_host else Columns(shared, column, rows, width)
+            place = shared[:, column : column + dim] if on_host else Part(shared, column, rows * width, width)
             column += dim
-        segments.append(Segment(index, keys, place, None, n, pooling))
-    refuse_repeated_tables([segment.table for segment in segments], specs)
-    return segments
+        poolings.append(pooling)
+        sizes.append(n)
+        flats.append(keys)
+        places.append(place)
+    indexes = [index for _name, index, _bags in found]
+    refuse_repeated_tables(indexes, specs)
+    return Batch(indexes, sizes, flats, places, (), poolings)
 
 
 def input_arrays(name: str, given: Any, dtype: npt.DTypeLike | None = None) -> dict[str, npt.NDArray[Any]]:

@@ -19,7 +19,7 @@ import pytest
 from hps.cache.base import CacheLookup, EmbeddingCache
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.tensors.bags import COMBINERS, Combiner, Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.pooling_oracle import Expected, pooled
 from hps.types import BoolArray, DeviceArray, FloatArray, IndexArray, KeyArray, TableSpec
 
@@ -114,23 +114,23 @@ class CacheContract:
 
     # -- what a session does, on host arrays ---------------------------------------------------------------------------
 
-    def segment(self, cache: EmbeddingCache, table: int, keys: KeyArray, *, with_found: bool = True) -> Segment:
-        """A segment on the device, its output full of NaN and its found-mask of nonsense."""
+    def batch(self, cache: EmbeddingCache, table: int, keys: KeyArray, *, with_found: bool = True) -> Batch:
+        """A batch on the device, its output full of NaN and its found-mask of nonsense."""
         out = np.full((keys.size, cache.tables[table].dim), np.nan, np.float32)
         found = self.to_device(np.arange(keys.size) % 2 == 0) if with_found else None
-        return Segment(table, self.to_device(keys), self.to_device(out), found)
+        return Batch.of(table, self.to_device(keys), self.to_device(out), found)
 
     def query(
         self, cache: EmbeddingCache, keys: KeyArray, table: int = 0, lookup: CacheLookup | None = None
     ) -> tuple[FloatArray, BoolArray]:
         """Query one table; returns what `out` and `found` hold then."""
-        lookup, segment = lookup or cache.create_lookup(), self.segment(cache, table, keys)
-        missing = lookup.query([segment])
+        lookup, batch = lookup or cache.create_lookup(), self.batch(cache, table, keys)
+        missing = lookup.query(batch)
         lookup.finish()
-        found = self.to_host(segment.found)
+        found = self.to_host(batch.founds[0])
         assert missing == keys.size - np.count_nonzero(found)
         assert lookup.counts == [missing]
-        return self.to_host(segment.out), found
+        return self.to_host(batch.outs[0]), found
 
     def resident(self, cache: EmbeddingCache, keys: KeyArray, table: int = 0) -> BoolArray:
         return np.isin(keys, np.array(list(self.raw_rows(cache, table)), np.int64))
@@ -138,14 +138,14 @@ class CacheContract:
     def lookup(
         self,
         cache: EmbeddingCache,
-        segments: Sequence[Segment],
+        batch: Batch,
         known: KeyArray,
         lookup: CacheLookup | None = None,
         vectors_below: Callable[[KeyArray, int], FloatArray] = lambda keys, dim: vectors_of(keys, dim, 1),
     ) -> list[int]:
         """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
         lookup = lookup or cache.create_lookup()
-        missing = lookup.query(segments)
+        missing = lookup.query(batch)
         assert missing == sum(lookup.counts)
         for missed in lookup.unique():
             buffer = missed.buffer()
@@ -198,21 +198,21 @@ class CacheContract:
         cache, keys = create(spec(8), 1000), distinct_keys(20)
         asked = np.random.default_rng(3).choice(keys, 3000)
         cache.insert(0, keys[:10], vectors_of(keys[:10], 8))
-        segment = self.segment(cache, 0, asked)
-        assert self.lookup(cache, [segment], keys) == [np.count_nonzero(np.isin(asked, keys[10:]))]
+        batch = self.batch(cache, 0, asked)
+        assert self.lookup(cache, batch, keys) == [np.count_nonzero(np.isin(asked, keys[10:]))]
         expected = vectors_of(asked, 8, np.isin(asked, keys[10:]))
-        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
-        assert self.to_host(segment.found).all()
+        np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected))
+        assert self.to_host(batch.founds[0]).all()
 
     def test_missing_keys_are_listed_once_and_outlive_the_lookup(self, create: Create) -> None:
         cache, keys = create([spec(4, "a"), spec(4, "b")], [1000, 1000]), distinct_keys(300)
         asked = np.concatenate([keys, keys[:50], keys[100:200]])
         lookup = cache.create_lookup()
-        lookup.query([self.segment(cache, 1, asked, with_found=False)])
+        lookup.query(self.batch(cache, 1, asked, with_found=False))
         (missed,) = lookup.unique()
-        assert missed.segment.table == 1
+        assert missed.table == 1
         assert missed.keys.dtype == np.int64
-        lookup.query([self.segment(cache, 1, distinct_keys(500, seed=9))])
+        lookup.query(self.batch(cache, 1, distinct_keys(500, seed=9)))
         lookup.unique()
         np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys))
 
@@ -222,10 +222,10 @@ class CacheContract:
         cache.insert(0, keys[missing:], vectors_of(keys[missing:], 16))
         was_resident = self.resident(cache, keys)
         asked = np.random.default_rng(4).permutation(np.arange(keys.size))
-        segment = self.segment(cache, 0, keys[asked])
-        assert self.lookup(cache, [segment], keys) == [np.count_nonzero(~was_resident)]
+        batch = self.batch(cache, 0, keys[asked])
+        assert self.lookup(cache, batch, keys) == [np.count_nonzero(~was_resident)]
         expected = vectors_of(keys, 16, ~was_resident)[asked]
-        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected))
         out, found = self.query(cache, keys)
         np.testing.assert_array_equal(found, self.resident(cache, keys))
         assert np.count_nonzero(found) >= keys.size - 5
@@ -241,13 +241,13 @@ class CacheContract:
         was_resident = self.resident(cache, keys)
         draw = np.random.default_rng(6).zipf(1.2, 80_000) - 1
         asked = np.concatenate([np.arange(40_000), draw[draw < 40_000]])
-        segment = self.segment(cache, 0, keys[asked], with_found=with_found)
+        batch = self.batch(cache, 0, keys[asked], with_found=with_found)
         lookup = cache.create_lookup()
         for part in (asked, asked[3000:3100], asked):  # its memory serves large and small lookups in any order
-            lookup.query([self.segment(cache, 0, keys[part])])
+            lookup.query(self.batch(cache, 0, keys[part]))
             distinct = np.unique(keys[part][~was_resident[part]])
             assert [np.sort(one.keys).tolist() for one in lookup.unique()] == [distinct.tolist()] * bool(distinct.size)
-        assert lookup.query([segment]) == np.count_nonzero(~was_resident[asked])
+        assert lookup.query(batch) == np.count_nonzero(~was_resident[asked])
         (missed,) = lookup.unique()
         np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys[~was_resident]))
         known = missed.keys % 3 != 0
@@ -261,9 +261,9 @@ class CacheContract:
         lookup.finish()
         expected = vectors_of(keys, 5, ~was_resident)
         expected[~was_resident & (keys % 3 == 0)] = DEFAULT
-        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected[asked]))
+        np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected[asked]))
         if with_found:
-            np.testing.assert_array_equal(self.to_host(segment.found), (was_resident | (keys % 3 != 0))[asked])
+            np.testing.assert_array_equal(self.to_host(batch.founds[0]), (was_resident | (keys % 3 != 0))[asked])
         assert set(self.raw_rows(cache, 0)) <= set(keys[was_resident | (keys % 3 != 0)].tolist())
 
     @pytest.mark.parametrize("with_found", [True, False])
@@ -271,13 +271,13 @@ class CacheContract:
         cache, keys = create(spec(3), 2000), distinct_keys(200)
         known = keys[:120]
         cache.insert(0, keys[:30], vectors_of(keys[:30], 3))
-        segment = self.segment(cache, 0, keys, with_found=with_found)
-        assert self.lookup(cache, [segment], known) == [170]
-        out = self.to_host(segment.out)
+        batch = self.batch(cache, 0, keys, with_found=with_found)
+        assert self.lookup(cache, batch, known) == [170]
+        out = self.to_host(batch.outs[0])
         np.testing.assert_array_equal(bits(out[:120]), bits(vectors_of(known, 3, np.arange(120) >= 30)))
         assert (out[120:] == DEFAULT).all()
         if with_found:
-            np.testing.assert_array_equal(self.to_host(segment.found), np.arange(200) < 120)
+            np.testing.assert_array_equal(self.to_host(batch.founds[0]), np.arange(200) < 120)
         assert set(self.raw_rows(cache, 0)) == set(known.tolist())
         assert set(cache.dump(0).tolist()) == set(known.tolist())
         _out, found = self.query(cache, keys)
@@ -286,7 +286,7 @@ class CacheContract:
     def test_a_vector_that_became_resident_meanwhile_is_kept(self, create: Create) -> None:
         cache, keys = create(spec(3), 2000), distinct_keys(20)
         lookup, every = cache.create_lookup(), np.ones(20, np.bool_)
-        lookup.query([self.segment(cache, 0, keys)])
+        lookup.query(self.batch(cache, 0, keys))
         (missed,) = lookup.unique()
         missed.buffer()[:] = vectors_of(missed.keys, 3)
         missed.stage(0, 20)
@@ -301,16 +301,16 @@ class CacheContract:
         cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])
         keys = distinct_keys(80)
         cache.insert(1, keys[:50], vectors_of(keys[:50], 9))
-        lookup, segments = cache.create_lookup(), [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
-        assert lookup.query(segments) == 110
+        lookup, batches = cache.create_lookup(), [self.batch(cache, 1, keys), self.batch(cache, 0, keys)]
+        assert lookup.query(Batch.merged(batches)) == 110
         for missed in lookup.unique():
             missed.scatter(np.zeros(missed.keys.size, np.bool_))
         lookup.finish()
-        out = self.to_host(segments[0].out)
+        out = self.to_host(batches[0].outs[0])
         np.testing.assert_array_equal(bits(out[:50]), bits(vectors_of(keys[:50], 9)))
         assert (out[50:] == DEFAULT).all()
-        assert (self.to_host(segments[1].out) == DEFAULT).all()
-        np.testing.assert_array_equal(self.to_host(segments[0].found), np.arange(80) < 50)
+        assert (self.to_host(batches[1].outs[0]) == DEFAULT).all()
+        np.testing.assert_array_equal(self.to_host(batches[0].founds[0]), np.arange(80) < 50)
         assert lookup.counts == [30, 80]
         assert set(self.raw_rows(cache, 1)) == set(keys[:50].tolist())
 
@@ -321,22 +321,22 @@ class CacheContract:
         for table, dim in enumerate(dims):
             cache.insert(table, keys[table][:5], vectors_of(keys[table][:5], dim))
         order = [4, 0, 5, 2, 1]
-        segments = [self.segment(cache, table, keys[table]) for table in order]
-        counts = self.lookup(cache, segments, np.concatenate(keys))
+        batches = [self.batch(cache, table, keys[table]) for table in order]
+        counts = self.lookup(cache, Batch.merged(batches), np.concatenate(keys))
         assert counts == [keys[table].size - 5 for table in order]
-        for table, segment in zip(order, segments, strict=True):
+        for table, batch in zip(order, batches, strict=True):
             expected = vectors_of(keys[table], dims[table], np.arange(keys[table].size) >= 5)
-            np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+            np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected))
         assert set(self.raw_rows(cache, 3)) == set(keys[3][:5].tolist())
 
     def test_no_keys_are_a_whole_lookup(self, create: Create) -> None:
         cache, keys = create([spec(4, "a"), spec(5, "b")], [500, 500]), distinct_keys(9)
         none = np.empty(0, np.int64)
-        assert cache.create_lookup().query([]) == 0
-        empty, other = self.segment(cache, 0, none), self.segment(cache, 1, keys)
-        assert self.lookup(cache, [empty, other], keys) == [0, 9]
-        assert self.lookup(cache, [self.segment(cache, 0, none)], keys) == [0]
-        np.testing.assert_array_equal(bits(self.to_host(other.out)), bits(vectors_of(keys, 5, 1)))
+        assert cache.create_lookup().query(Batch.merged([])) == 0
+        empty, other = self.batch(cache, 0, none), self.batch(cache, 1, keys)
+        assert self.lookup(cache, Batch.merged([empty, other]), keys) == [0, 9]
+        assert self.lookup(cache, self.batch(cache, 0, none), keys) == [0]
+        np.testing.assert_array_equal(bits(self.to_host(other.outs[0])), bits(vectors_of(keys, 5, 1)))
         cache.insert(0, none, np.empty((0, 4), np.float32))
         cache.update(0, none, np.empty((0, 4), np.float32))
         cache.erase(0, none)
@@ -345,20 +345,20 @@ class CacheContract:
     def test_a_lookup_without_misses_is_finished_by_the_query(self, create: Create) -> None:
         cache, keys = create(spec(4), 4000), distinct_keys(50)
         cache.insert(0, keys, vectors_of(keys, 4))
-        lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
-        assert lookup.query([segment]) == 0
-        np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4))
-        assert self.to_host(segment.found).all()
+        lookup, batch = cache.create_lookup(), self.batch(cache, 0, keys)
+        assert lookup.query(batch) == 0
+        np.testing.assert_array_equal(self.to_host(batch.outs[0]), vectors_of(keys, 4))
+        assert self.to_host(batch.founds[0]).all()
 
     def test_a_lookup_serves_one_request_after_another(self, create: Create) -> None:
         cache = create([spec(4, "a"), spec(6, "b")], [4000, 4000])
         lookup = cache.create_lookup()
         for n in (3, 700, 20, 1500, 1):
             keys = distinct_keys(n, seed=n)
-            segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
-            self.lookup(cache, segments, keys, lookup)
-            np.testing.assert_array_equal(bits(self.to_host(segments[0].out)), bits(vectors_of(keys, 6, 1)))
-            np.testing.assert_array_equal(bits(self.to_host(segments[1].out)), bits(vectors_of(keys, 4, 1)))
+            batches = [self.batch(cache, 1, keys), self.batch(cache, 0, keys)]
+            self.lookup(cache, Batch.merged(batches), keys, lookup)
+            np.testing.assert_array_equal(bits(self.to_host(batches[0].outs[0])), bits(vectors_of(keys, 6, 1)))
+            np.testing.assert_array_equal(bits(self.to_host(batches[1].outs[0])), bits(vectors_of(keys, 4, 1)))
 
     # -- insert, update, erase, dump -----------------------------------------------------------------------------------
 
@@ -448,8 +448,8 @@ class CacheContract:
         combiner: str = "sum",
         max_norm: float | None = None,
         padding_key: int | None = None,
-    ) -> Segment:
-        """A segment with bags on the device, its output full of NaN.
+    ) -> Batch:
+        """A batch with bags on the device, its output full of NaN.
 
         Args:
             given: offsets on the `host`, on the `device`, as `int32` there, `short` without the last, or by `hotness`.
@@ -469,7 +469,7 @@ class CacheContract:
             padding_key,
         )
         out = self.to_device(np.full((count, cache.tables[table].dim), np.nan, np.float32))
-        return Segment(table, self.to_device(keys), out, None, keys.size, pooling)
+        return Batch.of(table, self.to_device(keys), out, None, keys.size, pooling)
 
     def check_bags(
         self, cache: EmbeddingCache, cases: Sequence[dict[str, Any]], known: KeyArray, lookup: CacheLookup | None = None
@@ -478,14 +478,14 @@ class CacheContract:
         lookup = lookup or cache.create_lookup()
         expected = [self.expected_bags(cache, case, known) for case in cases]
         for _ in range(2):
-            segments = [self.bags(cache, **case) for case in cases]
+            batches = [self.bags(cache, **case) for case in cases]
             missing = [self.missing_in_bags(cache, case) for case in cases]
-            assert self.lookup(cache, segments, known, lookup, small_vectors_of) == missing
+            assert self.lookup(cache, Batch.merged(batches), known, lookup, small_vectors_of) == missing
             paddings = [int(np.count_nonzero(case["keys"] == case.get("padding_key"))) for case in cases]
             padded = any(case.get("padding_key") is not None for case in cases)
             assert list(lookup.padding) == (paddings if padded else [])
-            for one, segment in zip(expected, segments, strict=True):
-                one.check(self.to_host(segment.out))
+            for one, batch in zip(expected, batches, strict=True):
+                one.check(self.to_host(batch.outs[0]))
 
     def missing_in_bags(self, cache: EmbeddingCache, case: dict[str, Any]) -> int:
         counted = case["keys"] != case.get("padding_key")
@@ -565,15 +565,15 @@ class CacheContract:
         cache, keys = create([spec(5, "a"), spec(6, "b"), spec(7, "c"), spec(8, "d")], [100] * 4), distinct_keys(4)
         bounds, weights = np.array([0, 0, 2, 4, 4]), np.array([1, -1, 0, 0], np.float32)
         none: dict[str, Any] = {"keys": keys[:0], "table": 2, "combiner": "sqrtn"}
-        segments = [
+        batches = [
             self.bags(cache, 0, keys, bounds, combiner="mean", weights=weights),
             self.bags(cache, 1, keys[[0, 0, 0, 0]], bounds, combiner="sqrtn", padding_key=int(keys[0])),
             self.bags(cache, **none, bounds=np.zeros(4, np.int64), given="device"),
             self.bags(cache, 3, keys[:0], np.zeros(1, np.int64)),
         ]
-        assert self.lookup(cache, segments, keys, vectors_below=small_vectors_of) == [4, 0, 0, 0]
-        assert [self.to_host(segment.out).shape for segment in segments] == [(4, 5), (4, 6), (3, 7), (0, 8)]
-        assert not any(self.to_host(segment.out).any() for segment in segments)
+        assert self.lookup(cache, Batch.merged(batches), keys, vectors_below=small_vectors_of) == [4, 0, 0, 0]
+        assert [self.to_host(batch.outs[0]).shape for batch in batches] == [(4, 5), (4, 6), (3, 7), (0, 8)]
+        assert not any(self.to_host(batch.outs[0]).any() for batch in batches)
 
     def test_a_maximum_is_zeros_without_keys_and_nan_where_its_first_vector_is(self, create: Create) -> None:
         """As of torch, whichever of the vectors are resident."""
@@ -586,24 +586,24 @@ class CacheContract:
             cache = create(spec(3), 100)
             chosen = np.flatnonzero(resident)
             cache.insert(0, keys[chosen], known[chosen])
-            segment = self.bags(cache, 0, keys[places], bounds, combiner="max", padding_key=int(keys[3]))
+            batch = self.bags(cache, 0, keys[places], bounds, combiner="max", padding_key=int(keys[3]))
 
             def vectors_below(asked: KeyArray, _dim: int) -> FloatArray:
                 return np.asarray(known[np.argmax(asked[:, None] == keys, 1)], np.float32)
 
-            self.lookup(cache, [segment], keys, vectors_below=vectors_below)
-            np.testing.assert_array_equal(self.to_host(segment.out), expected)
+            self.lookup(cache, batch, keys, vectors_below=vectors_below)
+            np.testing.assert_array_equal(self.to_host(batch.outs[0]), expected)
 
     def test_bags_that_are_answered_without_the_database_get_defaults(self, create: Create) -> None:
         cache, keys = create(spec(6), 1000), distinct_keys(60)
         cache.insert(0, keys[:40], small_vectors_of(keys[:40], 6))
         case = {"table": 0, **self.random_bags(keys, "host", 1)}
-        segment, lookup = self.bags(cache, **case), cache.create_lookup()
-        lookup.query([segment])
+        batch, lookup = self.bags(cache, **case), cache.create_lookup()
+        lookup.query(batch)
         (missed,) = lookup.unique()
         missed.scatter(np.zeros(missed.keys.size, np.bool_))
         lookup.finish()
-        self.expected_bags(cache, case, keys[self.resident(cache, keys)]).check(self.to_host(segment.out))
+        self.expected_bags(cache, case, keys[self.resident(cache, keys)]).check(self.to_host(batch.outs[0]))
 
     @pytest.mark.parametrize(
         ("wrong", "n"),
@@ -625,9 +625,9 @@ class CacheContract:
         }[wrong]
         bad[place] = value
         lookup = cache.create_lookup()
-        segment = self.bags(cache, 0, keys, bad, "device")
+        batch = self.bags(cache, 0, keys, bad, "device")
         with pytest.raises(InvalidInputError, match="offsets"):
-            self.lookup(cache, [segment], keys, lookup, small_vectors_of)
+            self.lookup(cache, batch, keys, lookup, small_vectors_of)
         self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": good, "given": "device"}], keys, lookup)
 
     @pytest.mark.parametrize(("dim", "static"), [(4, False), (33, False), (128, False), (33, True)])
@@ -659,8 +659,8 @@ class CacheContract:
                     asked[:] = asked[:, :1]  # bags of one key
                 bounds = np.arange(asked.shape[0] + 1) * asked.shape[1]
                 oldest = complete[asked].sum(1)
-                segment = self.bags(cache, 0, keys[asked].reshape(-1), bounds, "hotness")
-                lookup.query([segment])
+                batch = self.bags(cache, 0, keys[asked].reshape(-1), bounds, "hotness")
+                lookup.query(batch)
                 for missed in lookup.unique():
                     rows = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
                     missed.buffer()[:] = patterns[rows] + complete[rows, None].astype(np.float32)
@@ -668,7 +668,7 @@ class CacheContract:
                     missed.scatter(np.ones(rows.size, np.bool_))
                 lookup.finish()
                 newest = begun[asked].sum(1)
-                versions = self.to_host(segment.out) - patterns[asked].sum(1)
+                versions = self.to_host(batch.outs[0]) - patterns[asked].sum(1)
                 np.testing.assert_array_equal(versions, np.broadcast_to(versions[:, :1], versions.shape))
                 assert (versions[:, 0] >= oldest).all()
                 assert (versions[:, 0] <= newest).all()
@@ -712,10 +712,10 @@ class CacheContract:
         cache.insert(0, keys, vectors_of(keys, 4))
         cache.update(0, keys, vectors_of(keys, 4))
         cache.erase(0, keys[:3])
-        segment = self.segment(cache, 0, keys)
-        assert self.lookup(cache, [segment], keys) == [50]
-        assert self.lookup(cache, [segment], keys) == [50]
-        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(keys, 4, 1)))
+        batch = self.batch(cache, 0, keys)
+        assert self.lookup(cache, batch, keys) == [50]
+        assert self.lookup(cache, batch, keys) == [50]
+        np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(vectors_of(keys, 4, 1)))
         assert not self.query(cache, keys)[1].any()
         assert cache.dump(0).size == 0
         assert cache.stats(0).capacity_rows == cache.stats(0).resident_rows == 0
@@ -780,9 +780,9 @@ class CacheContract:
         if inserted:
             cache.insert(0, new, vectors_of(new, 4, 1))
         else:
-            segment = self.segment(cache, 0, new)
-            assert self.lookup(cache, [segment], new) == [3]
-            np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(new, 4, 1)))
+            batch = self.batch(cache, 0, new)
+            assert self.lookup(cache, batch, new) == [3]
+            np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(vectors_of(new, 4, 1)))
         assert cache.stats(0).evictions == evictions + 3 * inserted
         assert self.resident(cache, used).all() == (not inserted)
         assert self.resident(cache, new).any() == inserted
@@ -814,11 +814,11 @@ class CacheContract:
 
     def test_a_closed_cache_says_so(self, create: Create) -> None:
         cache, keys = create(spec(4), 100), distinct_keys(5)
-        lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
+        lookup, batch = cache.create_lookup(), self.batch(cache, 0, keys)
         cache.close()
         cache.close()
         with pytest.raises(NotReadyError):
-            lookup.query([segment])
+            lookup.query(batch)
         with pytest.raises(NotReadyError):
             cache.insert(0, keys, vectors_of(keys, 4))
 
@@ -976,9 +976,9 @@ class CacheContract:
         cache, keys = create(spec(4), 100, static=True), distinct_keys(30)
         cache.insert(0, keys[:20], vectors_of(keys[:20], 4, 1))
         for _ in range(2):
-            segment = self.segment(cache, 0, keys)
-            assert self.lookup(cache, [segment], keys) == [10]
-            np.testing.assert_array_equal(self.to_host(segment.out), vectors_of(keys, 4, 1))
+            batch = self.batch(cache, 0, keys)
+            assert self.lookup(cache, batch, keys) == [10]
+            np.testing.assert_array_equal(self.to_host(batch.outs[0]), vectors_of(keys, 4, 1))
         self.check_static(cache, keys[:20], 1)
 
     def test_a_complete_cache_answers_absent_keys_itself(self, create: Create) -> None:
@@ -987,18 +987,18 @@ class CacheContract:
             cache.insert(table, keys[:40], vectors_of(keys[:40], dim))
         lookup = cache.create_lookup()
         assert not cache.complete
-        assert lookup.query([self.segment(cache, 0, keys)]) == 20
+        assert lookup.query(self.batch(cache, 0, keys)) == 20
         lookup.finish()
         cache.tell_complete(complete=True)
         for absent in (20, 21):  # with a key that is deleted in the second round
-            segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys[:5], with_found=False)]
-            assert lookup.query(segments) == 0
+            batches = [self.batch(cache, 1, keys), self.batch(cache, 0, keys[:5], with_found=False)]
+            assert lookup.query(Batch.merged(batches)) == 0
             assert (list(lookup.absent), sum(lookup.linked)) == ([absent, absent - 20], 0)
-            out, found = self.to_host(segments[0].out), self.to_host(segments[0].found)
+            out, found = self.to_host(batches[0].outs[0]), self.to_host(batches[0].founds[0])
             np.testing.assert_array_equal(found, np.isin(keys, keys[absent - 20 : 40]))
             np.testing.assert_array_equal(out[found], vectors_of(keys[found], 7))
             assert (out[~found] == np.float32(DEFAULT)).all()
-            assert lookup.query([self.segment(cache, 1, keys[absent - 20 : 40])]) == 0
+            assert lookup.query(self.batch(cache, 1, keys[absent - 20 : 40])) == 0
             assert not any(lookup.absent)
             cache.erase(0, keys[:1])
             cache.erase(1, keys[:1])
@@ -1015,13 +1015,13 @@ class CacheContract:
         cache.write(0, keys[42:], vectors_of(keys[42:], 4))
         assert not cache.complete
         lookup = cache.create_lookup()
-        assert lookup.query([self.segment(cache, 0, keys)]) == 1
+        assert lookup.query(self.batch(cache, 0, keys)) == 1
         lookup.finish()
         cache.erase(0, keys[42:])
         cache.tell_complete(complete=True)
         cache.drop(0, keys[:2])
         assert not cache.complete
-        assert lookup.query([self.segment(cache, 0, keys)]) == 3
+        assert lookup.query(self.batch(cache, 0, keys)) == 3
         lookup.finish()
 
     def test_only_static_caches_are_complete(self, create: Create) -> None:

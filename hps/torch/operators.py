@@ -35,8 +35,8 @@ from hps.errors import (
     VersionMismatchError,
 )
 from hps.parameter_server import HPS
-from hps.tensors.bags import Bags, Columns, Pooling, pooled_segments, pooling_of
-from hps.tensors.segments import Segment, refuse_repeated_tables, tensor_segment
+from hps.tensors.bags import Bags, Pooling, pooled_batch, pooling_of
+from hps.tensors.batch import Batch, Part, refuse_repeated_tables, table_batch
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, repeated_after_takeover
 
@@ -173,11 +173,8 @@ def _deployment(server: HPS, model_name: str, version: str) -> Deployment:
         ) from error
 
 
-def _look_up(session: Session, segments: Sequence[Segment], *, on_cuda: bool, wait: bool) -> None:
-    if wait and not (on_cuda and torch.cuda.is_current_stream_capturing()):
-        session.lookup(segments)
-    else:
-        session.enqueue(segments)
+def _look_up(session: Session, batch: Batch, *, on_cuda: bool, wait: bool) -> None:
+    session.run(batch, wait=wait and not (on_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def lookup_rows(
@@ -226,17 +223,15 @@ def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int |
     if wait and not on_cuda:
         flat = keys.numpy().reshape(-1)
         vectors = np.empty((flat.size, emb_vec_size), np.float32)
-        session.lookup([Segment(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors)], began)
+        session.run(Batch.of(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors), began)
         return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
     out = keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
     if on_cuda and session.on_cuda:  # the cache reads torch's tensors by itself
-        segment = Segment(index, keys, out, None, keys.numel())
-        if wait and not torch.cuda.is_current_stream_capturing():
-            session.lookup([segment], began)
-            return out
-    else:
-        segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
-    _look_up(session, [segment], on_cuda=on_cuda, wait=wait)
+        batch = Batch((index,), (keys.numel(),), (keys,), (out,))
+        session.run(batch, began, wait=wait and not torch.cuda.is_current_stream_capturing())
+        return out
+    batch = table_batch(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
+    _look_up(session, batch, on_cuda=on_cuda, wait=wait)
     return out
 
 
@@ -482,8 +477,8 @@ def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], 
         session = deployment.session(device.index)
         out: Any = np.empty((count, width), np.float32) if on_host else torch.empty((count, width), device=device)
         tables = {features.of[place].table: bags[place] for place in places}
-        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        _look_up(session, segments, on_cuda=not on_host, wait=call.wait)
+        batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
+        _look_up(session, batch, on_cuda=not on_host, wait=call.wait)
         parts.append(torch.from_numpy(out) if on_host else out)
     return parts
 
@@ -503,8 +498,12 @@ def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | Non
         return None
     shape = count, features.width
     out: Any = np.empty(shape, np.float32) if on_host else torch.empty(shape, dtype=torch.float32, device=device)
-    segments, column = [], 0
-    for place, (feature, index, its) in enumerate(zip(features.of, indices, keys, strict=True)):
+    sizes: list[int] = []
+    flats: list[Any] = []
+    outs: list[Any] = []
+    asked: list[Pooling] = []
+    column = 0
+    for place, (feature, its) in enumerate(zip(features.of, keys, strict=True)):
         if its.dtype is not torch.int64 or its.dim() != 2 or its.device != device or not its.is_contiguous():
             return None
         bags, hotness = its.shape
@@ -518,10 +517,13 @@ def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | Non
                 return None
             columns = out[:, column : column + feature.dim]
         else:
-            columns = Columns(out, column, count, features.width)
-        segments.append(Segment(index, flat, columns, None, count * hotness, pooling))
+            columns = Part(out, column, count * features.width, features.width)
+        sizes.append(count * hotness)
+        flats.append(flat)
+        outs.append(columns)
+        asked.append(pooling)
         column += feature.dim
-    _look_up(session, segments, on_cuda=not on_host, wait=call.wait)
+    _look_up(session, Batch(indices, sizes, flats, outs, (), asked), on_cuda=not on_host, wait=call.wait)
     return torch.from_numpy(out) if on_host else out
 
 

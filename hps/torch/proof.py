@@ -16,7 +16,7 @@ from hps.errors import HPSError, InvalidInputError, NetworkError, TooManyKeysErr
 from hps.scoring.deployed import OpenedNetwork
 from hps.scoring.features import ScoreInputs, arrays_of, read_request
 from hps.scoring.scorer import Scorer
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.torch.cutting import Cut, plain_path
 from hps.torch.module_inputs import ModuleInputs, outputs_of
 from hps.torch.tables import Table
@@ -366,22 +366,23 @@ def _to_run(module: nn.Module, scaled: Collection[str]) -> nn.Module:
 
 
 def _lookup_in(tables: Sequence[Table]) -> Any:
-    """Return what looks segments up in the weights."""
+    """Return what looks a batch up in the weights."""
 
-    def look_up(segments: Sequence[Segment]) -> None:
-        for one in segments:
-            keys, places = torch.unique(torch.from_numpy(np.ascontiguousarray(one.keys)), return_inverse=True)
-            rows = tables[one.table].read(keys)
-            if (pooling := one.pooling) is None:
-                one.out[:] = rows[places].numpy()
+    def look_up(batch: Batch) -> None:
+        for place, (table, asked, out) in enumerate(zip(batch.tables, batch.keys, batch.outs, strict=True)):
+            keys, places = torch.unique(torch.from_numpy(np.ascontiguousarray(asked)), return_inverse=True)
+            rows = tables[table].read(keys)
+            if not batch.poolings:
+                out[:] = rows[places].numpy()
                 continue
+            pooling = batch.poolings[place]
             offsets = (
                 np.arange(pooling.count) * pooling.hotness if pooling.offsets is None else pooling.offsets[: pooling.count]
             )
             padding = (keys == pooling.padding_key).nonzero().flatten().tolist() if pooling.padding_key is not None else []
             if not len(rows):
-                rows = torch.zeros(1, one.out.shape[1])
-            one.out[:] = nn.functional.embedding_bag(
+                rows = torch.zeros(1, out.shape[1])
+            out[:] = nn.functional.embedding_bag(
                 places,
                 rows,
                 torch.from_numpy(np.asarray(offsets)),

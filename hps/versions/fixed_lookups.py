@@ -12,7 +12,7 @@ import numpy as np
 from hps.engine.session import RecordedLookup
 from hps.errors import ConflictError, InvalidInputError, NotReadyError
 from hps.ground.threads.lifetimes import disown_in_children, refusal
-from hps.tensors.segments import FixedSegments, adopt_keys, fixed_segments
+from hps.tensors.batch import Batch, adopt_keys, kept_batch
 from hps.types import DeviceArray
 from hps.versions.deployment import Deployment
 
@@ -121,7 +121,7 @@ class PreparedLookup:
         self.found: Mapping[Any, DeviceArray] = {}
         if with_found:
             self.found, _ = _with_buffers(tables, counts, new((sum(counts),), np.bool_))
-        self._segments = self._bound()
+        self._batch = self._bound()
         disown_in_children(self)
 
     def run(self) -> Mapping[Any, DeviceArray]:
@@ -151,7 +151,7 @@ class PreparedLookup:
                 if deployment is not self._deployment:
                     self._follow(deployment)
                 try:
-                    self._answer(deployment, self._session, self._segments, began, wait=True)
+                    self._answer(deployment, self._session, self._batch, began, wait=True)
                     return self.vectors
                 except NotReadyError:
                     if self._serving() is deployment:
@@ -172,12 +172,12 @@ class PreparedLookup:
         before = self._deployment, self._session
         self._deployment, self._session = deployment, deployment.session(self._device_id)
         try:
-            self._segments = self._bound()
+            self._batch = self._bound()
         except BaseException:
             self._deployment, self._session = before
             raise
 
-    def _bound(self) -> FixedSegments:
+    def _bound(self) -> Batch:
         deployment, session = self._deployment, self._session
         for name, dim in zip(self.keys, self._dims, strict=True):
             if (now := deployment.dims[deployment.table_index(name)]) != dim:
@@ -185,11 +185,11 @@ class PreparedLookup:
                     f"running a prepared lookup of model {deployment.config.model!r}: table {name!r} now has vectors of "
                     f"{now} elements, expected {dim}; prepare another"
                 )
-        return session.fixed(
-            fixed_segments(
-                self.keys, self.vectors, self.found, deployment.table_index, deployment.tables, on_cuda=session.on_cuda
-            )
+        batch = kept_batch(
+            self.keys, self.vectors, self.found, deployment.table_index, deployment.tables, on_cuda=session.on_cuda
         )
+        session.check(batch)
+        return batch
 
     def __enter__(self) -> Self:
         return self

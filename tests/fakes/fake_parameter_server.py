@@ -9,7 +9,7 @@ import numpy as np
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import UnknownModelError, UnknownVersionError
 from hps.statistics.metrics import Metrics
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import LiveModels, VersionInfo
@@ -87,16 +87,15 @@ class FakeParameterServer:
     def follow(self, progress: object = None) -> dict[str, Exception | None]:
         return {}
 
-    def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
+    def lookup_batch(self, deployment: FakeDeployment, batch: Batch, device_id: int | None = None) -> int:
         self.lookups += 1
         self.on_lookup()
-        tables = deployment.tables
-        for segment in segments:
-            for place, key in enumerate(segment.keys.tolist()):
-                vector = self.rows[segment.table].get(key)
-                segment.out[place] = tables[segment.table].default_value if vector is None else vector
-                if segment.found is not None:
-                    segment.found[place] = vector is not None
+        for number, (table, keys, out) in enumerate(zip(batch.tables, batch.keys, batch.outs, strict=True)):
+            for place, key in enumerate(keys.tolist()):
+                vector = self.rows[table].get(key)
+                out[place] = deployment.tables[table].default_value if vector is None else vector
+                if batch.founds and (found := batch.founds[number]) is not None:
+                    found[place] = vector is not None
         return 0
 
     def close(self) -> None:

@@ -43,10 +43,10 @@ def _table_at(buckets: int) -> dict[int, np.ndarray]:
 
 def _notes(buckets: int, pairs: int, keys: Sequence[int]) -> None:
     """Note keys as samples whose rows lie on other devices than a copy of the buckets."""
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import kernels, structs
 
-    _near, _rows_at, samples, count, near_pairs, _stretch, first, own, room = kernels.SHARING.unpack(
-        at(buckets - kernels.SHARING_BYTES, kernels.SHARING.size, np.uint8).tobytes()
+    _near, _rows_at, samples, count, near_pairs, _stretch, first, own, room = structs.SHARING.unpack(
+        at(buckets - kernels.SHARING_BYTES, structs.SHARING.size, np.uint8).tobytes()
     )
     for key in keys if near_pairs else ():
         if not first <= kernels.home_of(key, pairs) // 2 < first + own:
@@ -58,23 +58,23 @@ def _notes(buckets: int, pairs: int, keys: Sequence[int]) -> None:
 
 def _near_of(buckets: int) -> dict[int, np.ndarray]:
     """The near table beside a copy of the buckets of a shared table."""
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import kernels, structs
 
     if buckets not in _copies:
         return {}
-    sharing = at(buckets - kernels.SHARING_BYTES, kernels.SHARING.size, np.uint8).tobytes()
-    near_buckets, *_, near_pairs, _stretch, _first, _own, _room = kernels.SHARING.unpack(sharing)
+    sharing = at(buckets - kernels.SHARING_BYTES, structs.SHARING.size, np.uint8).tobytes()
+    near_buckets, *_, near_pairs, _stretch, _first, _own, _room = structs.SHARING.unpack(sharing)
     return _table_at(near_buckets) if near_pairs else {}
 
 
 def _query(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
-    tail = kernels.QUERY_TAIL
+    tail = structs.QUERY_TAIL
     missing_keys, missing_positions, counts, any_missing, segments, *_ = tail.unpack(arguments[-tail.size :])
     for nth in range(segments):
-        part = arguments[nth * kernels.SEGMENT.size : (nth + 1) * kernels.SEGMENT.size]
-        keys_at, out, found, buckets, _vectors, n, pairs, units, _first, missing, index = kernels.SEGMENT.unpack(part)
+        part = arguments[nth * structs.SEGMENT.size : (nth + 1) * structs.SEGMENT.size]
+        keys_at, out, found, buckets, _vectors, n, pairs, units, _first, missing, index = structs.SEGMENT.unpack(part)
         dim, table, near = units * _constants["UNIT"], _table_at(buckets), _near_of(buckets)
         keys, vectors = at(keys_at, n, np.int64), at(out, n * dim, np.float32).reshape(n, dim)
         missed, shared = [], []
@@ -101,12 +101,12 @@ def _query(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> N
 
 
 def _unique(arguments: memoryview, blocks: int, _constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
-    head, size = kernels.UNIQUE_HEAD, kernels.UNIQUE_SEGMENT.size
+    head, size = structs.UNIQUE_HEAD, structs.UNIQUE_SEGMENT.size
     missing_keys, counts, rows, distinct, on_host, totals = head.unpack(arguments[: head.size])
     for nth in range(blocks):
-        missing, index = kernels.UNIQUE_SEGMENT.unpack(arguments[head.size + nth * size : head.size + (nth + 1) * size])
+        missing, index = structs.UNIQUE_SEGMENT.unpack(arguments[head.size + nth * size : head.size + (nth + 1) * size])
         [count] = at(counts + 4 * index, 1, np.uint32).tolist()
         keys, inverse = np.unique(at(missing_keys + 8 * missing, count, np.int64), return_inverse=True)
         at(rows + 4 * missing, count, np.uint32)[:] = inverse
@@ -117,9 +117,9 @@ def _unique(arguments: memoryview, blocks: int, _constants: dict[str, int]) -> N
 
 
 def _scatter(arguments: memoryview, _blocks: int, constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
-    positions, rows, fetched, vectors, out, found, n, units, default = kernels.SCATTER.unpack(arguments)
+    positions, rows, fetched, vectors, out, found, n, units, default = structs.SCATTER.unpack(arguments)
     dim = units * constants["UNIT"]
     for place, row in zip(at(positions, n, np.uint32).tolist(), at(rows, n, np.uint32).tolist(), strict=True):
         there = bool(fetched) and bool(at(fetched + row, 1, np.bool_)[0])
@@ -129,9 +129,9 @@ def _scatter(arguments: memoryview, _blocks: int, constants: dict[str, int]) -> 
 
 
 def _insert(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import kernels, structs
 
-    table, tail = kernels.TABLE, kernels.INSERT_TAIL
+    table, tail = structs.TABLE, structs.INSERT_TAIL
     buckets, _vectors, counters, *_, dim, _sharing = table.unpack(arguments[: table.size])
     keys_at, vectors_at, chosen, n, mode = tail.unpack(arguments[table.size : table.size + tail.size])
     keys, vectors = at(keys_at, n, np.int64).tolist(), at(vectors_at, n * dim, np.float32).reshape(n, dim)
@@ -144,10 +144,10 @@ def _insert(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> 
 
 
 def _erase(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
-    keys, n = kernels.ERASE_TAIL.unpack(arguments[kernels.TABLE.size : kernels.TABLE.size + kernels.ERASE_TAIL.size])
-    buckets, _vectors, counters, *_ = kernels.TABLE.unpack(arguments[: kernels.TABLE.size])
+    keys, n = structs.ERASE_TAIL.unpack(arguments[structs.TABLE.size : structs.TABLE.size + structs.ERASE_TAIL.size])
+    buckets, _vectors, counters, *_ = structs.TABLE.unpack(arguments[: structs.TABLE.size])
     own = _table_at(buckets)
     before = len(own)
     for key in at(keys, n, np.int64).tolist():
@@ -156,22 +156,22 @@ def _erase(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> N
 
 
 def _dump(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
-    own = _table_at(kernels.TABLE.unpack(arguments[: kernels.TABLE.size])[0])
-    tail = arguments[kernels.TABLE.size : kernels.TABLE.size + kernels.DUMP_TAIL.size]
-    keys, count, first, _n = kernels.DUMP_TAIL.unpack(tail)
+    own = _table_at(structs.TABLE.unpack(arguments[: structs.TABLE.size])[0])
+    tail = arguments[structs.TABLE.size : structs.TABLE.size + structs.DUMP_TAIL.size]
+    keys, count, first, _n = structs.DUMP_TAIL.unpack(tail)
     if not first:
         at(keys, len(own), np.int64)[:] = list(own)
         at(count, 1, np.uint64)[0] = len(own)
 
 
 def _promote(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> None:
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
-    size, tail = kernels.TABLE.size, kernels.PROMOTE_TAIL
-    shared = _table_at(kernels.TABLE.unpack(arguments[:size])[0])
-    near_buckets, _vectors, counters, *_ = kernels.TABLE.unpack(arguments[size : 2 * size])
+    size, tail = structs.TABLE.size, structs.PROMOTE_TAIL
+    shared = _table_at(structs.TABLE.unpack(arguments[:size])[0])
+    near_buckets, _vectors, counters, *_ = structs.TABLE.unpack(arguments[size : 2 * size])
     near = _table_at(near_buckets)
     _own, samples, count, _staged, room = tail.unpack(arguments[2 * size :])
     for key in at(samples, min(room, int(at(count, 1, np.uint64)[0])), np.int64).tolist():
@@ -272,17 +272,17 @@ def _launch(handle: int, blocks: int, *rest: Any) -> None:
     (name, constants), address = _functions[handle - 1], rest[7]
     assert rest[2] % 32 == 0, "lanes of a warp are missing"
     pointer = ctypes.c_void_p.from_address(address).value or 0
-    from hps.cache.cuda import kernels
+    from hps.cache.cuda import structs
 
     segments = constants.get("SEGMENTS", 0)
     size = {
-        "query": segments * kernels.SEGMENT.size + kernels.QUERY_TAIL.size,
-        "unique": kernels.UNIQUE_HEAD.size + segments * kernels.UNIQUE_SEGMENT.size,
-        "scatter": kernels.SCATTER.size,
-        "insert": kernels.TABLE.size + kernels.INSERT_TAIL.size,
-        "erase": kernels.TABLE.size + kernels.ERASE_TAIL.size,
-        "dump": kernels.TABLE.size + kernels.DUMP_TAIL.size,
-        "promote": 2 * kernels.TABLE.size + kernels.PROMOTE_TAIL.size,
+        "query": segments * structs.SEGMENT.size + structs.QUERY_TAIL.size,
+        "unique": structs.UNIQUE_HEAD.size + segments * structs.UNIQUE_SEGMENT.size,
+        "scatter": structs.SCATTER.size,
+        "insert": structs.TABLE.size + structs.INSERT_TAIL.size,
+        "erase": structs.TABLE.size + structs.ERASE_TAIL.size,
+        "dump": structs.TABLE.size + structs.DUMP_TAIL.size,
+        "promote": 2 * structs.TABLE.size + structs.PROMOTE_TAIL.size,
     }[name]
     launches.append(name)
     _KERNELS[name](memoryview((ctypes.c_uint8 * size).from_address(pointer)).cast("B"), blocks, constants)

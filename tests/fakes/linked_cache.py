@@ -4,7 +4,7 @@ Host arrays stand for tensors on a device, and a `FakeGraph` for a CUDA graph.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,7 +14,7 @@ from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.errors import DatabaseError, DeviceError, InvalidInputError, NotReadyError
 from hps.ground.memory.host_tables import HostTable
 from hps.stores.hash_map.database import HashMapDatabase
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner
 from tests.tables.host_layout_reader import read_in_place
@@ -95,13 +95,13 @@ class LinkedCache(NumpyCache):
     def stream_ordered_counts(self, table):
         return StreamOrderedCounts(*self.counts[table])
 
-    def capture_of(self, segments):
+    def capture_of(self, batch):
         return self.capturing
 
-    def record(self, segments, enqueue):
-        enqueue(segments)
+    def record(self, batch, enqueue):
+        enqueue(batch)
         with self.captured() as graph:
-            enqueue(segments)
+            enqueue(batch)
         return graph
 
     @contextmanager
@@ -146,33 +146,33 @@ class LinkedLookup(CacheLookup):
         self._room, self._graph = {}, None
         self._left: list[LeftKeys] = []
 
-    def query(self, segments: Sequence[Segment]) -> int:
+    def query(self, batch: Batch) -> int:
         self._refuse_a_graphs()
-        return self._query(segments)
+        return self._query(batch)
 
-    def _query(self, segments):
-        self._inner.query(segments)
-        missed = {one.segment.table: np.sort(one.keys) for one in self._inner.unique()}
-        settled = self._inner.absent or [0] * len(segments)
+    def _query(self, batch):
+        self._inner.query(batch)
+        missed = {one.table: np.sort(one.keys) for one in self._inner.unique()}
+        settled = self._inner.absent or [0] * len(batch.tables)
         self._inner.finish()
         self.counts, self.linked, self.absent, self._left = [], [], [], []
-        for segment, absent in zip(segments, settled, strict=True):
+        for place, (table, absent) in enumerate(zip(batch.tables, settled, strict=True)):
             left = linked = 0
-            if (keys := missed.get(segment.table)) is not None:
-                vectors, found, readable = self._cache.read(segment.table, keys)
-                authoritative = self._cache.hosts.get(segment.table, (None, False))[1]
-                done = found | (readable & authoritative)
-                positions = np.flatnonzero(np.isin(segment.keys, keys))
-                places = np.searchsorted(keys, segment.keys[positions])
-                vectors[~found] = self._cache.tables[segment.table].default_value
-                segment.out[positions[done[places]]] = vectors[places[done[places]]]
-                if segment.found is not None:
-                    segment.found[positions] = found[places]
+            if (keys := missed.get(table)) is not None:
+                vectors, found, readable = self._cache.read(table, keys)
+                done = found | (readable & self._cache.hosts.get(table, (None, False))[1])
+                asked = batch.keys[place]
+                positions = np.flatnonzero(np.isin(asked, keys))
+                places = np.searchsorted(keys, asked[positions])
+                vectors[~found] = self._cache.tables[table].default_value
+                batch.outs[place][positions[done[places]]] = vectors[places[done[places]]]
+                if batch.founds:
+                    batch.founds[place][positions] = found[places]
                 linked, left = int(found[places].sum()), int((~done)[places].sum())
                 absent += positions.size - linked - left
                 if left:
                     rest = positions[~done[places]]
-                    self._left.append(LeftKeys(self._cache, segment, keys[~done], rest))
+                    self._left.append(LeftKeys(self._cache, batch, place, keys[~done], rest))
             self.counts.append(left)
             self.linked.append(linked)
             self.absent.append(absent)
@@ -188,36 +188,39 @@ class LinkedLookup(CacheLookup):
     def finish(self):
         self._left = []
 
-    def enqueue(self, segments, captured=False):
-        n = sum(segment.n for segment in segments)
-        for segment in segments:
-            if not self._cache.hosts.get(segment.table, (None, False))[1]:
+    def enqueue(self, batch, captured=False):
+        for table in batch.tables:
+            if not self._cache.hosts.get(table, (None, False))[1]:
                 raise InvalidInputError("a table is not attached")
-            if not captured and self._cache.hosts[segment.table][0].layout() is None:
+            if not captured and self._cache.hosts[table][0].layout() is None:
                 raise NotReadyError("a table was dropped")
         if captured:
-            if n > self._room.get(tuple(segment.table for segment in segments), -1):
+            if sum(batch.sizes) > self._room.get(tuple(batch.tables), -1):
                 raise RuntimeError("memory is allocated while a stream is captured")
             graph = self._cache.capturing
             if self._graph not in (None, graph):
                 self._refuse_a_graphs()
             self._graph = graph
-            graph.work.append(lambda: self._enqueue(segments))
+            graph.work.append(lambda: self._enqueue(batch))
             return
         self._refuse_a_graphs()
-        self._enqueue(segments)
+        self._enqueue(batch)
 
-    def prepare(self, segments):
-        self.enqueue(segments)
-        tables = tuple(segment.table for segment in segments)
-        self._room[tables] = max(self._room.get(tables, 0), sum(segment.n for segment in segments))
+    def prepare(self, batch):
+        self.enqueue(batch)
+        tables = tuple(batch.tables)
+        self._room[tables] = max(self._room.get(tables, 0), sum(batch.sizes))
 
-    def _enqueue(self, segments):
-        self._query(segments)
-        for segment, left, linked, absent in zip(
-            segments, self.counts, self.linked or [0] * len(segments), self.absent or [0] * len(segments), strict=True
+    def _enqueue(self, batch):
+        self._query(batch)
+        for table, left, linked, absent in zip(
+            batch.tables,
+            self.counts,
+            self.linked or [0] * len(batch.tables),
+            self.absent or [0] * len(batch.tables),
+            strict=True,
         ):
-            counts = self._cache.counts[segment.table]
+            counts = self._cache.counts[table]
             for place, count in enumerate((left + linked + absent, linked, absent, left)):
                 counts[place] += count
         for one in self._left:
@@ -231,10 +234,12 @@ class LinkedLookup(CacheLookup):
 class LeftKeys(MissedKeys):
     """Keys that are left to the host."""
 
-    def __init__(self, cache: LinkedCache, segment: Segment, keys: KeyArray, positions: np.ndarray) -> None:
-        self.segment, self.keys = segment, keys
+    def __init__(self, cache: LinkedCache, batch: Batch, place: int, keys: KeyArray, positions: np.ndarray) -> None:
+        self.table, self.keys = batch.tables[place], keys
+        self._asked, self._out = batch.keys[place], batch.outs[place]
+        self._found = batch.founds[place] if batch.founds else None
         self._cache, self._positions = cache, positions
-        self._vectors = np.empty((keys.size, cache.tables[segment.table].dim), np.float32)
+        self._vectors = np.empty((keys.size, cache.tables[self.table].dim), np.float32)
 
     def buffer(self):
         return self._vectors
@@ -243,15 +248,14 @@ class LeftKeys(MissedKeys):
         pass
 
     def absent(self, found):
-        return int(np.isin(self.segment.keys[self._positions], self.keys[~found]).sum())
+        return int(np.isin(self._asked[self._positions], self.keys[~found]).sum())
 
     def scatter(self, found):
-        segment, positions = self.segment, self._positions
-        self._vectors[~found] = self._cache.tables[segment.table].default_value
-        places = np.searchsorted(self.keys, segment.keys[positions])
-        segment.out[positions] = self._vectors[places]
-        if segment.found is not None:
-            segment.found[positions] = found[places]
+        self._vectors[~found] = self._cache.tables[self.table].default_value
+        places = np.searchsorted(self.keys, self._asked[self._positions])
+        self._out[self._positions] = self._vectors[places]
+        if self._found is not None:
+            self._found[self._positions] = found[places]
 
     def insert(self, found):
-        self._cache.insert(self.segment.table, self.keys[found], self._vectors[found])
+        self._cache.insert(self.table, self.keys[found], self._vectors[found])

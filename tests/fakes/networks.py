@@ -12,7 +12,7 @@ import numpy as np
 
 from hps.errors import DeviceMemoryError, ModelFileError
 from hps.networks.base import Network, NetworkTensor
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.pooling_oracle import pooled
 from tests.fakes.region_front import tables_of
 
@@ -165,22 +165,23 @@ class FakeTables:
         first = (table + 1.0) * np.asarray(keys, np.float64)[..., None]
         return (first + 0.5 * np.arange(dim)).astype(np.float32)
 
-    def look_up(self, segments: Sequence[Segment]) -> None:
+    def look_up(self, batch: Batch) -> None:
         assert self.may_answer.wait(30)
-        self.lookups.append([one.table for one in segments])
-        assert len({one.table for one in segments}) == len(segments), "one lookup asks a table twice"
+        self.lookups.append(list(batch.tables))
+        assert len({*batch.tables}) == len(batch.tables), "one lookup asks a table twice"
         if self.fails is not None:
             raise self.fails
-        for one in segments:
-            rows = self.vectors(one.table, one.keys)
-            if (bags := one.pooling) is None:
-                one.out[:] = rows
+        for place, (table, keys, out) in enumerate(zip(batch.tables, batch.keys, batch.outs, strict=True)):
+            rows = self.vectors(table, keys)
+            if not batch.poolings:
+                out[:] = rows
                 continue
+            bags = batch.poolings[place]
             starts = np.arange(bags.count + 1) * bags.hotness if bags.offsets is None else np.asarray(bags.offsets)
             if starts.size == bags.count:
-                starts = np.append(starts, one.n)
+                starts = np.append(starts, batch.sizes[place])
             weights = None if bags.weights is None else np.asarray(bags.weights)
-            keys = np.asarray(one.keys).reshape(-1)
-            flat = rows.reshape(keys.size, self.specs[one.table].dim)
+            flat_keys = np.asarray(keys).reshape(-1)
+            flat = rows.reshape(flat_keys.size, self.specs[table].dim)
             combiner = bags.combiner.name.lower()
-            one.out[:] = pooled(flat, keys, starts, weights, combiner, bags.max_norm or None, bags.padding_key).vectors
+            out[:] = pooled(flat, flat_keys, starts, weights, combiner, bags.max_norm or None, bags.padding_key).vectors

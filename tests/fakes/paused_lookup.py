@@ -8,35 +8,36 @@ from contextlib import contextmanager
 import numpy as np
 
 import hps
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import KeyArray
 
 
-class PausedSegment(Segment):
-    """A segment whose keys come late."""
+class PausedBatch(Batch):
+    """A batch of one table whose keys come late."""
 
     def __init__(self, table: int, keys: KeyArray, dim: int) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        self._keys = keys
-        super().__init__(table, keys, np.zeros((keys.size, dim), np.float32), np.zeros(keys.size, np.bool_), keys.size)
+        self._keys = (keys,)
+        outs, founds = (np.zeros((keys.size, dim), np.float32),), (np.zeros(keys.size, np.bool_),)
+        super().__init__((table,), (keys.size,), self._keys, outs, founds)
 
     @property
-    def keys(self) -> KeyArray:  # type: ignore[override]
+    def keys(self) -> tuple[KeyArray, ...]:  # type: ignore[override]
         self.reached.set()
         assert self.go_on.wait(60)
         return self._keys
 
     @keys.setter
-    def keys(self, keys: KeyArray) -> None: ...
+    def keys(self, keys: tuple[KeyArray, ...]) -> None: ...
 
 
 @contextmanager
-def paused_lookup(server: hps.HPS, model: str, segment: PausedSegment) -> Iterator[Future[int | None]]:
-    """Begin to look the segment up in the version that serves; the lookup goes on at the latest at the end."""
+def paused_lookup(server: hps.HPS, model: str, batch: PausedBatch) -> Iterator[Future[int | None]]:
+    """Begin to look the batch up in the version that serves; the lookup goes on at the latest at the end."""
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.lookup_segments, server.model(model), [segment])
+        running = pool.submit(server.lookup_batch, server.model(model), batch)
         try:
-            assert segment.reached.wait(60)
+            assert batch.reached.wait(60)
             yield running
         finally:
-            segment.go_on.set()
+            batch.go_on.set()

@@ -12,7 +12,7 @@ from hps.errors import UnknownTableError
 from hps.ground.hashing import mix, scale
 from hps.ground.rows import decode, encode
 from hps.stores.hash_map.database import HashMapDatabase
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import spec, vectors_of
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.gpu.cupy_if_installed import CupyCache, cupy
@@ -107,29 +107,29 @@ class LinkedTables:
             self.database.delete(self.specs[table].tag, keys)
             self.cache.erase(table, keys)
 
-    def segment(self, keys: KeyArray, table: int = 0) -> Segment:
-        """A segment on the device, its output full of NaN and its found-mask of nonsense."""
+    def batch(self, keys: KeyArray, table: int = 0) -> Batch:
+        """A batch on the device, its output full of NaN and its found-mask of nonsense."""
         out = cupy.full((keys.size, self.specs[table].dim), cupy.nan, cupy.float32)
-        return Segment(table, cupy.asarray(keys), out, cupy.asarray(np.arange(keys.size) % 2 == 0))
+        return Batch.of(table, cupy.asarray(keys), out, cupy.asarray(np.arange(keys.size) % 2 == 0))
 
     def ask(self, keys: KeyArray, table: int = 0, lookup: Any = None) -> tuple[FloatArray, BoolArray, Any]:
         """Look keys up without the host: what `out` and `found` hold then, and the lookup. None may be left."""
-        lookup, segment = lookup or self.cache.create_lookup(), self.segment(keys, table)
-        assert lookup.query([segment]) == 0
+        lookup, batch = lookup or self.cache.create_lookup(), self.batch(keys, table)
+        assert lookup.query(batch) == 0
         lookup.finish()
-        return cupy.asnumpy(segment.out), cupy.asnumpy(segment.found), lookup
+        return cupy.asnumpy(batch.outs[0]), cupy.asnumpy(batch.founds[0]), lookup
 
     def left(self, keys: KeyArray, table: int = 0) -> int:
         """How many of some keys a lookup leaves for the host."""
         lookup = self.cache.create_lookup()
-        left: int = lookup.query([self.segment(keys, table)])
+        left: int = lookup.query(self.batch(keys, table))
         assert left == sum(lookup.counts)
         return left
 
     def finish_on_host(self, lookup: Any, left: int) -> None:
         """Answer what a query left, from the map, without making it resident; a table that is gone has nothing."""
         for missed in lookup.unique() if left else ():
-            table = self.specs[missed.segment.table]
+            table = self.specs[missed.table]
             buffer, found = missed.buffer(), np.zeros(missed.keys.size, np.bool_)
             with suppress(UnknownTableError):
                 self.database.fetch(table.tag, missed.keys, buffer, found)

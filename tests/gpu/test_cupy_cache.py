@@ -11,7 +11,7 @@ from hps.cache.base import EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
 from hps.ground.hashing import mix
-from hps.tensors.segments import Segment, tensor_segment
+from hps.tensors.batch import Batch, table_batch
 from hps.testing.caches import DEFAULT, CacheContract, Create, VersionedCacheContract, bits, distinct_keys, spec, vectors_of
 from hps.types import KeyArray
 from tests.gpu.cupy_if_installed import CupyCache, cupy
@@ -224,9 +224,9 @@ class TestBuckets(Caches):
     def test_a_key_that_misses_again_evicts_the_smallest_score(self, create: Create, contract: CupyContract):
         cache, used, others = self._full(create, contract)
         for key in others[:3, None]:
-            contract.lookup(cache, [contract.segment(cache, 0, key)], key)
+            contract.lookup(cache, contract.batch(cache, 0, key), key)
         assert contract.resident(cache, used).all()
-        contract.lookup(cache, [contract.segment(cache, 0, others[2:3])], others[2:3])
+        contract.lookup(cache, contract.batch(cache, 0, others[2:3]), others[2:3])
         np.testing.assert_array_equal(contract.resident(cache, others[:3]), [False, False, True])
         assert contract.resident(cache, used).sum() == SLOTS - 1
 
@@ -274,13 +274,13 @@ class TestLookups(Caches):
         if not distinct:
             keys = np.random.default_rng(1).choice(keys[: misses // 3], misses)
         contract = TestCupyCacheOnCupyArrays()
-        segment = contract.segment(cache, 0, keys)
+        batch = contract.batch(cache, 0, keys)
         known = keys[::2]
-        assert contract.lookup(cache, [segment], known) == [misses]
+        assert contract.lookup(cache, batch, known) == [misses]
         expected = vectors_of(keys, 4, 1)
         expected[~np.isin(keys, known)] = DEFAULT
-        np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
-        np.testing.assert_array_equal(segment.found.get(), np.isin(keys, known))
+        np.testing.assert_array_equal(bits(batch.outs[0].get()), bits(expected))
+        np.testing.assert_array_equal(batch.founds[0].get(), np.isin(keys, known))
 
     @pytest.mark.parametrize("made_by", ["ndarray", "frombuffer", "host_buffer"])
     def test_an_output_in_pinned_memory_is_written_in_place(self, create: Create, made_by: str):
@@ -293,10 +293,10 @@ class TestLookups(Caches):
             "host_buffer": lambda: cache.host_buffer((310, 5), np.float32),
         }[made_by]()
         whole[...] = np.nan
-        segment = tensor_segment(0, 5, keys, whole[3:], on_cuda=True, with_found=False)
+        batch = table_batch(0, 5, keys, whole[3:], on_cuda=True, with_found=False)
         lookup = cache.create_lookup()
-        TestCupyCacheOnCupyArrays().lookup(cache, [segment], keys, lookup)
-        assert lookup.placed[0].out == whole[3:].ctypes.data
+        TestCupyCacheOnCupyArrays().lookup(cache, batch, keys, lookup)
+        assert lookup.placed.outs[0] == whole[3:].ctypes.data
         np.testing.assert_array_equal(bits(whole[3:303]), bits(vectors_of(keys, 5, np.arange(300) >= 200)))
         assert np.isnan(whole[:3]).all()
         assert np.isnan(whole[303:]).all()
@@ -315,9 +315,9 @@ class TestLookups(Caches):
             out = cupy.full((100, 4), cupy.nan, cupy.float32)
             monkeypatch.setattr(runtime, "streamSynchronize", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                lookup.query([Segment(0, cupy.asarray(keys[200:]), out)])
+                lookup.query(Batch.of(0, cupy.asarray(keys[200:]), out))
             monkeypatch.setattr(runtime, "streamSynchronize", real)
-            assert lookup.query([Segment(0, cupy.asarray(keys[100:200]), out)]) == 0
+            assert lookup.query(Batch.of(0, cupy.asarray(keys[100:200]), out)) == 0
             np.testing.assert_array_equal(out.get(), vectors_of(keys[100:200], 4))
 
     def test_lookups_follow_the_stream_of_their_tensors(self, create: Create):
@@ -334,7 +334,7 @@ class TestLookups(Caches):
                 asked = torch.zeros_like(resident)
                 torch.cuda._sleep(2_000_000)
                 asked.copy_(resident)
-                lookup.query([Segment(0, asked, out)])
+                lookup.query(Batch.of(0, asked, out))
                 lookup.finish()
                 total = out.double().sum().item()  # on the stream, after the lookup
             assert total == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
@@ -350,7 +350,7 @@ class TestLookups(Caches):
             asked = torch.from_numpy(resident).cuda(non_blocking=True)
             out = cupy.full((resident.size, 16), cupy.nan, cupy.float32)
             lookup = cache.create_lookup()
-            assert lookup.query([Segment(0, asked, out)]) == 0
+            assert lookup.query(Batch.of(0, asked, out)) == 0
             lookup.finish()
             np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
 
@@ -364,7 +364,7 @@ class TestLookups(Caches):
         with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             asked = cupy.asarray(keys) if keys_of == "cupy" else torch.from_numpy(keys).cuda()
             out = cupy.full((120, 16), cupy.nan, cupy.float32)
-            assert lookup.query([tensor_segment(0, 16, asked, out, on_cuda=True, with_found=False)]) == 0
+            assert lookup.query(table_batch(0, 16, asked, out, on_cuda=True, with_found=False)) == 0
             lookup.finish()
             assert lookup.stream == stream.ptr
             np.testing.assert_array_equal(bits(out.get()[:100]), bits(vectors_of(keys, 16)))
@@ -376,7 +376,7 @@ class TestLookups(Caches):
         keys = off[:80].view(np.int64) if kind == "keys" else cupy.zeros(10, np.int64)
         out = off.view(np.float32) if kind == "output" else cupy.zeros((10, 4), np.float32)
         with pytest.raises(InvalidInputError, match=f"{kind}: got memory that is not aligned"):
-            lookup.query([tensor_segment(0, 4, keys, out, on_cuda=True, with_found=False)])
+            lookup.query(table_batch(0, 4, keys, out, on_cuda=True, with_found=False))
 
     def test_tensors_that_do_not_fit_are_refused_before_any_launch(self, create: Create):
         cache = create(spec(4), 1000)
@@ -394,8 +394,8 @@ class TestLookups(Caches):
             ("keys", out, InvalidInputError),
         ]:
             with pytest.raises(error, match="expected"):
-                lookup.query([Segment(0, bad_keys, bad_out)])
-        assert lookup.query([Segment(0, keys, out)]) == 10
+                lookup.query(Batch.of(0, bad_keys, bad_out))
+        assert lookup.query(Batch.of(0, keys, out)) == 10
 
     def test_inserts_of_many_chunks_arrive_whole(self, create: Create):
         cache, keys = create(spec(64), 400_000), distinct_keys(200_000)
@@ -449,7 +449,7 @@ class TestFailure:
 import numpy as np, cupy
 from hps.cache.cuda.cache import CupyCache
 from hps.errors import DeviceError
-from hps.tensors.segments import Segment, tensor_segment
+from hps.tensors.batch import Batch, table_batch
 from hps.types import TableSpec
 cache = CupyCache.create([TableSpec("m", "t", 4, 0.0, 1000)], [1000], 0)
 lookup = cache.create_lookup()
@@ -458,7 +458,7 @@ out = cupy.zeros((100, 4), np.float32)
 wild = cupy.ndarray((100,), np.int64, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(8 << 40, 800, None, 0), 0))
 for attempt in range(2):
     try:
-        lookup.query([Segment(0, wild, out)])
+        lookup.query(Batch.of(0, wild, out))
     except DeviceError as error:
         print(attempt, cache.memory.error is None, error)
 try:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
@@ -72,7 +72,7 @@ def stress(caches: list[Any], dim: int, capacity: int, *, near: bool = False) ->
                 asked += 1
                 out, found = cupy.full((keys.size, dim), cupy.nan, cupy.float32), cupy.zeros(keys.size, cupy.bool_)
                 oldest = cupy.asarray(complete.copy())[owners]
-                lookup.query([Segment(0, keys, out, found)])
+                lookup.query(Batch.of(0, keys, out, found))
                 lookup.finish()
                 newest = cupy.asarray(begun.copy())[owners]
                 generation = out[:, 2]

@@ -7,7 +7,7 @@ import pytest
 
 from hps.errors import DeviceError, InvalidInputError, NotReadyError
 from hps.stores.hash_map.layout import SEGMENTS, STRIPES, VERSION_BYTES, VERSIONS
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, rows_of
@@ -94,11 +94,11 @@ def test_keys_and_outputs_may_be_in_host_memory(n, place_of_keys, place_of_out):
         tables.insert(known)
         keys, out, found = mixed(known, n), np.full((n, 100), np.nan, np.float32), np.zeros(n, np.bool_)
         on_device = cupy.asarray(out)
-        segment = Segment(
+        batch = Batch.of(
             0, keys if place_of_keys == "host" else cupy.asarray(keys), out if place_of_out == "host" else on_device, found
         )
         lookup = tables.cache.create_lookup()
-        assert lookup.query([segment]) == 0
+        assert lookup.query(batch) == 0
         lookup.finish()
         check(keys, out if place_of_out == "host" else cupy.asnumpy(on_device), known)
         assert np.array_equal(found, np.isin(keys, known))
@@ -111,9 +111,9 @@ def test_a_map_that_is_not_authoritative_leaves_what_it_has_not(n):
     with LinkedTables([32], 1000, authoritative=False) as tables:
         tables.insert(upper)
         keys = np.random.default_rng(1).choice(known, n)
-        segment, lookup = tables.segment(keys), tables.cache.create_lookup()
+        batch, lookup = tables.batch(keys), tables.cache.create_lookup()
         below = np.isin(keys, rest)
-        assert lookup.query([segment]) == below.sum()
+        assert lookup.query(batch) == below.sum()
         assert lookup.counts == [below.sum()]
         assert list(lookup.linked) == [(~below).sum()]
         assert not sum(lookup.absent)
@@ -125,7 +125,7 @@ def test_a_map_that_is_not_authoritative_leaves_what_it_has_not(n):
         missed.scatter(found)
         missed.insert(found)
         lookup.finish()
-        check(keys, cupy.asnumpy(segment.out), np.union1d(upper, rest[rest % 2 == 0]))
+        check(keys, cupy.asnumpy(batch.outs[0]), np.union1d(upper, rest[rest % 2 == 0]))
 
 
 def test_a_table_may_grow_between_lookups():
@@ -179,12 +179,12 @@ def test_a_lookup_that_is_only_enqueued_answers_what_the_map_holds(n):
             tables.insert(known, table, table=table)
         keys, lookup = mixed(known, n), tables.cache.create_lookup()
         there = np.isin(keys, known)
-        segments = [tables.segment(keys, table) for table in (0, 1)]
-        lookup.enqueue(segments)
+        batches = [tables.batch(keys, table) for table in (0, 1)]
+        lookup.enqueue(Batch.merged(batches))
         cupy.cuda.get_current_stream().synchronize()
-        for table, segment in enumerate(segments):
-            check(keys, cupy.asnumpy(segment.out), known, table)
-            assert np.array_equal(cupy.asnumpy(segment.found), there)
+        for table, batch in enumerate(batches):
+            check(keys, cupy.asnumpy(batch.outs[0]), known, table)
+            assert np.array_equal(cupy.asnumpy(batch.founds[0]), there)
             counts = tables.cache.stream_ordered_counts(table)
             assert (counts.misses, counts.linked, counts.absent, counts.unread) == (n, there.sum(), (~there).sum(), 0)
 
@@ -199,7 +199,7 @@ def test_misses_of_a_lookup_that_was_only_enqueued_are_not_those_of_the_next(n):
             tables.cache.erase(0, known[:n])
             tables.cache.insert(0, resident, rows_of(resident, 32))
             resident = resident[np.isin(resident, tables.cache.dump(0))]
-            lookup.enqueue([Segment(0, cupy.asarray(known[:n]), cupy.empty((n, 32), np.float32))])
+            lookup.enqueue(Batch.of(0, cupy.asarray(known[:n]), cupy.empty((n, 32), np.float32)))
             out, _found, _lookup = tables.ask(resident, 0, lookup)
             check(resident, out, known)
             assert (sum(lookup.linked), sum(lookup.absent)) == (0, 0)
@@ -212,9 +212,9 @@ def test_a_lookup_that_needs_the_host_cannot_be_only_enqueued():
         lookup = tables.cache.create_lookup()
         for table in (1, 2):
             with pytest.raises(InvalidInputError):
-                lookup.enqueue([tables.segment(known, table)])
+                lookup.enqueue(tables.batch(known, table))
         with pytest.raises(InvalidInputError):
-            lookup.enqueue([Segment(0, known, np.empty((known.size, 32), np.float32))])
+            lookup.enqueue(Batch.of(0, known, np.empty((known.size, 32), np.float32)))
 
 
 def test_a_table_that_cannot_be_pinned_is_left_to_the_host(monkeypatch):
@@ -238,24 +238,24 @@ def test_a_table_that_cannot_be_pinned_is_left_to_the_host(monkeypatch):
         check(known[:SMALL], tables.ask(known[:SMALL])[0], known)
         limit[0] = 0
         tables.insert(known)
-        segment, lookup = tables.segment(known), tables.cache.create_lookup()
-        left = lookup.query([segment])
+        batch, lookup = tables.batch(known), tables.cache.create_lookup()
+        left = lookup.query(batch)
         assert left >= known.size - 28
         tables.finish_on_host(lookup, left)
-        check(known, cupy.asnumpy(segment.out), known)
+        check(known, cupy.asnumpy(batch.outs[0]), known)
 
 
 def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():
     known = distinct_keys(SMALL)
     with LinkedTables([32], 0) as tables:
         tables.insert(known)
-        lookup, segment = tables.cache.create_lookup(), tables.segment(known)
-        lookup.enqueue([segment])
+        lookup, batch = tables.cache.create_lookup(), tables.batch(known)
+        lookup.enqueue(batch)
         cupy.cuda.get_current_stream().synchronize()
         before = tables.cache.stream_ordered_counts(0)
         tables.database.drop_table(tables.specs[0].tag)
         try:
-            lookup.enqueue([tables.segment(known)])
+            lookup.enqueue(tables.batch(known))
         except NotReadyError:  # it may as well be refused
             return
         cupy.cuda.get_current_stream().synchronize()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import DEFAULT, distinct_keys
 from hps.types import FloatArray, KeyArray
 from tests.gpu.cupy_if_installed import cupy
@@ -198,15 +198,15 @@ def link_lookups(tables: LinkedTables) -> Callable[[int], Lookup]:
         def look_up(keys: Any, out: Any, found: Any) -> None:
             nonlocal calls
             calls += 1
-            segment = Segment(0, keys, out, found)
+            batch = Batch.of(0, keys, out, found)
             if reader >= 2 and calls % 2:
                 before = tables.cache.stream_ordered_counts(0).unread
-                lookup.enqueue([segment])
+                lookup.enqueue(batch)
                 cupy.cuda.get_current_stream().synchronize()
                 after = tables.cache.stream_ordered_counts(0).unread
                 if after == before:  # else some have the default, though they may be there
                     return
-            tables.finish_on_host(lookup, lookup.query([segment]))
+            tables.finish_on_host(lookup, lookup.query(batch))
 
         return look_up
 
@@ -298,7 +298,7 @@ def test_no_vector_is_wrong_while_the_table_is_dropped_and_made_anew(dense, caps
             lookup = tables.cache.create_lookup()
 
             def look_up(keys: Any, out: Any, found: Any) -> None:
-                tables.finish_on_host(lookup, lookup.query([Segment(0, keys, out, found)]))
+                tables.finish_on_host(lookup, lookup.query(Batch.of(0, keys, out, found)))
 
             return look_up
 

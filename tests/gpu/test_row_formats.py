@@ -10,7 +10,7 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.errors import InvalidDtypeError
 from hps.ground.rows import decode, encode
 from hps.tensors.bags import Combiner, Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys, small_vectors_of, spec
 from hps.types import FloatArray, KeyArray
 from tests.gpu.cupy_if_installed import CupyCache, cupy
@@ -78,18 +78,18 @@ def test_tables_of_all_formats_are_answered_by_one_launch(n, attached):
         lookup = tables.cache.create_lookup()
         for turn in range(4):
             asked = [mixed(known, n + table + turn) for table in range(len(dims))]
-            segments = [tables.segment(keys, table) for table, keys in enumerate(asked)]
-            left = lookup.query(segments)
+            batches = [tables.batch(keys, table) for table, keys in enumerate(asked)]
+            left = lookup.query(Batch.merged(batches))
             for missed in lookup.unique() if left else ():
-                own = tables.specs[missed.segment.table]
+                own = tables.specs[missed.table]
                 found = np.zeros(missed.keys.size, np.bool_)
                 tables.database.fetch(own.tag, missed.keys, missed.buffer(), found)
                 missed.stage(0, found.size)
                 missed.scatter(found)
                 missed.insert(found)
             lookup.finish()
-            for table, (keys, segment) in enumerate(zip(asked, segments, strict=True)):
-                check(tables, keys, cupy.asnumpy(segment.out), known, table=table)
+            for table, (keys, batch) in enumerate(zip(asked, batches, strict=True)):
+                check(tables, keys, cupy.asnumpy(batch.outs[0]), known, table=table)
 
 
 @pytest.mark.parametrize("combiner", [Combiner.SUM, Combiner.MEAN, Combiner.MAX])
@@ -103,17 +103,17 @@ def test_bags_are_pooled_from_what_is_stored(dim, formats, combiner):
         keys = np.random.default_rng(5).choice(known, 900)
         lookup = tables.cache.create_lookup()
         for _again in range(3):
-            segments = []
+            batches = []
             for table in range(len(formats)):
                 out = cupy.full((300, dim), cupy.nan, cupy.float32)
                 pooling = Pooling(300, None, 3, None, combiner, 0.0, None)
-                segments.append(Segment(table, cupy.asarray(keys), out, None, keys.size, pooling))
-            assert lookup.query(segments) == 0
+                batches.append(Batch.of(table, cupy.asarray(keys), out, None, keys.size, pooling))
+            assert lookup.query(Batch.merged(batches)) == 0
             lookup.finish()
-            for table, segment in enumerate(segments):
+            for table, batch in enumerate(batches):
                 rows = tables.stored(vectors_of(keys, dim), table).astype(np.float64).reshape(300, 3, dim)
                 wanted = {Combiner.SUM: rows.sum, Combiner.MEAN: rows.mean, Combiner.MAX: rows.max}[combiner](1)
-                np.testing.assert_allclose(cupy.asnumpy(segment.out), wanted, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(cupy.asnumpy(batch.outs[0]), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -142,14 +142,14 @@ def test_the_cache_and_its_twin_agree(dim, row_dtype, static):
             for cache, place in zip(caches, (np.array, cupy.asarray), strict=True):
                 cache.tell_complete(static)
                 lookup = cache.create_lookup()
-                segment = Segment(
+                batch = Batch.of(
                     0, place(asked), place(np.full((asked.size, dim), np.nan, np.float32)), place(np.zeros(1500, bool))
                 )
-                left = lookup.query([segment])
+                left = lookup.query(batch)
                 for missed in lookup.unique() if left else ():
                     missed.scatter(np.zeros(missed.keys.size, np.bool_))
                 lookup.finish()
-                answers.append((cupy.asnumpy(segment.out), cupy.asnumpy(segment.found)))
+                answers.append((cupy.asnumpy(batch.outs[0]), cupy.asnumpy(batch.founds[0])))
             there = np.array([int(key) in known for key in asked])
             versions = np.array([known.get(int(key), 0) for key in asked])
             wanted = np.full((asked.size, dim), DEFAULT, np.float32)
@@ -178,12 +178,12 @@ def test_every_half_is_widened_as_on_the_cpu():
         cache: Any = CupyCache.create([own], [5_000], 0)
         try:
             cache.insert(0, keys, rows)
-            segment = Segment(0, cupy.asarray(keys), cupy.zeros((keys.size, 64), cupy.float32), cupy.zeros(keys.size, bool))
-            cache.create_lookup().query([segment])
-            found = cupy.asnumpy(segment.found)
+            batch = Batch.of(0, cupy.asarray(keys), cupy.zeros((keys.size, 64), cupy.float32), cupy.zeros(keys.size, bool))
+            cache.create_lookup().query(batch)
+            found = cupy.asnumpy(batch.founds[0])
             wanted = decode(rows, 64, row_dtype)
             assert np.count_nonzero(found) > 900
-            assert np.array_equal(cupy.asnumpy(segment.out)[found].view(np.uint32), wanted[found].view(np.uint32))
+            assert np.array_equal(cupy.asnumpy(batch.outs[0])[found].view(np.uint32), wanted[found].view(np.uint32))
         finally:
             cache.close()
 
@@ -218,12 +218,12 @@ def test_outputs_of_16_bits_are_the_vectors_rounded(dim, row_dtype, out_dtype):
             there = np.isin(keys, known)
             for turn in range(3):
                 outs = [tensor((n, tables.specs[table].dim), out_dtype) for table in range(1 + turn % 2)]
-                segments = [Segment(table, torch.from_numpy(keys).cuda(), out, None, n) for table, out in enumerate(outs)]
+                batches = [Batch.of(table, torch.from_numpy(keys).cuda(), out, None, n) for table, out in enumerate(outs)]
                 if turn == 2:
-                    lookup.enqueue(segments)
+                    lookup.enqueue(Batch.merged(batches))
                     torch.cuda.synchronize()
                 else:
-                    assert lookup.query(segments) == 0
+                    assert lookup.query(Batch.merged(batches)) == 0
                     lookup.finish()
                 for table, out in enumerate(outs):
                     own = tables.specs[table].dim
@@ -237,12 +237,12 @@ def test_outputs_of_16_bits_are_the_vectors_rounded(dim, row_dtype, out_dtype):
 def test_outputs_of_one_lookup_have_one_dtype():
     with LinkedTables([32, 32], 100) as tables:
         keys = cupy.arange(5)
-        segments = [
-            Segment(0, keys, tensor((5, 32), "float16"), None, 5),
-            Segment(1, keys, tensor((5, 32), "float32"), None, 5),
+        batches = [
+            Batch.of(0, keys, tensor((5, 32), "float16"), None, 5),
+            Batch.of(1, keys, tensor((5, 32), "float32"), None, 5),
         ]
         with pytest.raises(InvalidDtypeError, match="expected one dtype of all"):
-            tables.cache.create_lookup().query(segments)
+            tables.cache.create_lookup().query(Batch.merged(batches))
         bags = Pooling(5, None, 1, None, Combiner.SUM, 0.0, None)
         with pytest.raises(InvalidDtypeError, match="got float16, expected float32"):
-            tables.cache.create_lookup().query([Segment(0, keys, tensor((5, 32), "float16"), None, 5, bags)])
+            tables.cache.create_lookup().query(Batch.of(0, keys, tensor((5, 32), "float16"), None, 5, bags))

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from hps.cache.base import DeviceSharing, EmbeddingCache
-from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda import geometry, kernels, structs
 from hps.cache.cuda.geometry import CudaPlan, copy_bytes, size_bytes
 from hps.cache.cuda.kernels import pairs_for
 from hps.errors import CapacityError, DeviceError, DeviceMemoryError, NotReadyError
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from hps.testing.waiting import wait_until
 from hps.types import TableSpec
@@ -268,8 +268,8 @@ def test_queries_find_the_near_tables_of_their_device() -> None:
         for device in DEVICES:
             places = []
             for table, dim in zip(cache.on(device).memory.open, dims, strict=True):
-                packed = copy_of(table.buckets_on(device) - kernels.SHARING_BYTES, kernels.SHARING.size, np.uint8).tobytes()
-                buckets, rows, samples, count, pairs, stretch, first, own, room = kernels.SHARING.unpack(packed)
+                packed = copy_of(table.buckets_on(device) - kernels.SHARING_BYTES, structs.SHARING.size, np.uint8).tobytes()
+                buckets, rows, samples, count, pairs, stretch, first, own, room = structs.SHARING.unpack(packed)
                 assert (buckets, rows, pairs, stretch) == (table.near.buckets, table.near.rows, table.near.pairs, len(DEVICES))
                 assert (first, own) == geometry.own_pairs(table.pairs, dim, len(DEVICES), device)
                 places += [(samples, samples + 8 * room), (count, count + 8)]
@@ -377,7 +377,7 @@ def test_tables_are_empty_whatever_their_memory_held(monkeypatch: pytest.MonkeyP
                 at = 2 * (kernels.SLOTS + 1) * kernels.zero_pair(one.pairs)
                 assert words[at : at + 16].tolist() == ([0] + [filler] * kernels.SLOTS) * 2
                 assert np.count_nonzero(words) == 2 * kernels.SLOTS
-                assert kernels.TABLE.unpack(one.packed)[3] == filler
+                assert structs.TABLE.unpack(one.packed)[3] == filler
             assert cache.on(device)._near.resident(0) == 0
         stats = cache.stats(0)
         assert (stats.resident_rows, stats.inserts, stats.evictions, stats.unplaced) == (0, 0, 0, 0)
@@ -392,7 +392,7 @@ def test_rows_and_copies_of_the_buckets_lie_where_the_kernels_look(monkeypatch: 
         copy, parts = copy_bytes(table.pairs), geometry.part_bytes(table.pairs, DIM, 2)
         assert asked == [([(1, copy), (0, copy), (1, parts[0]), (0, parts[1])], (1, 0))]
         assert table.copies[0] - table.copies[1] == copy == 2 * geometry.GRANULE_BYTES
-        assert kernels.TABLE.unpack(table.packed)[-1] == kernels.sharing_word(1, 2, 2)
+        assert structs.TABLE.unpack(table.packed)[-1] == kernels.sharing_word(1, 2, 2)
         assert table.rows == table.copies[0] - kernels.SHARING_BYTES + copy
 
 
@@ -452,7 +452,7 @@ def test_copies_that_are_left_alone_are_dumped_with_any_device_so_that_changes_r
         np.testing.assert_array_equal(hot.on(device).dump(0), left)
         _, found = query(hot.on(device), KEYS)
         np.testing.assert_array_equal(np.sort(KEYS[found]), np.sort(own))
-        assert kernels.TABLE.unpack(hot.memory.open[0].near.packed)[-1] == kernels.sharing_word(len(DEVICES))
+        assert structs.TABLE.unpack(hot.memory.open[0].near.packed)[-1] == kernels.sharing_word(len(DEVICES))
     hot.update(0, left[5:], vectors_of(left[5:], DIM, 3))  # copies of changed rows are dropped
     np.testing.assert_array_equal(hot.dump(0), left[:5])
     hot.erase(0, left[:5])
@@ -481,7 +481,7 @@ def test_each_table_takes_new_samples_once_the_last_are_copied(monkeypatch: pyte
         for keys in (KEYS[:300], KEYS[300:]):
             out = cupy.empty((keys.size, DIM), cupy.float32)
             for _ in range(1000):
-                lookup.query([Segment(1, cupy.asarray(keys), out)])
+                lookup.query(Batch.of(1, cupy.asarray(keys), out))
                 lookup.finish()
                 cache._make_copies()
                 if np.isin(keys, near.dump(1)).any():
@@ -653,7 +653,7 @@ def test_what_lookups_admit_on_one_device_is_ordered_with_the_changes_of_others(
     assert hot._changes.order is second._changes.order
     with cupy.cuda.Device(1):
         lookup, out = second.create_lookup(), cupy.full((new.size, DIM), cupy.nan, cupy.float32)
-        assert lookup.query([Segment(0, cupy.asarray(new), out)]) == new.size
+        assert lookup.query(Batch.of(0, cupy.asarray(new), out)) == new.size
         [missed] = lookup.unique()
         missed.buffer()[:] = vectors_of(missed.keys, DIM)
         missed.stage(0, new.size)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hps.cache.base import ALONE, DeviceSharing, EmbeddingCache
-from hps.cache.cuda import kernels
-from hps.tensors.segments import Segment
+from hps.cache.cuda import kernels, structs
+from hps.tensors.batch import Batch
 from hps.testing.caches import distinct_keys, spec, vectors_of
 from hps.types import TableSpec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
@@ -107,7 +107,7 @@ def query(cache: EmbeddingCache, keys: np.ndarray, lookup: Any = None) -> tuple[
         out = cupy.full((keys.size, cache.tables[0].dim), cupy.nan, cupy.float32)
         found = cupy.zeros(keys.size, cupy.bool_)
         lookup = lookup or cache.create_lookup()
-        lookup.query([Segment(0, cupy.asarray(keys), out, found)])
+        lookup.query(Batch.of(0, cupy.asarray(keys), out, found))
         lookup.finish()
         return out.get(), found.get()
 
@@ -177,5 +177,5 @@ def test_a_cache_of_one_device_shares_nothing():
     cache = CupyCache.create([spec(4)], [100], 1, False, ALONE)
     assert cache.leader is cache
     assert not cache.memory.open[0].copies
-    assert kernels.TABLE.unpack(cache.memory.open[0].packed)[-1] == kernels.sharing_word()
+    assert structs.TABLE.unpack(cache.memory.open[0].packed)[-1] == kernels.sharing_word()
     cache.close()

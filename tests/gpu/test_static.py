@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import DEFAULT, distinct_keys, spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.linked_tables import LinkedTables, rows_of
@@ -70,9 +70,9 @@ def test_no_key_of_a_full_scan_misses(tables: int, rows: int, dim: int, monkeypa
         for start in range(0, rows, step):
             parts = [each[start : start + step] for each in keys]
             outs = [cupy.empty((part.size, dim), cupy.float32) for part in parts]
-            segments = [Segment(index, parts[index], outs[index]) for index in range(tables)]
+            batches = [Batch.of(index, parts[index], outs[index]) for index in range(tables)]
             with counted_launches(monkeypatch) as launched:
-                assert ask.query(segments) == 0
+                assert ask.query(Batch.merged(batches)) == 0
             assert len(launched) == 1
             assert sum(ask.absent) == 0
             for part, out in zip(parts, outs, strict=True):
@@ -80,7 +80,7 @@ def test_no_key_of_a_full_scan_misses(tables: int, rows: int, dim: int, monkeypa
         absent = cupy.arange(1000, dtype=cupy.int64) - 5000
         out, found = cupy.empty((1000, dim), cupy.float32), cupy.ones(1000, cupy.bool_)
         with counted_launches(monkeypatch) as launched:
-            assert ask.query([Segment(0, absent, out, found)]) == 0
+            assert ask.query(Batch.of(0, absent, out, found)) == 0
         assert len(launched) == 1
         assert list(ask.absent) == [1000]
         assert bool((out == np.float32(DEFAULT)).all())
@@ -111,20 +111,19 @@ class TestLookups:
         with static_tables([32, 128, 7], 5000) as (tables, keys):
             ask = tables.cache.create_lookup()
             asked = [np.concatenate([each[:700], np.arange(9) + table]) for table, each in enumerate(keys)]
-            segments = [tables.segment(each, table) for table, each in enumerate(asked)]
-            ask.prepare(segments)
-            for segment in segments:
-                segment.out[:] = cupy.nan
+            batches = [tables.batch(each, table) for table, each in enumerate(asked)]
+            ask.prepare(Batch.merged(batches))
+            for batch in batches:
+                batch.outs[0][:] = cupy.nan
             cupy.cuda.Device().synchronize()
             before = [tables.cache.stream_ordered_counts(table) for table in range(3)]
             stream = cupy.cuda.Stream(non_blocking=True)
             with stream, counted_launches(monkeypatch) as launched:
-                again = [Segment(one.table, one.keys, one.out, one.found) for one in segments]
-                ask.enqueue(again)
+                ask.enqueue(Batch.merged(batches))
             assert len(launched) == 1
             cupy.cuda.Device().synchronize()
             for table, each in enumerate(asked):
-                out, found = cupy.asnumpy(segments[table].out), cupy.asnumpy(segments[table].found)
+                out, found = cupy.asnumpy(batches[table].outs[0]), cupy.asnumpy(batches[table].founds[0])
                 np.testing.assert_array_equal(found, np.arange(709) < 700)
                 np.testing.assert_array_equal(out[:700], rows_of(each[:700], tables.specs[table].dim))
                 assert (out[700:] == np.float32(DEFAULT)).all()
@@ -135,17 +134,17 @@ class TestLookups:
     def test_a_captured_lookup_is_one_kernel_and_sees_writes(self, monkeypatch: pytest.MonkeyPatch):
         with static_tables([32], 5000) as (tables, [keys]):
             ask = tables.cache.create_lookup()
-            segment = tables.segment(keys[:1000])
-            ask.prepare([segment])
+            batch = tables.batch(keys[:1000])
+            ask.prepare(batch)
             with counted_launches(monkeypatch) as launched:
-                graph = tables.cache.record([segment], lambda segments: ask.enqueue(segments, captured=True))
+                graph = tables.cache.record(batch, lambda seen: ask.enqueue(seen, captured=True))
             assert len(launched) == 2  # it runs once, and is captured once
             tables.cache.insert(0, keys[:500], rows_of(keys[:500], 32, 1))
             tables.cache.erase(0, keys[990:1000])
-            segment.out[:] = cupy.nan
+            batch.outs[0][:] = cupy.nan
             graph.launch()
             cupy.cuda.Device().synchronize()
-            out = cupy.asnumpy(segment.out)
+            out = cupy.asnumpy(batch.outs[0])
             np.testing.assert_array_equal(out[:500], rows_of(keys[:500], 32, 1))
             np.testing.assert_array_equal(out[500:990], rows_of(keys[500:990], 32))
             assert (out[990:] == np.float32(DEFAULT)).all()
@@ -196,7 +195,7 @@ def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(sett
         while not end.is_set():
             out[:] = cupy.nan
             cupy.cuda.get_current_stream().synchronize()
-            ask.query([Segment(0, both, out, found)])
+            ask.query(Batch.of(0, both, out, found))
             ask.finish()
             cupy.cuda.Device().synchronize()
             if not bool(found[: rows // 2].all()):

@@ -8,7 +8,7 @@ import pytest
 
 import hps
 from hps.errors import InvalidInputError
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import bits, distinct_keys, spec, vectors_of
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.servers.running_service import document_of, model_of
@@ -33,7 +33,7 @@ def test_calls_leave_the_current_device_alone(caches: list[Any]):
             for cache in caches:
                 cache.insert(0, keys, vectors_of(keys, 16))
                 lookup, out = cache.create_lookup(), np.empty((10, 16), np.float32)
-                assert lookup.query([Segment(0, keys, out)]) == 0
+                assert lookup.query(Batch.of(0, keys, out)) == 0
                 lookup.finish()
                 np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 16)))
                 assert cupy.cuda.runtime.getDevice() == current
@@ -43,7 +43,7 @@ def test_tensors_of_another_device_are_refused(caches: list[Any]):
     with cupy.cuda.Device(1):
         keys, out = cupy.zeros(10, cupy.int64), cupy.zeros((10, 16), cupy.float32)
     with pytest.raises(InvalidInputError, match="on CUDA device 1, expected one on CUDA device 0"):
-        caches[0].create_lookup().query([Segment(0, keys, out)])
+        caches[0].create_lookup().query(Batch.of(0, keys, out))
 
 
 def lookups_by_device(server: hps.HPS) -> dict[str, float]:
@@ -68,7 +68,7 @@ def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path
             np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 16)))
         server.insert([7], np.full((1, 16), 2.5, np.float32), "m", 0)
         for device in (0, 1):
-            assert (server.lookup([7], "m", 0, device) == 2.5).all()
+            assert (server.lookup(7, "m", 0, device) == 2.5).all()
         before = lookups_by_device(server)
         for device in (0, 1, 1, 1):
             out = torch.full((3000, 16), torch.nan, device=f"cuda:{device}")

@@ -17,7 +17,7 @@ import numpy as np
 
 import hps
 from hps.ground.rows import encode
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import KeyArray, RowArray
 from hps.versions.deployment import Deployment
 from tests.tables.numbered_updates import NumberedRows
@@ -86,7 +86,7 @@ class Replica:
                 keys = cache.dump(index)
                 vectors, found = np.zeros((keys.size, table.dim), np.float32), np.zeros(keys.size, np.bool_)
                 lookup = cache.create_lookup()
-                lookup.query([Segment(index, keys, vectors, found)])
+                lookup.query(Batch.of(index, keys, vectors, found))
                 lookup.finish()
                 held[f"{table.table_name}/cache"] = keys[found], encode("dumping", vectors[found], table.row_dtype)
         arrays: dict[str, Any] = {}

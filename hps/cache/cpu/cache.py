@@ -20,7 +20,8 @@ from hps.cache.base import (
 )
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
-from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
+from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_BYTES, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
+from hps.cache.integrity import check_keys_of_sets, hashes_of
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
@@ -31,8 +32,8 @@ from hps.ground.threads.thread_pool import POOL
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling
+from hps.tensors.batch import Batch, check_host_arrays
 from hps.tensors.pooling import bag_arrays, first_key, pool_rows
-from hps.tensors.segments import Segment, check_segment
 from hps.types import ROW_DTYPES, BoolArray, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, rows_text
 
 _LINE_BYTES = 8 * LINE_WORDS
@@ -181,6 +182,21 @@ class NumpyCache(EmbeddingCache):
             unplaced=int(own.state[UNPLACED]),
         )
 
+    def check_integrity(self) -> list[str]:
+        findings = []
+        for table in self.open_tables():
+            lines = table.lines.copy()
+            ages = lines.view(np.uint8).reshape(-1, LINE_BYTES)[:, 2 : 2 + WAYS]
+            sets, slots = np.nonzero(ages)
+            keys = lines[sets, 2 + slots]
+            strangers = 0
+            if not self.static:  # keys of a static table walk on from a full home
+                homes = (hashes_of(keys) >> np.uint64(32)) * np.uint64(len(lines)) >> np.uint64(32)
+                strangers = int(np.count_nonzero(homes != sets))
+            owned = int(np.count_nonzero(lines.view(np.uint16).reshape(-1, LINE_BYTES // 2)[:, 0] & 1))
+            findings += check_keys_of_sets(table.spec.tag, keys, owned, strangers, int(table.state[RESIDENT]))
+        return findings
+
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the machine, and what this process may still allocate."""
         return DeviceMemory(platform.processor() or platform.machine(), machine_memory(), available_memory()[0])
@@ -221,101 +237,98 @@ class _TableScratch:
 class NumpyLookup(CacheLookup):
     """A lookup on the NumPy cache. *One per thread.*"""
 
-    __slots__ = ("_cache", "_distinct", "_scratches", "_segments")
+    __slots__ = ("_batch", "_cache", "_distinct", "_scratches")
 
     def __init__(self, cache: NumpyCache) -> None:
         super().__init__()
         self._cache = cache
-        self._segments: Sequence[Segment] = ()
+        self._batch: Batch | None = None  # until `finish`, if keys were missing
         self._scratches = [_TableScratch(table.width) for table in cache.tables]
         self._distinct = DistinctKeys()
 
-    def query(self, segments: Sequence[Segment]) -> int:
+    def query(self, batch: Batch) -> int:
         tables, scratches = self._cache.open_tables(), self._scratches
+        founds, poolings, outs = batch.founds, batch.poolings, batch.outs
         counts: list[int] = []
         absent: list[int] = []
-        for segment in segments:
-            table, scratch, keys, found = tables[segment.table], scratches[segment.table], segment.keys, segment.found
-            if scratch.missing.size < segment.n:
-                scratch.missing = np.empty(_grown(segment.n), np.int64)
-            if found is None:
-                found = _ALL
+        for place, (index, n, keys) in enumerate(zip(batch.tables, batch.sizes, batch.keys)):  # noqa: B905 - as many
+            table, scratch, out = tables[index], scratches[index], outs[place]
+            found = _ALL if not founds or (mask := founds[place]) is None else mask
+            if scratch.missing.size < n:
+                scratch.missing = np.empty(_grown(n), np.int64)
+            missing = scratch.missing
             try:
-                if segment.pooling is not None:
+                if poolings:
                     scratch.unpooled = 0
-                    count = _query_bags(table, segment, segment.pooling, scratch.missing)
-                elif segment.n < SHARED_KEYS:
-                    count = numpy_kernels.query(
-                        table.lines,
-                        table.vectors,
-                        table.state,
-                        keys,
-                        segment.out,
-                        found,
-                        scratch.missing,
-                        table.spec.dim,
-                        table.dtype,
-                    )
+                    count = _query_bags(table, keys, out, n, poolings[place], missing)
+                elif n < SHARED_KEYS:
+                    lines, vectors, state = table.lines, table.vectors, table.state
+                    count = numpy_kernels.query(lines, vectors, state, keys, out, found, missing, table.spec.dim, table.dtype)
                 else:
-                    count = _query_by_threads(table, keys, segment.out, found, scratch.missing)
+                    count = _query_by_threads(table, keys, out, found, missing)
             except TypeError:  # numba found no kernel for these dtypes and layouts
                 count = -1
             if count == WRONG_OFFSETS:
                 raise InvalidInputError(
                     f"querying the cached table {table.spec.tag}: got offsets that do not begin with 0, fall, or do not end "
-                    f"with {segment.n}, the number of keys"
+                    f"with {n}, the number of keys"
                 )
             if count < 0:
-                check_segment(f"querying the cached table {table.spec.tag}", segment, segment.n, table.spec.dim)
-                if segment.keys.flags.aligned:
+                check_host_arrays(f"querying the cached table {table.spec.tag}", batch, place, n, table.spec.dim)
+                if keys.flags.aligned:
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
-                return self.query(_with_aligned_keys(segments))
+                return self.query(_with_aligned_keys(batch))
             absent.append(0)
-            if count and self._cache.complete and segment.pooling is None:
-                left = _settle(table, segment, found, scratch.missing, count)
+            if count and self._cache.complete and not poolings:
+                left = _settle(table, keys, out, found, missing, count)
                 if self._cache.complete:  # still, so what was not resident was absent
                     absent[-1], count = count - left, left
             counts.append(count)
         left = sum(counts)
         self.absent = absent if any(absent) else ()
-        self._segments, self.counts, self.padding = segments if left else (), counts, ()
-        if segments and segments[0].pooling is not None:
-            self.padding = _paddings(segments)
+        self._batch, self.counts, self.padding = batch if left else None, counts, ()
+        if poolings:
+            self.padding = _paddings(batch)
         return left
 
     def unique(self) -> Sequence["NumpyMissedKeys"]:
+        if (batch := self._batch) is None:
+            return ()
         return [
-            NumpyMissedKeys(self._cache, segment, self._scratches[segment.table], self._distinct_keys(segment, count), count)
-            for segment, count in zip(self._segments, self.counts, strict=False)  # no segments: nothing was missing
+            NumpyMissedKeys(self._cache, batch, place, self._distinct_keys(batch, place, count), self._scratches, count)
+            for place, count in enumerate(self.counts)
             if count
         ]
 
     def finish(self) -> None:
         """Add fetched vectors to their bags, and release the arrays."""
-        if self._segments and self._segments[0].pooling is not None:
-            for segment in self._segments:
-                scratch = self._scratches[segment.table]
-                if segment.pooling is not None and scratch.unpooled:
-                    _add_fetched(segment, segment.pooling, scratch)
-        self._segments = ()
+        if (batch := self._batch) is not None and batch.poolings:
+            for place, table in enumerate(batch.tables):
+                if (scratch := self._scratches[table]).unpooled:
+                    _add_fetched(batch.keys[place], batch.outs[place], batch.poolings[place], scratch)
+        self._batch = None
 
-    def _distinct_keys(self, segment: Segment, count: int) -> KeyArray:
-        scratch = self._scratches[segment.table]
+    def _distinct_keys(self, batch: Batch, place: int, count: int) -> KeyArray:
+        scratch = self._scratches[batch.tables[place]]
         if scratch.inverse.size < count:
             scratch.inverse = np.empty(_grown(count), np.int64)
-        return self._distinct.find(segment.keys, scratch.missing[:count], scratch.inverse)
+        return self._distinct.find(batch.keys[place], scratch.missing[:count], scratch.inverse)
 
 
 class NumpyMissedKeys(MissedKeys):
-    """The distinct missing keys of one segment of a `NumpyLookup`; the scratch is that of its table."""
+    """The distinct missing keys of one table of a `NumpyLookup`, with the scratch of that table."""
 
-    __slots__ = ("_cache", "_count", "_scratch")
+    __slots__ = ("_batch", "_cache", "_count", "_place", "_scratch")
 
-    def __init__(self, cache: NumpyCache, segment: Segment, scratch: _TableScratch, keys: KeyArray, count: int) -> None:
-        self.segment = segment
+    def __init__(
+        self, cache: NumpyCache, batch: Batch, place: int, keys: KeyArray, scratches: Sequence[_TableScratch], count: int
+    ) -> None:
+        self.table = batch.tables[place]
         self.keys = keys
+        self._batch = batch
+        self._place = place  # of the table in the batch
         self._cache = cache
-        self._scratch = scratch
+        self._scratch = scratches[self.table]
         self._count = count  # with duplicates
 
     def buffer(self) -> RowArray:
@@ -329,16 +342,15 @@ class NumpyMissedKeys(MissedKeys):
         """Do nothing: the vectors are already in place."""
 
     def scatter(self, found: BoolArray) -> None:
-        segment, scratch = self.segment, self._scratch
-        mask = _ALL if segment.found is None else segment.found
-        default = self._cache.tables[segment.table].default_value
-        table = self._cache.tables[segment.table]
-        if segment.pooling is not None:
+        batch, scratch, table = self._batch, self._scratch, self._cache.tables[self.table]
+        default = table.default_value
+        if batch.poolings:
             scratch.vectors = decode(self.buffer(), table.dim, table.row_dtype)
             scratch.vectors[~found] = default
             scratch.unpooled = self._count
             return
-        missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, segment.out
+        missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, batch.outs[self._place]
+        mask = _ALL if not batch.founds or (found_mask := batch.founds[self._place]) is None else found_mask
         dtype = ROW_DTYPES.index(table.row_dtype)
         if self._count < SHARED_KEYS:
             numpy_kernels.scatter(missing, inverse, self._count, fetched, found, default, out, mask, dtype)
@@ -354,7 +366,7 @@ class NumpyMissedKeys(MissedKeys):
         return self._count - int(np.count_nonzero(found[self._scratch.inverse[: self._count]]))
 
     def insert(self, found: BoolArray) -> None:
-        table = self._cache.open_tables()[self.segment.table]
+        table = self._cache.open_tables()[self.table]
         if self._cache.static:
             return
         _insert(table, self.keys, self._scratch.fetched, found, replace=False)
@@ -373,9 +385,9 @@ def _insert(table: NumpyTable, keys: KeyArray, values: RowArray, chosen: BoolArr
     POOL.run(keys.size, PIECE_KEYS, part)
 
 
-def _settle(table: NumpyTable, segment: Segment, found: BoolArray, missing: IndexArray, count: int) -> int:
-    arrays = (table.lines, table.vectors, table.state, segment.keys, missing, count)
-    left: int = numpy_kernels.settle(*arrays, table.spec.default_value, segment.out, found, table.dtype)
+def _settle(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray, count: int) -> int:
+    arrays = (table.lines, table.vectors, table.state, keys, missing, count)
+    left: int = numpy_kernels.settle(*arrays, table.spec.default_value, out, found, table.dtype)
     return left
 
 
@@ -403,21 +415,20 @@ def _query_by_threads(table: NumpyTable, keys: KeyArray, out: FloatArray, found:
     return total
 
 
-def _paddings(segments: Sequence[Segment]) -> Sequence[int]:
-    """Return the number of padding keys of each segment; empty if no segment has a padding key."""
-    paddings = [None if segment.pooling is None else segment.pooling.padding_key for segment in segments]
+def _paddings(batch: Batch) -> Sequence[int]:
+    """Return the number of padding keys of each table; empty if none has a padding key."""
+    paddings = [pooling.padding_key for pooling in batch.poolings]
     if paddings.count(None) == len(paddings):
         return ()
     return [
-        0 if padding is None else int(np.count_nonzero(segment.keys == padding))
-        for segment, padding in zip(segments, paddings, strict=True)
+        0 if padding is None else int(np.count_nonzero(keys == padding))
+        for keys, padding in zip(batch.keys, paddings, strict=True)
     ]
 
 
-def _query_bags(table: NumpyTable, segment: Segment, pooling: Pooling, missing: IndexArray) -> int:
+def _query_bags(table: NumpyTable, keys: KeyArray, out: FloatArray, n: int, pooling: Pooling, missing: IndexArray) -> int:
     """Run the kernel `pool`; threads share the bags of many keys."""
-    keys, out, n, count = segment.keys, segment.out, segment.n, pooling.count
-    bags = bag_arrays(pooling)
+    bags, count = bag_arrays(pooling), pooling.count
     if out.shape[0] != count or out.ndim != 2 or out.shape[1] != table.spec.dim:
         return -1
     lines, vectors, state, dtype = table.lines, table.vectors, table.state, table.dtype
@@ -443,25 +454,21 @@ def _query_bags(table: NumpyTable, segment: Segment, pooling: Pooling, missing: 
     return total
 
 
-def _add_fetched(segment: Segment, pooling: Pooling, scratch: _TableScratch) -> None:
+def _add_fetched(keys: KeyArray, out: FloatArray, pooling: Pooling, scratch: _TableScratch) -> None:
     """Add the vectors of missing keys to the totals of their bags; threads share the bags of many keys."""
-    bags, out, missing = bag_arrays(pooling), segment.out, scratch.missing[: scratch.unpooled]
+    bags, missing = bag_arrays(pooling), scratch.missing[: scratch.unpooled]
 
     def part(first: int, last: int) -> None:
-        start, stop = np.searchsorted(missing, [first_key(bags, bag, segment.n) for bag in (first, last)])
+        start, stop = np.searchsorted(missing, [first_key(bags, bag, keys.size) for bag in (first, last)])
         total = np.empty(out.shape[1], np.float32)
-        pool_rows(scratch.vectors, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
+        pool_rows(scratch.vectors, scratch.inverse, missing, start, stop, keys, *bags, total, out)
 
     POOL.run(out.shape[0], max(1, PIECE_KEYS * out.shape[0] // missing.size) if missing.size >= SHARED_KEYS else 0, part)
 
 
-def _with_aligned_keys(segments: Sequence[Segment]) -> list[Segment]:
-    return [
-        segment
-        if segment.keys.flags.aligned
-        else Segment(segment.table, segment.keys.copy(), segment.out, segment.found, segment.n, segment.pooling)
-        for segment in segments
-    ]
+def _with_aligned_keys(batch: Batch) -> Batch:
+    keys = [array if array.flags.aligned else array.copy() for array in batch.keys]
+    return Batch(batch.tables, batch.sizes, keys, batch.outs, batch.founds, batch.poolings)
 
 
 def _grown(size: int) -> int:

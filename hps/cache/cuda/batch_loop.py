@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numba import int64, njit, void
 
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.ground.kernels.numba_atomics import (
     call_1,
     call_4,
@@ -112,11 +112,29 @@ T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS, T_STAGED_WORDS = range(T_O
 # Words of `functions`: addresses of the driver's functions, and the batches for which misses are expected.
 F_LAUNCH, F_WRITE, F_COPY, F_SET, F_QUERY, F_CURRENT, F_EXPECTED, F_FAILED = range(8)
 
-_QUERY_SEGMENT_WORDS = kernels.SEGMENT.size // 8
-QUERY_TAIL_AT = kernels.SEGMENTS_AT_ONCE * kernels.SEGMENT.size
-_ANSWER_SEGMENT_WORDS = kernels.ANSWER_SEGMENT.size // 8
-ANSWER_TAIL_AT = kernels.SEGMENTS_AT_ONCE * kernels.ANSWER_SEGMENT.size
-_ANSWER_NUMBERS = ANSWER_TAIL_AT + 20 * 8
+# Offsets of the kernels' arguments. numba stores words of 8 bytes, so adjacent fields of 4 bytes are stored in pairs.
+_QUERY_SEGMENT = structs.SEGMENT.size
+_Q_KEYS, _Q_OUT, _Q_FOUND, _Q_BUCKETS, _Q_ROWS = (
+    structs.SEGMENT.offsets[name] for name in ("keys", "out", "found", "buckets", "rows")
+)
+_Q_N_PAIRS = structs.SEGMENT.at_pair("n", "pairs")
+_Q_UNITS_BLOCK = structs.SEGMENT.at_pair("units", "first_block")
+_Q_MISSING_INDEX = structs.SEGMENT.at_pair("missing", "index")
+QUERY_TAIL_AT = kernels.SEGMENTS_AT_ONCE * structs.SEGMENT.size
+_Q_COUNT_PER_WARP = QUERY_TAIL_AT + structs.QUERY_TAIL.at_pair("segment_count", "keys_per_warp")
+
+_ANSWER_SEGMENT = structs.ANSWER_SEGMENT.size
+_TABLE_WORDS = structs.TABLE.size // 8
+_A_LAYOUT, _A_LINK, _A_OUT, _A_FOUND, _A_STAGED, _A_BINS = (
+    structs.ANSWER_SEGMENT.offsets[name] for name in ("layout", "link", "out", "found", "staged", "bins_per_row")
+)
+_A_MISSING_INDEX = structs.ANSWER_SEGMENT.at_pair("missing", "index")
+_A_UNITS_STAGED = structs.ANSWER_SEGMENT.at_pair("units", "staged_rows")
+_A_DEFAULT_AUTHORITATIVE = structs.ANSWER_SEGMENT.at_pair("default_value", "authoritative")
+ANSWER_TAIL_AT = kernels.SEGMENTS_AT_ONCE * structs.ANSWER_SEGMENT.size
+_A_BITS_COUNT = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at_pair("bin_bits", "segment_count")
+_A_PATIENCE_FEW = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at_pair("patience", "few")
+_A_WARPS = ANSWER_TAIL_AT + structs.ANSWER_TAIL.offsets["fetch_warps"]  # the flags after it are 0: this loop waits, and admits
 AT_ONCE = kernels.SEGMENTS_AT_ONCE
 PER_WARP = 8
 _PER_BLOCK = kernels.QUERY_THREADS // 32 * PER_WARP
@@ -145,20 +163,20 @@ def _launch_queries(
             n = segments[at, S_N]
             if n > 0:
                 words = tables[segments[at, S_TABLE]]
-                to = buffer + 8 * _QUERY_SEGMENT_WORDS * held
-                store_relaxed(to, segments[at, S_KEYS])
-                store_relaxed(to + 8, segments[at, S_OUT])
-                store_relaxed(to + 16, segments[at, S_FOUND])
-                store_relaxed(to + 24, words[T_BUCKETS])
-                store_relaxed(to + 32, words[T_ROWS])
-                store_relaxed(to + 40, n | words[T_PAIRS] << 32)
-                store_relaxed(to + 48, words[T_UNITS] | blocks << 32)
-                store_relaxed(to + 56, segments[at, S_MISSING] | at << 32)
+                to = buffer + _QUERY_SEGMENT * held
+                store_relaxed(to + _Q_KEYS, segments[at, S_KEYS])
+                store_relaxed(to + _Q_OUT, segments[at, S_OUT])
+                store_relaxed(to + _Q_FOUND, segments[at, S_FOUND])
+                store_relaxed(to + _Q_BUCKETS, words[T_BUCKETS])
+                store_relaxed(to + _Q_ROWS, words[T_ROWS])
+                store_relaxed(to + _Q_N_PAIRS, n | words[T_PAIRS] << 32)
+                store_relaxed(to + _Q_UNITS_BLOCK, words[T_UNITS] | blocks << 32)
+                store_relaxed(to + _Q_MISSING_INDEX, segments[at, S_MISSING] | at << 32)
                 blocks += (n + _PER_BLOCK - 1) // _PER_BLOCK
                 held += 1
             at += 1
         if held > 0:
-            store_relaxed(buffer + QUERY_TAIL_AT + 32, held | PER_WARP << 32)
+            store_relaxed(buffer + _Q_COUNT_PER_WARP, held | PER_WARP << 32)
             error |= call_launch(
                 functions[F_LAUNCH], deployments[row, D_QUERY], blocks, _QUERY_THREADS, lane[L_STREAM], lane[L_QUERY_PARAMETERS]
             )
@@ -178,19 +196,19 @@ def _launch_answers(
             n = segments[at, S_N]
             if n > 0:
                 words = tables[segments[at, S_TABLE]]
-                to = buffer + 8 * _ANSWER_SEGMENT_WORDS * held
-                for word in range(6):
+                to = buffer + _ANSWER_SEGMENT * held
+                for word in range(_TABLE_WORDS):
                     store_relaxed(to + 8 * word, words[T_STRUCT + word])
                 rows = min(n, room // (4 * words[T_STAGED_WORDS])) if words[T_LINK] != 0 else 0
-                store_relaxed(to + 48, words[T_LAYOUT])
-                store_relaxed(to + 56, words[T_LINK])
-                store_relaxed(to + 64, segments[at, S_OUT])
-                store_relaxed(to + 72, segments[at, S_FOUND])
-                store_relaxed(to + 80, staged if rows > 0 else 0)
-                store_relaxed(to + 88, segments[at, S_MISSING] | at << 32)
-                store_relaxed(to + 96, words[T_UNITS] | rows << 32)
-                store_relaxed(to + 104, words[T_DEFAULT] | words[T_AUTHORITATIVE] << 32)
-                store_relaxed(to + 112, words[T_BINS])
+                store_relaxed(to + _A_LAYOUT, words[T_LAYOUT])
+                store_relaxed(to + _A_LINK, words[T_LINK])
+                store_relaxed(to + _A_OUT, segments[at, S_OUT])
+                store_relaxed(to + _A_FOUND, segments[at, S_FOUND])
+                store_relaxed(to + _A_STAGED, staged if rows > 0 else 0)
+                store_relaxed(to + _A_MISSING_INDEX, segments[at, S_MISSING] | at << 32)
+                store_relaxed(to + _A_UNITS_STAGED, words[T_UNITS] | rows << 32)
+                store_relaxed(to + _A_DEFAULT_AUTHORITATIVE, words[T_DEFAULT] | words[T_AUTHORITATIVE] << 32)
+                store_relaxed(to + _A_BINS, words[T_BINS])
                 size = (4 * rows * words[T_STAGED_WORDS] + 255) // 256 * 256
                 staged += size
                 room = max(0, room - size)
@@ -201,9 +219,9 @@ def _launch_answers(
             while bins > 1:
                 bins >>= 1
                 bits += 1
-            store_relaxed(buffer + _ANSWER_NUMBERS, bits | held << 32)
-            store_relaxed(buffer + _ANSWER_NUMBERS + 8, PATIENCE | FEW_MISSES << 32)
-            store_relaxed(buffer + _ANSWER_NUMBERS + 16, deployments[row, D_WARPS])
+            store_relaxed(buffer + _A_BITS_COUNT, bits | held << 32)
+            store_relaxed(buffer + _A_PATIENCE_FEW, PATIENCE | FEW_MISSES << 32)
+            store_relaxed(buffer + _A_WARPS, deployments[row, D_WARPS])
             error |= call_launch(
                 functions[F_LAUNCH],
                 deployments[row, D_ANSWER],

@@ -9,7 +9,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import BatchDriver, EmbeddingCache
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.batch_loop import (
     ANSWER_TAIL_AT,
     AT_ONCE,
@@ -59,7 +59,7 @@ from hps.types import IndexArray
 _log = logging.getLogger(__name__)
 
 
-class _Lane:
+class _StreamLane:
     """The stream and memory of one batch at a time. *One loop.*"""
 
     def __init__(self, device_id: int, context: int) -> None:
@@ -106,51 +106,48 @@ class _Lane:
             runtime.memset(places["clean"], 0, clean)
             staged = self._staged.reserve(STAGED_BYTES)
             runtime.deviceSynchronize()
-        self._query: Any = np.zeros((QUERY_TAIL_AT + kernels.QUERY_TAIL.size) // 8 + 1, np.int64)
-        self._answer: Any = np.zeros((ANSWER_TAIL_AT + kernels.ANSWER_TAIL.size) // 8 + 1, np.int64)
-        kernels.QUERY_TAIL.pack_into(
-            self._query.data.cast("B"),
-            QUERY_TAIL_AT,
-            places["missing_keys"],
-            places["positions"],
-            missing,
-            flags_at,
-            0,
-            PER_WARP,
-            0,
+        self._query: Any = np.zeros((QUERY_TAIL_AT + structs.QUERY_TAIL.size) // 8 + 1, np.int64)
+        self._answer: Any = np.zeros((ANSWER_TAIL_AT + structs.ANSWER_TAIL.size) // 8 + 1, np.int64)
+        query_tail = structs.QUERY_TAIL.named(
+            missing_keys=places["missing_keys"],
+            missing_positions=places["positions"],
+            missing_counts=missing,
+            any_missing=flags_at,
+            segment_count=0,
+            keys_per_warp=PER_WARP,
+            unused=0,
         )
-        kernels.ANSWER_TAIL.pack_into(
-            self._answer.data.cast("B"),
-            ANSWER_TAIL_AT,
-            places["missing_keys"],
-            places["positions"],
-            missing,
-            places["leaders"],
-            places["ranks"],
-            places["order"],
-            places["states"],
-            places["left_keys"],
-            places["left_positions"],
-            left,
-            places["clean"] + 4 * kernels.MOST_BINS,
-            places["clean"],
-            leaders,
-            tallies,
-            progress,
-            places["epochs"],
-            places["versions"],
-            places["versions"] + versions,
-            flags_at + 4,
-            reports_at,
-            0,
-            0,
-            PATIENCE,
-            FEW_MISSES,
-            1,
-            0,
-            0,
-            0,
+        answer_tail = structs.ANSWER_TAIL.named(
+            missing_keys=places["missing_keys"],
+            missing_positions=places["positions"],
+            missing_counts=missing,
+            leaders=places["leaders"],
+            ranks=places["ranks"],
+            order=places["order"],
+            states=places["states"],
+            left_keys=places["left_keys"],
+            left_positions=places["left_positions"],
+            left_counts=left,
+            slots=places["clean"] + 4 * kernels.MOST_BINS,
+            bins=places["clean"],
+            leader_counts=leaders,
+            tallies=tallies,
+            progress=progress,
+            epochs=places["epochs"],
+            versions=places["versions"],
+            versions_after=places["versions"] + versions,
+            any_left=flags_at + 4,
+            reports=reports_at,
+            bin_bits=0,
+            segment_count=0,
+            patience=PATIENCE,
+            few=FEW_MISSES,
+            fetch_warps=1,
+            settles=0,
+            defers=0,
         )
+        self._query.view(np.uint8)[QUERY_TAIL_AT:][: len(query_tail)] = np.frombuffer(query_tail, np.uint8)
+        self._answer.view(np.uint8)[ANSWER_TAIL_AT:][: len(answer_tail)] = np.frombuffer(answer_tail, np.uint8)
         self._parameters = np.array([self._query.ctypes.data, self._answer.ctypes.data], np.int64)
         self.words = np.zeros(LANE_COLUMNS, np.int64)
         for column, value in (
@@ -180,7 +177,7 @@ class CupyBatches(BatchDriver):
         self._board = board
         self._pinned: list[int] = []  # addresses of regions
         self._in_place = False
-        self._lanes: list[_Lane] = []
+        self._lanes: list[_StreamLane] = []
         self._words: IndexArray = np.zeros((LANES * 16, LANE_COLUMNS), np.int64)
         self._words[:, L_DEVICE] = -1
         self._devices: list[int] = []
@@ -236,7 +233,7 @@ class CupyBatches(BatchDriver):
         for (buckets, rows, pairs), struct, link, spec, kind in zip(
             compiled.geometry, compiled.structs, links, cache.tables, compiled.rows, strict=True
         ):
-            packed = np.frombuffer(kernels.TABLE.pack(*struct), np.int64).tolist()
+            packed = np.frombuffer(structs.TABLE.pack(*struct), np.int64).tolist()
             default = int(np.float32(spec.default_value).view(np.uint32))
             attached = [0, 0, default, 0, 0]
             if link is not None:
@@ -249,7 +246,7 @@ class CupyBatches(BatchDriver):
     def _add_lanes(self, device_id: int) -> None:
         with on_device(device_id):
             context = int(cupy.cuda.driver.ctxGetCurrent())
-        lanes = [_Lane(device_id, context) for _ in range(LANES)]
+        lanes = [_StreamLane(device_id, context) for _ in range(LANES)]
         start = LANES * len(self._devices)
         self._lanes += lanes
         self._devices.append(device_id)

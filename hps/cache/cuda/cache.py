@@ -25,6 +25,7 @@ from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.compiler import compile_ahead
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, TableMemory, compile_all, copy_to_host, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
+from hps.cache.cuda.integrity import check_buckets
 from hps.cache.cuda.kernels import Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
@@ -38,7 +39,7 @@ from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.workers import PeriodicTask
 from hps.regions.board import Board
 from hps.tensors.array_checks import check_keys, check_rows
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -259,12 +260,12 @@ class CupyCache(EmbeddingCache):
         return StreamOrderedCounts(counts.misses + missed, counts.linked, counts.absent, counts.unread + unread, settled)
 
     @device_call("capturing a lookup")
-    def capture_of(self, segments: Sequence[Segment]) -> CupyCapture | None:
-        return capture_of(self._reader(), segments)
+    def capture_of(self, batch: Batch) -> CupyCapture | None:
+        return capture_of(self._reader(), batch)
 
     @device_call("capturing a lookup")
-    def record(self, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]) -> CupyGraph:
-        return record(self._reader(), self.memory, segments, enqueue)
+    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> CupyGraph:
+        return record(self._reader(), self.memory, batch, enqueue)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Return pinned host memory. See `EmbeddingCache.host_buffer`."""
@@ -315,6 +316,16 @@ class CupyCache(EmbeddingCache):
         admitted, evicted, erased, unplaced, *_ = self._changes.counters(own) if own.pairs else [0] * geometry.COUNTERS
         resident, size_bytes = admitted - evicted - erased, own.bytes_on(self.device_id)
         return CacheStats(own.capacity_rows, resident, admitted, evicted, size_bytes, unplaced)
+
+    @device_call("checking the tables")
+    def check_integrity(self) -> list[str]:
+        findings = []
+        for table in self.memory.tables():
+            if table.pairs:
+                buckets, (admitted, evicted, erased, *_) = self._changes.buckets(table), self._changes.counters(table)
+                counted = admitted - evicted - erased
+                findings += check_buckets(table.spec.tag, buckets, table.packed, static=self.static, counted_rows=counted)
+        return findings
 
     @device_call("asking for the memory")
     def device_memory(self) -> DeviceMemory:

@@ -6,7 +6,7 @@ which must neither call CUDA nor wait for Python.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial
@@ -19,8 +19,8 @@ from hps.cache.base import LookupGraph, StreamCapture
 from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, device_call, stream_of
 from hps.cache.cuda.tensors import LEGACY_STREAM, TensorReader
 from hps.errors import DeviceError, InvalidDtypeError, InvalidInputError
+from hps.tensors.batch import Batch
 from hps.tensors.dlpack import TensorView
-from hps.tensors.segments import Segment
 
 _NO_DESTRUCTOR_SYNC: Final = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 _MOVE: Final = 1  # CU_GRAPH_USER_OBJECT_MOVE
@@ -80,10 +80,11 @@ class CupyCapture(StreamCapture):
 class CupyGraph(LookupGraph):
     """A lookup of fixed tensors as a CUDA graph. *One per thread.*"""
 
-    def __init__(self, memory: TableMemory, graph: Any, segments: Sequence[Segment]) -> None:
+    def __init__(self, memory: TableMemory, graph: Any, batch: Batch) -> None:
         self.memory = memory
         self._graph = graph
-        self._segments = segments  # keeps the tensors alive
+        self._batch: Batch | None = batch  # keeps the tensors alive
+        self._keys: Any = batch.keys[0]
         self._reader = TensorReader(memory.device_id)
         self._done = cupy.cuda.Event(disable_timing=True)
         self._pointer = -1  # the stream of the last launch
@@ -91,7 +92,7 @@ class CupyGraph(LookupGraph):
 
     @device_call("replaying a captured lookup")
     def launch(self) -> None:
-        pointer = self._reader.work_stream(self._segments[0].keys) or 0
+        pointer = self._reader.work_stream(self._keys) or 0
         if pointer != self._pointer:
             self._pointer, self._stream = pointer, stream_of(pointer)
         self._graph.launch(self._stream)
@@ -100,34 +101,30 @@ class CupyGraph(LookupGraph):
     @device_call("closing a captured lookup")
     def close(self) -> None:
         self._done.synchronize()
-        self._graph, self._segments = None, ()
+        self._graph = self._batch = self._keys = None
 
 
-def capture_of(reader: TensorReader, segments: Sequence[Segment]) -> CupyCapture | None:
+def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:
     """Return the capture on the stream of a lookup's tensors; None if there is none.
 
     Raises:
         InvalidDtypeError: there is one, and keys are not int64; a graph would read a widened copy that is not kept.
     """
-    stream = reader.work_stream(segments[0].keys) if segments else None
+    stream = reader.work_stream(batch.keys[0]) if batch.keys else None
     if not stream or stream == LEGACY_STREAM or not runtime.streamIsCapturing(stream):
         return None
-    for segment in segments:
-        if (view := reader.view(segment.keys, "keys")).bits != 64:
+    for keys in batch.keys:
+        if (view := reader.view(keys, "keys")).bits != 64:
             raise InvalidDtypeError(f"capturing a lookup: got keys of {view.dtype_name}, expected int64")
     return CupyCapture(stream)
 
 
-def record(
-    reader: TensorReader, memory: TableMemory, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]
-) -> CupyGraph:
+def record(reader: TensorReader, memory: TableMemory, batch: Batch, enqueue: Callable[[Batch], None]) -> CupyGraph:
     """Make a graph of what `enqueue` launches; see `EmbeddingCache.record`."""
     stream = cupy.cuda.Stream(non_blocking=True)
-    seen = [
-        Segment(one.table, _seen_from(stream, reader, one.keys), _seen_from(stream, reader, one.out), None, one.n)
-        for one in segments
-    ]
-    for producer in {reader.work_stream(one.keys) for one in segments} - {None}:
+    keys, outs = ([_seen_from(stream, reader, tensor) for tensor in tensors] for tensors in (batch.keys, batch.outs))
+    seen = Batch(batch.tables, batch.sizes, keys, outs, joined=batch.joined)
+    for producer in {reader.work_stream(tensor) for tensor in batch.keys} - {None}:
         stream.wait_event(stream_of(producer or 0).record())
     enqueue(seen)
     stream.synchronize()
@@ -138,7 +135,7 @@ def record(
         with suppress(*CUDA_ERRORS):  # the capture is invalid
             stream.end_capture()
         raise
-    return CupyGraph(memory, stream.end_capture(), segments)
+    return CupyGraph(memory, stream.end_capture(), batch)
 
 
 def _seen_from(stream: Any, reader: TensorReader, tensor: Any) -> TensorView:

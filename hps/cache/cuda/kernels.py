@@ -4,7 +4,6 @@ Imports no CuPy: `device.py` passes the compiler in. Each file of `cuda/` docume
 """
 
 import re
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
+from hps.cache.cuda import structs
 from hps.ground.memory.host_tables import DENSE_ROWS_AT
 from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
@@ -44,39 +44,6 @@ WIDE_OFFSETS, LAST_OFFSET, PADDED = 4, 8, 16
 """Options of a pooled segment, combined with its combiner."""
 MOST_BINS = 1024
 """Maximum number of bins for the misses of a large lookup, over all its tables."""
-
-# Argument structs of the kernels, as laid out in cuda/ (static_asserts there check the sizes).
-TABLE = struct.Struct("<QQQqIIII")  # buckets, rows, counters, zero_filler, zero_pair, pairs, width, sharing
-SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
-# missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
-QUERY_TAIL = struct.Struct("<QQQQIHH")
-QUERY_OF_ONE = struct.Struct(SEGMENT.format + QUERY_TAIL.format[1:])
-# self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments, dense_rows, mirrored, mirrors
-HOST_LAYOUT = struct.Struct("<QQQIIII32QQQ16Q")
-MIRROR = struct.Struct("<QQ")  # copies, n
-LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
-# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative, bins_per_row, 0; after a
-# TABLE
-ANSWER_SEGMENT = struct.Struct(TABLE.format + "QQQQQIIIIfIf4x")
-# missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts, slots,
-# bins, leader_counts, tallies, progress, epochs, versions, versions_after, any_left, reports,
-# bin_bits, segment_count, patience, few, fetch_warps, settles, defers, 0
-ANSWER_TAIL = struct.Struct("<20Q5IBBH")
-# keys, offsets, weights, out, divisors, buckets, rows, padding_key, unread, n, bags, pairs, units, out_units, first_block,
-# missing, index, hotness, bags_per_group, max_norm, options
-POOL_SEGMENT = struct.Struct("<QQQQQQQqQ10IfI")
-# missing_keys, missing_positions, places, entries, missing_counts, padding_counts, any_missing, wrong_offsets, segment_count, 0
-POOL_TAIL = struct.Struct("<8QII")
-INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode; after a TABLE
-ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
-DUMP_TAIL = struct.Struct("<QQII")  # keys, count, first, n
-# near_buckets, near_rows, samples, sample_count, near_pairs, near_stretch, first_pair, pairs, sample_room
-SHARING = struct.Struct("<QQQQIIIII4x")
-PROMOTE_TAIL = struct.Struct("<QQQQI4x")  # own_buckets, samples, sample_count, staged, room; after two TABLEs
-SCATTER = struct.Struct("<QQQQQQIIf4x")  # positions, rows, fetched, vectors, out, found, n, units, default_value
-UNIQUE_HEAD = struct.Struct("<QQQQQQ")  # missing_keys, missing_counts, rows, distinct, distinct_on_host, counts
-UNIQUE_SEGMENT = struct.Struct("<II")  # missing, index
-RANK_SORTED = struct.Struct("<QQQQQQI4x")  # keys, order, heads, rows, distinct, count, m
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _WORD = (1 << 64) - 1
@@ -481,7 +448,7 @@ def host_layout(
     _, slab_shift, row_bytes, _, segment_bits, versions, dense_rows, _, _, *segments = words
     head = (where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits)
     no_segments, no_mirrors = [0] * (2 * MOST_HOST_SEGMENTS - len(segments)), [0] * (MOST_HOST_SEGMENTS - len(mirrors))
-    return HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors)
+    return structs.HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors)
 
 
 def bins_per_row(words: Sequence[int]) -> float:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import StreamOrderedCounts
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import (
     CUDA_ERRORS,
     Arguments,
@@ -108,8 +108,8 @@ class Mirror:
         elif pairs.size:
             at, piece = pinned.take(pairs.nbytes)
             np.copyto(piece.view(np.uint64), pairs.reshape(-1))
-            arguments = Arguments(kernels.MIRROR.size)
-            arguments.pack(kernels.MIRROR, 0, at, len(pairs))
+            arguments = Arguments(structs.MIRROR.size)
+            arguments.pack(structs.MIRROR, 0, at, len(pairs))
             handle = kernels_of(device_id).handle(kernels.MIRROR_KERNEL)
             launch(handle, kernels.tile_blocks(len(pairs)), kernels.THREADS, arguments, stream)
         at, piece = pinned.take(versions.nbytes)
@@ -172,7 +172,7 @@ class AttachedTable:
         self._index = index
         self._device_id = device_id
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._memory = cupy.cuda.Memory(kernels.LINK.size)
+        self._memory = cupy.cuda.Memory(structs.LINK.size)
         self.where = int(self._memory.ptr)
         self.unread_at = self.where + _COUNTERS_AT + 24
         self._words = PinnedBuffer()
@@ -185,7 +185,7 @@ class AttachedTable:
         self._changed = PinnedBuffer()
         self._end_mirror: Callable[[], None] = lambda: None
         with self._lock:
-            for offset in range(0, kernels.LINK.size, 8):
+            for offset in range(0, structs.LINK.size, 8):
                 self._write(offset, 0)
         self._end_watch = host.watch(self._show)
         shown: HostLayout | None = None

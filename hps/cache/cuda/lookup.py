@@ -1,14 +1,15 @@
 """Runs lookups on a CUDA device: their scratch memory, stream and kernel launches."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import or_
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import CacheLookup, MissedKeys
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import (
     CUDA_ERRORS,
     Arguments,
@@ -30,10 +31,10 @@ from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.queries import Geometry, Queries
-from hps.cache.cuda.tensors import NO_ROWS, UNKNOWN_STREAM, AnyRows, AskedRows, PlacedSegment, TensorReader
+from hps.cache.cuda.tensors import NOTHING, UNKNOWN_STREAM, Placement, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.bags import Arithmetic
-from hps.tensors.segments import MADE_LATE, Segment
+from hps.tensors.batch import Batch
 from hps.types import BoolArray, KeyArray, RowArray
 
 _HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
@@ -54,7 +55,7 @@ class LookupKernels:
     Attributes:
         rows: by table, how its rows are stored.
         geometry: by table: addresses of buckets and rows, pairs.
-        structs: by table, what `kernels.TABLE` packs.
+        structs: by table, what `structs.TABLE` packs.
     """
 
     def __init__(self, device_id: int, tables: Sequence[DeviceTable], kind: Kind = kernels.DYNAMIC) -> None:
@@ -62,7 +63,7 @@ class LookupKernels:
         self._kind = kind
         self.rows = [Rows.of(table.spec) for table in tables]
         self.geometry = [(table.buckets_on(device_id), table.rows, table.pairs) for table in tables]
-        self.structs = [kernels.TABLE.unpack(table.packed) for table in tables]
+        self.structs = [structs.TABLE.unpack(table.packed) for table in tables]
         if kind.static:  # lookups make nothing resident
             self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
         self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
@@ -177,28 +178,28 @@ class CupyLookup(CacheLookup):
         self.stream = self._own_stream
         self._running = False  # a query was begun, and not waited for
         self._unread_flags = False  # a lookup that nobody waited for may yet set the flags
-        self._places: AnyRows = NO_ROWS  # of a lookup of rows
-        self._placed: Sequence[PlacedSegment] | None = None  # see `placed`
-        self._total = self._segment_count = 0  # keys, and segments
+        self._batch = Batch((), (), (), ())
+        self.placed: Placement = NOTHING  # of a batch of rows; of bags, the rows of their misses
+        self._total = self._table_count = 0  # keys, and tables
         self._bags = BagPooling(memory.specs, compiled)
         self._pooled = False  # whether the current lookup has bags
 
-        head = kernels.UNIQUE_HEAD.size
+        head = structs.UNIQUE_HEAD.size
         self._queries = Queries(self._dims, compiled.query_of)
         defaults = [int(np.float32(spec.default_value).view(np.uint32)) for spec in memory.specs]
         settling_query_of = partial(compiled.query_of, settles=True)
         self._settling, self._settling_alone = (Queries(self._dims, settling_query_of, defaults) for _ in range(2))
         self._answer_arguments = {
-            segments: Arguments(segments * kernels.ANSWER_SEGMENT.size + kernels.ANSWER_TAIL.size)
+            segments: Arguments(segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
         self._answer_tails: dict[tuple[int, int, int, bool, bool], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
-        self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * kernels.UNIQUE_SEGMENT.size)
-        self._rank_arguments = Arguments(kernels.RANK_SORTED.size)
-        self.scatter_arguments = Arguments(kernels.SCATTER.size)
-        self.insert_arguments = Arguments(kernels.TABLE.size + kernels.INSERT_TAIL.size)
+        self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * structs.UNIQUE_SEGMENT.size)
+        self._rank_arguments = Arguments(structs.RANK_SORTED.size)
+        self.scatter_arguments = Arguments(structs.SCATTER.size)
+        self.insert_arguments = Arguments(structs.TABLE.size + structs.INSERT_TAIL.size)
 
         tables = len(memory.specs)
         self._fixed = PinnedBuffer()
@@ -231,28 +232,16 @@ class CupyLookup(CacheLookup):
         self._reserve(LEAST_KEYS)
         self.clear()
 
-    @property
-    def out_format(self) -> int:
-        """Format of the elements of the outputs of rows."""
-        return self._places.out_format
-
-    @property
-    def placed(self) -> Sequence[PlacedSegment]:
-        """The segments of the current lookup; in one of bags, the rows of missed segments, until it is finished."""
-        if self._placed is None:
-            self._placed = self._places.each()
-        return self._placed
-
     @device_call("querying")
-    def query(self, segments: Sequence[Segment]) -> int:
-        """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
+    def query(self, batch: Batch) -> int:
+        """Copy resident vectors to their rows of `outs`; list the rest. See `CacheLookup.query`.
 
         One kernel and one wait if all keys are resident. Misses in attached tables take one more kernel, and a second wait if
         none were expected after the last lookup; the distinct keys left take one more of each.
         """
         tables = self.memory.tables()
         self._links = list(self._attached)
-        self.begin(segments)
+        self.begin(batch)
         if self._change_order.pending:
             self._change_order.show(self.stream)
         if self._unread_flags:
@@ -270,22 +259,22 @@ class CupyLookup(CacheLookup):
         del tables  # closing the cache keeps their memory until here
         self._layouts = []
         left = sum(self.counts)
-        if not left and (self._pooled or self._unfinished or self._places.on_host):
+        if not left and (self._pooled or self._unfinished or self.placed.on_host):
             self._deliver()
         return left
 
     @device_call("looking up without waiting")
-    def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
+    def enqueue(self, batch: Batch, captured: bool = False) -> None:
         """Launch a complete lookup without waiting. See `CacheLookup.enqueue`."""
         self.memory.tables()
         self._links = list(self._attached)
-        links = [self._links[segment.table] for segment in segments]
+        links = [self._links[table] for table in batch.tables]
         if not all(link is not None and link.authoritative for link in links):
             raise InvalidInputError(
                 "looking up without waiting: got a table whose misses the host answers, expected tables that lie in the "
                 "in-process hash map alone and that the device reads in place"
             )
-        self.begin(segments, captured)
+        self.begin(batch, captured)
         if self.host.used or len(self._streams) > 1 or self._host_waits:
             raise InvalidInputError(
                 "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
@@ -317,7 +306,7 @@ class CupyLookup(CacheLookup):
         if self.memory.complete:
             if self._link_capacity < self._capacity:  # a capture that finds the cache incomplete must not allocate
                 self._reserve_link_lists()
-            self._settling_alone.launch(self._places, self.stream)
+            self._settling_alone.launch(self.placed, self.stream)
             return
         self.launch_query()
         self.launch_answer(settles=True)
@@ -325,22 +314,22 @@ class CupyLookup(CacheLookup):
     def _launch_bags(self) -> None:
         """Launch a lookup of bags ordered only by the stream; see `enqueue`."""
         self.launch_pool("pool", settles=True)
-        self._placed = self._bags.place_misses([place.n for place in self._bags.placed])
+        self.placed = self._bags.place_misses([place.n for place in self._bags.placed])
         self._launch_number()
         self.launch_answer(settles=True)
         self.launch_pool("pool_rest", settles=True)
 
     @device_call("preparing the capture of a lookup")
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """Allocate what a captured lookup of these segments needs. See `CacheLookup.prepare`."""
-        self.enqueue(segments)
+    def prepare(self, batch: Batch) -> None:
+        """Allocate what a captured lookup of this batch needs. See `CacheLookup.prepare`."""
+        self.enqueue(batch)
         runtime.streamSynchronize(self.stream)
 
     @device_call("finding the distinct missing keys")
     def unique(self) -> Sequence["CupyMissedKeys"]:
         return [
-            CupyMissedKeys(self, place, self._distinct_keys(index, place, count), count)
-            for index, (place, count) in enumerate(zip(self.placed, self.counts, strict=True))
+            CupyMissedKeys(self, place, self._distinct_keys(place, count), count)
+            for place, count in enumerate(self.counts)
             if count
         ]
 
@@ -353,27 +342,24 @@ class CupyLookup(CacheLookup):
         self._deliver()
 
     def _deliver(self) -> None:
-        if self._pooled:
-            if self._bags.unfinished:
-                self._bags.unfinished = False
-                self.launch_pool("pool_rest")
-                self.note_work()
-            self._placed = self._bags.placed
-        everywhere = self._bags.placed if self._pooled else self._places.on_host.values()
-        on_host = [place for place in everywhere if place.host_out is not None or place.host_found is not None]
+        if self._pooled and self._bags.unfinished:
+            self._bags.unfinished = False
+            self.launch_pool("pool_rest")
+            self.note_work()
+        batch, on_host = self._batch, self._bags.on_host if self._pooled else self.placed.on_host
         if self._unfinished:
             if on_host or self._host_waits:
                 self.synchronise()
             for stream in self._waits_for:
                 runtime.eventRecord(self._order.ptr, self.stream)
                 runtime.streamWaitEvent(stream, self._order.ptr)
-        for place in on_host:
-            if place.host_out is not None and place.host_out is not place.segment.out:
-                np.copyto(place.segment.out, place.host_out)
-            if place.host_found is not None:
-                np.copyto(place.segment.found, place.host_found)  # type: ignore[arg-type]
+        for place, parts in on_host.items():
+            if parts.out is not None and parts.out is not batch.outs[place]:
+                np.copyto(batch.outs[place], parts.out)
+            if parts.found is not None:
+                np.copyto(batch.founds[place], parts.found)  # type: ignore[arg-type]
 
-    def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
+    def begin(self, batch: Batch, captured: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
         if self._running:  # an interrupt ended the last one: its kernels may yet list misses
             self.clear()
@@ -385,14 +371,12 @@ class CupyLookup(CacheLookup):
         self._fetched_used = 0
         self.reader.start()
         self.padding = ()
-        self._pooled = type(segments) not in MADE_LATE and bool(segments) and segments[0].pooling is not None
+        self._batch, self._table_count, self._pooled = batch, len(batch.tables), bool(batch.poolings)
         if self._pooled:
-            self._total = self._bags.place(segments, self.reader, self.host)
-            self._places, self._placed = NO_ROWS, self._bags.placed
+            self._total, self.placed = self._bags.place(batch, self.reader, self.host), NOTHING
         else:
-            self._places, self._placed = self.reader.place(segments, self._dims, self._doing, self.host), None
-            self._total = self._places.total
-        self._segment_count = len(segments)
+            self.placed = self.reader.place(batch, self._dims, self._doing, self.host)
+            self._total = sum(batch.sizes)
         streams = self.reader.streams
         if self._host_waits or self._waits_for or streams != self._streams:
             self._choose_stream(streams)
@@ -412,8 +396,8 @@ class CupyLookup(CacheLookup):
         follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
         if self.memory.complete and self._settle():
-            return [0] * self._segment_count
-        self.launch_query()
+            return [0] * self._table_count
+        self._queries.launch(self.placed, self.stream)  # not by `launch_query`: every call counts here
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:
@@ -423,7 +407,7 @@ class CupyLookup(CacheLookup):
         else:
             runtime.streamSynchronize(self.stream)
             self._unfinished = False
-        counts = [0] * self._segment_count
+        counts = [0] * self._table_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
             counts = self._answer_misses(attached=attached, answered=launched)
@@ -435,7 +419,7 @@ class CupyLookup(CacheLookup):
 
     def _settle(self) -> bool:
         """Answer all keys by one kernel, since every row is resident; return False if one could not be read."""
-        self._settling.launch(self._places, self.stream)
+        self._settling.launch(self.placed, self.stream)
         runtime.streamSynchronize(self.stream)
         self._unfinished = False
         if not (self.flags[0] or self.flags[1]):
@@ -443,7 +427,7 @@ class CupyLookup(CacheLookup):
         unread = bool(self.flags[1])
         if not unread:
             self.absent = self._counts_at(self.missing_counts)
-        runtime.memsetAsync(self.missing_counts, 0, 4 * self._segment_count, self.stream)
+        runtime.memsetAsync(self.missing_counts, 0, 4 * self._table_count, self.stream)
         runtime.streamSynchronize(self.stream)
         self.flags[:2] = 0
         return not unread
@@ -466,15 +450,15 @@ class CupyLookup(CacheLookup):
                 "keys; the outputs are unspecified"
             )
         if not missed:
-            return [0] * self._segment_count
-        self._placed = bags.place_misses(self._counts_at(self.missing_counts))
+            return [0] * self._table_count
+        self.placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
         counts = self._answer_misses(attached=self._find_layouts(), answered=False)
         self.flags[:2] = 0
         return counts
 
     def _counts_at(self, address: int) -> list[int]:
-        counts = np.empty(self._segment_count, np.uint32)
+        counts = np.empty(self._table_count, np.uint32)
         copy_to_host(counts, address, self.stream)
         found: list[int] = counts.tolist()
         return found
@@ -505,10 +489,10 @@ class CupyLookup(CacheLookup):
             if not answered:
                 self.launch_answer()
                 self.synchronise()
-            tallies = self._tallies[: self._segment_count].tolist()
+            tallies = self._tallies[: self._table_count].tolist()
             self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
             if not self.flags[1]:
-                return [0] * self._segment_count
+                return [0] * self._table_count
             self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
             self._listed_counts = self._left_counts
         else:
@@ -516,15 +500,14 @@ class CupyLookup(CacheLookup):
             self._listed_counts = self.missing_counts
         self._launch_unique()
         self.synchronise()
-        counts: list[int] = self._totals[: self._segment_count, 0].tolist()
+        counts: list[int] = self._totals[: self._table_count, 0].tolist()
         return counts
 
     def _find_layouts(self) -> bool:
         """Hold the layouts of the segments' attached tables; return whether there are any."""
         if not any(self._links):
             return False
-        tables = [one.table for one in self.placed] if self._pooled else self._places.tables
-        links = [self._links[table] for table in tables]
+        links = [self._links[table] for table in self._batch.tables]
         self._layouts = [None if link is None else link.present for link in links]
         return any(self._layouts)
 
@@ -535,7 +518,7 @@ class CupyLookup(CacheLookup):
 
     def launch_query(self) -> None:
         """Launch the queries of all segments of rows."""
-        self._queries.launch(self._places, self.stream)
+        self._queries.launch(self.placed, self.stream)
 
     def launch_answer(self, *, settles: bool = False, defers: bool = False) -> None:
         """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.
@@ -546,26 +529,25 @@ class CupyLookup(CacheLookup):
         """
         if self._link_capacity < self._capacity:
             self._reserve_link_lists()
-        if self._pooled:
-            asked = [(i, one.table, one.n, one.out, one.found, one.missing) for i, one in enumerate(self.placed) if one.n]
-        else:
-            asked = self._places.asked()
+        self.placed = placed = self.placed.by_table(self._dims)
+        asked = [place for place, n in enumerate(placed.sizes) if n]
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
         if defers:
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
 
-    def _launch_answer_of(self, group: Sequence[AskedRows], *, settles: bool, defers: bool) -> None:
-        alignment, specs, structs, on_host = 0, self.memory.specs, self.kernels.structs, self._places.on_host
-        for _index, _table, _n, out, _found, _missing in group:
-            alignment |= out
-        tables, outputs = tuple([table for _, table, *_ in group]), kernels.outputs_code(alignment, self._places.out_format)
+    def _launch_answer_of(self, group: Sequence[int], *, settles: bool, defers: bool) -> None:
+        placed, specs, structs = self.placed, self.memory.specs, self.kernels.structs
+        tables = tuple([placed.tables[place] for place in group])
+        outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
         handle, shape, threads = self.kernels.answer_of("answer", tables, outputs)
         by_parts = kernels.by_parts(shape)
         arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
-        buffer, pack, offset, blocks = arguments.bytes, kernels.ANSWER_SEGMENT.pack_into, 0, self._blocks
-        for index, table, n, out, found, missing in group:
+        buffer, pack, offset, blocks = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, self._blocks
+        for index, table in zip(group, tables, strict=True):
+            n, out, missing = placed.sizes[index], placed.outs[index], placed.starts[index]
+            found = placed.founds[index] if placed.founds else 0
             link, rows, spec = self._links[table], self.kernels.rows[table], specs[table]
             where = link_at = authoritative = staged = staged_rows = 0
             bins_per_row = 0.0
@@ -575,45 +557,44 @@ class CupyLookup(CacheLookup):
                 bins_per_row = layout.bins_per_row if layout is not None else 0.0
                 if where:
                     link_at, authoritative = link.where, link.authoritative
-                    if by_parts or defers or (index in on_host and on_host[index].host_out is not None):
+                    if by_parts or defers or (index in placed.on_host and placed.on_host[index].out is not None):
                         row_bytes = 4 * kernels.staged_words(shape, rows)
                         staged_rows = min(n, _STAGED_BYTES // row_bytes)
                         staged = self.device_space(row_bytes * staged_rows)
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *structs[table], *answer, authoritative, bins_per_row)
-            offset += kernels.ANSWER_SEGMENT.size
+            offset += structs.ANSWER_SEGMENT.size
         tail = self._answer_tails.get((len(group), shape.most_words, threads, settles, defers))
         if tail is None:
             warps = kernels.fetch_warps(shape.most_words, blocks, threads)
-            tail = self._answer_tails[len(group), shape.most_words, threads, settles, defers] = kernels.ANSWER_TAIL.pack(
-                self.missing_keys,
-                self.listed_positions,
-                self.missing_counts,
-                self._leaders,
-                self._ranks,
-                self._in_order,
-                self._states,
-                self._left_keys,
-                self._left_positions,
-                self._left_counts,
-                self._slots,
-                self._bins,
-                self._leader_counts,
-                self._device_tallies,
-                self._progress,
-                self._epochs,
-                self._versions,
-                self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
-                self.flags_at + 4,
-                self._tallies_at,
-                kernels.bin_bits(len(group)),
-                len(group),
-                _STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
-                _FEW_MISSES,
-                warps,
-                settles,
-                defers,
-                0,
+            tail = self._answer_tails[len(group), shape.most_words, threads, settles, defers] = structs.ANSWER_TAIL.named(
+                missing_keys=self.missing_keys,
+                missing_positions=self.listed_positions,
+                missing_counts=self.missing_counts,
+                leaders=self._leaders,
+                ranks=self._ranks,
+                order=self._in_order,
+                states=self._states,
+                left_keys=self._left_keys,
+                left_positions=self._left_positions,
+                left_counts=self._left_counts,
+                slots=self._slots,
+                bins=self._bins,
+                leader_counts=self._leader_counts,
+                tallies=self._device_tallies,
+                progress=self._progress,
+                epochs=self._epochs,
+                versions=self._versions,
+                versions_after=self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
+                any_left=self.flags_at + 4,
+                reports=self._tallies_at,
+                bin_bits=kernels.bin_bits(len(group)),
+                segment_count=len(group),
+                patience=_STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
+                few=_FEW_MISSES,
+                fetch_warps=warps,
+                settles=settles,
+                defers=defers,
             )
         buffer[-len(tail) :] = tail
         self._dependent.launch(handle, blocks, threads, arguments, self.stream)
@@ -641,9 +622,10 @@ class CupyLookup(CacheLookup):
 
     def _launch_unique(self) -> None:
         """Launch the kernel that makes the misses of all segments distinct and counts them."""
-        placed, arguments = self.placed, self._unique_arguments
+        self.placed, arguments = self.placed.by_table(self._dims), self._unique_arguments
+        starts = self.placed.starts
         arguments.pack(
-            kernels.UNIQUE_HEAD,
+            structs.UNIQUE_HEAD,
             0,
             self._listed_keys,
             self._listed_counts,
@@ -652,47 +634,45 @@ class CupyLookup(CacheLookup):
             self._distinct_on_host_at,
             self._totals_at,
         )
-        for start in range(0, len(placed), kernels.SEGMENTS_AT_ONCE):
-            group = placed[start : start + kernels.SEGMENTS_AT_ONCE]
-            for nth, place in enumerate(group):
-                offset = kernels.UNIQUE_HEAD.size + nth * kernels.UNIQUE_SEGMENT.size
-                arguments.pack(kernels.UNIQUE_SEGMENT, offset, place.missing, start + nth)
+        for start in range(0, len(starts), kernels.SEGMENTS_AT_ONCE):
+            group = starts[start : start + kernels.SEGMENTS_AT_ONCE]
+            for nth, missing in enumerate(group):
+                offset = structs.UNIQUE_HEAD.size + nth * structs.UNIQUE_SEGMENT.size
+                arguments.pack(structs.UNIQUE_SEGMENT, offset, missing, start + nth)
             launch(self.kernels.handle(kernels.UNIQUE), len(group), kernels.UNIQUE_THREADS, arguments, self.stream)
 
-    def _distinct_keys(self, index: int, place: PlacedSegment, misses: int) -> KeyArray:
-        """Return the distinct missing keys of one segment from the unique kernel."""
-        count = int(self._totals[index, 1])
+    def _distinct_keys(self, place: int, misses: int) -> KeyArray:
+        """Return the distinct missing keys of one table from the unique kernel."""
+        count, start = int(self._totals[place, 1]), self.placed.starts[place]
         if count == kernels.TOO_MANY:
-            count = self._sort(index, place, misses)
-        keys: KeyArray = self._distinct_on_host[place.missing : place.missing + count].copy()
+            count = self._sort(place, start, misses)
+        keys: KeyArray = self._distinct_on_host[start : start + count].copy()
         return keys
 
-    def _sort(self, index: int, place: PlacedSegment, misses: int) -> int:
+    def _sort(self, place: int, start: int, misses: int) -> int:
         """Sort many misses, as the unique kernel does for few."""
         with stream_of(self.stream):
-            at, memory = self._listed_keys + 8 * place.missing, cupy.cuda.UnownedMemory
+            at, memory = self._listed_keys + 8 * start, cupy.cuda.UnownedMemory
             keys = cupy.cuda.MemoryPointer(memory(at, 8 * misses, self), 0)
             order = cupy.argsort(cupy.ndarray((misses,), np.int64, keys)).astype(np.int64, copy=False)
         blocks = kernels.sorted_blocks(misses)
         heads = self.device_space(4 * blocks)
         self._rank_arguments.pack(
-            kernels.RANK_SORTED,
+            structs.RANK_SORTED,
             0,
-            self._listed_keys + 8 * place.missing,
+            at,
             int(order.data.ptr),
             heads,
-            self.rows + 4 * place.missing,
-            self.distinct + 8 * place.missing,
-            self._totals_at + 8 * index + 4,
+            self.rows + 4 * start,
+            self.distinct + 8 * start,
+            self._totals_at + 8 * place + 4,
             misses,
         )
         for kernel in (kernels.MARK_HEADS, kernels.RANK_SORTED_KERNEL):
             launch(self.kernels.handle(kernel), blocks, kernels.UNIQUE_THREADS, self._rank_arguments, self.stream)
         self.synchronise()
-        count = int(self._totals[index, 1])
-        copy_to_host(
-            self._distinct_on_host[place.missing : place.missing + count], self.distinct + 8 * place.missing, self.stream
-        )
+        count = int(self._totals[place, 1])
+        copy_to_host(self._distinct_on_host[start : start + count], self.distinct + 8 * start, self.stream)
         return count
 
     def synchronise(self) -> None:
@@ -759,14 +739,15 @@ class CupyLookup(CacheLookup):
 
 
 class CupyMissedKeys(MissedKeys):
-    __slots__ = ("_found", "_lookup", "_misses", "_place", "_staged", "_vectors", "memory")
+    __slots__ = ("_found", "_lookup", "_misses", "_place", "_staged", "_start", "_vectors", "memory")
 
-    def __init__(self, lookup: CupyLookup, place: PlacedSegment, keys: KeyArray, misses: int) -> None:
-        self.segment = place.segment
+    def __init__(self, lookup: CupyLookup, place: int, keys: KeyArray, misses: int) -> None:
+        self.table = lookup.placed.tables[place]
         self.keys = keys
         self.memory = lookup.memory
         self._lookup = lookup
-        self._place = place
+        self._place = place  # of the table in the batch
+        self._start = lookup.placed.starts[place]  # of its misses in the lists
         self._misses = misses  # with duplicates
         self._vectors = 0  # address of the fetched vectors, on the device or in mapped memory
         self._staged = 0  # source of the copy; 0 if they are read in place
@@ -775,7 +756,7 @@ class CupyMissedKeys(MissedKeys):
     @device_call("allocating a fetch buffer")
     def buffer(self) -> RowArray:
         """Return pinned memory for the rows of `keys`: (u, width); content unspecified."""
-        lookup, width = self._lookup, self.memory.specs[self._place.table].width
+        lookup, width = self._lookup, self.memory.specs[self.table].width
         size = 4 * self.keys.size * width
         pointer, pinned = lookup.host.take(size)
         self._vectors, self._staged = pointer, 0
@@ -788,7 +769,7 @@ class CupyMissedKeys(MissedKeys):
     def stage(self, start: int, stop: int) -> None:
         """Start to copy rows [start, stop) of the buffer to the device if they are too many to be read in place."""
         if self._staged and stop > start:
-            row = 4 * self.memory.specs[self._place.table].width
+            row = 4 * self.memory.specs[self.table].width
             size, stream = (stop - start) * row, self._lookup.stream
             copy_to_device(self._vectors + start * row, self._staged + start * row, size, stream)
             self._lookup.note_work()
@@ -796,19 +777,18 @@ class CupyMissedKeys(MissedKeys):
     @device_call("scattering fetched vectors")
     def scatter(self, found: BoolArray) -> None:
         self._place_mask(found)
-        lookup, place = self._lookup, self._place
-        table = self.memory.specs[place.table]
-        rows = lookup.kernels.rows[place.table]
-        shape = Shape.of([rows], kernels.outputs_code(place.out, lookup.out_format))
+        lookup, placed, table = self._lookup, self._lookup.placed, self.memory.specs[self.table]
+        rows, out = lookup.kernels.rows[self.table], placed.outs[self._place]
+        shape = Shape.of([rows], kernels.outputs_code(out, placed.out_format))
         lookup.scatter_arguments.pack(
-            kernels.SCATTER,
+            structs.SCATTER,
             0,
-            lookup.missing_positions + 4 * place.missing,
-            lookup.rows + 4 * place.missing,
+            lookup.missing_positions + 4 * self._start,
+            lookup.rows + 4 * self._start,
             self._found,
             self._vectors,
-            place.out,
-            place.found,
+            out,
+            placed.founds[self._place] if placed.founds else 0,
             self._misses,
             shape.units(rows),
             table.default_value,
@@ -828,16 +808,16 @@ class CupyMissedKeys(MissedKeys):
         if distinct in (0, found.size) or found.size == self._misses:
             return self._misses if distinct == found.size else distinct
         keys_at = np.empty(self._misses, np.uint32)
-        copy_to_host(keys_at, self._lookup.rows + 4 * self._place.missing, self._lookup.stream)
+        copy_to_host(keys_at, self._lookup.rows + 4 * self._start, self._lookup.stream)
         return self._misses - int(np.count_nonzero(found[keys_at]))
 
     @device_call("inserting fetched vectors")
     def insert(self, found: BoolArray) -> None:
-        lookup, table = self._lookup, self.memory.tables()[self._place.table]
+        lookup, table = self._lookup, self.memory.tables()[self.table]
         self._place_mask(found)
         if not self._found or not table.pairs or self.memory.static:
             return
-        keys = lookup.distinct + 8 * self._place.missing
+        keys = lookup.distinct + 8 * self._start
         lookup.changes.launch_insert(
             table,
             keys,

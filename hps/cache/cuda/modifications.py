@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda import geometry, kernels, structs
 from hps.cache.cuda.device import (
     Arguments,
     DeviceBuffer,
@@ -21,7 +21,7 @@ from hps.cache.cuda.device import (
     launch,
 )
 from hps.cache.cuda.kernels import Kernel, Kind, Rows
-from hps.types import KeyArray
+from hps.types import IndexArray, KeyArray
 
 _MAPPED_BYTES = 1 << 18  # up to this size, kernels read host arrays from pinned memory: a separate copy costs more
 _STAGED_BYTES = 1 << 24
@@ -103,9 +103,9 @@ class Modifications:
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._stream = int(self._own.ptr)
         self._stages = (_Stage(), _Stage())
-        self._insert = Arguments(kernels.TABLE.size + kernels.INSERT_TAIL.size)
-        self._erase = Arguments(kernels.TABLE.size + kernels.ERASE_TAIL.size)
-        self._dump = Arguments(kernels.TABLE.size + kernels.DUMP_TAIL.size)
+        self._insert = Arguments(structs.TABLE.size + structs.INSERT_TAIL.size)
+        self._erase = Arguments(structs.TABLE.size + structs.ERASE_TAIL.size)
+        self._dump = Arguments(structs.TABLE.size + structs.DUMP_TAIL.size)
         self._dumped = DeviceBuffer()
         self._copiers: ThreadPoolExecutor | None = None
 
@@ -131,8 +131,8 @@ class Modifications:
         handle = self._inserts.get((piece, width))
         if handle is None:
             handle = self._inserts[piece, width] = self._kernels.handle(kernels.insert_kernel(piece, width, self._kind))
-        arguments.bytes[: kernels.TABLE.size] = table.packed
-        arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, rows, chosen, n, mode)
+        arguments.bytes[: structs.TABLE.size] = table.packed
+        arguments.pack(structs.INSERT_TAIL, structs.TABLE.size, keys, rows, chosen, n, mode)
         with self.ordered(stream):
             launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
 
@@ -165,8 +165,8 @@ class Modifications:
             for start in range(0, keys.size, step):
                 part = keys[start : start + step]
                 keys_at, _none = self._stage(self._stages[0], part, None)
-                self._erase.bytes[: kernels.TABLE.size] = table.packed
-                self._erase.pack(kernels.ERASE_TAIL, kernels.TABLE.size, keys_at, part.size)
+                self._erase.bytes[: structs.TABLE.size] = table.packed
+                self._erase.pack(structs.ERASE_TAIL, structs.TABLE.size, keys_at, part.size)
                 with self.ordered(self._stream):
                     handle = self._kernels.handle(kernels.erase_kernel(self._kind))
                     launch(handle, kernels.tile_blocks(part.size), kernels.THREADS, self._erase, self._stream)
@@ -183,8 +183,8 @@ class Modifications:
                 if self.order.pending:
                     self.order.show(self._stream)
                 runtime.memsetAsync(count_at, 0, 8, self._stream)
-                self._dump.bytes[: kernels.TABLE.size] = table.packed
-                self._dump.pack(kernels.DUMP_TAIL, kernels.TABLE.size, count_at + 256, count_at, first, pairs)
+                self._dump.bytes[: structs.TABLE.size] = table.packed
+                self._dump.pack(structs.DUMP_TAIL, structs.TABLE.size, count_at + 256, count_at, first, pairs)
                 handle = self._kernels.handle(kernels.dump_kernel(self._kind))
                 launch(handle, kernels.tile_blocks(pairs), kernels.THREADS, self._dump, self._stream)
                 copy_to_host(count, count_at, self._stream)
@@ -193,6 +193,15 @@ class Modifications:
                     copy_to_host(part, count_at + 256, self._stream)
                 parts.append(part)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def buckets(self, table: DeviceTable) -> IndexArray:
+        """Return a copy of the buckets of a table, (2 pairs, 8) int64, after the changes before it."""
+        copied: IndexArray = np.empty((2 * table.pairs, kernels.PAIR_BYTES // 16), np.int64)
+        with self._staging:
+            if self.order.pending:
+                self.order.show(self._stream)
+            copy_to_host(copied, table.buckets, self._stream)
+        return copied
 
     def counters(self, table: DeviceTable) -> list[int]:
         """Return the counters of a table since construction: keys admitted, evicted, erased; then those of `cuda/walk.cuh`."""

@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda import geometry, kernels, structs
 from hps.cache.cuda.device import CUDA_ERRORS, Arguments, DeviceTable, copy_to_host, kernels_of, launch
 from hps.cache.cuda.kernels import Kernel, Rows
 from hps.cache.cuda.modifications import Modifications
@@ -51,7 +51,7 @@ class NearTables:
         widths = [table.spec.width for table in shared]
         self._staged = cupy.cuda.Memory(4 * max(room * width for room, width in zip(self._room, widths, strict=True)))
         self._counts = np.zeros(len(shared), np.uint64)
-        self._promote = Arguments(2 * kernels.TABLE.size + kernels.PROMOTE_TAIL.size)
+        self._promote = Arguments(2 * structs.TABLE.size + structs.PROMOTE_TAIL.size)
         self._filled = False
         runtime.memset(self._counts_at, 0, self._counts.nbytes)
         self._own_pairs = [geometry.own_pairs(table.pairs, table.spec.width, self._devices, nth) for table in shared]
@@ -106,11 +106,11 @@ class NearTables:
             if not (count and self._usable[index]):
                 continue
             self._filled = True
-            near, size = self._near[index], kernels.TABLE.size
+            near, size = self._near[index], structs.TABLE.size
             self._promote.bytes[:size] = self._shared[index]
             self._promote.bytes[size : 2 * size] = near.packed
             places = self._own[index], *self._noted(index), int(self._staged.ptr), self._room[index]
-            self._promote.pack(kernels.PROMOTE_TAIL, 2 * size, *places)
+            self._promote.pack(structs.PROMOTE_TAIL, 2 * size, *places)
             width = near.spec.width
             handle = self._kernels.handle(kernels.promote_kernel(kernels.unit_of(width, 16), width))
             blocks = kernels.tile_blocks(min(count, self._room[index]))

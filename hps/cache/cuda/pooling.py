@@ -5,46 +5,51 @@ Keys that are not resident are listed, and answered as in a lookup of rows: from
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, launch
 from hps.cache.cuda.kernels import Rows, Shape
-from hps.cache.cuda.tensors import PlacedSegment, TensorReader
-from hps.errors import InvalidInputError
-from hps.tensors.bags import Arithmetic, Columns, Pooling
-from hps.tensors.segments import Segment
-from hps.types import TableSpec
+from hps.cache.cuda.tensors import HostParts, Placement, TensorReader
+from hps.tensors.bags import Arithmetic, Pooling
+from hps.tensors.batch import Batch, Part
+from hps.types import DeviceArray, TableSpec
 
 _NO_ENTRY = 0xFF  # each byte of the number that means no miss
 _NUMBER_BLOCKS = 64  # for each table
 _ALIGNMENT = 256
 
 
-class PlacedBags(PlacedSegment):
-    """Device addresses of a segment with bags. Belongs to its lookup until the next query.
+@dataclass(slots=True, eq=False)
+class PlacedBags:
+    """Where the bags of one table lie on the device. Belongs to its lookup until the next query.
 
     Attributes:
-        offsets, weights: addresses; 0 without them.
+        table, n: index of the table, number of keys.
+        missing: position of its first miss in the lookup's lists.
+        first_bag: position of its first bag among those of the lookup.
+        keys, out, offsets, weights: addresses; offsets and weights are 0 without them.
         options: see `cuda/pool.cu`.
         stride: floats from one row of `out` to the next.
-        first_bag: position of its first bag among those of the lookup.
         rows: address of the vectors of its misses.
     """
 
-    __slots__ = ("first_bag", "offsets", "options", "pooling", "rows", "stride", "weights")
-
-    def __init__(self, segment: Segment, pooling: Pooling, missing: int, first_bag: int) -> None:
-        super().__init__(segment, missing)
-        self.pooling = pooling
-        self.first_bag = first_bag
-        self.n = segment.n
-        self.offsets = self.weights = self.rows = 0
-        self.options = int(pooling.combiner)
-        self.stride = 0
+    table: int
+    n: int
+    pooling: Pooling
+    missing: int
+    first_bag: int
+    options: int
+    keys: int = 0
+    out: int = 0
+    offsets: int = 0
+    weights: int = 0
+    stride: int = 0
+    rows: int = 0
 
 
 class PoolKernels(Protocol):
@@ -71,9 +76,10 @@ class BagPooling:
         compiled: the kernels, and what they need to know of the tables.
 
     Attributes:
-        placed: segments of the current lookup.
-        padded: whether a segment has a padding key.
-        paddings_at: address of the padding key counts of the segments.
+        placed: the bags of each table of the current lookup.
+        on_host: tables with an output in host memory, by their position.
+        padded: whether a table has a padding key.
+        paddings_at: address of the padding key counts of the tables.
         unfinished: vectors remain to be added to their bags.
     """
 
@@ -83,11 +89,12 @@ class BagPooling:
         compiled: PoolKernels,
     ) -> None:
         self.placed: list[PlacedBags] = []
+        self.on_host: dict[int, HostParts] = {}
         self.padded = self.unfinished = False
         self._specs = specs
         self._kernels = compiled
         self._arguments = {
-            segments: Arguments(segments * kernels.POOL_SEGMENT.size + kernels.POOL_TAIL.size)
+            segments: Arguments(segments * structs.POOL_SEGMENT.size + structs.POOL_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
         self._paddings = DeviceBuffer()
@@ -96,25 +103,17 @@ class BagPooling:
         self._rows = DeviceBuffer()
         self._places = self._entries = self._divisors = 0
 
-    def place(self, segments: Sequence[Segment], reader: TensorReader, host: PinnedBuffer) -> int:
-        """Find the tensors of all segments; those in host memory go through mapped memory. Return the number of keys.
-
-        Raises:
-            InvalidInputError: a segment has no bags.
-        """
-        placed: list[PlacedBags] = []
+    def place(self, batch: Batch, reader: TensorReader, host: PinnedBuffer) -> int:
+        """Find the tensors of a batch; those in host memory go through mapped memory. Return the number of keys."""
+        self.placed, self.on_host = [], {}
         keys = bags = 0
-        for segment in segments:
-            if (pooling := segment.pooling) is None:
-                raise InvalidInputError(
-                    "looking up bags: got a segment without bags beside some with bags, expected bags alone"
-                )
-            placed.append(place := PlacedBags(segment, pooling, keys, bags))
-            self._place(place, reader, host)
-            keys += place.n
+        for position, (table, n, pooling) in enumerate(zip(batch.tables, batch.sizes, batch.poolings, strict=True)):
+            self.placed.append(place := PlacedBags(table, n, pooling, keys, bags, int(pooling.combiner)))
+            self._place(place, batch.keys[position], reader, host)
+            self._place_output(place, position, batch.outs[position], reader, host)
+            keys += n
             bags += pooling.count
-        self.placed = placed
-        self.padded = any(place.options & kernels.PADDED for place in placed)
+        self.padded = any(place.options & kernels.PADDED for place in self.placed)
         self.unfinished = False
         return keys
 
@@ -125,21 +124,20 @@ class BagPooling:
         start = self._lists.reserve(8 * keys + 4 * bags)
         self._places, self._entries, self._divisors = start, start + 4 * keys, start + 8 * keys
 
-    def place_misses(self, counts: Sequence[int]) -> list[PlacedSegment]:
-        """Find scratch memory for the misses of each segment: a lookup of rows writes their vectors there."""
+    def place_misses(self, counts: Sequence[int]) -> Placement:
+        """Find scratch memory for the misses of each table: a lookup of rows writes their vectors there."""
         sizes = [
             -(-4 * count * self._specs[place.table].dim // _ALIGNMENT) * _ALIGNMENT
             for count, place in zip(counts, self.placed, strict=True)
         ]
         floats = sum([count * self._specs[place.table].dim for count, place in zip(counts, self.placed, strict=True)])
         start = self._rows.reserve(4 * floats + _ALIGNMENT * len(sizes))  # for every split: a capture must not allocate
-        found = []
-        for place, count, size in zip(self.placed, counts, sizes, strict=True):
-            rows = PlacedSegment(place.segment, place.missing)
-            rows.n, rows.out, rows.keys = count, start, 0
+        for place, size in zip(self.placed, sizes, strict=True):
             place.rows = start
-            found.append(rows)
             start += size
+        tables, outs = [place.table for place in self.placed], [place.rows for place in self.placed]
+        found = Placement(tables, counts, [0] * len(tables), outs)
+        found.starts = [place.missing for place in self.placed]
         self.unfinished = True
         return found
 
@@ -157,7 +155,7 @@ class BagPooling:
             unread: counter address of wrong offsets for each segment; 0 if the host checks them.
         """
         missing_keys, listed_positions, missing_counts = misses
-        known, pack, divisors = self._kernels, kernels.POOL_SEGMENT.pack_into, self._divisors
+        known, pack, divisors = self._kernels, structs.POOL_SEGMENT.pack_into, self._divisors
         total = sum([place.n for place in self.placed])
         asked = [(index, place, place.pooling) for index, place in enumerate(self.placed) if place.pooling.count]
         asked.sort(key=lambda one: -one[1].n // one[2].count)  # the longest work starts first
@@ -198,11 +196,11 @@ class BagPooling:
                     pooling.max_norm,
                     place.options,
                 )
-                offset += kernels.POOL_SEGMENT.size
+                offset += structs.POOL_SEGMENT.size
                 blocks += -(-count // (bags * per_block))
             arguments.pack(
-                kernels.POOL_TAIL,
-                shape.segments * kernels.POOL_SEGMENT.size,
+                structs.POOL_TAIL,
+                shape.segments * structs.POOL_SEGMENT.size,
                 missing_keys,
                 listed_positions,
                 self._places,
@@ -212,39 +210,38 @@ class BagPooling:
                 flags_at,
                 flags_at + 8,
                 len(group),
-                0,
             )
             if name == "number":
                 blocks = _NUMBER_BLOCKS * len(group)
             launch(known.pool(name, shape, arithmetic), blocks, kernels.QUERY_THREADS, arguments, stream)
 
-    def _place(self, place: PlacedBags, reader: TensorReader, host: PinnedBuffer) -> None:
-        segment, pooling = place.segment, place.pooling
-        count, dim = pooling.count, self._specs[place.table].dim
-        if isinstance(segment.keys, np.ndarray):
-            place.keys = _mapped(segment.keys, host)
-        else:
-            place.keys, place.n = reader.keys(segment.keys)
+    def _place(self, place: PlacedBags, keys: DeviceArray, reader: TensorReader, host: PinnedBuffer) -> None:
+        """Find keys, offsets and weights."""
+        pooling = place.pooling
+        place.keys = _mapped(keys, host) if isinstance(keys, np.ndarray) else reader.keys(keys)[0]
         if isinstance(pooling.offsets, np.ndarray):
             place.offsets, bits, size = _mapped(pooling.offsets, host), 8 * pooling.offsets.itemsize, pooling.offsets.size
         elif pooling.offsets is not None:
             place.offsets, bits, size = reader.offsets(pooling.offsets)
         if pooling.offsets is not None:
-            place.options |= (kernels.WIDE_OFFSETS if bits == 64 else 0) | (kernels.LAST_OFFSET if size > count else 0)
+            place.options |= (kernels.WIDE_OFFSETS if bits == 64 else 0) | (kernels.LAST_OFFSET if size > pooling.count else 0)
         if isinstance(pooling.weights, np.ndarray):
             place.weights = _mapped(pooling.weights, host)
         elif pooling.weights is not None:
             place.weights = reader.weights(pooling.weights, place.n)
         if pooling.padding_key is not None:
             place.options |= kernels.PADDED
-        place.stride = dim
-        if isinstance(segment.out, np.ndarray):
+
+    def _place_output(
+        self, place: PlacedBags, position: int, out: DeviceArray, reader: TensorReader, host: PinnedBuffer
+    ) -> None:
+        count, dim = place.pooling.count, self._specs[place.table].dim
+        place.stride = out.width if isinstance(out, Part) else dim
+        if isinstance(out, np.ndarray):
             place.out, pinned = host.take(4 * count * dim)
-            place.host_out = pinned.view(np.float32).reshape(count, dim)
-        elif isinstance(segment.out, Columns):
-            place.out, place.stride = reader.columns(segment.out), segment.out.width
+            self.on_host[position] = HostParts(pinned.view(np.float32).reshape(count, dim), None)
         else:
-            place.out = reader.rows(segment.out, count, dim)
+            place.out = reader.rows(out, count, dim)
 
     def _shape_of_bags(self, group: Sequence[PlacedBags]) -> Shape:
         """Return the shape of a group of segments."""

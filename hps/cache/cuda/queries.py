@@ -11,17 +11,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import Arguments, launch
 from hps.cache.cuda.kernels import outputs_code
-from hps.cache.cuda.tensors import AnyRows, ConcatenatedRows, PlacedRows
+from hps.cache.cuda.tensors import Placement
 
 Geometry: TypeAlias = list[tuple[int, int, int, int]]
 """By table: units of a row, addresses of buckets and rows, pairs."""
 
 _WARPS = kernels.QUERY_THREADS // 32
 _MOST_KEPT = 64
-_OUT_OFFSET = 8  # of `out` in a segment, after `keys`
 
 
 class _Launch:
@@ -40,9 +39,9 @@ class _Launch:
         self.blocks = blocks
         self.arguments = arguments
         self.places = [place for place, n in enumerate(sizes) if n]
-        count, strides = len(self.places), (kernels.SEGMENT.size,)
-        self.keys: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, 0, strides)
-        self.outs: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, _OUT_OFFSET, strides)
+        count, strides = len(self.places), (structs.SEGMENT.size,)
+        self.keys: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, structs.SEGMENT.offsets["keys"], strides)
+        self.outs: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, structs.SEGMENT.offsets["out"], strides)
         rows = np.array(sizes, np.uint64)
         size_bytes = rows * np.array(vectors, np.uint64)
         self.key_offsets = (8 * (rows.cumsum() - rows))[self.places]
@@ -69,75 +68,74 @@ class Queries:
         self._query_of = query_of
         self._arguments = {segments: _arguments_of(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
         self._kept: dict[tuple[object, ...], _Launch] = {}
-        self._fixed: dict[object, list[tuple[int, int, Arguments]]] = {}  # by token: handle, blocks, arguments
+        self._packed_once: dict[Placement, list[tuple[int, int, Arguments]]] = {}  # of kept batches: handle, blocks, arguments
         self._lists = (0, 0, 0, 0)
 
     def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int) -> None:
         """Let queries write their misses to these addresses."""
         self._lists = (missing_keys, missing_positions, missing_counts, any_missing)
         self._kept.clear()
-        self._fixed.clear()
+        self._packed_once.clear()
 
-    def launch(self, rows: AnyRows, stream: int) -> None:
-        """Launch the query of all segments: one kernel for every SEGMENTS_AT_ONCE of them."""
-        if (token := rows.token) is not None:
-            for handle, blocks, arguments in self._fixed.get(token) or self._fix(token, rows):
+    def launch(self, placed: Placement, stream: int) -> None:
+        """Launch the query of all tables: one kernel for every SEGMENTS_AT_ONCE of them."""
+        if placed.kept:
+            for handle, blocks, arguments in self._packed_once.get(placed) or self._pack_once(placed):
                 launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
             return
-        count = len(rows.sizes)
-        if 1 < count <= kernels.SEGMENTS_AT_ONCE and not rows.masked:
-            self._launch_kept(rows, stream)
+        count = len(placed.sizes)
+        if 1 < count <= kernels.SEGMENTS_AT_ONCE and not placed.founds:
+            self._launch_kept(placed, stream)
             return
-        if count == 1 and isinstance(rows, PlacedRows):
-            self._launch_one(rows, stream)
+        if count == 1:
+            self._launch_one(placed, stream)
             return
-        listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
-        for handle, blocks, arguments in self._packed(listed, lambda segments: self._arguments[segments]):
+        for handle, blocks, arguments in self._packed(placed.by_table(self._dims), lambda segments: self._arguments[segments]):
             launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
 
-    def _fix(self, token: object, rows: AnyRows) -> list[tuple[int, int, Arguments]]:
-        """Pack the queries of rows that stay where they are, to be found again by their token."""
-        listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
-        if len(self._fixed) == _MOST_KEPT:
-            del self._fixed[next(iter(self._fixed))]
-        packed = self._fixed[token] = list(self._packed(listed, _arguments_of))
+    def _pack_once(self, placed: Placement) -> list[tuple[int, int, Arguments]]:
+        """Pack the queries of a placement that later lookups have, too."""
+        if len(self._packed_once) == _MOST_KEPT:
+            del self._packed_once[next(iter(self._packed_once))]
+        packed = self._packed_once[placed] = list(self._packed(placed, _arguments_of))
         return packed
 
-    def _packed(self, rows: PlacedRows, arguments_of: Callable[[int], Arguments]) -> Iterator[tuple[int, int, Arguments]]:
+    def _packed(self, rows: Placement, arguments_of: Callable[[int], Arguments]) -> Iterator[tuple[int, int, Arguments]]:
         """Pack the queries of any number of segments: handle, blocks and arguments of each kernel, to be launched in turn."""
         missing = 0
         for first in range(0, len(rows.sizes), kernels.SEGMENTS_AT_ONCE):
             part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
-            tables = rows.tables[part]
+            tables = tuple(rows.tables[part])
             handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs[part]), rows.out_format))
             arguments = arguments_of(1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE)
-            per_warp = _keys_per_warp(rows.total, widest)
+            per_warp = _keys_per_warp(sum(rows.sizes), widest)
             blocks, missing = self._pack(arguments, geometry, rows, first, missing, per_warp)
             if blocks:
                 yield handle, blocks, arguments
 
-    def _launch_one(self, rows: PlacedRows, stream: int) -> None:
-        [n], [keys], [out], [found] = rows.sizes, rows.keys, rows.outs, rows.founds
+    def _launch_one(self, rows: Placement, stream: int) -> None:
+        [n], [keys], [out], found = rows.sizes, rows.keys, rows.outs, rows.founds[0] if rows.founds else 0
         handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(
-            rows.tables, outputs_code(out, rows.out_format) if rows.out_format else out & 15
+            tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15
         )
         if not n:
             return
         arguments, per_warp = self._arguments[1], _keys_per_warp(n, widest)
         missing = self._defaults[rows.tables[0]] if self._defaults else 0
         segment = (keys, out, found, buckets, vectors, n, pairs, units, 0, missing, 0)
-        kernels.QUERY_OF_ONE.pack_into(arguments.bytes, 0, *segment, *self._lists, 1, per_warp, 0)
+        structs.QUERY_OF_ONE.pack_into(arguments.bytes, 0, *segment, *self._lists, 1, per_warp, 0)
         launch(handle, -(-n // (_WARPS * per_warp)), kernels.QUERY_THREADS, arguments, stream)
 
-    def _launch_kept(self, rows: AnyRows, stream: int) -> None:
-        if isinstance(rows, ConcatenatedRows):
-            code = outputs_code(rows.out_at, rows.out_format) if rows.out_format else rows.out_at & 15
-            found = self._found((code, *rows.sizes), rows)
-            np.add(found.key_offsets, rows.key_at, found.keys)
-            np.add(found.out_offsets, rows.out_at, found.outs)
+    def _launch_kept(self, rows: Placement, stream: int) -> None:
+        code = reduce(or_, rows.outs) & 15 if not rows.out_format else outputs_code(reduce(or_, rows.outs), rows.out_format)
+        kind = (code, *rows.sizes) if rows.joined else (code, tuple(rows.tables), *rows.sizes)
+        found = self._kept.get(kind)
+        if found is None:
+            found = self._keep(kind, rows.by_table(self._dims))
+        if rows.joined:
+            np.add(found.key_offsets, rows.keys[0], found.keys)
+            np.add(found.out_offsets, rows.outs[0], found.outs)
         else:
-            code = reduce(or_, rows.outs) & 15 if not rows.out_format else outputs_code(reduce(or_, rows.outs), rows.out_format)
-            found = self._found((code, rows.tables, *rows.sizes), rows)
             keys, outs, places = rows.keys, rows.outs, found.places
             if len(places) < len(rows.sizes):
                 keys, outs = [keys[place] for place in places], [outs[place] for place in places]
@@ -146,23 +144,19 @@ class Queries:
         if found.blocks:
             launch(found.handle, found.blocks, kernels.QUERY_THREADS, found.arguments, stream)
 
-    def _found(self, kind: tuple[object, ...], rows: AnyRows) -> _Launch:
-        found = self._kept.get(kind)
-        if found is None:
-            listed = rows.listed() if isinstance(rows, ConcatenatedRows) else rows
-            arguments = _arguments_of(kernels.SEGMENTS_AT_ONCE)
-            code = outputs_code(reduce(or_, listed.outs), listed.out_format)
-            handle, widest, geometry = self._query_of(listed.tables, code)
-            blocks, _missing = self._pack(arguments, geometry, listed, 0, 0, _keys_per_warp(rows.total, widest))
-            element = 2 if listed.out_format else 4
-            found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in listed.tables])
-            if len(self._kept) == _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[kind] = found
+    def _keep(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
+        arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
+        handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
+        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
+        element = 2 if rows.out_format else 4
+        found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in tables])
+        if len(self._kept) == _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[kind] = found
         return found
 
     def _pack(
-        self, arguments: Arguments, geometry: Geometry, rows: PlacedRows, first: int, missing: int, per_warp: int
+        self, arguments: Arguments, geometry: Geometry, rows: Placement, first: int, missing: int, per_warp: int
     ) -> tuple[int, int]:
         """Pack the segments from `first` on; those without keys are left out.
 
@@ -173,23 +167,23 @@ class Queries:
             Number of blocks, and the position after their last miss.
         """
         per_block = _WARPS * per_warp
-        buffer, pack, size = arguments.bytes, kernels.SEGMENT.pack_into, kernels.SEGMENT.size
+        buffer, pack, size = arguments.bytes, structs.SEGMENT.pack_into, structs.SEGMENT.size
         offset = blocks = 0
         for index, (units, buckets, vectors, pairs) in enumerate(geometry, first):
             if n := rows.sizes[index]:
-                keys, out, found = rows.keys[index], rows.outs[index], rows.founds[index]
+                keys, out, found = rows.keys[index], rows.outs[index], rows.founds[index] if rows.founds else 0
                 at = self._defaults[rows.tables[index]] if self._defaults else missing
                 pack(buffer, offset, keys, out, found, buckets, vectors, n, pairs, units, blocks, at, index)
                 offset += size
                 blocks += -(-n // per_block)
                 missing += n
-        tail = kernels.QUERY_TAIL
+        tail = structs.QUERY_TAIL
         tail.pack_into(buffer, len(buffer) - tail.size, *self._lists, offset // size, per_warp, 0)
         return blocks, missing
 
 
 def _arguments_of(segments: int) -> Arguments:
-    return Arguments(segments * kernels.SEGMENT.size + kernels.QUERY_TAIL.size)
+    return Arguments(segments * structs.SEGMENT.size + structs.QUERY_TAIL.size)
 
 
 def _keys_per_warp(keys: int, widest: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import ALONE, MOST_SHARED_ROWS, DeviceSharing
-from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda import geometry, kernels, structs
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, on_device
 from hps.cache.cuda.spread_memory import SpreadMemory
 from hps.errors import CapacityError, ConfigError, DeviceMemoryError
@@ -95,7 +95,7 @@ def _pairs_and_sizes(
 
 def _allocate(spec: TableSpec, pairs: int, device_ids: Sequence[int], stretch: int) -> DeviceTable:
     if pairs == 0:
-        return DeviceTable(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.width, kernels.sharing_word()), None)
+        return DeviceTable(spec, 0, 0, 0, 0, structs.TABLE.pack(0, 0, 0, 0, 0, 0, spec.width, kernels.sharing_word()), None)
     if len(device_ids) > 1:
         return _allocate_shared(spec, pairs, device_ids)
     memory = cupy.cuda.Memory(geometry.size_bytes(pairs, spec.width))
@@ -130,11 +130,11 @@ def _allocate_shared(spec: TableSpec, pairs: int, device_ids: Sequence[int]) -> 
 
 
 def write_sharing(buckets: int, values: Sequence[int]) -> None:
-    """Write the `Sharing` of a copy of buckets, on its current device; `values` as `kernels.SHARING` has them.
+    """Write the `Sharing` of a copy of buckets, on its current device; `values` as `structs.SHARING` has them.
 
     Queries that are launched after the call see it.
     """
-    packed = np.frombuffer(kernels.SHARING.pack(*values), np.uint8)
+    packed = np.frombuffer(structs.SHARING.pack(*values), np.uint8)
     runtime.memcpy(buckets - kernels.SHARING_BYTES, packed.ctypes.data, packed.nbytes, runtime.memcpyHostToDevice)
     runtime.streamSynchronize(0)  # a copy of little from the host may end after its call
 
@@ -148,7 +148,7 @@ def _empty(buckets: int, pairs: int, stretch: int = 1) -> None:
 
 def _packed(spec: TableSpec, pairs: int, places: tuple[int, int, int], sharing: int, stretch: int = 1) -> bytes:
     filler, zero_pair = kernels.zero_filler(pairs, stretch), kernels.zero_pair(pairs)
-    return kernels.TABLE.pack(*places, filler, zero_pair, pairs, spec.width, sharing)
+    return structs.TABLE.pack(*places, filler, zero_pair, pairs, spec.width, sharing)
 
 
 def _does_not_fit(

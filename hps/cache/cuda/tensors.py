@@ -1,12 +1,12 @@
-"""Maps segments to device addresses: torch, CuPy and DLPack tensors directly, NumPy arrays through mapped memory."""
+"""Maps the tensors of a batch to device addresses: torch, CuPy and DLPack tensors directly, NumPy through mapped memory."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import reduce
-from itertools import accumulate, count
+from itertools import accumulate
 from operator import attrgetter, ge, mul, or_
-from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -16,7 +16,7 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.array_checks import check_key_tensor, check_output_tensor
-from hps.tensors.bags import Columns
+from hps.tensors.batch import Batch, Part, check_host_arrays
 from hps.tensors.dlpack import (
     BOOL,
     CUDA,
@@ -27,7 +27,6 @@ from hps.tensors.dlpack import (
     adopt,
     work_stream_of,
 )
-from hps.tensors.segments import ConcatenatedSegments, FixedSegments, Segment, SeparateSegments, Stretch, check_segment
 
 UNKNOWN_STREAM = -1
 """The consumer's stream is unknown; its producer was ordered before the legacy default stream."""
@@ -37,133 +36,62 @@ _DTYPE_OF, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
-class PlacedSegment:
-    """A segment's addresses on the device. Belongs to its lookup until the next query.
+class HostParts(NamedTuple):
+    """Mapped memory of a table whose output or mask is in host memory, to be copied there at the end of its lookup.
 
     Attributes:
-        n: number of keys.
-        keys, out, found: addresses on the device, or in mapped host memory; `found` is 0 without a mask.
-        missing: position of its first miss in the lookup's lists.
-        host_out, host_found: mapped memory to be copied to the caller's host memory at the end; `host_out` is the caller's own
-            array if the device writes it in place.
+        out: None: the output is on the device. The caller's own array, if the device writes it in place.
+        found: None: the mask is on the device, or there is none.
     """
 
-    __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment", "table")
-
-    def __init__(self, segment: Segment, missing: int = 0) -> None:
-        self.segment = segment
-        self.table = segment.table
-        self.missing = missing
-        self.found = 0
-        self.host_out: np.ndarray | None = None
-        self.host_found: np.ndarray | None = None
-        self.n: int
-        self.keys: int
-        self.out: int
+    out: np.ndarray | None
+    found: np.ndarray | None
 
 
-AskedRows: TypeAlias = tuple[int, int, int, int, int, int]
-"""A segment with keys: its position, table, number of keys, and `out`, `found` and `missing` as in `PlacedSegment`."""
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Where a cache finds the tensors of a batch: the columns of the `Batch` as addresses. *One lookup at a time.*
 
-
-class PlacedRows:
-    """Where keys and outputs of a lookup of rows lie, in the order of its segments.
+    Addresses are on the device, or in mapped host memory.
 
     Attributes:
-        tables, sizes: index of the table, number of keys.
-        keys, outs, founds: as for `PlacedSegment`.
-        total: number of all keys.
-        on_host: segments with parts in host memory, by their position.
-        masked: a segment has a mask.
-        token: identifies rows that are placed once for many lookups; None for others.
+        tables, sizes: those of the batch.
+        keys, outs: addresses of each table's, or of the tensors of all tables of a `joined` batch.
+        founds: addresses of the masks, 0 for tables without; empty without any.
+        starts: position of each table's first miss in the lookup's lists; made when keys are missing.
+        on_host: tables with an output or a mask in host memory, by their position.
         out_format: of the outputs' elements, as kernels know it.
+        kept: the batch is kept, so queries are packed once. `of_torch`, `of_cupy`: whose tensors it has.
     """
 
-    __slots__ = ("_segments", "founds", "keys", "masked", "on_host", "out_format", "outs", "sizes", "tables", "token", "total")
+    tables: Sequence[int]
+    sizes: Sequence[int]
+    keys: Sequence[int]
+    outs: Sequence[int]
+    founds: Sequence[int] = ()
+    on_host: Mapping[int, HostParts] = field(default_factory=dict)
+    out_format: int = 0
+    _: KW_ONLY
+    joined: bool = False
+    starts: Sequence[int] = ()
+    kept: bool = False
+    of_torch: bool = False
+    of_cupy: bool = False
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        tables: tuple[int, ...],
-        sizes: Sequence[int],
-        addresses: tuple[list[int], list[int], list[int]],
-        on_host: dict[int, PlacedSegment],
-        masked: bool,
-        out_format: int = 0,
-    ) -> None:
-        self._segments = segments
-        self.tables = tables
-        self.sizes = sizes
-        self.keys, self.outs, self.founds = addresses
-        self.total = sum(sizes)
-        self.on_host = on_host
-        self.masked = masked
-        self.token: object | None = None
-        self.out_format = out_format
-
-    def asked(self) -> list[AskedRows]:
-        """Return the segments that have keys."""
-        starts = accumulate(self.sizes[:-1], initial=0)
-        every = zip(count(), self.tables, self.sizes, self.outs, self.founds, starts, strict=False)
-        return [one for one in every if one[2]]
-
-    def each(self) -> list[PlacedSegment]:
-        """Return all segments; a lookup without misses does without them."""
-        placed, missing = [], 0
-        for position, segment in enumerate(self._segments):
-            place = self.on_host.get(position) or PlacedSegment(segment)
-            place.n, place.missing = self.sizes[position], missing
-            place.keys, place.out, place.found = self.keys[position], self.outs[position], self.founds[position]
-            missing += place.n
-            placed.append(place)
+    def by_table(self, dims: Sequence[int]) -> "Placement":
+        """Return the same with an address for each table, and with `starts`."""
+        placed = self
+        if self.joined:
+            size = 2 if self.out_format else 4
+            keys = [self.keys[0] + 8 * row for row in accumulate(self.sizes[:-1], initial=0)]
+            outs = [self.outs[0] + size * at for at in accumulate(map(mul, self.sizes[:-1], dims), initial=0)]
+            placed = Placement(self.tables, self.sizes, keys, outs, out_format=self.out_format)
+        if not placed.starts:
+            placed.starts = list(accumulate(self.sizes[:-1], initial=0))
         return placed
 
 
-class ConcatenatedRows:
-    """Where keys and outputs of all tables lie, each in one tensor. Has what `PlacedRows` has; the lists are made if asked for.
-
-    Attributes:
-        key_at, out_at: addresses of the tensors.
-    """
-
-    __slots__ = ("_segments", "key_at", "out_at", "out_format", "sizes", "total")
-
-    on_host: ClassVar[Mapping[int, PlacedSegment]] = MappingProxyType({})
-    masked: ClassVar[bool] = False
-    token: ClassVar[None] = None
-
-    def __init__(self, segments: ConcatenatedSegments, key_at: int, out_at: int, out_format: int = 0) -> None:
-        self._segments = segments
-        self.sizes = segments.counts
-        self.total = sum(segments.counts)
-        self.key_at = key_at
-        self.out_at = out_at
-        self.out_format = out_format
-
-    def listed(self) -> PlacedRows:
-        """Return the same, with its lists."""
-        counts, dims, size = self.sizes, self._segments.dims, 2 if self.out_format else 4
-        keys = [self.key_at + 8 * row for row in accumulate(counts[:-1], initial=0)]
-        outs = [self.out_at + size * element for element in accumulate(map(mul, counts[:-1], dims), initial=0)]
-        none = [0] * len(counts)
-        return PlacedRows(self._segments, self.tables, counts, (keys, outs, none), {}, masked=False, out_format=self.out_format)
-
-    @property
-    def tables(self) -> tuple[int, ...]:
-        return tuple(range(len(self.sizes)))
-
-    def asked(self) -> list[AskedRows]:
-        """Return the segments that have keys."""
-        return self.listed().asked()
-
-    def each(self) -> list[PlacedSegment]:
-        """Return all segments; a lookup without misses does without them."""
-        return self.listed().each()
-
-
-NO_ROWS = PlacedRows((), (), (), ([], [], []), {}, masked=False)
-
-AnyRows: TypeAlias = PlacedRows | ConcatenatedRows
+NOTHING = Placement((), (), (), ())
 
 
 class TensorReader:
@@ -202,7 +130,7 @@ class TensorReader:
         self._seen_torch = self._seen_cupy = False
         self._keep: list[Any] = []  # kept alive until the lookup has ended
         self._narrow: list[int] = []  # formats of the outputs of 16 bits
-        self._shared_keys: tuple[Any, int] = (None, 0)  # tensor and address of the last stretches
+        self._shared_keys: tuple[Any, int] = (None, 0)  # tensor and address of the last parts
         self._shared_out: tuple[Any, int] = (None, 0)
         self.streams: set[int] = set()
 
@@ -220,90 +148,86 @@ class TensorReader:
             self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
             self._tensor = torch.Tensor
 
-    def place(self, segments: Sequence[Segment], dims: Sequence[int], doing: Sequence[str], host: PinnedBuffer) -> AnyRows:
-        """Find the tensors of all segments of rows.
+    def place(self, batch: Batch, dims: Sequence[int], doing: Sequence[str], host: PinnedBuffer) -> Placement:
+        """Find the tensors of a batch of rows.
 
         Args:
             dims, doing: dimension and the begin of error messages, by table.
             host: mapped memory for keys and outputs in host memory.
         """
-        if type(segments) is ConcatenatedSegments:
-            keys, _size = self.keys(segments.keys)
-            out = self.output(segments.out, segments.floats, 1)
-            return ConcatenatedRows(segments, keys, out, self._narrow[0] if self._narrow else 0)
-        if type(segments) is SeparateSegments and (separate := self._separate(segments, dims)) is not None:
-            return separate
-        if type(segments) is FixedSegments and segments.placed is not None:
-            rows, of_torch, of_cupy = segments.placed
-            if of_torch:
+        if batch.joined:
+            keys, _size = self.keys(batch.keys[0])
+            out = self.output(batch.outs[0], sum(map(mul, batch.sizes, dims)), 1)
+            out_format = self._narrow[0] if self._narrow else 0
+            return Placement(batch.tables, batch.sizes, (keys,), (out,), out_format=out_format, joined=True)
+        if batch.kind is not None and (alike := self._place_alike(batch, dims)) is not None:
+            return alike
+        placement: Placement | None = batch.placement
+        if placement is not None:
+            if placement.of_torch:
                 self._see_torch()
-            if of_cupy:
+            if placement.of_cupy:
                 self._see_cupy()
-            fixed: PlacedRows = rows
-            return fixed
+            return placement
         torch_tensor, device, int64, float32 = self._tensor, self._device_id, self._int64, self._float32
-        tables: list[int] = []
-        sizes: list[int] = []
         keys_at: list[int] = []
         outs_at: list[int] = []
         founds_at: list[int] = []
-        on_host, masked = {}, False
-        for segment in segments:
-            keys, out, table = segment.keys, segment.out, segment.table
-            if segment.found is not None or type(keys) is np.ndarray or type(out) is np.ndarray:
-                place = on_host[len(tables)] = PlacedSegment(segment)
-                self._place_on_host(place, dims[table], doing[table], host)
-                n, key_at, out_at, found_at = place.n, place.keys, place.out, place.found
-                masked = masked or bool(found_at)
+        on_host, founds = {}, batch.founds
+        for place, (table, n, keys, out) in enumerate(zip(batch.tables, batch.sizes, batch.keys, batch.outs)):  # noqa: B905
+            found_at = 0
+            if (founds and founds[place] is not None) or type(keys) is np.ndarray or type(out) is np.ndarray:
+                key_at, out_at, found_at, parts = self._place_on_host(batch, place, dims[table], doing[table], host)
+                if parts.out is not None or parts.found is not None:
+                    on_host[place] = parts
+            elif (
+                type(keys) is type(out) is torch_tensor  # inlines `keys` and `output`: this runs once per table
+                and keys.dtype is int64
+                and out.dtype is float32
+                and keys.get_device() == device == out.get_device()
+                and keys.is_contiguous()
+                and out.is_contiguous()
+                and not out.requires_grad
+                and keys.numel() == n
+                and out.numel() >= n * dims[table]
+            ):
+                if not self._seen_torch:
+                    self._seen_torch = True
+                    self.streams.add(self._torch_stream(device))
+                key_at, out_at = keys.data_ptr(), out.data_ptr()
+            elif (
+                type(keys) is type(out) is cupy.ndarray
+                and keys.dtype == _INT64
+                and out.dtype == _FLOAT32
+                and keys.data.device_id == device == out.data.device_id
+                and not (key_at := keys.data.ptr) % 8
+                and not (out_at := out.data.ptr) % 4
+                and keys.flags.c_contiguous
+                and out.flags.c_contiguous
+                and keys.size == n
+                and out.size >= n * dims[table]
+            ):
+                if not self._seen_cupy:
+                    self._see_cupy()
             else:
-                found_at = 0
-                if (
-                    type(keys) is type(out) is torch_tensor  # inlines `keys` and `output`: this runs once per table
-                    and keys.dtype is int64
-                    and out.dtype is float32
-                    and keys.get_device() == device == out.get_device()
-                    and keys.is_contiguous()
-                    and out.is_contiguous()
-                    and not out.requires_grad
-                    and out.numel() >= (n := keys.numel()) * dims[table]
-                ):
-                    if not self._seen_torch:
-                        self._seen_torch = True
-                        self.streams.add(self._torch_stream(device))
-                    key_at, out_at = keys.data_ptr(), out.data_ptr()
-                elif (
-                    type(keys) is type(out) is cupy.ndarray
-                    and keys.dtype == _INT64
-                    and out.dtype == _FLOAT32
-                    and keys.data.device_id == device == out.data.device_id
-                    and not (key_at := keys.data.ptr) % 8
-                    and not (out_at := out.data.ptr) % 4
-                    and keys.flags.c_contiguous
-                    and out.flags.c_contiguous
-                    and out.size >= (n := keys.size) * dims[table]
-                ):
-                    if not self._seen_cupy:
-                        self._see_cupy()
-                else:
-                    key_at, n = self.keys(keys)
-                    out_at = self.output(out, n, dims[table])
-            tables.append(table)
-            sizes.append(n)
+                key_at = self._keys_of(keys, n)
+                out_at = self.output(out, n, dims[table])
             keys_at.append(key_at)
             outs_at.append(out_at)
             founds_at.append(found_at)
-        out_format = self._format_of_all(len(segments)) if self._narrow else 0
-        placed = PlacedRows(segments, tuple(tables), sizes, (keys_at, outs_at, founds_at), on_host, masked, out_format)
-        if type(segments) is FixedSegments and not host.used and not self._keep:  # all are torch's and CuPy's own
-            placed.token = object()
-            segments.placed = placed, self._seen_torch, self._seen_cupy
+        out_format = self._format_of_all(len(outs_at)) if self._narrow else 0
+        masks = founds_at if any(founds_at) else ()
+        placed = Placement(tuple(batch.tables), batch.sizes, keys_at, outs_at, masks, on_host, out_format)
+        if batch.kept and not host.used and not self._keep:  # all are torch's and CuPy's own
+            placed.kept, placed.of_torch, placed.of_cupy = True, self._seen_torch, self._seen_cupy
+            batch.placement = placed
         return placed
 
-    def _separate(self, segments: SeparateSegments, dims: Sequence[int]) -> PlacedRows | None:
-        """Find separate tensors of all tables, the fastest way; None if one of them is not as it should be, or elsewhere."""
-        device, keys, outs, count = self._device_id, segments.keys, segments.outs, len(segments.keys)
-        every, needs = [*keys, *outs], map(mul, segments.sizes, [dims[table] for table in segments.tables])
-        if segments.of_torch:
+    def _place_alike(self, batch: Batch, dims: Sequence[int]) -> Placement | None:
+        """Find tensors of one kind column by column; None if one of them is not as it should be, or elsewhere."""
+        device, keys, outs, count = self._device_id, batch.keys, batch.outs, len(batch.keys)
+        every, needs = [*keys, *outs], map(mul, batch.sizes, [dims[table] for table in batch.tables])
+        if batch.kind is self._tensor:
             tensor = self._tensor
             if (
                 list(map(_DTYPE_OF, every)) != [self._int64] * count + [self._float32] * count
@@ -327,41 +251,50 @@ class TensorReader:
             ):
                 return None
             self._see_cupy()
-        found = [0] * count
-        return PlacedRows(
-            segments, tuple(segments.tables), segments.sizes, (addresses[:count], addresses[count:], found), {}, masked=False
-        )
+        return Placement(batch.tables, batch.sizes, addresses[:count], addresses[count:])
 
-    def _place_on_host(self, place: PlacedSegment, dim: int, doing: str, host: PinnedBuffer) -> None:
-        """Find a segment with parts in host memory; keys and outputs there go through mapped memory of `host`."""
-        segment = place.segment
-        keys, out, found = segment.keys, segment.out, segment.found
+    def _place_on_host(
+        self, batch: Batch, place: int, dim: int, doing: str, host: PinnedBuffer
+    ) -> tuple[int, int, int, HostParts]:
+        """Find the tensors of a table of which some are in host memory; keys and outputs there go through `host`.
+
+        Returns:
+            Addresses of keys, output and mask (0 without one), and the parts to be copied at the end.
+        """
+        keys, out, n = batch.keys[place], batch.outs[place], batch.sizes[place]
+        found = batch.founds[place] if batch.founds else None
+        found_at, host_out, host_found = 0, None, None
+        check_host_arrays(doing, batch, place, n, dim)
         if isinstance(keys, np.ndarray):
-            n = keys.size
-            check_segment(doing, segment, n, dim)
-            place.keys, pinned = host.take(keys.nbytes)
+            keys_at, pinned = host.take(keys.nbytes)
             np.copyto(pinned.view(np.int64), keys)
         else:
-            place.keys, n = self.keys(keys)
-            check_segment(doing, segment, n, dim)
-        place.n = n
+            keys_at = self._keys_of(keys, n)
         if isinstance(out, np.ndarray):
-            place.out, place.host_out = _pinned_address(out), out
-            if not place.out:
-                place.out, pinned = host.take(4 * n * dim)
-                place.host_out = pinned.view(np.float32).reshape(n, dim)
+            out_at, host_out = _pinned_address(out), out
+            if not out_at:
+                out_at, pinned = host.take(4 * n * dim)
+                host_out = pinned.view(np.float32).reshape(n, dim)
         else:
-            place.out = self.output(out, n, dim)
+            out_at = self.output(out, n, dim)
         if isinstance(found, np.ndarray):
-            place.found, pinned = host.take(n)
-            place.host_found = pinned.view(np.bool_)
+            found_at, pinned = host.take(n)
+            host_found = pinned.view(np.bool_)
         elif found is not None:
-            place.found = self._mask(found, n)
+            found_at = self._mask(found, n)
+        return keys_at, out_at, found_at, HostParts(host_out, host_found)
+
+    def _keys_of(self, tensor: Any, n: int) -> int:
+        """Return the address of n keys."""
+        address, size = self.keys(tensor)
+        if size != n and not isinstance(tensor, Part):
+            raise InvalidInputError(f"adopting keys: got {size} keys, expected {n}")
+        return address
 
     def keys(self, tensor: Any) -> tuple[int, int]:
         """Return address and number of keys: int64 (int32 is widened), C-contiguous, of any shape."""
-        if type(tensor) is Stretch:
-            return self._stretch_of_keys(tensor), tensor.size
+        if isinstance(tensor, Part):
+            return self._part_of_keys(tensor), tensor.total
         if (
             type(tensor) is self._tensor
             and tensor.dtype is self._int64
@@ -392,8 +325,8 @@ class TensorReader:
 
     def output(self, tensor: Any, rows: int, dim: int, *, narrow: bool = True) -> int:
         """Return the address of rows x dim elements to be written: float32 or, with `narrow`, 16 bits."""
-        if type(tensor) is Stretch:
-            return self._stretch_of_output(tensor)
+        if isinstance(tensor, Part):
+            return self._part_of_output(tensor, narrow=narrow)
         if (
             type(tensor) is self._tensor
             and tensor.dtype is self._float32
@@ -467,22 +400,14 @@ class TensorReader:
         self._follow(view, "weights")
         return view.pointer
 
-    def columns(self, columns: Columns) -> int:
-        """Return the address of the first element of an output's columns."""
-        tensor, address = self._shared_out
-        if tensor is not columns.tensor:
-            address = self.output(columns.tensor, columns.rows, columns.width, narrow=False)
-            self._shared_out = (columns.tensor, address)
-        return address + 4 * columns.start
-
     def view(self, tensor: Any, what: str) -> TensorView:
-        """Return an unchecked view of a tensor; for a stretch, of the tensor that it is part of."""
-        return self._view(tensor.tensor if type(tensor) is Stretch else tensor, what)
+        """Return an unchecked view of a tensor; for a part, of the tensor that it is part of."""
+        return self._view(tensor.tensor if isinstance(tensor, Part) else tensor, what)
 
     def work_stream(self, tensor: Any) -> int | None:
         """Return the current stream of a tensor's framework; None for host memory, and if unknown."""
         self.start()
-        if type(tensor) is Stretch:
+        if isinstance(tensor, Part):
             tensor = tensor.tensor
         if type(tensor) is self._tensor:
             return self._torch_stream(self._device_id)
@@ -513,21 +438,22 @@ class TensorReader:
         self._follow(view, "found")
         return view.pointer
 
-    def _stretch_of_keys(self, stretch: Stretch) -> int:
+    def _part_of_keys(self, part: Part) -> int:
         tensor, address = self._shared_keys
-        if tensor is not stretch.tensor:
-            address, _size = self.keys(stretch.tensor)
-            self._shared_keys = (stretch.tensor, address)
-        return address + 8 * stretch.start
+        if tensor is not part.tensor:
+            address, _size = self.keys(part.tensor)
+            self._shared_keys = (part.tensor, address)
+        return address + 8 * part.start
 
-    def _stretch_of_output(self, stretch: Stretch) -> int:
+    def _part_of_output(self, part: Part, *, narrow: bool) -> int:
         tensor, address = self._shared_out
-        if tensor is not stretch.tensor:
-            address = self.output(stretch.tensor, stretch.total, 1)
-            self._shared_out = (stretch.tensor, address)
+        if tensor is not part.tensor:
+            rows, width = (part.total // part.width, part.width) if part.width else (part.total, 1)
+            address = self.output(part.tensor, rows, width, narrow=narrow)
+            self._shared_out = (part.tensor, address)
         elif self._narrow:
             self._narrow.append(self._narrow[-1])
-        return address + (2 if self._narrow else 4) * stretch.start
+        return address + (2 if self._narrow else 4) * part.start
 
     def _is_own(self, tensor: Any) -> bool:
         """Return whether it is a contiguous torch tensor on this device, and record its stream."""

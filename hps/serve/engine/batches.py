@@ -35,7 +35,7 @@ from hps.serve.http.http_metrics import are_figures
 from hps.serve.http.shared_memory import SharedMemoryRegistry
 from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.versions.deployment import Deployment
 
 _log = logging.getLogger(__name__)
@@ -435,13 +435,12 @@ class FrontLink:
             bags = json.loads(text)
             if not isinstance(bags, list) or len(bags) != len(job.segments):
                 raise InvalidInputError("reading bags: got another number of them than of tables")
-        segments = [
-            _segment(deployment, memory, job.slot, words, one) for words, one in zip(job.segments.tolist(), bags, strict=True)
-        ]
+        each = zip(job.segments.tolist(), bags, strict=True)
+        batch = Batch.merged([_batch_of(deployment, memory, job.slot, words, one) for words, one in each])
         before = current.deferred
         trace: LookupTrace | None
         with traced() if flags & TRACED else nullcontext() as trace:
-            self._server.lookup_segments(deployment, segments, served.device)
+            self._server.lookup_batch(deployment, batch, served.device)
         aside = b""
         if trace is not None:
             spans = [(one.stage, one.table, one.began_ns, one.ended_ns, one.keys) for one in trace.spans]
@@ -479,15 +478,15 @@ def _published(deployment: Deployment) -> dict[str, Any]:
     return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
 
 
-def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Segment:
-    """Make a segment over a front's memory. Its descriptor was checked, but for its bags."""
+def _batch_of(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Batch:
+    """Make a batch of one table over a front's memory. Its descriptor was checked, but for its bags."""
     table, n, keys_at, out_at, found_at = words
     dim = deployment.dims[table]
     keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64).copy()  # a lookup reads them more than once
     found = memory.bytes[found_at : found_at + n].view(np.bool_) if found_at else None
     if bags is None:
         out = memory.bytes[out_at : out_at + 4 * dim * n].view(np.float32).reshape(n, dim)
-        return Segment(table, keys, out, found)
+        return Batch.of(table, keys, out, found)
     name, count = deployment.tables[table].table_name, bags["count"]
     arrays = {what: _array(memory, slot, *bags[what]) for what in ("offsets", "weights") if what in bags}
     given = keys if "offsets" in arrays else keys.reshape(count, bags["hotness"])
@@ -502,7 +501,7 @@ def _segment(deployment: Deployment, memory: Memory, slot: int, words: list[int]
     if out_at + size > memory.size:
         raise InvalidInputError("reading bags: their vectors do not fit")
     pooled = np.ndarray((pooling.count, dim), np.float32, memory.view, out_at, strides)
-    return Segment(table, keys, pooled, pooling=pooling)
+    return Batch.of(table, keys, pooled, pooling=pooling)
 
 
 def _array(memory: Memory, slot: int, at: int, size: int, dtype: str) -> Any:

@@ -25,7 +25,6 @@ from hps.serve.protocol.open_inference import AnswerLayout, Inference, Laid, Rea
 from hps.serve.protocol.open_inference_header import CACHED_BYTES, InferenceHeader, remembered_bytes
 from hps.serve.protocol.request_checks import ModelTables
 from hps.serve.protocol.score_requests import ScoreHeader, score_header
-from hps.tensors.segments import Segment
 
 TRACE_ROOM: Final = 65_536
 _KEYS_ALIGNED, _VECTORS_ALIGNED = 64, 128
@@ -145,21 +144,20 @@ class Placed:
 
     def __init__(self, request: "JSONLookup | LaidOut", traced: bool) -> None:
         self._request = request
-        self._segments = segments = request.segments
-        self._pooled = any(one.pooling is not None for one in segments)
+        batch = request.batch
+        self._pooled = bool(batch.poolings)
         self._flags = (POOLED if self._pooled else 0) | (TRACED if traced else 0)
-        count = len(segments)
-        self._bags: list[dict[str, Any] | None] = []
-        self.keys = sum(one.n for one in segments)
-        at = up(HEADER_BYTES + 8 * SEGMENT_WORDS * count, 64)
+        self._bags: list[dict[str, Any]] = []
+        self.keys = sum(batch.sizes)
+        at = up(HEADER_BYTES + 8 * SEGMENT_WORDS * len(batch.tables), 64)
         self._keys_at = []
         extra: list[tuple[int, np.ndarray]] = []
-        for one in segments:
+        for place, n in enumerate(batch.sizes):
             self._keys_at.append(at)
-            at = up(at + 8 * one.n, 8)
-            self._bags.append(None)
-            if (pooling := one.pooling) is None:
+            at = up(at + 8 * n, 8)
+            if not self._pooled:
                 continue
+            pooling = batch.poolings[place]
             arrays: dict[str, Any] = {}
             for name, array in (("offsets", pooling.offsets), ("weights", pooling.weights)):
                 if array is not None:
@@ -167,7 +165,7 @@ class Placed:
                     extra.append((at, host))
                     arrays[name] = [at, int(host.size), host.dtype.str]
                     at = up(at + host.nbytes, 8)
-            self._bags[-1] = {
+            bags = {
                 **arrays,
                 "count": pooling.count,
                 "hotness": pooling.hotness,
@@ -176,6 +174,7 @@ class Placed:
                 "padding_key": pooling.padding_key,
                 "strides": None,
             }
+            self._bags.append(bags)
         self._extra = extra
         self._aside_at = up(at, 64)
         text = orjson.dumps(self._bags) if self._pooled else b""
@@ -190,15 +189,17 @@ class Placed:
         request, view = self._request, memory.view
         start = slot + self._vectors_at - request.text_bytes
         request.place(memory.bytes[start : start + request.text_bytes + request.memory_bytes])
-        words = []
-        for one, keys_at, bags in zip(request.segments, self._keys_at, self._bags, strict=True):
-            if one.n:
-                memory.bytes[slot + keys_at : slot + keys_at + 8 * one.n] = one.keys.view(np.uint8)
-            out_at = _address(one.out) - memory.address - slot if one.out.size else self._vectors_at
-            found_at = _address(one.found) - memory.address - slot if one.found is not None and one.n else 0
-            if bags is not None and one.out.size and not one.out.flags.c_contiguous:
-                bags["strides"] = list(one.out.strides)
-            words += [one.table, one.n, keys_at, out_at, found_at]
+        words: list[int] = []
+        batch = request.batch
+        for place, (table, n, keys, out) in enumerate(zip(batch.tables, batch.sizes, batch.keys, batch.outs, strict=True)):
+            keys_at, found = self._keys_at[place], batch.founds[place] if batch.founds else None
+            if n:
+                memory.bytes[slot + keys_at : slot + keys_at + 8 * n] = keys.view(np.uint8)
+            out_at = _address(out) - memory.address - slot if out.size else self._vectors_at
+            found_at = _address(found) - memory.address - slot if found is not None and n else 0
+            if self._pooled and out.size and not out.flags.c_contiguous:
+                self._bags[place]["strides"] = list(out.strides)
+            words += [table, n, keys_at, out_at, found_at]
         for at, array in self._extra:
             memory.bytes[slot + at : slot + at + array.nbytes] = array.view(np.uint8).reshape(-1)
         head = bytearray(HEADER_BYTES)
@@ -230,16 +231,12 @@ class LaidOut:
         self.held_bytes = layout.scratch_bytes + (0 if layout.text else layout.held_bytes)
         self._inference: Inference | None = None
         # What `Placed` counts before there is memory: keys and bags.
-        self.segments = [
-            Segment(keys.table, laid.inputs[keys.source][keys.start : keys.stop], np.empty((0, keys.dim), np.float32))
-            for keys in layout.ranges
-        ]
-        for segment, pooling in zip(self.segments, laid.poolings, strict=True):
-            segment.pooling = pooling
+        self.batch = layout.batch(laid.inputs, [np.empty((0, keys.dim), np.float32) for keys in layout.ranges], ())
+        self.batch.poolings = laid.poolings
 
     def place(self, memory: np.ndarray) -> None:
         self._inference = self._laid.inference(memory)
-        self.segments = self._inference.segments
+        self.batch = self._inference.batch
 
     def encoded(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         inference = self._inference

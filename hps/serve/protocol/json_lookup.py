@@ -4,6 +4,7 @@ Keys in bags: `{"bags": {"item": [[1, 2], []]}, "combiner": "mean"}`, answered i
 """
 
 from collections.abc import Iterable, Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from hps.serve.protocol.request_checks import (
     read_device,
 )
 from hps.tensors.bags import Bags, pooling_of
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
+from hps.types import BoolArray
 
 _ROWS_ALIGNED = 16
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
@@ -36,7 +38,8 @@ class JSONLookup:
     """A decoded request, with room for its vectors.
 
     Args:
-        names: table of each segment.
+        batch: arrays of outputs and masks tell their sizes alone until `place`.
+        names: of the tables.
         device_id: the requested device.
         wants_report: whether the answer includes a report.
 
@@ -46,42 +49,42 @@ class JSONLookup:
 
     text_bytes = 0
 
-    def __init__(self, segments: list[Segment], names: list[str], device_id: int | None, *, wants_report: bool) -> None:
-        self.segments = segments
+    def __init__(self, batch: Batch, names: list[str], device_id: int | None, *, wants_report: bool) -> None:
+        self.batch = batch
         self.device_id = device_id
         self.wants_report = wants_report
         self._names = names
-        self.held_bytes = sum(4 * segment.out.shape[1] * segment.n for segment in segments if segment.pooling)
-        for segment in segments:
-            self.held_bytes += JSON_VECTOR_SHARE * segment.out.nbytes
-            if segment.found is not None:
-                self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
+        self._masks: list[BoolArray] = [found for found in batch.founds if found is not None]
+        dims = [out.shape[1] for out in batch.outs]
+        self.held_bytes = 4 * sum(map(mul, dims, batch.sizes)) if batch.poolings else 0
+        self.held_bytes += JSON_VECTOR_SHARE * sum([out.nbytes for out in batch.outs])
+        self.held_bytes += JSON_MASK_SHARE * sum([found.nbytes for found in self._masks])
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of vectors and found-masks, for `place`."""
-        return sum(_ROWS_ALIGNED + one.out.nbytes + one.n * (one.found is not None) for one in self.segments)
+        vectors: int = sum([_ROWS_ALIGNED + out.nbytes for out in self.batch.outs])
+        return vectors + sum(map(len, self._masks))
 
     def place(self, memory: np.ndarray) -> None:
         """Put vectors and masks into this memory, (memory_bytes,) uint8, aligned to 16 bytes."""
-        at = 0
-        for one in self.segments:
-            one.out = np.ndarray(one.out.shape, np.float32, memory, at)
-            at += -(-one.out.nbytes // _ROWS_ALIGNED) * _ROWS_ALIGNED
-        for one in self.segments:
-            if one.found is not None:
-                one.found = np.ndarray((one.n,), np.bool_, memory, at)
-                at += one.n
+        at, outs, founds = 0, [], []
+        for out in self.batch.outs:
+            outs.append(np.ndarray(out.shape, np.float32, memory, at))
+            at += -(-out.nbytes // _ROWS_ALIGNED) * _ROWS_ALIGNED
+        for found in self._masks:
+            founds.append(np.ndarray(found.shape, np.bool_, memory, at))
+            at += found.size
+        self.batch.outs, self.batch.founds = outs, founds
 
     def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Write the vectors and, if requested, found-masks and report, in pieces; the second part is empty.
 
         Values that JSON cannot express (NaN, infinities) become null.
         """
-        names, segments = self._names, self.segments
-        answer: dict[str, Any] = {"tables": {name: one.out for name, one in zip(names, segments, strict=True)}}
-        if segments[0].found is not None:
-            answer["found"] = {name: one.found for name, one in zip(names, segments, strict=True)}
+        answer: dict[str, Any] = {"tables": dict(zip(self._names, self.batch.outs, strict=True))}
+        if self.batch.founds:
+            answer["found"] = dict(zip(self._names, self.batch.founds, strict=True))
         if report is not None:
             answer["report"] = report.nested()
         return write_json(answer, self.held_bytes), ()
@@ -117,16 +120,11 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
         keys = int64_array(values, f"reading the keys of table {name!r}")
         named.append((index, keys))
     check_counts([(model.tables[index], keys.size) for index, keys in named], max_keys)
-    segments = [
-        Segment(
-            index,
-            keys,
-            np.empty((keys.size, model.tables[index].dim), np.float32),
-            np.empty(keys.size, np.bool_) if with_found else None,
-        )
-        for index, keys in named
-    ]
-    return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
+    indexes, flats = [index for index, _ in named], [keys for _, keys in named]
+    sizes = [keys.size for keys in flats]
+    outs = [np.empty((keys.size, model.tables[index].dim), np.float32) for index, keys in named]
+    batch = Batch(indexes, sizes, flats, outs, [np.empty(n, np.bool_) for n in sizes] if with_found else ())
+    return JSONLookup(batch, list(tables), device_id, wants_report=_flag(request, "report"))
 
 
 def _flag(request: dict[str, Any], member: str) -> bool:
@@ -162,7 +160,7 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
         read.append((index, int64_array(flat, what), offsets))
     check_counts([(model.tables[index], keys.size) for index, keys, _ in read], max_keys)
     check_counts([(model.tables[index], offsets.size - 1) for index, _, offsets in read], max_keys, "bags")
-    segments = []
+    poolings, outs = [], []
     for name, (index, keys, offsets) in zip(tables, read, strict=True):
         numbers = None
         if name in weights:
@@ -173,10 +171,11 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
                 raise InvalidInputError(f"{what}: got other lists than the bags have, expected a number for each key")
         options: dict[str, Any] = {option: _option(request, option, name) for option in BAG_OPTIONS}
         options = {option: value for option, value in options.items() if value is not None}
-        pooling = pooling_of(name, Bags(keys, offsets, numbers, **options), keys.size, keys.shape, on_cuda=False)
-        out = np.empty((pooling.count, model.tables[index].dim), np.float32)
-        segments.append(Segment(index, keys, out, pooling=pooling))
-    return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
+        poolings.append(pooling_of(name, Bags(keys, offsets, numbers, **options), keys.size, keys.shape, on_cuda=False))
+        outs.append(np.empty((poolings[-1].count, model.tables[index].dim), np.float32))
+    flats = [keys for _, keys, _ in read]
+    batch = Batch([index for index, *_ in read], [keys.size for keys in flats], flats, outs, (), poolings)
+    return JSONLookup(batch, list(tables), device_id, wants_report=_flag(request, "report"))
 
 
 def _option(request: dict[str, Any], option: str, table: str) -> Any:

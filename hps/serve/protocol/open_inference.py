@@ -38,7 +38,7 @@ from hps.serve.protocol.open_inference_header import (
 )
 from hps.serve.protocol.request_checks import ModelTables, check_counts, check_numkeys, float32_array, int64_array
 from hps.tensors.bags import Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import BoolArray, FloatArray
 
 _MAX_LENGTH_DIGITS = 12
@@ -168,6 +168,11 @@ class AnswerLayout:
             self.size = self.lookup_at + looked_up
         self.held_bytes = self.size if self.text else JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
 
+    def batch(self, inputs: Sequence[np.ndarray], outs: Sequence[np.ndarray], founds: Sequence[np.ndarray | None]) -> Batch:
+        """Make the batch of a request of this layout, without its bags."""
+        keys = [inputs[one.source][one.start : one.stop] for one in self.ranges]
+        return Batch([one.table for one in self.ranges], [array.size for array in keys], keys, outs, founds)
+
     def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
         arrays, end = [], len(self.text)
@@ -229,7 +234,7 @@ class Inference:
 
     Attributes:
         device_id: the requested device; after the lookup, the device that answered.
-        segments: keys to look up; the lookup writes into the memory of the answer.
+        batch: keys to look up; the lookup writes into the memory of the answer.
     """
 
     def __init__(self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, memory: np.ndarray) -> None:
@@ -238,16 +243,14 @@ class Inference:
         self._memory = memory
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
-        self.segments: list[Segment] = []
+        outs, founds = [], []
         place, mask_place = layout.lookup_at, len(layout.text) + layout.vectors_size
         for keys in layout.ranges:
-            out = np.ndarray((keys.rows, keys.dim), np.float32, self._memory, place, keys.strides)
-            segment = Segment(keys.table, inputs[keys.source][keys.start : keys.stop], out)
+            outs.append(np.ndarray((keys.rows, keys.dim), np.float32, self._memory, place, keys.strides))
             place += keys.step
-            if keys.masked:
-                segment.found = np.ndarray((keys.rows,), np.bool_, self._memory, mask_place)
-                mask_place += keys.rows
-            self.segments.append(segment)
+            founds.append(np.ndarray((keys.rows,), np.bool_, self._memory, mask_place) if keys.masked else None)
+            mask_place += keys.rows * keys.masked
+        self.batch = layout.batch(inputs, outs, founds if any(keys.masked for keys in layout.ranges) else ())
 
     def convert(self) -> None:
         """Write outputs of 16 bits, after the lookup."""
@@ -308,13 +311,12 @@ class Laid(NamedTuple):
     layout: AnswerLayout
     inputs: Sequence[np.ndarray]
     device_id: int | None
-    poolings: Sequence[Pooling | None]
+    poolings: Sequence[Pooling]
 
     def inference(self, memory: np.ndarray) -> Inference:
         """Give the answer its memory, (layout.size,) uint8."""
         inference = Inference(self.layout, self.inputs, self.device_id, memory)
-        for segment, pooling in zip(inference.segments, self.poolings, strict=True):
-            segment.pooling = pooling
+        inference.batch.poolings = self.poolings
         return inference
 
 
@@ -368,10 +370,10 @@ def lay_out_body(
         layout = read(text, ends, model, max_keys).layout
     if layout is None:
         raise RuntimeError("the layout of an answer depends on more than the keys per table")
-    poolings: list[Pooling | None] = [None] * len(layout.ranges)
+    poolings: list[Pooling] = []
     if header.bags:
         tables = model.tables
-        poolings = [one.bags.pooling(tables[one.table].table_name, inputs) if one.bags else None for one in layout.ranges]
+        poolings = [one.bags.pooling(tables[one.table].table_name, inputs) for one in layout.ranges if one.bags]
     return Laid(layout, inputs, header.device_id, poolings)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hps.ground.rows import decode, encode
+from hps.tensors.batch import Batch
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, CacheContract, bits, vectors_of
 from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 from tests.ring1.cache.test_numpy_cache import TestNumpyCache as NumpyContract
@@ -93,12 +94,9 @@ class CacheMachine(RuleBasedStateMachine):
     def look_up(self, requests: list[tuple[int, KeyArray]], present: set[int], with_found: bool, answer: str) -> None:
         """Query tables at once; then fetch the `present` keys from below, or fill in defaults, or do nothing more."""
         cache, lookup = self.cache, self.lookup
-        segments = [self.contract.segment(cache, table, keys, with_found=True) for table, keys in requests]
-        if not with_found:
-            for segment in segments:
-                segment.found = None
+        batch = Batch.merged([self.contract.batch(cache, table, keys, with_found=with_found) for table, keys in requests])
         resident = [set(cache.dump(table).tolist()) for table, _keys in requests]
-        missing = lookup.query(segments)
+        missing = lookup.query(batch)
         hit = [np.isin(keys, list(held)) for (_table, keys), held in zip(requests, resident, strict=True)]
         assert lookup.counts == [int(np.count_nonzero(~row)) for row in hit]
         assert missing == sum(lookup.counts)
@@ -107,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
         if answer == "fetch":
             places = {table: index for index, (table, _keys) in enumerate(requests) if not hit[index].all()}
             for missed in lookup.unique():
-                index = places.pop(missed.segment.table)
+                index = places.pop(missed.table)
                 table, keys = requests[index]
                 np.testing.assert_array_equal(np.sort(missed.keys), np.unique(keys[~hit[index]]))
                 found = np.isin(missed.keys, list(present))
@@ -133,11 +131,11 @@ class CacheMachine(RuleBasedStateMachine):
             for row, rows in zip(hit, expected, strict=True):
                 rows[~row] = DEFAULT
         lookup.finish()
-        for segment, row, was_answered, rows in zip(segments, hit, answered, expected, strict=True):
+        for place, (row, was_answered, rows) in enumerate(zip(hit, answered, expected, strict=True)):
             compared = row if answer == "nothing" else slice(None)
-            np.testing.assert_array_equal(bits(self.contract.to_host(segment.out)[compared]), bits(rows[compared]))
-            if segment.found is not None:
-                np.testing.assert_array_equal(self.contract.to_host(segment.found), was_answered)
+            np.testing.assert_array_equal(bits(self.contract.to_host(batch.outs[place])[compared]), bits(rows[compared]))
+            if with_found:
+                np.testing.assert_array_equal(self.contract.to_host(batch.founds[place]), was_answered)
 
     def versions(self, table: int, keys: KeyArray) -> np.ndarray:
         return np.array([self.known[table].get(key, 0) for key in keys.tolist()], np.int64)
@@ -146,6 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_resident_is_whole_and_current(self) -> None:
         if not hasattr(self, "cache"):
             return
+        assert self.cache.check_integrity() == []
         for table, known in enumerate(self.known):
             rows = self.contract.raw_rows(self.cache, table)
             stats = self.cache.stats(table)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hps.cache.base import MOST_SHARERS
-from hps.cache.cuda import geometry, kernels
+from hps.cache.cuda import geometry, kernels, structs
 from hps.cache.cuda.kernels import KernelCache, Rows, Shape
 from hps.ground.hashing import mix
 from hps.ground.memory import host_tables
@@ -86,7 +86,7 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     table = database.host_table("t")
     table.pin(pinner)
     words, slabs = table.layout().words.tolist(), table.layout().slabs
-    packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size))
+    packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size))
     assert packed[:2] == (64, 576)
     positions = layout.VERSIONS, layout.SLAB_SHIFT, layout.VECTOR_BYTES, layout.SEGMENT_BITS
     assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
@@ -94,7 +94,7 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     rest = [0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments))
     assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS)
     mirrors = list(range(1, len(segments) // 2 + 1))
-    packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
+    packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
     assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
     assert (layout.DENSE_ROWS, layout.SEGMENTS) == (host_tables.DENSE_ROWS_AT, host_tables.SEGMENTS_AT)
     assert words[layout.DENSE_ROWS] == rows * dense
@@ -112,8 +112,8 @@ def test_kernels_python_and_hash_map_agree_on_measures():
     word = kernels.sharing_word(3, MOST_SHARERS, 77)
     assert (word & 15, word >> 4 & 15, word >> 8) == (3, MOST_SHARERS, 77)
     assert kernels.sharing_word() == 1 | 1 << 4
-    assert (kernels.SHARING.size, kernels.PROMOTE_TAIL.size) == (56, 136 - 2 * kernels.TABLE.size)
-    assert kernels.SHARING.size <= kernels.SHARING_BYTES
+    assert (structs.SHARING.size, structs.PROMOTE_TAIL.size) == (56, 136 - 2 * structs.TABLE.size)
+    assert structs.SHARING.size <= kernels.SHARING_BYTES
     [granule] = re.findall(r"COPY_GRANULE = 1ull << (\d+);", kernels.source("promote"))
     assert 1 << int(granule) == geometry.GRANULE_BYTES
 

@@ -6,7 +6,7 @@ import pytest
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.miniature import NumpyPlan
 from hps.cache.cpu.sets import WAYS
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.caches import spec
 
 
@@ -47,7 +47,7 @@ def test_misses_of_a_whole_table_are_those_of_the_cache(sets: int, pool: int) ->
     lookup, missed = cache.create_lookup(), []
     for keys in lookups:
         found = np.zeros(keys.size, np.bool_)
-        lookup.query([Segment(0, keys, np.empty((keys.size, 2), np.float32), found)])
+        lookup.query(Batch.of(0, keys, np.empty((keys.size, 2), np.float32), found))
         missed.append(~found)
         for one in lookup.unique():
             one.buffer()[:] = 0

@@ -19,8 +19,8 @@ from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.key_sets import SHARED_KEYS
 from hps.ground.rows import encode
 from hps.tensors.bags import Combiner, Pooling
+from hps.tensors.batch import Batch
 from hps.tensors.pooling import pool_rows
-from hps.tensors.segments import Segment
 from hps.testing.caches import (
     Create,
     VersionedCacheContract,
@@ -57,7 +57,7 @@ class TestNumpyCache(VersionedCacheContract):
     @pytest.mark.parametrize("n", [SHARED_KEYS - 1, SHARED_KEYS])
     def test_misses_become_resident_whether_or_not_threads_share_them(self, create: Create, n: int) -> None:
         cache, keys = create(spec(4), 4 * n), distinct_keys(n)
-        assert self.lookup(cache, [self.segment(cache, 0, keys)], keys) == [n]
+        assert self.lookup(cache, self.batch(cache, 0, keys), keys) == [n]
         assert self.resident(cache, keys).all()
 
     @pytest.mark.usefixtures("four_threads")
@@ -65,7 +65,7 @@ class TestNumpyCache(VersionedCacheContract):
         cache, keys, bounds = create(spec(512), 100), distinct_keys(50), np.arange(9) * (SHARED_KEYS // 4)
         shared = Mock(side_effect=pool_rows)
         monkeypatch.setattr("hps.cache.cpu.cache.pool_rows", shared)
-        self.lookup(cache, [self.bags(cache, 0, np.resize(keys, bounds[-1]), bounds)], keys)
+        self.lookup(cache, self.bags(cache, 0, np.resize(keys, bounds[-1]), bounds), keys)
         assert shared.call_count > 1
 
 
@@ -92,7 +92,7 @@ class TestSets:
             assert version[0] == (0xFFFC + 2 * (count + 1)) % (1 << 16)
             assert memory.state[WRAPS] == (count >= 1)
         out = np.empty((5, 4), np.float32)
-        assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
+        assert cache.create_lookup().query(Batch.of(0, keys, out)) == 0
         np.testing.assert_array_equal(out, vectors_of(keys, 4, np.arange(5)))
 
     @pytest.mark.parametrize(("epochs", "admitted"), [(PROBATION - 1, 0), (PROBATION, 1)])
@@ -100,9 +100,9 @@ class TestSets:
         keys, state = distinct_keys(WAYS + 1), cache._open[0].state
         cache.insert(0, keys[:WAYS], vectors_of(keys[:WAYS], 4))
         lookup = cache.create_lookup()
-        lookup.query([Segment(0, keys[:WAYS], np.empty((WAYS, 4), np.float32))])
+        lookup.query(Batch.of(0, keys[:WAYS], np.empty((WAYS, 4), np.float32)))
         state[CLOCK] = epochs * WAYS
-        lookup.query([Segment(0, keys[WAYS:], np.empty((1, 4), np.float32))])
+        lookup.query(Batch.of(0, keys[WAYS:], np.empty((1, 4), np.float32)))
         (missed,) = lookup.unique()
         missed.buffer()[:] = 0
         missed.insert(np.array([True]))
@@ -159,7 +159,7 @@ def test_no_row_in_fewer_bits_is_torn(row_dtype: str, static: bool) -> None:
             lookup, asked, answered = cache.create_lookup(), np.repeat(keys, 50), 0
             for _ in range(60):
                 out, found = np.zeros((asked.size, dim), np.float32), np.zeros(asked.size, np.bool_)
-                lookup.query([Segment(0, asked, out, found)])
+                lookup.query(Batch.of(0, asked, out, found))
                 lookup.finish()
                 answered += np.count_nonzero(found)
                 assert (out[found, 2:] == out[found, 2:3]).all()
@@ -173,37 +173,37 @@ def test_no_row_in_fewer_bits_is_torn(row_dtype: str, static: bool) -> None:
 
 class TestArrays:
     @pytest.mark.parametrize(
-        "segment",
+        "batch",
         [
-            Segment(0, np.zeros(3, np.int64), np.empty((3, 5), np.float32)),
-            Segment(0, np.zeros(3, np.int64), np.empty((2, 4), np.float32)),
-            Segment(0, np.zeros(3, np.int64), np.empty(12, np.float32)),
-            Segment(0, np.zeros(3, np.int64), np.empty((3, 4), np.float64)),
-            Segment(0, np.zeros(3, np.int64), np.empty((3, 8), np.float32)[:, ::2]),
-            Segment(0, np.zeros(3, np.int32), np.empty((3, 4), np.float32)),
-            Segment(0, np.zeros((3, 1), np.int64), np.empty((3, 4), np.float32)),
-            Segment(0, np.zeros(3, np.int64), np.empty((3, 4), np.float32), np.empty(2, np.bool_)),
-            Segment(0, np.zeros(3, np.int64), np.broadcast_to(np.float32(0), (3, 4))),
-            Segment(0, np.zeros(3, np.int64), np.frombuffer(bytearray(49), np.float32, 12, 1).reshape(3, 4)),
+            Batch.of(0, np.zeros(3, np.int64), np.empty((3, 5), np.float32)),
+            Batch.of(0, np.zeros(3, np.int64), np.empty((2, 4), np.float32)),
+            Batch.of(0, np.zeros(3, np.int64), np.empty(12, np.float32)),
+            Batch.of(0, np.zeros(3, np.int64), np.empty((3, 4), np.float64)),
+            Batch.of(0, np.zeros(3, np.int64), np.empty((3, 8), np.float32)[:, ::2]),
+            Batch.of(0, np.zeros(3, np.int32), np.empty((3, 4), np.float32)),
+            Batch.of(0, np.zeros((3, 1), np.int64), np.empty((3, 4), np.float32)),
+            Batch.of(0, np.zeros(3, np.int64), np.empty((3, 4), np.float32), np.empty(2, np.bool_)),
+            Batch.of(0, np.zeros(3, np.int64), np.broadcast_to(np.float32(0), (3, 4))),
+            Batch.of(0, np.zeros(3, np.int64), np.frombuffer(bytearray(49), np.float32, 12, 1).reshape(3, 4)),
         ],
     )
-    def test_segments_that_do_not_fit_are_refused_before_anything_is_written(self, cache: NumpyCache, segment: Segment):
+    def test_batches_that_do_not_fit_are_refused_before_anything_is_written(self, cache: NumpyCache, batch: Batch):
         with pytest.raises(
             InvalidInputError, match=r"querying the cached table hps_et\.shop\.item: (keys|out|found): got .*expected"
         ):
-            cache.create_lookup().query([segment])
+            cache.create_lookup().query(batch)
 
     @pytest.mark.parametrize("shape", [(2, 4), (4, 4), (3, 5), (3, 3), (3,), (12,), (3, 4, 1)])
     def test_bags_whose_output_does_not_fit_are_refused(self, cache: NumpyCache, shape: tuple[int, ...]):
         pooling = Pooling(3, None, 2, None, Combiner.SUM, 0.0, None)
-        segment = Segment(0, np.arange(6), np.empty(shape, np.float32), None, 6, pooling)
+        batch = Batch.of(0, np.arange(6), np.empty(shape, np.float32), None, 6, pooling)
         with pytest.raises(InvalidInputError, match=r"hps_et\.shop\.item: out: got .*expected"):
-            cache.create_lookup().query([segment])
+            cache.create_lookup().query(batch)
 
     def test_keys_that_are_not_aligned_are_copied_and_strided_modifications_refused(self, cache: NumpyCache):
         keys, out = np.frombuffer(b"\0" + distinct_keys(6).tobytes(), np.int64, 6, 1), np.empty((6, 4), np.float32)
         cache.insert(0, distinct_keys(6), vectors_of(distinct_keys(6), 4))
-        assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
+        assert cache.create_lookup().query(Batch.of(0, keys, out)) == 0
         np.testing.assert_array_equal(out, vectors_of(distinct_keys(6), 4))
         rows = np.zeros((3, 8), np.float32)
         for asked, given in ((distinct_keys(6)[::2], rows[:, :4].copy()), (distinct_keys(3), rows[:, ::2])):

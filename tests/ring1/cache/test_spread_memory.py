@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from hps.cache.base import ALONE, DeviceSharing
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, structs
 from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError, InvalidInputError
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.bags import Combiner, Pooling
-from hps.tensors.segments import Segment, SeparateSegments
+from hps.tensors.batch import Batch
 from hps.testing.caches import spec
 from tests.fakes import host_cuda
 from tests.fakes.populating_pinner import PopulatingPinner
@@ -194,7 +194,7 @@ def test_a_query_refuses_host_arrays_that_do_not_fit_its_keys(modules: SimpleNam
     lookup, keys = modules.cache.create([spec(4)], [1000], 0).create_lookup(), place(np.arange(10))
     for rows, mask in ((9, 10), (10, 9)):
         with pytest.raises(InvalidInputError, match=r"got shape \(9"):
-            lookup.query([Segment(0, keys, np.zeros((rows, 4), np.float32), np.zeros(mask, np.bool_))])
+            lookup.query(Batch.of(0, keys, np.zeros((rows, 4), np.float32), np.zeros(mask, np.bool_)))
 
 
 def test_misses_that_attached_tables_answered_are_not_left_to_the_host(
@@ -207,7 +207,7 @@ def test_misses_that_attached_tables_answered_are_not_left_to_the_host(
 
     monkeypatch.setattr(lookup, "_find_layouts", lambda: True)
     monkeypatch.setattr(lookup, "launch_answer", answer)
-    assert lookup.query([Segment(0, np.arange(10), np.zeros((10, 4), np.float32))]) == 0
+    assert lookup.query(Batch.of(0, np.arange(10), np.zeros((10, 4), np.float32))) == 0
     assert (lookup.linked, lookup.absent) == ([7], [3])
 
 
@@ -215,9 +215,9 @@ def test_lists_of_bags_have_room_for_every_key_and_begin_without_misses(modules:
     counts = [8000, 192]  # with the divisors of their bags just more than a buffer's least size
     bags = [Pooling(1, None, n, None, Combiner.SUM, 0.0, None) for n in counts]
     arrays = [(np.zeros(n, np.int64), np.zeros((1, 4), np.float32)) for n in counts]
-    segments = [Segment(nth, *arrays[nth], pooling=one) for nth, one in enumerate(bags)]
+    batch = Batch.merged([Batch.of(nth, *arrays[nth], pooling=one) for nth, one in enumerate(bags)])
     pooling = modules.pooling.BagPooling([spec(4), spec(4)], None)
-    pooling.place(segments, modules.tensors.TensorReader(0), modules.device.PinnedBuffer())
+    pooling.place(batch, modules.tensors.TensorReader(0), modules.device.PinnedBuffer())
     pooling.reserve_lists()
     assert pooling._divisors + 4 * len(bags) <= pooling._lists.pointer + pooling._lists.size_bytes
     pooling.clear_entries(0)
@@ -253,8 +253,8 @@ def test_a_table_shows_an_attached_cache_the_layout_that_it_has_already(modules:
 def test_lists_of_a_batch_have_room_for_every_key(modules: SimpleNamespace) -> None:
     from hps.cache.cuda import batch_loop
 
-    lane, most, bins = modules.batches._Lane(0, 0), batch_loop.MOST_KEYS, 4 * kernels.MOST_BINS
-    missing, places, _counts, *lists = kernels.ANSWER_TAIL.unpack_from(lane._answer.tobytes(), batch_loop.ANSWER_TAIL_AT)
+    lane, most, bins = modules.batches._StreamLane(0, 0), batch_loop.MOST_KEYS, 4 * kernels.MOST_BINS
+    missing, places, _counts, *lists = structs.ANSWER_TAIL.unpack_from(lane._answer.tobytes(), batch_loop.ANSWER_TAIL_AT)
     leaders, ranks, order, states, left, left_places, _, slots, first_bin = lists[:9]
     epochs, versions, versions_after = lists[12:15]
     stripes, end = 8 * kernels.STRIPES * batch_loop.AT_ONCE, lane._lists.pointer + lane._lists.size_bytes
@@ -269,7 +269,7 @@ def test_rows_that_are_too_many_to_be_read_in_place_are_copied_where_they_belong
     count, width = 2000, 64
     lookup = modules.cache.create([spec(width)], [1000], 0).create_lookup()
     out = np.zeros((count, width), np.float32)
-    assert lookup.query([Segment(0, np.arange(count), out)]) == count
+    assert lookup.query(Batch.of(0, np.arange(count), out)) == count
     [missed] = lookup.unique()
     missed.buffer()[:] = rows = np.arange(count * width, dtype=np.float32).reshape(count, width)
     assert missed._staged
@@ -278,9 +278,13 @@ def test_rows_that_are_too_many_to_be_read_in_place_are_copied_where_they_belong
     assert (host_cuda.at(missed._vectors, rows.size, np.float32) == rows.ravel()).all()
 
 
-def test_segments_without_keys_are_not_asked_for(modules: SimpleNamespace) -> None:
-    rows = modules.tensors.PlacedRows([], (5, 6, 7), [2, 0, 3], ([1, 2, 3], [10, 20, 30], [0, 0, 4]), {}, masked=True)
-    assert rows.asked() == [(0, 5, 2, 10, 0, 0), (2, 7, 3, 30, 4, 2)]
+def test_tensors_of_all_tables_are_placed_by_table_where_the_sizes_say(modules: SimpleNamespace) -> None:
+    joined = modules.tensors.Placement((0, 1, 2), [2, 0, 3], (80,), (1000,), joined=True)
+    placed = joined.by_table([4, 8, 1])
+    assert (placed.keys, placed.outs, placed.starts) == ([80, 96, 96], [1000, 1032, 1032], [0, 2, 2])
+    narrow = modules.tensors.Placement((0, 1), [2, 3], (80,), (1000,), out_format=1, joined=True)
+    assert narrow.by_table([4, 8]).outs == [1000, 1016]
+    assert placed.by_table([4, 8, 1]) is placed
 
 
 def test_keys_that_are_not_aligned_are_refused_wherever_they_lie(modules: SimpleNamespace) -> None:
@@ -289,7 +293,7 @@ def test_keys_that_are_not_aligned_are_refused_wherever_they_lie(modules: Simple
     for place in range(first, first + 36, 2):
         keys = host_cuda.Array(memory[place : place + 2].view(np.int64))
         with pytest.raises(InvalidInputError, match="not aligned to int64"):
-            modules.tensors.TensorReader(0).place([Segment(0, keys, out)], [4], [""], modules.device.PinnedBuffer())
+            modules.tensors.TensorReader(0).place(Batch.of(0, keys, out), [4], [""], modules.device.PinnedBuffer())
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
@@ -300,7 +304,7 @@ def test_separate_tensors_of_torch_are_found_if_all_are_as_kernels_read_them(mod
     reader = modules.tensors.TensorReader(keys[0].get_device())
     reader.start()
     reader._torch_stream = lambda _device: 7
-    placed = reader._separate(SeparateSegments([1, 0], [3, 2], keys, outs, [spec(4), spec(4)], of_torch=True), [4, 4])
+    placed = reader._place_alike(Batch([1, 0], [3, 2], keys, outs, kind=torch.Tensor), [4, 4])
     if dtype == "int32":
         assert placed is None
     else:

@@ -15,6 +15,7 @@ from hps.serve.protocol.open_inference import Inference, parse_header_length
 from hps.serve.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 from tests.fakes.inferences import body_of, decode_request
+from tests.tables.batches import by_table
 
 DIMS = {"item": 4, "user": 1, "geo-1": 7}
 MODEL = ModelTables("m", tuple(TableSpec("m", name, dim, 0.0, 1000) for name, dim in DIMS.items()))
@@ -63,8 +64,8 @@ def test_an_answer_to_what_was_sent_is_read_in_any_pieces(
         head, body, length = split(call)
         assert head.path == "/v2/models/m/infer"
         inference = laid_out(body, length)
-        assert [MODEL.tables[one.table].table_name for one in inference.segments] == list(tables)
-        for segment, keys in zip(inference.segments, tables.values(), strict=True):
+        assert [MODEL.tables[one.table].table_name for one in by_table(inference.batch)] == list(tables)
+        for segment, keys in zip(by_table(inference.batch), tables.values(), strict=True):
             assert segment.keys.tolist() == keys
             segment.out[:] = vectors_of(MODEL.tables[segment.table].table_name, segment.keys)
             if segment.found is not None:

@@ -13,7 +13,7 @@ from hps.engine.coalescing import FetchCoalescer
 from hps.engine.session import CachedSession, SessionSettings
 from hps.errors import DatabaseError, TooManyKeysError, UnknownDeviceError
 from hps.statistics.metrics import Metrics
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase
@@ -48,7 +48,7 @@ class Deployed:
         return [session.busy for session in self.deployment.sessions.values()]
 
     def lookup(self, device, keys) -> None:
-        self.session(device).lookup([Segment(0, np.arange(keys), np.empty((keys, 2), np.float32))])
+        self.session(device).run(Batch.of(0, np.arange(keys), np.empty((keys, 2), np.float32)))
 
     def start(self, device, keys) -> "Future[None]":
         """A lookup that runs, or waits for a workspace, until the database opens."""

@@ -24,7 +24,7 @@ from hps.errors import DatabaseError
 from hps.statistics.metrics import Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.rocks_db.database import RocksDatabase
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S
 from hps.types import TableSpec
 from hps.versions.deployment import Deployment
@@ -125,30 +125,30 @@ class Hierarchy(RuleBasedStateMachine):
         return self.current[index].get(key, {None})
 
     def ask(self, which, requests):
-        segments = []
+        batches = []
         for index, keys in requests.items():
             array = np.array(keys, np.int64)
             out = np.full((array.size, TABLES[index].dim), np.nan, np.float32)
-            segments.append(Segment(index, array, out, np.zeros(array.size, np.bool_)))
+            batches.append(Batch.of(index, array, out, np.zeros(array.size, np.bool_)))
         try:
-            self.sessions[which].lookup(segments)
+            self.sessions[which].run(Batch.merged(batches))
         except DatabaseError:
             assert self.failing
             return None
-        for segment in segments:
-            assert (segment.out[~segment.found] == TABLES[segment.table].default_value).all()
-        return segments
+        for batch in batches:
+            assert (batch.outs[0][~batch.founds[0]] == TABLES[batch.tables[0]].default_value).all()
+        return batches
 
     @rule(requests=st.dictionaries(TABLE, BATCH, min_size=1))
     def lookup_some(self, requests):
         self.lookup(requests)
 
     def lookup(self, requests):
-        for segment in self.ask(0, requests) or []:
-            for key, row, found in zip(segment.keys.tolist(), segment.out.tolist(), segment.found.tolist(), strict=True):
+        for batch in self.ask(0, requests) or []:
+            for key, row, found in zip(batch.keys[0].tolist(), batch.outs[0].tolist(), batch.founds[0].tolist(), strict=True):
                 got = tuple(row) if found else None
-                assert got in self.allowed(segment.table, key), (TABLES[segment.table], key, row, found)
-                self.current[segment.table][key] = {got}
+                assert got in self.allowed(batch.tables[0], key), (TABLES[batch.tables[0]], key, row, found)
+                self.current[batch.tables[0]][key] = {got}
 
     @rule()
     def lookup_everything(self):
@@ -156,9 +156,9 @@ class Hierarchy(RuleBasedStateMachine):
 
     @rule(requests=st.dictionaries(TABLE, BATCH, min_size=1))
     def lookup_asynchronously(self, requests):
-        for segment in self.ask(1, requests) or []:
-            for key, row, found in zip(segment.keys.tolist(), segment.out.tolist(), segment.found.tolist(), strict=True):
-                assert not found or tuple(row) in self.allowed(segment.table, key)
+        for batch in self.ask(1, requests) or []:
+            for key, row, found in zip(batch.keys[0].tolist(), batch.outs[0].tolist(), batch.founds[0].tolist(), strict=True):
+                assert not found or tuple(row) in self.allowed(batch.tables[0], key)
 
     @rule()
     def drain(self):

@@ -14,7 +14,7 @@ from hps.engine.session import CachedSession, DirectSession, SessionSettings
 from hps.errors import DatabaseError, DeviceError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.statistics.metrics import Metrics
 from hps.statistics.tracing import traced
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
@@ -47,13 +47,13 @@ class Served:
         self.session = CachedSession(TABLES, self.cache, self.chain, self.coalescer, settings, self.metrics)
 
     def lookup(self, requests, session=None):
-        segments = []
+        batches = []
         for table, keys in requests.items():
             keys = np.asarray(keys, np.int64)
             out = np.full((keys.size, TABLES[table].dim), np.nan, np.float32)
-            segments.append(Segment(table, keys, out, np.zeros(keys.size, np.bool_)))
-        (session or self.session).lookup(segments)
-        return segments
+            batches.append(Batch.of(table, keys, out, np.zeros(keys.size, np.bool_)))
+        (session or self.session).run(Batch.merged(batches))
+        return batches
 
     @contextmanager
     def looking_up(self, requests, gate="gate", error=None):
@@ -68,12 +68,12 @@ class Served:
                 getattr(self.database, gate).set()
             assert type(answer.exception(PATIENCE_S)) is (error or type(None))
 
-    def check(self, segments, version=0):
-        for segment in segments:
-            table, present = TABLES[segment.table], (segment.keys >= 0) & (segment.keys < 40)
-            np.testing.assert_array_equal(segment.found, present)
-            np.testing.assert_array_equal(segment.out[present], vectors_of(segment.keys[present], table.dim, version))
-            np.testing.assert_array_equal(segment.out[~present], np.float32(table.default_value))
+    def check(self, batches, version=0):
+        for batch in batches:
+            table, present = TABLES[batch.tables[0]], (batch.keys[0] >= 0) & (batch.keys[0] < 40)
+            np.testing.assert_array_equal(batch.founds[0], present)
+            np.testing.assert_array_equal(batch.outs[0][present], vectors_of(batch.keys[0][present], table.dim, version))
+            np.testing.assert_array_equal(batch.outs[0][~present], np.float32(table.default_value))
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def test_at_the_threshold_of_a_table_missing_keys_get_defaults_now_and_vectors_l
     served = serve(hit_rate_threshold=0.5)
     served.check(served.lookup({0: [1], 1: [1]}))
     a, b = served.lookup({0: [1, 1, 2, 3], 1: [1, 2, 3]})
-    assert a.found.tolist() == [True, True, False, False]
-    np.testing.assert_array_equal(a.out[2:], np.float32(-1))
+    assert a.founds[0].tolist() == [True, True, False, False]
+    np.testing.assert_array_equal(a.outs[0][2:], np.float32(-1))
     served.check([b])  # below the threshold
     assert served.metrics.table("model", "a").deferred == 2
     assert served.session.drain(PATIENCE_S)
@@ -186,7 +186,7 @@ def lost(serve, monkeypatch):
 
 def test_lookups_without_their_device_are_timed_from_their_beginning(lost):
     began_ns = time.perf_counter_ns() - 10**12
-    lost.session.lookup([Segment(0, np.arange(3), np.empty((3, 3), np.float32))], began_ns)
+    lost.session.run(Batch.of(0, np.arange(3), np.empty((3, 3), np.float32)), began_ns)
     assert lost.metrics.lookup_times("model").whole.total_ns >= 10**12
 
 
@@ -258,9 +258,9 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
 
 def test_lookup_without_a_cache_asks_for_every_key_whatever_the_mask_held(serve):
     served = serve()
-    segment = Segment(1, np.array([5, 99, 5, -1, 39]), np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
-    DirectSession(TABLES, served.chain, served.metrics).lookup([segment])
-    served.check([segment])
+    batch = Batch.of(1, np.array([5, 99, 5, -1, 39]), np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
+    DirectSession(TABLES, served.chain, served.metrics).run(batch)
+    served.check([batch])
     assert served.metrics.table("model", "b").keys == 5
 
 

@@ -10,7 +10,7 @@ import pytest
 import hps
 from hps.ground.registry import IMPLEMENTATIONS, Ours
 from hps.tensors.bags import Combiner, Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.readers import reading
 from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
@@ -93,18 +93,18 @@ def bags(offsets: Any = None, weights: Any = None) -> Pooling:
 
 OUT = np.empty((ROWS, DIM), np.float32)
 BEYOND_DATABASES = {
-    "keys on a device": Segment(0, OnDevice(), OUT, n=ROWS),
-    "output on a device": Segment(0, KEYS, OnDevice()),
-    "float16": Segment(0, KEYS, np.empty((ROWS, DIM), np.float16)),
-    "mask on a device": Segment(0, KEYS, OUT, OnDevice()),
-    "offsets on a device": Segment(0, KEYS, OUT, pooling=bags(offsets=OnDevice())),
-    "weights on a device": Segment(0, KEYS, OUT, pooling=bags(weights=OnDevice())),
+    "keys on a device": Batch.of(0, OnDevice(), OUT, n=ROWS),
+    "output on a device": Batch.of(0, KEYS, OnDevice()),
+    "float16": Batch.of(0, KEYS, np.empty((ROWS, DIM), np.float16)),
+    "mask on a device": Batch.of(0, KEYS, OUT, OnDevice()),
+    "offsets on a device": Batch.of(0, KEYS, OUT, pooling=bags(offsets=OnDevice())),
+    "weights on a device": Batch.of(0, KEYS, OUT, pooling=bags(weights=OnDevice())),
 }
 
 
-@pytest.mark.parametrize("segment", BEYOND_DATABASES.values(), ids=BEYOND_DATABASES)
+@pytest.mark.parametrize("batch", BEYOND_DATABASES.values(), ids=BEYOND_DATABASES)
 def test_arrays_that_databases_cannot_use_fail_with_the_device(
-    document: Document, monkeypatch: pytest.MonkeyPatch, segment: Segment
+    document: Document, monkeypatch: pytest.MonkeyPatch, batch: Batch
 ) -> None:
     def fall_back(*_: Any) -> None:
         pytest.fail("the lookup was answered from the databases")
@@ -112,8 +112,8 @@ def test_arrays_that_databases_cannot_use_fail_with_the_device(
     with hps.HPS(document) as server:
         FullDevice.broken = True
         session = server.model("shop").session(None)
-        monkeypatch.setattr(session._without_device, "lookup", fall_back)
-        fails(session.lookup, [segment])
+        monkeypatch.setattr(session._without_device, "run", fall_back)
+        fails(session.run, batch)
 
 
 def test_no_answer_is_wrong_when_it_is_lost_under_load(document: Document) -> None:

@@ -11,7 +11,7 @@ from hps.engine.chain import DatabaseChain
 from hps.engine.miss_path import Timing
 from hps.engine.session import CachedSession
 from hps.statistics.metrics import Metrics
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.memory_database import MemoryDatabase
@@ -56,14 +56,13 @@ def test_a_path_is_as_quick_as_its_best_round_and_leaves_the_cache_as_it_was(mon
     chain = DatabaseChain(MemoryDatabase(), None, metrics=Metrics())
     cache = NumpyCache.create([table], [100], 0)
 
-    def lookup(self: CachedSession, segments: list[Segment]) -> None:
+    def run(self: CachedSession, batch: Batch) -> None:
         clock.now += next(rounds)
-        [segment] = segments
-        asked.append(segment.keys.tolist())
-        cache.insert(0, segment.keys, np.zeros((10, 4), np.float32))
+        asked.append(batch.keys[0].tolist())
+        cache.insert(0, batch.keys[0], np.zeros((10, 4), np.float32))
 
     monkeypatch.setattr(miss_path, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(CachedSession, "lookup", lookup)
+    monkeypatch.setattr(CachedSession, "run", run)
     assert miss_path._keys_per_s(cache, chain, 0, np.arange(10)) == 10 / 2.0
     assert asked == [list(range(10))] * 4
     assert not cache.dump(0).size

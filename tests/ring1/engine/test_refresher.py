@@ -20,7 +20,7 @@ from hps.engine.refresher import Refresher, RefreshSettings
 from hps.errors import ConflictError, DatabaseError, InvalidInputError, NotReadyError
 from hps.ground.threads.open_calls import OpenCalls
 from hps.statistics.metrics import Metrics
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.tools.cli.tables.sample import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
@@ -124,7 +124,7 @@ class Refreshed:
 
     def cached(self, index: int, cache: int = 0) -> tuple[KeyArray, FloatArray]:
         out, found = np.empty((KEYS.size, TABLES[index].dim), np.float32), np.zeros(KEYS.size, np.bool_)
-        self.caches[cache].create_lookup().query([Segment(index, KEYS, out, found)])
+        self.caches[cache].create_lookup().query(Batch.of(index, KEYS, out, found))
         return KEYS[found], out[found]
 
     def check(self, generation: int, rows: int = RESIDENT) -> None:

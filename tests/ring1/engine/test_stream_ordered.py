@@ -10,7 +10,7 @@ from hps.engine.stream_ordered import StreamOrderedLookups
 from hps.errors import DeviceError, NotReadyError
 from hps.statistics.metrics import Metrics
 from hps.tensors.bags import Combiner, Pooling
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
 
@@ -19,10 +19,10 @@ class DeviceLookup(NumpyLookup):
 
     prepared = enqueued = 0
 
-    def prepare(self, segments: Sequence[Segment]) -> None:
+    def prepare(self, batch: Batch) -> None:
         self.prepared += 1
 
-    def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
+    def enqueue(self, batch: Batch, captured: bool = False) -> None:
         self.enqueued += 1
 
 
@@ -32,15 +32,15 @@ class DeviceCache(NumpyCache):
         return self.last
 
 
-def bags_of(lengths: Sequence[int], hotness: int = 4, weighted: bool = False) -> list[Segment]:
-    """One segment for each table, with so many bags of `hotness` keys."""
-    segments = []
+def bags_of(lengths: Sequence[int], hotness: int = 4, weighted: bool = False) -> Batch:
+    """A batch of all tables, with so many bags of `hotness` keys."""
+    batches = []
     for table, count in enumerate(lengths):
         n = count * hotness
         weights = np.ones(n, np.float32) if weighted else None
         pooling = Pooling(count, None, hotness, weights, Combiner.SUM, 0.0, None)
-        segments.append(Segment(table, np.zeros(n, np.int64), np.empty((count, 8), np.float32), None, n, pooling))
-    return segments
+        batches.append(Batch.of(table, np.zeros(n, np.int64), np.empty((count, 8), np.float32), None, n, pooling))
+    return Batch.merged(batches)
 
 
 def opened() -> tuple[DeviceCache, StreamOrderedLookups]:
@@ -57,10 +57,10 @@ def opened() -> tuple[DeviceCache, StreamOrderedLookups]:
     [
         *[(bags_of([8, 8]), True), (bags_of([3, 5]), True), (bags_of([9, 7]), True), (bags_of([9, 8]), False)],
         *[(bags_of([16, 16], hotness=1), False), (bags_of([8, 8], weighted=True), False), (bags_of([8]), False)],
-        ([Segment(table, np.zeros(4, np.int64), np.empty((4, 8), np.float32)) for table in (0, 1)], False),
+        (Batch((0, 1), (4, 4), [np.zeros(4, np.int64)] * 2, [np.empty((4, 8), np.float32)] * 2), False),
     ],
 )
-def test_a_workspace_is_prepared_once_for_all_lookups_that_are_no_larger(asked: list[Segment], has_room: bool) -> None:
+def test_a_workspace_is_prepared_once_for_all_lookups_that_are_no_larger(asked: Batch, has_room: bool) -> None:
     cache, lookups = opened()
     assert cache.last.prepared == 1
     taken: list[DeviceLookup] = []

@@ -15,7 +15,7 @@ import pytest
 from hps.errors import InvalidInputError, ModelFileError
 from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
 from hps.statistics.metrics import Metrics
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 
@@ -23,14 +23,14 @@ TABLES = (TableSpec("shop", "item", 4, 0.0, 1 << 20), TableSpec("shop", "user", 
 RNG = np.random.default_rng(7)
 
 
-def segment(table, keys):
-    return Segment(table, keys, np.empty((keys.size, TABLES[table].dim), np.float32))
+def batch(table, keys):
+    return Batch.of(table, keys, np.empty((keys.size, TABLES[table].dim), np.float32))
 
 
 def recorded(path, lookups, **settings):
     with KeyRecorder(path, **settings) as recorder:
         for lookup in lookups:
-            recorder.record(TABLES, [segment(table, keys) for table, keys in lookup.items()])
+            recorder.record(TABLES, Batch.merged([batch(table, keys) for table, keys in lookup.items()]))
     return {trace.table: trace for trace in read_traces(path)}
 
 
@@ -138,9 +138,9 @@ def test_a_full_disk_ends_the_recording_and_no_lookup(tmp_path, caplog):
     recorder = KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys)
     with open("/dev/full", "ab") as full:
         os.dup2(full.fileno(), recorder._file.fileno())
-    recorder.record(TABLES, [segment(0, np.arange(100))])
+    recorder.record(TABLES, Batch.merged([batch(0, np.arange(100))]))
     recorder._task.join(30)
-    recorder.record(TABLES, [segment(0, np.arange(100))])
+    recorder.record(TABLES, Batch.merged([batch(0, np.arange(100))]))
     recorder.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left" in caplog.text
@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_closed_fails_no_close(tmp_path, caplog):
 
 def test_a_recording_ends_when_its_file_is_large_enough(tmp_path, caplog):
     recorder = KeyRecorder(tmp_path / "keys", rate=1.0, max_bytes=1000)
-    recorder.record(TABLES, [segment(0, RNG.integers(0, 1 << 62, 10_000))])
+    recorder.record(TABLES, Batch.merged([batch(0, RNG.integers(0, 1 << 62, 10_000))]))
     recorder._task.join(30)
     recorder.close()
     assert "the file has reached" in caplog.text
@@ -179,11 +179,12 @@ def test_keys_that_are_dropped_or_unread_count_once(tmp_path):
     with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
         recorder._task.abandon(30)  # the rounds are ours
         for size in (1 << 20, 7, 5):  # as many as may wait, the last ones, and some too many
-            recorder.record(TABLES, [segment(0, np.arange(size))])
-        recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3)])
+            recorder.record(TABLES, Batch.merged([batch(0, np.arange(size))]))
+        beyond = Batch.of(1, "on a device", None, n=3)
+        recorder.record(TABLES, beyond)
         for _ in range(3):
             recorder._write_waiting()
-        recorder.record(TABLES, [SimpleNamespace(table=1, keys="on a device", n=3), segment(0, np.arange(5))])  # room again
+        recorder.record(TABLES, Batch.merged([beyond, batch(0, np.arange(5))]))  # room again
         recorder._write_waiting()
     counted = {"recorded": (1 << 20) + 5, "dropped": 7 + 5 + 3, "unread": 3}
     assert {one: metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": one}) for one in counted} == counted

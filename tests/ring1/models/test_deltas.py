@@ -24,7 +24,7 @@ from hps.stores.base import Database, TableStats
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import DENSE_ROWS
 from hps.stores.rocks_db.database import RocksDatabase
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
@@ -253,7 +253,7 @@ def test_a_cache_is_warmed_with_the_rows_of_the_delta(
     assert warm_up(cache, 0, spec("3"), report.model, 0.3) == min(cache.stats(0).capacity_rows, report.model.rows)
     keys = np.concatenate([KEYS, NEW])
     out, found = np.empty((keys.size, DIM), np.float32), np.zeros(keys.size, np.bool_)
-    cache.create_lookup().query([Segment(0, keys, out, found)])
+    cache.create_lookup().query(Batch.of(0, keys, out, found))
     assert found.sum() == cache.stats(0).resident_rows > 0.7 * min(capacity, len(expected))
     assert content(keys[found], out[found]).items() <= expected.items()
 

@@ -12,7 +12,7 @@ from hps.errors import ModelFileError
 from hps.models.files import open_sparse_model
 from hps.models.loading.warm_up import DatabaseRows, warm_up
 from hps.models.writer import write_sparse_model
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.types import FloatArray, KeyArray
 from tests.fakes.memory_database import MemoryDatabase
 from tests.tables.table_loads import CHUNK_ROWS, DIM, KEYS, ROWS, TABLE, TAG, VECTORS, content, readers, rows_of
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 def lookup(cache: NumpyCache, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
     out, found = np.empty((keys.size, DIM), np.float32), np.zeros(keys.size, np.bool_)
-    cache.create_lookup().query([Segment(0, keys, out, found)])
+    cache.create_lookup().query(Batch.of(0, keys, out, found))
     return out, found
 
 

@@ -16,7 +16,7 @@ from hps.scoring.kept import KeptBatches
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
 from hps.scoring.signature import signature_of
-from hps.tensors.segments import Segment
+from hps.tensors.batch import Batch
 from hps.testing.waiting import wait_until
 from tests.fakes.networks import ArrayNetwork, Arrays, DeviceNetwork, FakeTables
 from tests.ring1.scoring.test_packing import MOST, TABLES, Region, everything
@@ -192,7 +192,7 @@ def test_each_table_is_asked_once_in_a_lookup_and_what_is_given_once_once(way: W
     tables = FakeTables(4, 2)
     ours, asked = way(tables=tables), []
     look_up = tables.look_up
-    ours._runner.lookup = lambda segments: (asked.append([(one.table, one.n) for one in segments]), look_up(segments))[1]
+    ours._runner.lookup = lambda batch: (asked.append([*zip(batch.tables, batch.sizes, strict=True)]), look_up(batch))[1]
     ours.score(read(ours, arrays(np.random.default_rng(0), 16)))
     assert asked == [[(0, 1), (1, 32)], [(1, 5)], [(1, 3)], [(0, 16)], [(1, 48)], [(0, 16)]]
 
@@ -201,7 +201,7 @@ def test_rows_that_fill_up_a_lookup_are_of_the_batch(kept: list[int | None]) -> 
     """Keys of an earlier batch may be missing by now, and would be fetched by every other one."""
     tables, asked = FakeTables(4, 2), []
     ours, look_up = scorer_of(True, tables=tables), tables.look_up
-    ours._runner.lookup = lambda segments: (asked.extend(np.array(one.keys) for one in segments), look_up(segments))[1]
+    ours._runner.lookup = lambda batch: (asked.extend(map(np.array, batch.keys)), look_up(batch))[1]
     for at, samples in enumerate((50, 33, 35, 49)):
         asked.clear()
         given = arrays(np.random.default_rng(1), samples)
@@ -216,13 +216,14 @@ def test_rows_that_fill_up_a_lookup_are_of_the_batch(kept: list[int | None]) -> 
 def test_rows_that_fill_up_a_lookup_are_no_more_than_it_may_have(way: Way, kept: list[int | None]) -> None:
     tables = FakeTables(4, 2, max_keys=33)
 
-    def bind(segments: Sequence[Segment]) -> Sequence[Segment]:
-        if any(one.n > 33 for one in segments):
+    def look_up(batch: Batch) -> None:
+        if batch.kept and max(batch.sizes) > 33:
             raise TooManyKeysError("bound")
-        return segments
+        tables.look_up(batch)
 
     inputs = {"item": {"table": "t0"}, "age": {"per_request": True}}
-    ours, other = way(inputs, tables, bind=bind), way(inputs, tables)
+    ours, other = way(inputs, tables), way(inputs, tables)
+    ours._runner.lookup = look_up
     for samples in (33, 32, 33):
         compare(ours, other, {"item": np.arange(samples), "age": np.ones(1, np.float32)})
     compare(ours, other, *[{"item": np.arange(20), "age": np.ones(1, np.float32)}] * 2)  # more than the table allows at once

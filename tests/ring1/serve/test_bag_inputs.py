@@ -14,6 +14,7 @@ from hps.tensors.bags import Combiner
 from hps.types import TableSpec
 from tests.fakes.inferences import decode_request, read_answer
 from tests.servers.binary_tensors import with_tensors
+from tests.tables.batches import by_table
 
 MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 ONE = ModelTables("one", (TableSpec("one", "item", 3, 0.5, 50),))
@@ -39,7 +40,7 @@ def bags_of(segment):
 
 def answered(inference):
     """What comes out when bag b of table t is answered with 1000 t + b and the column after the point."""
-    for segment in inference.segments:
+    for segment in by_table(inference.batch):
         count, dim = segment.out.shape
         segment.out[...] = 1000 * segment.table + np.arange(count)[:, None] + np.arange(dim) / 8
     answer, data = read_answer(inference)
@@ -69,9 +70,9 @@ def test_offsets_beside_keys_are_those_of_each_table_in_turn(as_json, numkeys, s
     weights = np.array([0.5, 1, 2, -1, 0], FP32)
     tensors = {**numkeys, "KEYS": CONCATENATED["KEYS"], "OFFSETS": np.array(CONCATENATED["OFFSETS"], kind), "WEIGHTS": weights}
     inference = decode(tensors, shapes={"OFFSETS": shape}, as_json=as_json)
-    assert [segment.table for segment in inference.segments] == [0, 1]
-    assert bags_of(inference.segments[0]) == ([[1, 2], [], [3]], [[0.5, 1], [], [2]])
-    assert bags_of(inference.segments[1]) == ([[], [], [4, 5]], [[], [], [-1, 0]])
+    assert [segment.table for segment in by_table(inference.batch)] == [0, 1]
+    assert bags_of(by_table(inference.batch)[0]) == ([[1, 2], [], [3]], [[0.5, 1], [], [2]])
+    assert bags_of(by_table(inference.batch)[1]) == ([[], [], [4, 5]], [[], [], [-1, 0]])
     answer, (vectors,) = answered(inference)
     assert answer["parameters"] == {"NumSample": 3, "DeviceID": 0}
     assert answer["outputs"][0]["name"] == "OUTPUT0"
@@ -83,7 +84,7 @@ def test_offsets_beside_keys_are_those_of_each_table_in_turn(as_json, numkeys, s
 def test_a_table_has_offsets_and_weights_of_its_own_and_its_own_number_of_bags(as_json):
     item = {"item": [4, 5, 6], "item.offsets": np.array([0, 1, 3], np.int32), "item.weights": np.array([1, 2, 3], FP32)}
     inference = decode({"user.offsets": [0, 1], **item, "user": [9]}, as_json=as_json)
-    found = {segment.table: bags_of(segment) for segment in inference.segments}
+    found = {segment.table: bags_of(segment) for segment in by_table(inference.batch)}
     assert found == {0: ([[9]], None), 1: ([[4], [5, 6]], [[1], [2, 3]])}
     answer, arrays = answered(inference)
     assert [(one["name"], one["shape"]) for one in answer["outputs"]] == [("item", [2, 3]), ("user", [1, 2])]
@@ -104,25 +105,25 @@ def test_a_table_has_offsets_and_weights_of_its_own_and_its_own_number_of_bags(a
 )
 def test_a_combiner_makes_bags_of_rows_of_keys(tensors, model, bags):
     inference = decode(tensors, model, combiner="mean")
-    assert {segment.table: bags_of(segment)[0] for segment in inference.segments} == bags
-    assert {segment.pooling.combiner for segment in inference.segments} == {Combiner.MEAN}
+    assert {segment.table: bags_of(segment)[0] for segment in by_table(inference.batch)} == bags
+    assert {segment.pooling.combiner for segment in by_table(inference.batch)} == {Combiner.MEAN}
     _, arrays = answered(inference)
     assert arrays[0].shape == (len(bags[min(bags)]), sum(model.tables[table].dim for table in bags))
 
 
 def test_parameters_are_for_all_tables_or_for_one():
     parameters = {"combiner": "sqrtn", "item.combiner": "sum", "item.max_norm": 1, "padding_key": -1, "user.padding_key": None}
-    user, item = decode({"user": [[1]], "item": [[1]]}, **parameters).segments
+    user, item = by_table(decode({"user": [[1]], "item": [[1]]}, **parameters).batch)
     assert (user.pooling.combiner, user.pooling.max_norm, user.pooling.padding_key) == (Combiner.SQRTN, 0.0, None)
     assert (item.pooling.combiner, item.pooling.max_norm, item.pooling.padding_key) == (Combiner.SUM, 1.0, -1)
-    assert decode(CONCATENATED).segments[0].pooling.combiner == Combiner.SUM
+    assert by_table(decode(CONCATENATED).batch)[0].pooling.combiner == Combiner.SUM
 
 
 @pytest.mark.parametrize("keys", ["item", "KEYS"])
 def test_a_table_may_be_called_as_offsets_or_weights_are(keys):
     for name in ("item.offsets", "item.weights", "OFFSETS", "WEIGHTS"):
         model = ModelTables("m", (TableSpec("m", keys, 2, 0.0, 100), TableSpec("m", name, 2, 0.0, 100)))
-        segments = decode({keys: [1, 2], name: [3]}, model).segments
+        segments = by_table(decode({keys: [1, 2], name: [3]}, model).batch)
         assert [(segment.keys.tolist(), segment.pooling) for segment in segments] == [([1, 2], None), ([3], None)]
         with pytest.raises(InvalidDtypeError, match="expected INT64"):
             decode({keys: [1, 2], name: np.array([3], FP32)}, model)
@@ -131,13 +132,13 @@ def test_a_table_may_be_called_as_offsets_or_weights_are(keys):
 def test_what_a_lookup_of_bags_takes_is_counted():
     curl = decode_lookup(b'{"bags": {"item": [[1, 2], [3, 4]]}}', MODEL, 1000)
     assert curl.held_bytes == 5 * 2 * 3 * 4 + 4 * 3 * 4
-    (plain,) = decode({"item": [[1, 2], [3, 4]]}).segments
+    (plain,) = by_table(decode({"item": [[1, 2], [3, 4]]}).batch)
     assert (plain.pooling, plain.out.shape) == (None, (4, 3)), "without a combiner rows of keys get a vector each"
 
 
 def test_a_head_that_was_seen_before_is_answered_for_its_own_bags():
     for offsets in ([0, 1, 4], [0, 4, 4]):
-        (segment,) = decode({"KEYS": [1, 2, 3, 4], "OFFSETS": offsets}, ONE).segments
+        (segment,) = by_table(decode({"KEYS": [1, 2, 3, 4], "OFFSETS": offsets}, ONE).batch)
         assert segment.pooling.offsets.tolist() == offsets
 
 
@@ -206,7 +207,7 @@ def test_bags_are_limited_without_keys_and_in_all_tables_together():
     for shape, says in (([2**63, 0], f"got {2**63} bags"), ([51, 0], "got 51 bags, expected at most 50")):
         with pytest.raises(TooManyKeysError, match=says):
             decode({"item": np.empty(0, np.int64)}, shapes={"item": shape}, combiner="sum")
-        assert decode({"item": np.empty(0, np.int64)}, shapes={"item": shape[::-1]}, combiner="sum").segments[0].n == 0
+        assert by_table(decode({"item": np.empty(0, np.int64)}, shapes={"item": shape[::-1]}, combiner="sum").batch)[0].n == 0
     with pytest.raises(TooManyKeysError, match=r"got 8 bags, expected at most 7 \(service.max_keys_per_request\)"):
         decode({"KEYS": [1, 2], "OFFSETS": [[0, 0, 0, 0, 1]] * 2}, max_keys=7)
 
@@ -226,7 +227,7 @@ def curl(value, max_keys=81):
 def test_curl_sends_lists_of_keys_and_gets_a_vector_for_each():
     weights = {"item": [[0.5, 2], [], [1]]}
     lookup = curl({"bags": {"item": [[1, 2], [], [3]], "user": []}, "weights": weights, "combiner": {"item": "mean"}})
-    item, user = lookup.segments
+    item, user = by_table(lookup.batch)
     assert bags_of(item) == ([[1, 2], [], [3]], weights["item"])
     assert bags_of(user) == ([], None)
     assert (item.pooling.combiner, user.pooling.combiner) == (Combiner.MEAN, Combiner.SUM)

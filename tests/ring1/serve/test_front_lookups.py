@@ -15,7 +15,7 @@ from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SEGMENTS, HEADER_WORDS, read_job
 from hps.regions.layout import HEADER_BYTES, MOST_SEGMENTS, POOLED, SEGMENT_WORDS, SLAB, TRACED
-from hps.serve.engine.batches import _segment
+from hps.serve.engine.batches import _batch_of
 from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM
 from hps.serve.frontend.lookups import TRACE_ROOM, LaidOut, Placed, read_cached
 from hps.serve.frontend.published import FrontVersion
@@ -23,10 +23,12 @@ from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.protocol.json_lookup import decode_lookup
 from hps.serve.protocol.open_inference import lay_out_body
 from hps.serve.protocol.request_checks import ModelTables
+from hps.tensors.batch import Batch
 from hps.types import TableSpec
 from tests.fakes.inferences import body_of, decode_request
 from tests.fakes.region_front import RegionFront
 from tests.servers.binary_tensors import with_tensors
+from tests.tables.batches import by_table
 
 DIMS, MOST_KEYS = (2, 5, 1), 40
 NAMES = ("user", "item", "word")
@@ -111,7 +113,7 @@ def decoded(body, length):
 
 def in_process(request):
     """The answer of a request without a region."""
-    for one in request.segments:
+    for one in by_table(request.batch):
         one.out[...] = vectors_of(one.table, one.keys)
         if one.found is not None:
             one.found[...] = found_of(one.keys)
@@ -226,18 +228,19 @@ OPTIONS = {"combiner": ["sum", "mean", "sqrtn"], "max_norm": [0.5, 2], "padding_
 options = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 
-def owned_segments(slot=SLOT):
-    """Segments as the owner makes them of a pooled request."""
+def owned_tables(slot=SLOT):
+    """The tables as the owner makes them of a pooled request."""
     header, words = read(slot)
     assert header[H_FLAGS] & POOLED
     start = int(header[H_ASIDE])
     text = bytes(FRONT.memory.view[start : start + int(header[H_ASIDE_BYTES])]).partition(b"\0")[0]
-    return [_segment(DEPLOYMENT, FRONT.memory, slot, one, bag) for one, bag in zip(words, json.loads(text), strict=True)]
+    each = zip(words, json.loads(text), strict=True)
+    return by_table(Batch.merged([_batch_of(DEPLOYMENT, FRONT.memory, slot, one, bag) for one, bag in each]))
 
 
-def assert_same(own, given_segments):
+def assert_same(own, given):
     """The owner has the bags of the request, and writes to the request's memory."""
-    for mine, its in zip(own, given_segments, strict=True):
+    for mine, its in zip(own, given, strict=True):
         assert mine.table == its.table
         assert np.array_equal(mine.keys, its.keys)
         assert mine.out.shape == its.out.shape
@@ -260,7 +263,7 @@ def test_bags_as_json_reach_the_owner(tables, more, weighted):
         request["weights"] = {name: [[key / 2 for key in bag] for bag in lists] for name, lists in tables.items()}
     decoded = decode_lookup(orjson.dumps(request), MODEL, 1000)
     placed, _, _ = place(decoded)
-    assert_same(owned_segments(), decoded.segments)
+    assert_same(owned_tables(), by_table(decoded.batch))
     assert_untouched(placed.size)
 
 
@@ -280,10 +283,10 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
     assert read_cached(body[:length], None, MODEL, 1000).plan is None
     laid = LaidOut(lay_out_body(body, length, MODEL, 1000))
     placed, _, _ = place(laid)
-    own = owned_segments()
-    assert_same(own, laid.segments)
+    own = owned_tables()
+    assert_same(own, by_table(laid.batch))
     expected = decoded(body, length)
-    for table, (mine, its) in enumerate(zip(own, expected.segments, strict=True)):
+    for table, (mine, its) in enumerate(zip(own, by_table(expected.batch), strict=True)):
         mine.out[...] = its.out[...] = 100 * table + np.arange(count)[:, None]
     assert encoded(placed) == body_of(expected)
     assert_untouched(placed.size)
@@ -320,18 +323,18 @@ def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, describ
     words = [table, n, slot + 128, min(slot + 1024, memory.size - 4 * spare), 0]
     plain = {"combiner": "sum", "max_norm": None, "padding_key": None, "strides": None, "count": n, "hotness": 1}
     try:
-        segment = _segment(DEPLOYMENT, memory, slot, words, plain | described)
+        batch = _batch_of(DEPLOYMENT, memory, slot, words, plain | described)
     except Exception:  # noqa: BLE001 - whatever it is, the owner answers it
         return
-    out, width = segment.out, 4 * DIMS[table]
+    out, width = batch.outs[0], 4 * DIMS[table]
     if out.size:
         assert out.strides[1] == 4
         assert out.strides[0] >= width
         assert out.strides[0] % 4 == 0
         first = out.ctypes.data - memory.address
         assert slot <= first <= memory.size - (len(out) - 1) * out.strides[0] - width
-    assert segment.keys.size == n
-    pooling = segment.pooling
+    assert batch.sizes == (n,)
+    pooling = batch.poolings[0]
     assert pooling.count == len(out)
     if pooling.offsets is not None:
         assert pooling.offsets.size == 0 or 0 <= pooling.offsets.min() <= pooling.offsets.max() <= n

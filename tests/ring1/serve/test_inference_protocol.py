@@ -13,6 +13,7 @@ from hps.serve.protocol.open_inference import parse_header_length
 from hps.serve.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 from tests.fakes.inferences import decode_request, read_answer
+from tests.tables.batches import by_table
 
 MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1]
@@ -54,7 +55,7 @@ def triton(keys, counts, **more):
 
 def answer(inference):
     """What a lookup would write, 1000 times the table plus the key, then the parsed answer: JSON part and binary part."""
-    for segment in inference.segments:
+    for segment in by_table(inference.batch):
         segment.out[...] = (1000 * segment.table + segment.keys)[:, None]
         if segment.found is not None:
             segment.found[...] = segment.keys % 2 == 0
@@ -63,14 +64,14 @@ def answer(inference):
 
 def test_keys_and_numkeys_name_the_tables_in_order():
     inference = decode(triton([5, 6, 7], [1, 2], id="b1"))
-    assert [(segment.table, segment.keys.tolist()) for segment in inference.segments] == [(0, [5]), (1, [6, 7])]
+    assert [(segment.table, segment.keys.tolist()) for segment in by_table(inference.batch)] == [(0, [5]), (1, [6, 7])]
     output = {"name": "OUTPUT0", "datatype": "FP32", "shape": [8], "data": [5, 5, *[1006] * 3, *[1007] * 3]}
     parameters = {"NumSample": 3, "DeviceID": 0}
     names = {"model_name": "ranker", "model_version": "1", "id": "b1"}
     assert answer(inference)[0] == {**names, "parameters": parameters, "outputs": [output]}
     keys = np.array([5, 6, 7])  # JSON and binary inputs may be mixed
     inference = decode(named(json_input("NUMKEYS", [2, 1], "INT32"), binary_input("KEYS", keys)), [keys])
-    assert [segment.keys.tolist() for segment in inference.segments] == [[5, 6], [7]]
+    assert [segment.keys.tolist() for segment in by_table(inference.batch)] == [[5, 6], [7]]
 
 
 def test_a_table_as_input_is_answered_with_its_shape_and_width():
@@ -86,7 +87,7 @@ def test_any_int64_is_a_key_in_json_and_in_binary():
         array = np.array(keys, kind)
         datatype = {np.int64: "INT64", np.int32: "INT32"}[kind]
         for one in (decode(named(json_input("user", keys, datatype))), decode(named(binary_input("user", array)), [array])):
-            (segment,) = one.segments
+            (segment,) = by_table(one.batch)
             assert (segment.keys.dtype, segment.keys.tolist(), segment.out.shape) == (np.int64, keys, (len(keys), 2))
 
 
@@ -94,7 +95,7 @@ def test_any_int64_is_a_key_in_json_and_in_binary():
 def test_binary_keys_are_aligned_writable_and_their_own_whatever_precedes_them(padding):
     keys, counts = np.array([EXTREMES]), np.array([[4, 0]], np.int32)
     request = {"id": "x" * padding, "inputs": [binary_input("KEYS", keys), binary_input("NUMKEYS", counts)]}
-    found = decode(request, [keys, counts]).segments[0].keys
+    found = by_table(decode(request, [keys, counts]).batch)[0].keys
     assert (found.flags.aligned, found.flags.c_contiguous, found.tolist()) == (True, True, EXTREMES)
     assert found.flags.owndata or found.base.flags.owndata
 
@@ -103,10 +104,10 @@ def test_binary_outputs_are_sent_from_the_memory_that_the_lookup_wrote():
     inference = decode(triton([5, 6], [1, 1], parameters={"binary_data_output": True, "found": True}))
     body, length = inference.binary_answer
     written = np.frombuffer(body, np.uint8)
-    for segment in inference.segments:
+    for segment in by_table(inference.batch):
         assert np.shares_memory(written, segment.out)
         assert np.shares_memory(written, segment.found)
-    assert length % 16 == inference.segments[0].out.ctypes.data % 16 == 0
+    assert length % 16 == by_table(inference.batch)[0].out.ctypes.data % 16 == 0
     response, binary = answer(inference)
     assert [output["parameters"]["binary_data_size"] for output in response["outputs"]] == [20, 2]
     assert np.frombuffer(binary[:20], np.float32).tolist() == [5, 5, 1006, 1006, 1006]
@@ -125,7 +126,7 @@ def test_only_the_outputs_that_are_named_are_answered_each_as_it_says():
     outputs = [{"name": "item.found", "parameters": {"binary_data": True}}, {"name": "user"}]
     inputs = [json_input("user", [1]), json_input("item", [4, 5])]
     inference = decode(named(*inputs, outputs=outputs))
-    assert [segment.found is None for segment in inference.segments] == [True, False]
+    assert [segment.found is None for segment in by_table(inference.batch)] == [True, False]
     response, binary = answer(inference)
     assert response["outputs"] == [
         {"name": "user", "datatype": "FP32", "shape": [1, 2], "data": [1, 1]},
@@ -147,7 +148,7 @@ def test_no_outputs_that_are_named_are_all_of_them():
 def test_data_that_are_null_are_none():
     keys = np.array([7, 8])
     header = binary_input("user", keys)
-    assert decode(named({**header, "data": None}), [keys]).segments[0].keys.tolist() == [7, 8]
+    assert by_table(decode(named({**header, "data": None}), [keys]).batch)[0].keys.tolist() == [7, 8]
     with pytest.raises(InvalidInputError, match="both 'data' and 'binary_data_size'"):
         decode(named({**header, "data": []}), [keys])
 
@@ -156,7 +157,7 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
     strange = np.array([np.nan, np.inf], np.float32)
     for binary in (False, True):
         inference = decode(named(json_input("user", [1]), parameters={"binary_data_output": binary}))
-        inference.segments[0].out[...] = strange
+        by_table(inference.batch)[0].out[...] = strange
         response, data = read_answer(inference)
         assert response["outputs"][0].get("data") == (None if binary else [None, None])
         assert data == (strange.tobytes() if binary else b"")
@@ -251,7 +252,7 @@ def test_outputs_differ_in_datatype(datatypes):
         forms = {"FP16": lambda one: one.astype(np.float16), "BF16": bfloat16_of, "FP32": lambda one: one}
         expected = [forms[datatype or "BF16"](one).tobytes() for datatype, one in zip(datatypes, vectors, strict=True)]
     inference = narrow_request(*datatypes, datatype="BF16")
-    for segment, one in zip(inference.segments, vectors, strict=True):
+    for segment, one in zip(by_table(inference.batch), vectors, strict=True):
         segment.out[...] = one
     text, data = read_answer(inference)
     found = [(output["datatype"], output["parameters"]["binary_data_size"]) for output in text["outputs"]]
@@ -279,7 +280,7 @@ def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():
     for keys in (np.array([1, 2]), np.array([-7, 9])):
         for model, table in ((MODEL, 0), (other, 1)):
             inference = decode(named(binary_input("user", keys)), [keys], model)
-            assert [(one.keys.tolist(), one.table) for one in inference.segments] == [(keys.tolist(), table)]
+            assert [(one.keys.tolist(), one.table) for one in by_table(inference.batch)] == [(keys.tolist(), table)]
             assert answer(inference)[0]["model_name"] == model.name
 
 
@@ -296,7 +297,7 @@ def test_the_answer_to_keys_and_numkeys_says_how_many_samples_and_which_device(b
     lengths = set()
     for device in (0, 7, LARGEST_ID, 0):  # of one layout, which is cached
         inference = decode(request, [keys, counts], model)
-        assert (inference.device_id, inference.segments[0].out.ctypes.data % 4) == (None, 0)
+        assert (inference.device_id, by_table(inference.batch)[0].out.ctypes.data % 4) == (None, 0)
         inference.device_id = device
         response, data = answer(inference)
         said = [response.get(name) for name in ("id", "model_name", "model_version", "parameters")]
@@ -325,7 +326,7 @@ def test_a_device_is_an_integer_or_decimal_digits():
 def test_keys_of_all_tables_together_are_limited():
     with pytest.raises(TooManyKeysError, match=r"got 7 keys, expected at most 6 \(service.max_keys_per_request\)"):
         decode(triton([1] * 7, [3, 4]), max_keys=6)
-    assert len(decode(triton([1] * 6, [3, 3]), max_keys=6).segments) == 2
+    assert len(by_table(decode(triton([1] * 6, [3, 3]), max_keys=6).batch)) == 2
 
 
 def test_what_is_not_json_is_an_error():
@@ -343,7 +344,7 @@ def test_a_header_length_is_missing_or_a_number_within_the_body():
 
 def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
     lookup = decode_lookup(b'{"tables": {"item": [2, 3], "user": []}, "found": true}', MODEL, 1000)
-    for segment in lookup.segments:
+    for segment in by_table(lookup.batch):
         segment.out[...] = segment.keys[:, None]
         segment.found[...] = segment.keys == 2
     assert json.loads(b"".join(lookup.encode()[0])) == {
@@ -351,7 +352,7 @@ def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
         "found": {"item": [True, False], "user": []},
     }
     lookup = decode_lookup(b'{"tables": {"user": [2]}}', MODEL, 1000)
-    lookup.segments[0].out[...] = [[np.nan, 0.1]]
+    by_table(lookup.batch)[0].out[...] = [[np.nan, 0.1]]
     assert list(lookup.encode()[0]) == [b'{"tables":{"user":[[null,0.1]]}}']
 
 

@@ -14,6 +14,7 @@ from hps.serve.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 from tests.fakes.inferences import decode_request, read_answer
 from tests.servers.binary_tensors import with_tensors
+from tests.tables.batches import by_table
 
 MAX_KEYS = 64
 MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
@@ -56,8 +57,8 @@ def decode(body, length):
 
 def check(inference):
     """Write an answer and read it back: every output has the bytes that its shape says."""
-    assert sum(segment.keys.size for segment in inference.segments) <= MAX_KEYS
-    for segment in inference.segments:
+    assert sum(segment.keys.size for segment in by_table(inference.batch)) <= MAX_KEYS
+    for segment in by_table(inference.batch):
         assert segment.keys.dtype == np.int64
         rows = segment.keys.size if segment.pooling is None else segment.pooling.count
         assert segment.out.shape == (rows, MODEL.tables[segment.table].dim)
@@ -132,7 +133,7 @@ def valid_requests(draw):
 def test_valid_requests_name_their_keys_exactly(request):
     body, length, user, item = request
     inference = decode(body, length)
-    assert [segment.keys.tolist() for segment in inference.segments] == [user.tolist(), item.tolist()]
+    assert [segment.keys.tolist() for segment in by_table(inference.batch)] == [user.tolist(), item.tolist()]
     check(inference)
 
 
@@ -180,7 +181,7 @@ def test_curl_lookups_are_answered_or_a_typed_error(tables, found, noise, value,
         lookup = decode_lookup(body, MODEL, MAX_KEYS)
     except HPSError:
         return
-    for segment in lookup.segments:
+    for segment in by_table(lookup.batch):
         segment.out[...] = value
         if segment.found is not None:
             segment.found[...] = False

@@ -1,4 +1,4 @@
-"""Bags become segments and the arrays of a network; `tests/ring1/engine/test_pooled_lookups.py` has what is refused."""
+"""Bags become batches and the arrays of a network; `tests/ring1/engine/test_pooled_lookups.py` has what is refused."""
 
 import re
 from typing import Any
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError
-from hps.tensors.bags import Bags, Columns, Combiner, input_arrays, pooled_segments, pooling_of
+from hps.tensors.bags import Bags, Combiner, input_arrays, pooled_batch, pooling_of
+from hps.tensors.batch import Batch, Part
 from hps.tensors.pooling import bag_arrays, first_key
 from hps.types import TableSpec
 
@@ -15,8 +16,8 @@ SPECS = [TableSpec("m", name, dim, 0.0, 100) for name, dim in (("a", 4), ("b", 2
 KEYS = np.arange(6)
 
 
-def segments(tables: dict[Any, Bags], out: Any = None, *, on_cuda: bool = False) -> Any:
-    return pooled_segments(tables, out, "abc".index, SPECS, on_cuda=on_cuda)
+def pooled(tables: dict[Any, Bags], out: Any = None, *, on_cuda: bool = False) -> Batch:
+    return pooled_batch(tables, out, "abc".index, SPECS, on_cuda=on_cuda)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_options_of_bags_are_those_of_their_pooling() -> None:
 @pytest.mark.parametrize(("size", "shown"), [(8, "[7, 6, 5, 4, 3, 2, 1, 0]"), (9, "[8, 7, 6, 5]...[1, 0]")])
 def test_long_offsets_that_are_wrong_are_shown_in_part(size: int, shown: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(f"got offsets {shown} for 6 keys")):
-        segments({"a": Bags(KEYS, np.arange(size)[::-1])})
+        pooled({"a": Bags(KEYS, np.arange(size)[::-1])})
 
 
 class OnDevice:
@@ -62,13 +63,13 @@ class OnDevice:
 def test_three_tables_share_the_columns_of_one_output() -> None:
     tables = {name: Bags(KEYS.reshape(3, 2)) for name in "bca"}
     out = np.zeros((3, 9), np.float32)
-    for nth, one in enumerate(segments(tables, out)):
-        one.out[:] = nth + 1
+    for nth, one in enumerate(pooled(tables, out).outs):
+        one[:] = nth + 1
     assert out.tolist() == [[1, 1, 2, 2, 2, 3, 3, 3, 3]] * 3
     shared = OnDevice()
-    made = [one.out for one in segments(tables, shared, on_cuda=True)]
-    assert all(isinstance(one, Columns) and one.tensor is shared for one in made)
-    assert [(one.start, one.rows, one.width) for one in made] == [(0, 3, 9), (2, 3, 9), (5, 3, 9)]
+    made = pooled(tables, shared, on_cuda=True).outs
+    assert all(isinstance(one, Part) and one.tensor is shared for one in made)
+    assert [(one.start, one.total, one.width) for one in made] == [(0, 27, 9), (2, 27, 9), (5, 27, 9)]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ import hps
 from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
 from hps.stores.base import RowChanges
+from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import split_tag
 from hps.versions.building import reconfigure
 from hps.versions.deployment import Deployment
-from tests.fakes.paused_lookup import PausedSegment, paused_lookup
+from tests.fakes.paused_lookup import PausedBatch, paused_lookup
 from tests.servers.running_service import document_of, model_of
 
 DIMS = {"user": 4, "item": 7}
@@ -240,48 +241,48 @@ def test_a_change_shows_the_tables_of_each_version_that_it_loads_and_counts_the_
 # -- lookups that outlast their version -------------------------------------------------------------------------------
 
 
-def check(segment: PausedSegment) -> None:
+def check(batch: PausedBatch) -> None:
     """Whether the lookup was answered by version 1."""
-    assert segment.found.all(), f"{np.count_nonzero(~segment.found)} of {KEYS.size} keys that exist got the default vector"
-    np.testing.assert_array_equal(segment.out, vectors_of(KEYS, DIMS["item"], 1))
+    assert batch.founds[0].all(), f"{np.count_nonzero(~batch.founds[0])} of {KEYS.size} keys that exist got the default vector"
+    np.testing.assert_array_equal(batch.outs[0], vectors_of(KEYS, DIMS["item"], 1))
 
 
 @pytest.fixture
-def segment() -> PausedSegment:
-    return PausedSegment(1, KEYS, DIMS["item"])
+def batch() -> PausedBatch:
+    return PausedBatch(1, KEYS, DIMS["item"])
 
 
-def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS, segment: PausedSegment) -> None:
+def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS, batch: PausedBatch) -> None:
     deployment = server.deploy("ranker", "1")
     tables = deployment.chain.databases[0]
     assert len(tables.tags()) == len(DIMS)
-    with ThreadPoolExecutor(1) as pool, paused_lookup(server, "ranker", segment) as running:
+    with ThreadPoolExecutor(1) as pool, paused_lookup(server, "ranker", batch) as running:
         leaving = pool.submit(server.undeploy, "ranker")
         wait_until(lambda: server.models == (), "the model was out of service")
         with pytest.raises(hps.NotReadyError):  # of a caller that had found the model before it was undeployed
-            wait_until(lambda: deployment.session(None).lookup([]), "new lookups were refused")
-        segment.go_on.set()
+            wait_until(lambda: deployment.session(None).run(Batch.merged([])), "new lookups were refused")
+        batch.go_on.set()
         running.result(PATIENCE_S)
         leaving.result(PATIENCE_S)
-    check(segment)
+    check(batch)
     assert tables.kind != "hash_map" or tables.tags() == []
 
 
 def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
-    server: hps.HPS, segment: PausedSegment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: hps.HPS, batch: PausedBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
     deployment = server.deploy("ranker", "1")
-    with paused_lookup(server, "ranker", segment) as running:
+    with paused_lookup(server, "ranker", batch) as running:
         server.undeploy("ranker")
         write_version(tmp_path, 1, content=5)
         with pytest.raises(hps.NotReadyError, match="still run"):
             server.deploy("ranker", "1")
         with pytest.raises((hps.NotReadyError, hps.InvalidInputError)):  # static, without a persistent database
             deployment.insert(1, KEYS[:1], np.ones((1, 7), np.float32))
-        segment.go_on.set()
+        batch.go_on.set()
         running.result(PATIENCE_S)
-    check(segment)
+    check(batch)
 
     def deployed() -> bool:
         try:
@@ -295,7 +296,7 @@ def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
 
 
 def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
-    document: Make, segment: PausedSegment, monkeypatch: pytest.MonkeyPatch
+    document: Make, batch: PausedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, time_is_over = threading.Event(), threading.Event()
 
@@ -313,7 +314,7 @@ def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answer
     configuration["models"][0]["num_of_worker_buffer_in_pool"] = 1
     with hps.HPS(configuration, deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
         session = server.deploy("ranker", "1").session(None)
-        with paused_lookup(server, "ranker", segment):
+        with paused_lookup(server, "ranker", batch):
             waiting = pool.submit(server.lookup, [5], "ranker", "user")
             assert waits.wait(PATIENCE_S)
             server.deploy("ranker", "2")

@@ -1,4 +1,4 @@
-"""The segments of a lookup: keys and outputs of one table each, built from callers' tensors.
+"""The record of a lookup, `Batch`, and how it is built from callers' tensors.
 
 Every tensor is adopted once. A tensor in host memory becomes a NumPy array over the same memory. A tensor in CUDA memory is
 passed on unchanged to a CUDA cache, which inspects and checks it itself: for torch's and CuPy's tensors ten times as fast as
@@ -7,8 +7,8 @@ DLPack.
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,160 +24,95 @@ if TYPE_CHECKING:
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _MOST_INDICES = 1 << 12  # kept in a dict
+_IS_CUDA = operator.attrgetter("is_cuda")
 
 
 @dataclass(slots=True, eq=False)
-class Stretch:
-    """Consecutive elements of a tensor that several segments share; a CUDA cache inspects the tensor once for all of them.
+class Part:
+    """A part of a tensor in CUDA memory that several tables of a batch share; a cache inspects the tensor once for all.
 
     Attributes:
-        tensor: keys or output of all tables of a lookup, in CUDA memory.
-        start, size: position and length, in elements.
+        tensor: keys or outputs of several tables.
+        start: position of the first element.
         total: expected size of the tensor: the exact number of keys, the minimum number of elements of an output.
+        width: elements from one row of an output to the next, if the tensor has columns of several tables; else 0.
     """
 
     tensor: DeviceArray
     start: int
-    size: int
     total: int
+    width: int = 0
 
 
-class Segment:
-    """The keys of one table within a lookup, and the output for their vectors.
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One lookup: the keys of some tables of a model, and where their vectors go. *One lookup at a time if `kept`.*
+
+    All columns are in the order of `tables`. Everything that looks up makes batches: calls in process, prepared and captured
+    lookups, layers, scores and the service; the engine runs them.
 
     Attributes:
-        table: index of the table within the model. A lookup has at most one segment per table.
-        keys: (n,) int64, C-contiguous; read only. n may be 0.
-        out: (n, dim) float32, C-contiguous; every row has been written when the lookup returns.
-        found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
-        n: number of keys; given if `keys` is a tensor of any shape in CUDA memory.
-        narrow: an output of 16 bits in host memory, that of `out` (float16, or uint16 for bfloat16); else None.
-        pooling: bags of the keys; None: every key gets a row. Either all segments of a lookup have bags or none has. With B
-            bags `out` is (B, dim), in host memory with rows of any stride, and there is no `found`.
+        tables: indexes of the tables within the model, each at most once.
+        sizes: number of keys of each; may be 0.
+        keys: (n,) int64 each, C-contiguous; read only. In CUDA memory a tensor of any shape, or a `Part`.
+        outs: (n, dim) float32 each, C-contiguous; every row has been written when the lookup returns. With B bags (B, dim), in
+            host memory with rows of any stride.
+        founds: (n,) bool each, or None for tables without: True for keys that a tier answered, False for those that got the
+            default. Empty if no table has a mask; without bags only.
+        poolings: the bags of each table's keys; empty: every key gets a row.
+        kind: type of all tensors in `keys` and `outs`, where it is torch's or CuPy's and they are in CUDA memory; else None. A
+            cache then inspects them column by column, which takes less than half the time.
+        joined: `keys` and `outs` are each one tensor in CUDA memory that has those of all tables of the model, in their order.
+        narrow: outputs of 16 bits in host memory (float16, or uint16 for bfloat16), each after the float32 array in `outs` that
+            the engine rounds to it.
+        kept: the tensors are those of many lookups, so what is checked of them, and where they lie, is found once.
+        checked: the session that has checked the sizes of a kept batch.
+        placement: where a cache on a CUDA device has found the tensors of a kept batch.
     """
 
-    __slots__ = ("found", "keys", "n", "narrow", "out", "pooling", "table")
+    tables: Sequence[int]
+    sizes: Sequence[int]
+    keys: Sequence[DeviceArray]
+    outs: Sequence[DeviceArray]
+    founds: Sequence[DeviceArray | None] = ()
+    poolings: "Sequence[Pooling]" = ()
+    _: KW_ONLY
+    kind: Any = None
+    joined: bool = False
+    kept: bool = False
+    narrow: Sequence[tuple[FloatArray, np.ndarray]] = ()
+    checked: object = None
+    placement: Any = None
 
-    narrow: np.ndarray | None
-
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         table: int,
         keys: DeviceArray,  # (n,)
         out: DeviceArray,  # (n, dim)
         found: DeviceArray | None = None,  # (n,)
         n: int = -1,
         pooling: "Pooling | None" = None,
-    ) -> None:
-        self.table = table
-        self.keys = keys
-        self.out = out
-        self.found = found
-        self.n = len(keys) if n < 0 else n
-        self.pooling = pooling
-        self.narrow = None
+    ) -> "Batch":
+        """Make a batch of one table; n is given if `keys` is a tensor of any shape in CUDA memory."""
+        founds, poolings = () if found is None else (found,), () if pooling is None else (pooling,)
+        return cls((table,), (len(keys) if n < 0 else n,), (keys,), (out,), founds, poolings)
 
+    @classmethod
+    def merged(cls, batches: "Sequence[Batch]") -> "Batch":
+        """Make one batch of batches of one table each, all with bags or none.
 
-class ConcatenatedSegments(Sequence[Segment]):
-    """The segments of all tables, with keys and outputs each in one tensor in CUDA memory. *Immutable.*
-
-    A CUDA cache needs no segment of them; they are made for who asks.
-
-    Attributes:
-        keys, out: tensors of all tables, in their order.
-        counts, dims: of keys and floats per key, by table.
-        floats: total of the outputs.
-    """
-
-    __slots__ = ("_made", "counts", "dims", "floats", "keys", "out")
-
-    def __init__(self, keys: DeviceArray, out: DeviceArray, counts: Sequence[int], dims: Sequence[int], floats: int) -> None:
-        self.keys = keys
-        self.out = out
-        self.counts = counts
-        self.dims = dims
-        self.floats = floats
-        self._made: list[Segment] | None = None
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __getitem__(self, place: Any) -> Any:
-        if self._made is None:
-            self._made = _parts(self.keys, self.out, self.counts, self.dims, None)
-        return self._made[place]
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self[:])
-
-
-class SeparateSegments(Sequence[Segment]):
-    """The segments of tables whose keys and outputs are tensors of torch, or of CuPy. *Immutable.*
-
-    A CUDA cache needs no segment of those in its memory; they are made for who asks.
-
-    Attributes:
-        tables, sizes: index of the table and number of keys, by segment.
-        keys, outs: tensors, by segment.
-        of_torch: whether they are torch's.
-    """
-
-    __slots__ = ("_made", "_specs", "keys", "of_torch", "outs", "sizes", "tables")
-
-    def __init__(
-        self,
-        tables: Sequence[int],
-        sizes: Sequence[int],
-        keys: Sequence[DeviceArray],
-        outs: Sequence[DeviceArray],
-        specs: Sequence[TableSpec],
-        of_torch: bool,
-    ) -> None:
-        self._specs = specs
-        self.tables = tables
-        self.sizes = sizes
-        self.keys = keys
-        self.outs = outs
-        self.of_torch = of_torch
-        self._made: list[Segment] | None = None
-
-    def __len__(self) -> int:
-        return len(self.tables)
-
-    def __getitem__(self, place: Any) -> Any:
-        if self._made is None:
-            self._made = [
-                tensor_segment(table, self._specs[table].dim, keys, out, on_cuda=True, with_found=False)
-                for table, keys, out in zip(self.tables, self.keys, self.outs, strict=True)
-            ]
-        return self._made[place]
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self[:])
-
-
-MADE_LATE = (ConcatenatedSegments, SeparateSegments)
-"""Kinds of segments of rows that are made only if asked for."""
-
-
-class NarrowSegments(list[Segment]):
-    """Segments of which some have an output of 16 bits in host memory; `narrow` fills those after the lookup."""
-
-
-class FixedSegments(list[Segment]):
-    """The segments of lookups that repeat the same tensors on one session. *One lookup at a time.*
-
-    Attributes:
-        asked: index of the table and number of keys of each, checked.
-        placed: where a CUDA cache found the tensors, which it keeps here.
-    """
-
-    __slots__ = ("asked", "placed")
-
-    def __init__(self, segments: Sequence[Segment], asked: Sequence[tuple[int, int]]) -> None:
-        super().__init__(segments)
-        self.asked = asked
-        self.placed: Any = None
+        Raises:
+            InvalidInputError: some have bags, and some have none.
+        """
+        tables, sizes = [one.tables[0] for one in batches], [one.sizes[0] for one in batches]
+        keys, outs = [one.keys[0] for one in batches], [one.outs[0] for one in batches]
+        poolings = [pooling for one in batches for pooling in one.poolings]
+        if poolings and len(poolings) != len(batches):
+            raise InvalidInputError("looking up bags: got a table without bags beside some with bags, expected bags alone")
+        masked = any(one.founds for one in batches)
+        founds = [one.founds[0] if one.founds else None for one in batches] if masked else ()
+        return cls(tables, sizes, keys, outs, founds, poolings)
 
 
 def as_host_keys(keys: Any) -> KeyArray:
@@ -228,8 +163,8 @@ def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
         raise InvalidInputError(f"reading {what}: got {type(values).__name__} ({error}), expected {expected}") from error
 
 
-def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Segment:
-    """Build the segment of one table from tensors for keys and output.
+def table_batch(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Batch:
+    """Make the batch of one table from tensors for keys and output.
 
     Args:
         on_cuda: the lookup runs on a CUDA cache; otherwise both tensors must be in host memory.
@@ -238,19 +173,21 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
     Raises:
         InvalidDtypeError, InvalidInputError: the tensors cannot be keys or an output of `dim` elements per key.
     """
+    narrow: Sequence[tuple[FloatArray, np.ndarray]] = ()
     if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
         flat, n, place = keys, keys.numel(), out
     elif on_cuda and type(keys) is type(out) is getattr(sys.modules.get("cupy"), "ndarray", None):
         flat, n, place = keys, keys.size, out
     else:
-        flat, n = adopt_keys(keys, on_cuda)
+        flat, n = adopt_keys(keys, on_cuda=on_cuda)
         place = adopt_output(out, n, dim, on_cuda=on_cuda, narrow=True)
         if type(place) is np.ndarray and place.dtype != _FLOAT32:
-            return _narrowed(Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n))
-    return Segment(table, flat, place, np.empty(n, np.bool_) if with_found else None, n)
+            [place], narrow = _widened([place])
+    founds = (np.empty(n, np.bool_),) if with_found else ()
+    return Batch((table,), (n,), (flat,), (place,), founds, narrow=narrow)
 
 
-def named_segments(
+def named_batch(
     tables: Mapping[Any, Any],
     out: Mapping[Any, Any] | None,
     table_index: Callable[[Any], int],
@@ -259,8 +196,8 @@ def named_segments(
     *,
     on_cuda: bool,
     with_found: bool,
-) -> Sequence[Segment]:
-    """Build one segment for each table named by the caller.
+) -> Batch:
+    """Make a batch of the tables named by the caller.
 
     Keys are tensors or sequences; outputs are tensors or new host arrays.
 
@@ -270,20 +207,18 @@ def named_segments(
 
     Raises:
         UnknownTableError: raised by `table_index`.
-        InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also if `out` lacks a table, or a table is named twice.
+        InvalidDtypeError, InvalidInputError: as for `table_batch`; also if `out` lacks a table, or a table is named twice.
     """
-    if on_cuda and out is not None and not with_found:
-        separate = _separate_segments(tables, out, table_index, indices, specs)
-        if separate is not None:
-            return separate
-    segments, narrows = [], False
+    if on_cuda and out is not None and not with_found and (alike := _alike_batch(tables, out, table_index, indices, specs)):
+        return alike
+    found, sizes, flats, places = [], [], [], []
     for name, keys in tables.items():
         index = indices.get(name) if type(name) is str else None
         if index is None:
             index = table_index(name)
         speaks_dlpack = (hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray)) or type(keys) is CAPSULE
         if speaks_dlpack or (on_cuda and size_on_device(keys) >= 0):
-            keys, n = adopt_keys(keys, on_cuda)
+            keys, n = adopt_keys(keys, on_cuda=on_cuda)
         else:
             keys = as_host_keys(keys)
             n = keys.size
@@ -298,29 +233,30 @@ def named_segments(
                 place = as_output(place, n, dim, narrow=True)
             else:
                 place = adopt_output(place, n, dim, on_cuda=on_cuda, narrow=True)
-        segment = Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n)
-        if type(place) is np.ndarray and place.dtype != _FLOAT32:
-            segment, narrows = _narrowed(segment), True
-        segments.append(segment)
-    refuse_repeated_tables([segment.table for segment in segments], specs)
-    return NarrowSegments(segments) if narrows else segments
+        found.append(index)
+        sizes.append(n)
+        flats.append(keys)
+        places.append(place)
+    refuse_repeated_tables(found, specs)
+    places, narrow = _widened(places) if out is not None else (places, ())
+    return Batch(found, sizes, flats, places, _masks(sizes) if with_found else (), narrow=narrow)
 
 
-def _separate_segments(
+def _alike_batch(
     tables: Mapping[Any, Any],
     out: Mapping[Any, Any],
     table_index: Callable[[Any], int],
     indices: dict[Any, Any],
     specs: Sequence[TableSpec],
-) -> SeparateSegments | None:
-    """Return the segments of tensors that are all torch's or all CuPy's, the fastest way; None for others."""
+) -> Batch | None:
+    """Make the batch of tensors in CUDA memory that are all torch's or all CuPy's, the fastest way; None for others."""
     keys, outs = list(tables.values()), list(map(out.get, tables))
     kinds = {*map(type, keys), *map(type, outs)}
     if len(kinds) != 1:
         return None
     [kind] = kinds
     of_torch = kind is getattr(sys.modules.get("torch"), "Tensor", None)
-    if not of_torch and kind is not _cupy_array():
+    if not (all(map(_IS_CUDA, keys)) and all(map(_IS_CUDA, outs)) if of_torch else kind is _cupy_array()):
         return None
     names = tuple(tables)
     found: tuple[int, ...] | None = indices.get(names)
@@ -330,32 +266,32 @@ def _separate_segments(
         if {*map(type, names)} == {str} and len(indices) < _MOST_INDICES:
             indices[names] = found
     sizes = list(map(kind.numel, keys)) if of_torch else [one.size for one in keys]  # type: ignore[attr-defined]
-    return SeparateSegments(found, sizes, keys, outs, specs, of_torch)
+    return Batch(found, sizes, keys, outs, kind=kind)
 
 
-def fixed_segments(
+def kept_batch(
     tables: Mapping[Any, Any],
     out: Mapping[Any, Any],
-    found: Mapping[Any, Any],
+    founds: Mapping[Any, Any],
     table_index: Callable[[Any], int],
     specs: Sequence[TableSpec],
     *,
     on_cuda: bool,
-) -> list[Segment]:
-    """Build one segment for each table from tensors that lookups read and write again and again.
+) -> Batch:
+    """Make a batch of tensors that lookups read and write again and again.
 
     Args:
-        found: masks by table, of the caller's own; or empty.
+        founds: masks by table, of the caller's own; or empty.
 
     Raises:
         UnknownTableError: raised by `table_index`.
-        InvalidDtypeError, InvalidInputError: as for `named_segments`; also for keys that would have to be copied, and for
-            tensors on a device whose framework does not tell its current stream.
+        InvalidDtypeError, InvalidInputError: as for `named_batch`; also for keys that would have to be copied, and for tensors
+            on a device whose framework does not tell its current stream.
     """
-    segments = []
+    found, sizes, flats, places = [], [], [], []
     for name, given in tables.items():
         index = table_index(name)
-        keys, n = adopt_keys(given, on_cuda)
+        keys, n = adopt_keys(given, on_cuda=on_cuda)
         if name not in out:
             raise InvalidInputError(f"preparing a lookup: out has no entry for {name!r}; name an output for every table")
         place = adopt_output(out[name], n, specs[index].dim, on_cuda=on_cuda)
@@ -369,12 +305,15 @@ def fixed_segments(
                 f"preparing a lookup of table {name!r}: got a tensor on the GPU that is neither torch's nor CuPy's; pass "
                 "cupy.from_dlpack of it"
             )
-        segments.append(Segment(index, keys, place, found.get(name), n))
-    refuse_repeated_tables([segment.table for segment in segments], specs)
-    return segments
+        found.append(index)
+        sizes.append(n)
+        flats.append(keys)
+        places.append(place)
+    refuse_repeated_tables(found, specs)
+    return Batch(found, sizes, flats, places, [founds.get(name) for name in tables] if founds else (), kept=True)
 
 
-def concatenated_segments(
+def concatenated_batch(
     keys: Any,
     counts: Sequence[int],
     out: Any,
@@ -382,14 +321,14 @@ def concatenated_segments(
     *,
     on_cuda: bool,
     with_found: bool,
-) -> tuple[Sequence[Segment], BoolArray | None]:
-    """Build one segment for each table from tensors that concatenate the keys and outputs; also return the masks.
+) -> tuple[Batch, BoolArray | None]:
+    """Make a batch of all tables from tensors that concatenate their keys and outputs; also return the masks.
 
     Args:
         counts, dims: number of keys and dimension, by table.
 
     Raises:
-        InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also without exactly one count for each table, or if the
+        InvalidDtypeError, InvalidInputError: as for `table_batch`; also without exactly one count for each table, or if the
             counts do not add up to the keys.
     """
     try:
@@ -403,71 +342,64 @@ def concatenated_segments(
             f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(dims)} of them, one per table, "
             "none negative"
         )
-    flat, n = adopt_keys(keys, on_cuda)
+    flat, n = adopt_keys(keys, on_cuda=on_cuda)
     total, size = sum(counts), sum(map(operator.mul, counts, dims))
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
-    found = np.empty(total, np.bool_) if with_found else None
     place = adopt_output(out, size, 1, on_cuda=on_cuda, narrow=True)
-    if found is None and not isinstance(flat, np.ndarray) and not isinstance(place, np.ndarray):
-        return ConcatenatedSegments(flat, place, counts, dims, size), None
-    parts = _parts(flat, place, counts, dims, found)
-    if isinstance(place, np.ndarray) and place.dtype != _FLOAT32:
-        return NarrowSegments(map(_narrowed, parts)), found
-    return parts, found
-
-
-def _parts(keys: Any, out: Any, counts: Sequence[int], dims: Sequence[int], found: BoolArray | None) -> list[Segment]:
-    """Build the segments of tables whose keys and outputs are each in one array, or in one tensor on the device."""
-    total, size = sum(counts), sum(map(operator.mul, counts, dims))
-    keys_on_host, out_on_host = isinstance(keys, np.ndarray), isinstance(out, np.ndarray)
+    tables, keys_on_host, out_on_host = range(len(dims)), isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
+    if not (with_found or keys_on_host or out_on_host):
+        return Batch(tables, counts, (flat,), (place,), joined=True), None
+    found = np.empty(total, np.bool_) if with_found else None
     row = element = 0
-    segments = []
-    for index, (count, dim) in enumerate(zip(counts, dims, strict=True)):
-        length = count * dim
-        segments.append(
-            Segment(
-                index,
-                keys[row : row + count] if keys_on_host else Stretch(keys, row, count, total),
-                out[element : element + length].reshape(count, dim) if out_on_host else Stretch(out, element, length, size),
-                None if found is None else found[row : row + count],
-                count,
-            )
-        )
-        row += count
-        element += length
-    return segments
+    flats, places, masks = [], [], []
+    for count, dim in zip(counts, dims, strict=True):
+        stop, end = row + count, element + count * dim
+        flats.append(flat[row:stop] if keys_on_host else Part(flat, row, total))
+        places.append(place[element:end].reshape(count, dim) if out_on_host else Part(place, element, size))
+        if found is not None:
+            masks.append(found[row:stop])
+        row, element = stop, end
+    places, narrow = _widened(places)
+    return Batch(tables, counts, flats, places, masks, narrow=narrow), found
 
 
-def _narrowed(segment: Segment) -> Segment:
-    """Let a lookup write float32 for an output of 16 bits in host memory, which `narrow` fills afterwards."""
-    segment.narrow, segment.out = segment.out, np.empty(segment.out.shape, np.float32)
-    return segment
+def _widened(outs: Sequence[Any]) -> tuple[list[Any], list[tuple[FloatArray, np.ndarray]]]:
+    """Replace outputs of 16 bits in host memory by new float32 arrays; return the columns `outs` and `narrow` of a batch."""
+    places, narrow = [], []
+    for out in outs:
+        if type(out) is np.ndarray and out.dtype != _FLOAT32:
+            narrow.append((np.empty(out.shape, np.float32), out))
+        places.append(narrow[-1][0] if narrow and narrow[-1][1] is out else out)
+    return places, narrow
 
 
-def narrow(segments: Sequence[Segment]) -> None:
+def _masks(sizes: Sequence[int]) -> list[BoolArray]:
+    return [np.empty(n, np.bool_) for n in sizes]
+
+
+def fill_narrow(batch: Batch) -> None:
     """Write the outputs of 16 bits in host memory, after a lookup."""
     from hps.ground.rows import to_16_bits  # not above: clients, which import this module, do without numba
 
-    for segment in segments:
-        if segment.narrow is not None:
-            to_16_bits(segment.out, segment.narrow)
+    for wide, out in batch.narrow:
+        to_16_bits(wide, out)
 
 
 def refuse_repeated_tables(tables: Sequence[int], specs: Sequence[TableSpec]) -> None:
-    """Refuse two segments of one table with `InvalidInputError`."""
+    """Refuse two entries of one table with `InvalidInputError`."""
     if len(set(tables)) != len(tables):
         raise InvalidInputError(f"looking up model {specs[0].model_name!r}: a table is named twice; name each once")
 
 
-def check_segment(doing: str, segment: Segment, n: int, dim: int) -> None:
-    """Check those arrays of a segment of n keys that are in host memory; a query accepts unaligned keys."""
-    keys, out, found, pooling = segment.keys, segment.out, segment.found, segment.pooling
+def check_host_arrays(doing: str, batch: Batch, place: int, n: int, dim: int) -> None:
+    """Check those arrays of a table of n keys that are in host memory; a query accepts unaligned keys."""
+    keys, out, found = batch.keys[place], batch.outs[place], batch.founds[place] if batch.founds else None
     if isinstance(keys, np.ndarray):
         check_array(doing, "keys", keys, np.int64, (n,))
     if isinstance(out, np.ndarray):
-        shape = (n if pooling is None else pooling.count, dim)
-        check_array(doing, "out", out, np.float32, shape, writable=True, aligned=True, rows_apart=pooling is not None)
+        shape = (batch.poolings[place].count if batch.poolings else n, dim)
+        check_array(doing, "out", out, np.float32, shape, writable=True, aligned=True, rows_apart=bool(batch.poolings))
     if isinstance(found, np.ndarray):
         check_array(doing, "found", found, np.bool_, (n,), writable=True, aligned=True)
 

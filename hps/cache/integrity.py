@@ -1,0 +1,47 @@
+"""Invariants of cached tables, checked by `EmbeddingCache.check_integrity` on a copy of their memory."""
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.types import KeyArray
+
+
+def hashes_of(keys: KeyArray) -> npt.NDArray[np.uint64]:
+    """Return the mixing hash of keys, as `ground/hashing.py` and the kernels compute it."""
+    x = keys.astype(np.int64, copy=False).view(np.uint64)
+    x = x ^ _rotated(x, 25) ^ _rotated(x, 50)
+    x = x * np.uint64(0xA24BAED4963EE407)
+    x = x ^ _rotated(x, 24) ^ _rotated(x, 49)
+    x = x * np.uint64(0x9FB21C651E98DF25)
+    hashed: npt.NDArray[np.uint64] = x ^ x >> np.uint64(28)
+    return hashed
+
+
+def _rotated(x: npt.NDArray[np.uint64], by: int) -> npt.NDArray[np.uint64]:
+    rotated: npt.NDArray[np.uint64] = x >> np.uint64(by) | x << np.uint64(64 - by)
+    return rotated
+
+
+def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, strangers: int, counted_rows: int) -> list[str]:
+    """Check what all caches promise of a table.
+
+    Args:
+        tag: of the table.
+        keys: resident keys.
+        owned_sets: sets whose version is odd, as while a writer changes them.
+        strangers: resident keys that stand in a set where no query looks for them.
+        counted_rows: resident rows by the table's counters.
+
+    Returns:
+        A sentence for each broken promise.
+    """
+    findings = []
+    if owned_sets:
+        findings.append(f"cached table {tag}: {owned_sets} sets are owned by a writer, expected none at rest")
+    if (repeated := keys.size - np.unique(keys).size) > 0:
+        findings.append(f"cached table {tag}: {repeated} keys are resident twice, expected each once")
+    if strangers:
+        findings.append(f"cached table {tag}: {strangers} keys stand where no query looks for them")
+    if keys.size != counted_rows:
+        findings.append(f"cached table {tag}: {keys.size} rows are resident, but its counters say {counted_rows}")
+    return findings

@@ -35,7 +35,7 @@ def trained(rows: int, dim: int, steps: int, held_out: int) -> tuple[DLRM, list[
 
 @torch.no_grad()
 def logits_of(module: torch.nn.Module, batches: list[Clicks]) -> torch.Tensor:
-    return torch.cat([module(one.dense, one.keys, one.offsets) for one in batches])
+    return torch.cat([module(batch.dense, batch.keys, batch.offsets) for batch in batches])
 
 
 def served(model: DLRM, batches: list[Clicks], row_dtype: str) -> torch.Tensor:
@@ -54,7 +54,7 @@ def run(report: Report, quick: bool) -> None:
     """Train, then serve in each format."""
     rows, dim, steps, held_out = (1000, 8, 20, 1) if quick else (100_000, 16, 1000, 16)
     model, batches = trained(rows, dim, steps, held_out)
-    labels = torch.cat([one.labels for one in batches])
+    labels = torch.cat([batch.labels for batch in batches])
     expected = logits_of(model, batches)
     report.about |= {"clicks": len(labels), "steps": steps, "tables": len(HOTNESS), "rows": sum(Criteo(rows).rows), "dim": dim}
     tables = {f"emb_{i}": one.weight.detach().numpy() for i, one in enumerate(model.embeddings)}
@@ -70,5 +70,5 @@ def run(report: Report, quick: bool) -> None:
         )
     for row_dtype in ROW_DTYPES[1:]:
         costs = [row_costs(name, *one.shape, [(np.arange(len(one)), one)], (row_dtype,))[0] for name, one in tables.items()]
-        figures = {"rms_share": max(one.rms_share for one in costs), "cosine_least": min(one.cosine_least for one in costs)}
+        figures = {"rms_share": max(cost.rms_share for cost in costs), "cosine_least": min(cost.cosine_least for cost in costs)}
         report.add({"work": "rows", "row_dtype": row_dtype, "dim": dim}, figures)

@@ -73,11 +73,11 @@ def load(requests: Any, port: int, processes: int, connections: int, seconds: fl
     results = context.Queue()
     share = max(1, connections // processes)
     workers = [context.Process(target=_load, args=(requests, port, share, seconds, results)) for _ in range(processes)]
-    for one in workers:
-        one.start()
+    for worker in workers:
+        worker.start()
     found = [results.get(timeout=seconds + 60) for _ in workers]
-    for one in workers:
-        one.join()
+    for worker in workers:
+        worker.join()
     return LoadResult().merge(found)
 
 

@@ -28,7 +28,7 @@ def sets(root: Path = ROOT) -> dict[str, list[str]]:
     """Return what pyproject.toml asks for in each file."""
     document = tomllib.loads((root / "pyproject.toml").read_text())
     extras = document["project"]["optional-dependencies"]
-    common = document["project"]["dependencies"] + [one for name in EXTRAS for one in extras[name]]
+    common = document["project"]["dependencies"] + [extra for name in EXTRAS for extra in extras[name]]
     return {
         "build": [*document["build-system"]["requires"], "build>=1.2"],
         BASE: common,

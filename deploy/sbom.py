@@ -15,7 +15,7 @@ ROOT = "hps-server"
 
 def document() -> dict[str, Any]:
     """Describe what is installed: every package with its version and licence, and which needs which."""
-    installed = {normal(one.metadata["Name"]): one for one in distributions()}
+    installed = {normal(distribution.metadata["Name"]): distribution for distribution in distributions()}
     components = {name: component(name, one) for name, one in sorted(installed.items())}
     root = components.pop(ROOT) | {"type": "application"}
     needs = {name: sorted(set(needed(name, one)) & installed.keys() - {name}) for name, one in sorted(installed.items())}
@@ -26,7 +26,9 @@ def document() -> dict[str, Any]:
         "version": 1,
         "metadata": {"component": root},
         "components": list(components.values()),
-        "dependencies": [{"ref": purls[name], "dependsOn": [purls[one] for one in others]} for name, others in needs.items()],
+        "dependencies": [
+            {"ref": purls[name], "dependsOn": [purls[other] for other in others]} for name, others in needs.items()
+        ],
     }
 
 

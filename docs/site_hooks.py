@@ -79,9 +79,12 @@ def _operation(path: str, way: str, operation: dict[str, Any]) -> list[str]:
     lines = [f"### `{way.upper()} {path}`", "", f"{operation['summary']}.", "", *_paragraph(operation)]
     if parameters := operation.get("parameters"):
         lines += ["| parameter | in | type | |", "| --- | --- | --- | --- |"]
-        for one in parameters:
-            need = "required" if one.get("required") else "optional"
-            lines.append(f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {_cell(one.get('description', need))} |")
+        for parameter in parameters:
+            need = "required" if parameter.get("required") else "optional"
+            lines.append(
+                f"| `{parameter['name']}` | {parameter['in']} | {_type(parameter['schema'])} "
+                f"| {_cell(parameter.get('description', need))} |"
+            )
         lines.append("")
     if body := operation.get("requestBody"):
         lines += [f"Body: {_contents(body['content'])}.", ""]

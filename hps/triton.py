@@ -130,7 +130,7 @@ class TritonPythonModel:
 
     def _answered(self, request: Any) -> Any:
         try:
-            return triton.InferenceResponse(self._looked_up({one.name(): one.to_dlpack() for one in request.inputs()}))
+            return triton.InferenceResponse(self._looked_up({input_.name(): input_.to_dlpack() for input_ in request.inputs()}))
         except Exception as error:  # noqa: BLE001 - the other requests of the batch are answered
             if not isinstance(error, HPSError):
                 _log.exception("a request of model %s failed", self._name)

@@ -64,7 +64,7 @@ def _server(module: str, *packages: str) -> Callable[[], str | None]:
     """What says why a server of the tests cannot run here."""
 
     def missing() -> str | None:
-        absent = [reason for reason in (_module(one)() for one in packages) if reason]
+        absent = [reason for reason in (_module(package)() for package in packages) if reason]
         return absent[0] if absent else importlib.import_module(f"tests.servers.{module}").what_is_missing()
 
     return missing

@@ -178,11 +178,11 @@ class ExpectedAnswer:
                 start += 0 if shared else size
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise RemoteError(f"reading an answer: got {text[:200]!r}, expected the outputs of this request") from error
-        got = [one.name for one in tensors]
+        got = [tensor.name for tensor in tensors]
         expected = list(dict.fromkeys(got)) if self.scores else [*self.vectors, *self.masks]
         if sorted(got) != sorted(expected) or not got:
             raise RemoteError(f"reading an answer: got outputs {got!r:.200}, expected {expected or 'some'!r:.200}")
-        aligned = all(one.start % one.dtype.itemsize == 0 for one in tensors)
+        aligned = all(tensor.start % tensor.dtype.itemsize == 0 for tensor in tensors)
         return Layout(tuple(tensors), start, answer.get("parameters") or {}, str(answer.get("model_version", "")), aligned)
 
 

@@ -47,7 +47,7 @@ class AsyncClient(Calls):
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
         super().__init__(addresses, token, timeout_s, connections, route)
-        self._of_servers = [AsyncClient([one], token, timeout_s, connections) for one in addresses] if route else []
+        self._of_servers = [AsyncClient([address], token, timeout_s, connections) for address in addresses] if route else []
         self._idle: list[_AsyncConnection] = []
         self._free = asyncio.Semaphore(connections)
 
@@ -81,9 +81,9 @@ class AsyncClient(Calls):
             timeout_s = attempts.left() / 2  # others have the rest
             calls = [self._of_servers[place]._ask(call, timeout_s) for place, call in asked]
             outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-            for one in outcomes:
-                if isinstance(one, BaseException) and not isinstance(one, HPSError):
-                    raise one
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException) and not isinstance(outcome, HPSError):
+                    raise outcome
             try:
                 asked = routed.send(outcomes)
             except StopIteration as end:
@@ -131,7 +131,7 @@ class AsyncClient(Calls):
         self._closed = True
         self._remove_memories()
         closing: list[Any] = [one.closed() for one in self._idle]
-        closing += [one.close() for one in self._of_servers]
+        closing += [server.close() for server in self._of_servers]
         self._idle.clear()
         await asyncio.gather(*closing)
 

@@ -44,7 +44,7 @@ class Calls:
     """
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
-        names = [one.text for one in addresses]
+        names = [address.text for address in addresses]
         if route not in ("", "keys"):
             raise InvalidInputError(f'connecting to servers: got route {route!r}, expected "keys" or none')
         if route and len(set(names)) < len(names):
@@ -63,7 +63,7 @@ class Calls:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the servers, without slashes at their ends."""
-        return tuple(one.text for one in self._addresses)
+        return tuple(address.text for address in self._addresses)
 
     @property
     def closed(self) -> bool:
@@ -87,11 +87,11 @@ class Calls:
         return RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
 
     def __repr__(self) -> str:
-        return f"<hps.{type(self).__name__} of {', '.join(one.text for one in self._addresses)}>"
+        return f"<hps.{type(self).__name__} of {', '.join(address.text for address in self._addresses)}>"
 
     def _remove_memories(self) -> None:
-        for one in self._encoder.memories:
-            one.close()
+        for memory in self._encoder.memories:
+            memory.close()
 
     def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
         raise NotImplementedError
@@ -280,7 +280,7 @@ class Calls:
     ) -> Any:
         """Look up several tables, and return where the keys were found and what took how long, by name of the figure."""
         inputs = [Input(name, as_host_keys(keys)) for name, keys in tables.items()]
-        rows = {one.name: (one.array.size,) for one in inputs}
+        rows = {input_.name: (input_.array.size,) for input_ in inputs}
 
         def result(answer: Answer) -> dict[str, Any]:
             return {} if answer.layout is None else dict(answer.layout.parameters)

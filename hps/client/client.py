@@ -72,7 +72,7 @@ class Client(Calls):
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
         super().__init__(addresses, token, timeout_s, connections, route)
         self._most = connections
-        self._of_servers = [Client([one], token, timeout_s, connections) for one in addresses] if route else []
+        self._of_servers = [Client([address], token, timeout_s, connections) for address in addresses] if route else []
         self._begin()
 
     def _begin(self) -> None:
@@ -219,8 +219,8 @@ class Client(Calls):
         self._closed = True
         self._remove_memories()
         _close_all(self._idle)
-        for one in self._of_servers:
-            one.close()
+        for server in self._of_servers:
+            server.close()
 
     def __enter__(self) -> Self:
         return self

@@ -112,14 +112,14 @@ class Encoder:
             datatypes: those of outputs that are not FP32.
             parameters: of the request.
         """
-        arrays = [one.array for one in inputs]
+        arrays = [input_.array for input_ in inputs]
         places: list[Reference | None] = []
         targets: dict[str, Reference | None] = {}
         if memories := self.memories:
             places = [_place(array, memories) for array in arrays]
             targets = {} if out is None else {name: _place(out[name], memories) for name in rows}
             arrays = [array for array, place in zip(arrays, places, strict=True) if place is None]
-        shapes = tuple((one.name, one.array.shape, one.array.dtype.str) for one in inputs)
+        shapes = tuple((input_.name, input_.array.shape, input_.array.dtype.str) for input_ in inputs)
         options = tuple(datatypes.items()), tuple(parameters.items())
         key = (model, version, shapes, tuple(rows.items()), found, *options, *places, *targets.items())
         form = self._forms.get(key)
@@ -169,18 +169,18 @@ class Encoder:
             inputs: C-contiguous arrays of any dtype that has a name in `DTYPES`.
             parameters: of the request.
         """
-        arrays = [one.array for one in inputs]
+        arrays = [input_.array for input_ in inputs]
         key = (
             model,
             version,
-            tuple((one.name, one.array.shape, one.array.dtype.str) for one in inputs),
+            tuple((input_.name, input_.array.shape, input_.array.dtype.str) for input_ in inputs),
             tuple(parameters.items()),
         )
         form = self._forms.get(key)
         if form is None:
             options = {**parameters, "binary_data_output": True}
-            document = {"inputs": [_tensor(one) for one in inputs], "parameters": options}
-            start, rest = _infer(model, version, document, sum(one.nbytes for one in arrays))
+            document = {"inputs": [_tensor(input_) for input_ in inputs], "parameters": options}
+            start, rest = _infer(model, version, document, sum(array.nbytes for array in arrays))
             form = self._keep(key, _Form(start, rest, ExpectedAnswer({}, {}, version, scores=True)))
         expected = form.expected
         return RemoteCall(
@@ -253,14 +253,14 @@ def rows_call(method: str, model: str, table: str, version: str | None, keys: An
     inputs = [Input("KEYS", flat)]
     if vectors is not None:
         inputs.append(Input("VECTORS", as_host_vectors(vectors)))
-    text = orjson.dumps({"inputs": [_tensor(one) for one in inputs]})
-    size = len(text) + sum(one.array.nbytes for one in inputs)
+    text = orjson.dumps({"inputs": [_tensor(input_) for input_ in inputs]})
+    size = len(text) + sum(input_.array.nbytes for input_ in inputs)
     rest = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), size, text)
     path = rows_path(model, table, version)
     return RemoteCall(
         f"{method} {path}".encode(),
         rest,
-        [one.array for one in inputs],
+        [input_.array for input_ in inputs],
         Answer,
         lambda answer: str(orjson.loads(answer.text)["version"]),
         repeatable=False,
@@ -320,7 +320,7 @@ def deadline(timeout_s: float) -> dict[str, int]:
 
 
 def _place(array: Any, memories: Sequence[SharedMemory]) -> Reference | None:
-    return next((place for one in memories if (place := one.place(array)) is not None), None)
+    return next((place for memory in memories if (place := memory.place(array)) is not None), None)
 
 
 def narrow_datatypes(tables: Iterable[str], out: Mapping[str, Any] | None) -> dict[str, str]:

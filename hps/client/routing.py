@@ -190,7 +190,7 @@ class _Lookup:
     def __init__(self, tables: Mapping[str, KeyArray]) -> None:
         self._tables = tables
         self._flat = np.concatenate([np.empty(0, np.int64), *tables.values()])
-        self._ends = np.cumsum([one.size for one in tables.values()])
+        self._ends = np.cumsum([table.size for table in tables.values()])
 
     def split(
         self,

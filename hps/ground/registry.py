@@ -178,7 +178,7 @@ def _of_other_package(kind: str, name: str) -> Any:
     points = _entry_points(kind, tuple(sys.path)).get(name, [])
     packages = " and ".join(f"{point.dist.name} {point.dist.version}" for point in points if point.dist)
     if not points:
-        known = sorted(one for one in names(kind) if one)
+        known = sorted(name for name in names(kind) if name)
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(kind, [f"got {name!r}, expected one of: {', '.join(known)}{hint}"])

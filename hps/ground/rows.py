@@ -261,7 +261,7 @@ def to_16_bits(values: FloatArray, out: Any) -> None:
 
 def row_kernels(row_dtypes: Iterable[str]) -> tuple[Callable[..., Any], ...]:
     """Return the kernels of tables with these formats, to be compiled before the first lookup."""
-    return () if all(one == "float32" for one in row_dtypes) else (encode_rows, decode_rows)
+    return () if all(dtype == "float32" for dtype in row_dtypes) else (encode_rows, decode_rows)
 
 
 def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> FloatArray:

@@ -134,7 +134,7 @@ class DeltaModel:
     def may_change_unseen(self) -> bool:
         """As `OpenedFile.may_change_unseen`, of any file."""
         files = (self.base, *(one for delta in self.deltas for one in (delta.changed, delta.deleted) if one))
-        return any(one.may_change_unseen() for one in files)
+        return any(file.may_change_unseen() for file in files)
 
     def verify(self) -> None:
         """As `SparseModel.verify`, for all files but those of deleted keys, which are read completely first."""

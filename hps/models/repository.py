@@ -181,7 +181,7 @@ def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tup
     except ModelFileError as error:
         _log.warning("position in the log of updates unknown for %s: %s", place, error)
         return ()
-    names = [posixpath.basename(one.rstrip("/")) for one in sparse_files]
+    names = [posixpath.basename(file.rstrip("/")) for file in sparse_files]
     return () if manifest is None else tuple(map(manifest.updates_of, names))
 
 

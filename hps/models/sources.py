@@ -96,7 +96,7 @@ def _endpoint_within(source: str) -> str:
     match = _SERVER.fullmatch(source)
     if match is None:
         return ""
-    scheme, protocol, host, port, path = ((one or "") for one in match.groups())
+    scheme, protocol, host, port, path = ((group or "") for group in match.groups())
     if scheme.lower() in ("http", "https"):
         scheme, protocol = "", scheme
     if not protocol and not port:

@@ -128,7 +128,7 @@ def refuse_inputs(name: str, has: Sequence[str], inputs: Sequence[NetworkTensor]
     Raises:
         ModelFileError: it has others.
     """
-    named = [one.name for one in inputs]
+    named = [input_.name for input_ in inputs]
     if sorted(has) != sorted(named):
         missing, extra = sorted(set(has) - set(named)), sorted(set(named) - set(has))
         problem = (

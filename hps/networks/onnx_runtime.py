@@ -46,20 +46,20 @@ class OnnxNetwork(Network):
             lines = str(error).strip().splitlines()
             what = lines[0][:300] if lines else repr(error)
             raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: {what}") from error
-        has = {one.name: one for one in session.get_inputs()}
+        has = {input_.name: input_ for input_ in session.get_inputs()}
         refuse_inputs(name, list(has), inputs)
-        for one in inputs:
+        for input_ in inputs:
             found = NetworkTensor(
-                one.name,
-                _TYPES.get(has[one.name].type, has[one.name].type),
-                tuple(size if isinstance(size, int) else -1 for size in has[one.name].shape),
+                input_.name,
+                _TYPES.get(has[input_.name].type, has[input_.name].type),
+                tuple(size if isinstance(size, int) else -1 for size in has[input_.name].shape),
             )
-            if not found.fits(one):
+            if not found.fits(input_):
                 raise ModelFileError(
-                    f"opening the network {name}: got {one} for input {one.name!r} (dense.inputs), expected {found}"
+                    f"opening the network {name}: got {input_} for input {input_.name!r} (dense.inputs), expected {found}"
                 )
-        has_outputs = [one.name for one in session.get_outputs()]
-        if missing := [one for one in outputs if one not in has_outputs]:
+        has_outputs = [output.name for output in session.get_outputs()]
+        if missing := [output for output in outputs if output not in has_outputs]:
             raise ModelFileError(
                 f"opening the network {name}: got output {missing[0]!r} (dense.outputs), expected some of "
                 f"{', '.join(has_outputs)}"

@@ -68,14 +68,14 @@ def checked_size(text: str) -> str:
 def _check_size(node: ast.expr, text: str) -> None:
     match node:
         case ast.Call(ast.Name("Symbol"), [ast.Constant(str(symbol))], options) if _SYMBOL.fullmatch(symbol):
-            below = [one.value for one in options]  # what sympy assumes of it
+            below = [option.value for option in options]  # what sympy assumes of it
         case ast.Call(ast.Name("Float"), [ast.Constant(str(number))], options) if _NUMBER.fullmatch(number):
-            said = [one.value.value for one in options if isinstance(one.value, ast.Constant)]
+            said = [option.value.value for option in options if isinstance(option.value, ast.Constant)]
             if len(said) < len(options) or not all(isinstance(one, int) and 0 <= one <= _MOST_PRECISION for one in said):
                 raise ValueError(f"got {text[:200]!r}, expected floats of at most {_MOST_PRECISION} bits")
             return
         case ast.Call(ast.Name("Piecewise"), [*pairs], []):
-            below = [part for one in pairs for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+            below = [part for pair in pairs for part in (pair.elts if isinstance(pair, ast.Tuple) else [pair])]
         case ast.Call(ast.Name(name), [*below], []) if name in _OF_SYMPY or name in _OF_TORCH:
             pass
         case ast.Name(name) if _SYMBOL.fullmatch(name) or name in _CONSTANTS:
@@ -99,7 +99,9 @@ def compiled_guards(texts: Sequence[str], places: Mapping[Path, int]) -> Callabl
         ValueError: one is not arithmetic on sizes, or names no input.
     """
     checks = [ast.unparse(_of_places(_parsed(text).body, text, places)) for text in texts]
-    holding = eval(f"lambda given: ({''.join(f'{one}, ' for one in checks)})", {"__builtins__": {}, "math": math, **_BUILTINS})
+    holding = eval(
+        f"lambda given: ({''.join(f'{check}, ' for check in checks)})", {"__builtins__": {}, "math": math, **_BUILTINS}
+    )
 
     def first_failed(given: Sequence[Any]) -> str:
         return next((text for text, holds in zip(texts, holding(given), strict=True) if not holds), "")

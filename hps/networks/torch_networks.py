@@ -159,7 +159,7 @@ class ExportedProgram(_TorchNetwork):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable")  # of PyTorch's own reader
                 program = torch.export.load(checked.archive)
-            names = [str(one) for one in program.graph_signature.user_inputs]
+            names = [str(input_) for input_ in program.graph_signature.user_inputs]
             spec = program.call_spec.in_spec
             structure = spec.unflatten(range(spec.num_leaves))
             moved = program if device is None else move_to_device_pass(program, str(place))
@@ -171,7 +171,7 @@ class ExportedProgram(_TorchNetwork):
         if checked.has_examples:
             names = _names(structure, iter(names))
         refuse_inputs(name, names, inputs)
-        return cls(name, lambda given: run([given[one] for one in names]), outputs, place)
+        return cls(name, lambda given: run([given[name] for name in names]), outputs, place)
 
 
 class TorchScript(_TorchNetwork):
@@ -194,20 +194,20 @@ class TorchScript(_TorchNetwork):
                 del found[one]
             elif not _SCRIPT.fullmatch(one):
                 refuse_member(name, one)
-        searched = [(one, _FORBIDDEN) for one in codes] + [(one, _FORBIDDEN_CLASSES) for one in found if "." in one]
+        searched = [(code, _FORBIDDEN) for code in codes] + [(one, _FORBIDDEN_CLASSES) for one in found if "." in one]
         forbidden = next(filter(None, (pattern.search(found[one]) for one, pattern in searched)), None)
-        forbidden = forbidden or next(filter(None, (_INDIRECT.search(_direct(found[one])) for one in codes)), None)
+        forbidden = forbidden or next(filter(None, (_INDIRECT.search(_direct(found[code])) for code in codes)), None)
         if forbidden is not None:
             raise ModelFileError(
                 f"opening the network {name}: its code has {forbidden[0].decode()!r}, expected arithmetic alone"
             )
         try:
             module = torch.jit.load(archive_of(found), map_location=place).eval()
-            names = [one.name for one in module.forward.schema.arguments[1:]]
+            names = [argument.name for argument in module.forward.schema.arguments[1:]]
         except Exception as error:
             raise _failure(name, "TorchScript", error) from error
         refuse_inputs(name, names, inputs)
-        return cls(name, lambda given: module(*[given[one] for one in names]), outputs, place)
+        return cls(name, lambda given: module(*[given[name] for name in names]), outputs, place)
 
 
 def _direct(code: bytes) -> bytes:
@@ -238,8 +238,8 @@ def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.devi
         file = Path(directory, "network.pt2")
         file.write_bytes(content)
         package = torch._inductor.aoti_load_package(str(file), device_index=device.index if device.type == "cuda" else -1)
-    names = [one.name for one in inputs]
-    return lambda given: package(*[given[one].contiguous() for one in names])
+    names = [input_.name for input_ in inputs]
+    return lambda given: package(*[given[name].contiguous() for name in names])
 
 
 def _run_of(program: Any, checked: CheckedProgram) -> Callable[[list[Tensor]], Any]:
@@ -315,11 +315,11 @@ def _named(name: str, found: Any, outputs: tuple[str, ...]) -> dict[str, Tensor]
     if isinstance(found, torch.Tensor):
         found = (found,)
     if isinstance(found, Mapping):
-        if missing := [one for one in outputs if one not in found]:
+        if missing := [output for output in outputs if output not in found]:
             raise ModelFileError(
                 f"running the network {name}: it returned {', '.join(map(str, found))}, expected {missing[0]!r} (dense.outputs)"
             )
-        return {one: found[one] for one in outputs}
+        return {output: found[output] for output in outputs}
     if not isinstance(found, tuple | list) or len(found) != len(outputs):
         got = f"{len(found)} outputs" if isinstance(found, tuple | list) else type(found).__name__
         raise ModelFileError(f"running the network {name}: it returned {got}, expected {len(outputs)} (dense.outputs)")

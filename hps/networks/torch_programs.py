@@ -174,7 +174,7 @@ class _Program:
         if not isinstance(said, dict) or not isinstance(said.get("graph_module"), dict):
             self._refuse("graph_module", said)
         guards = said.pop("guards_code", None) or []
-        if not isinstance(guards, list) or not all(isinstance(one, str) for one in guards):
+        if not isinstance(guards, list) or not all(isinstance(guard, str) for guard in guards):
             self._refuse("guards_code", guards)
         self.guards = guards
         for symbol in said.get("range_constraints") or {}:
@@ -182,7 +182,7 @@ class _Program:
         calls = (
             said["graph_module"].get("module_call_graph") or []
         )  # those after the first describe modules that were flattened
-        said["graph_module"]["module_call_graph"] = [one for one in calls if isinstance(one, dict) and one.get("fqn") == ""]
+        said["graph_module"]["module_call_graph"] = [call for call in calls if isinstance(call, dict) and call.get("fqn") == ""]
         return self._walked("", said)
 
     def _walked(self, key: str, value: Any) -> Any:
@@ -242,10 +242,10 @@ class _Program:
                     self._refuse(key, node["type"], "expected tuples, lists and dicts")
                 context = json.loads(node["context"]) if node["context"] is not None else None
                 keys = context if isinstance(context, list) else [context]
-                if not all(one is None or isinstance(one, str | int | float) for one in keys):
+                if not all(key is None or isinstance(key, str | int | float) for key in keys):
                     self._refuse(key, node["context"], "expected keys that are texts or numbers")
             named = [one for one in top["children_spec"][1:2] if one["type"] == "builtins.dict"] if key == "in_spec" else []
-            for one in (one for node in named for one in json.loads(node["context"])):
+            for one in (load for node in named for load in json.loads(node["context"])):
                 if not _NAME.fullmatch(one) or keyword.iskeyword(one):
                     self._refuse(key, one)
         except (KeyError, TypeError, ValueError, RecursionError) as error:

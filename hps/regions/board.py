@@ -192,7 +192,7 @@ class Board:
 
     def _room_for(self, tables: int) -> int:
         start = 0
-        for taken in sorted((one for one in self._rows if one is not None), key=lambda one: one.start):
+        for taken in sorted((row for row in self._rows if row is not None), key=lambda one: one.start):
             if taken.start - start >= tables:
                 return start
             start = taken.stop

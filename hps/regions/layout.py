@@ -104,8 +104,8 @@ class FrontDescriptors:
 
     def close(self) -> None:
         """Close the descriptors. What is mapped stays mapped."""
-        for one in (*self.regions, *self.events, self.page, *self.loop_events):
-            os.close(one)
+        for region in (*self.regions, *self.events, self.page, *self.loop_events):
+            os.close(region)
 
 
 class Memory:

@@ -217,7 +217,7 @@ class DeploymentScores:
 
     def _of_no_samples(self, request: Request) -> Outputs:
         """Answer a request without samples, which the network need not run with."""
-        return {one.name: np.empty((0, *one.shape_with(request.sizes)), one.dtype) for one in self.opened.outputs}
+        return {output.name: np.empty((0, *output.shape_with(request.sizes)), output.dtype) for output in self.opened.outputs}
 
     def refuse_if_busy(self, most_s: float) -> None:
         """Check that no device's batch has been in the network for longer than `most_s`.
@@ -225,8 +225,8 @@ class DeploymentScores:
         Raises:
             NetworkBusyError: one has.
         """
-        for one in dict.fromkeys(self._batchers.values()):
-            one.refuse_if_busy(most_s)
+        for batcher in dict.fromkeys(self._batchers.values()):
+            batcher.refuse_if_busy(most_s)
 
     def close(self, timeout_s: float) -> bool:
         """Refuse further requests, and wait for those under way; False if they take longer and may still look up.
@@ -234,10 +234,10 @@ class DeploymentScores:
         Calls that have been in the network for the whole time are left to it: they need no tier any more.
         """
         until = time.monotonic() + timeout_s
-        ended = [one.close(max(0.0, until - time.monotonic())) for one in dict.fromkeys(self._batchers.values())]
+        ended = [batcher.close(max(0.0, until - time.monotonic())) for batcher in dict.fromkeys(self._batchers.values())]
         if self._calls.close(max(0.0, until - time.monotonic())) and all(ended):
             return True
-        seconds = [one for scorer in dict.fromkeys(self._scorers.values()) for one in scorer.network_seconds().values()]
+        seconds = [second for scorer in dict.fromkeys(self._scorers.values()) for second in scorer.network_seconds().values()]
         if not seconds or min(seconds) < timeout_s:
             return False
         _log.warning("scoring with %s: its network has not returned for %.1f s; it is left alone", self._what, min(seconds))

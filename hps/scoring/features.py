@@ -169,22 +169,22 @@ def read_request(
     doing, features = f"scoring with model {model!r}", signature.features
     given: list[Given] = []
     used = 0
-    for one in features:
-        if one.index:
+    for feature in features:
+        if feature.index:
             given.append(_NOTHING)
             continue
-        values = arrays.get(one.name)
+        values = arrays.get(feature.name)
         if values is None:
             refuse_unknown(doing, arrays, features)  # which may be this one, misspelled
             names = ", ".join(other.name for other in features if not other.index)
-            raise InvalidInputError(f"{doing}: input {one.name!r} is missing; expected {names}")
+            raise InvalidInputError(f"{doing}: input {feature.name!r} is missing; expected {names}")
         used += 1
-        if not one.is_lookup:
-            given.append(_feature(doing, one, values))
+        if not feature.is_lookup:
+            given.append(_feature(doing, feature, values))
             continue
-        offsets, weights = arrays.get(one.name + OFFSETS), arrays.get(one.name + WEIGHTS)
+        offsets, weights = arrays.get(feature.name + OFFSETS), arrays.get(feature.name + WEIGHTS)
         used += (offsets is not None) + (weights is not None)
-        given.append(_keys(doing, one, values, offsets, weights, blank))
+        given.append(_keys(doing, feature, values, offsets, weights, blank))
     if used != len(arrays):
         refuse_unknown(doing, arrays, features)
     keys = tuple([given[place].rows if column is not None else given[place].values.size for place, column in signature.counted])
@@ -222,7 +222,7 @@ def refuse_unknown(doing: str, names: Iterable[str], features: Sequence[Feature]
     Raises:
         InvalidInputError: it lacks one; the error has the input that was probably meant.
     """
-    asked = [one for one in features if not one.index]
+    asked = [feature for feature in features if not feature.index]
     known = {one.name + end for one in asked for end in (("", OFFSETS, WEIGHTS) if one.is_lookup else ("",))}
     if unknown := next((name for name in names if name not in known), None):
         expected = f"expected {', '.join(one.name for one in asked)}{meant(unknown, known)}{hint}"
@@ -241,7 +241,7 @@ def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[st
     Raises:
         InvalidInputError: an input cannot be read as an array in host memory.
     """
-    known = {one.name: one for one in features}
+    known = {feature.name: feature for feature in features}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, given in inputs.items():
         one = known.get(name)
@@ -289,7 +289,7 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Giv
 def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
     """Say which guard refuses a request, and the input whose size it is about."""
     known = {**sizes, SAMPLES: samples}
-    refusing = [one for one in signature.guards if not one.holds(known)]
+    refusing = [guard for guard in signature.guards if not guard.holds(known)]
     guard = next((one for one in refusing if SAMPLES not in one.names), refusing[0])  # samples may be added
     got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
     which = "1 sample" if samples == 1 else f"{samples} samples"
@@ -355,19 +355,19 @@ def _samples(
 ) -> int:
     """Find the number of samples that all inputs agree on."""
     rows = {one.name: got.rows for one, got in zip(features, given, strict=True) if not one.index and one.first == -1}
-    own = [rows[one.name] for one in features if one.name in rows and not one.per_request]
+    own = [rows[feature.name] for feature in features if feature.name in rows and not feature.per_request]
     samples = own[0] if own else max(rows.values(), default=0)
     if not rows:
         samples = _solved(doing, signature, given, sizes)
-    once = any(one.index for one in features)
-    for one in features:
-        if samples and once and one.per_request and rows[one.name] != 1:
-            got = f"got {rows[one.name]} rows of input {one.name!r}"
+    once = any(feature.index for feature in features)
+    for feature in features:
+        if samples and once and feature.per_request and rows[feature.name] != 1:
+            got = f"got {rows[feature.name]} rows of input {feature.name!r}"
             raise InvalidInputError(f"{doing}: {got}, expected 1, since the network gets it once a request")
-        if one.name in rows and rows[one.name] != samples and not (one.per_request and rows[one.name] == 1):
+        if feature.name in rows and rows[feature.name] != samples and not (feature.per_request and rows[feature.name] == 1):
             expected = f"{samples}, as of {next(name for name in rows if rows[name] == samples)!r}"
-            expected = f"1 or {expected}" if one.per_request else expected
-            raise InvalidInputError(f"{doing}: got {rows[one.name]} samples of input {one.name!r}, expected {expected}")
+            expected = f"1 or {expected}" if feature.per_request else expected
+            raise InvalidInputError(f"{doing}: got {rows[feature.name]} samples of input {feature.name!r}, expected {expected}")
     if samples > most:
         raise TooManyKeysError(f"{doing}: got {samples} samples, expected at most {most} (max_batch_size); send fewer at once")
     return samples

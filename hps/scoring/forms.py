@@ -82,7 +82,7 @@ class BatchLayout:
     @property
     def beside_bytes(self) -> int:
         """Size of vectors and buffers."""
-        buffers = sum(prod(one.shape) * np.dtype(one.dtype).itemsize for one in self.buffers)
+        buffers = sum(prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
         return buffers + sum(4 * prod(shape) for shape in self.vectors)
 
 
@@ -98,8 +98,8 @@ def can_be_kept(signature: Signature) -> bool:
     """Return whether all features have a row a sample or a request, and the network does not expand them by itself."""
     return (
         signature.merges
-        and all(not one.index and one.first == -1 and one.offsets_of < 0 for one in signature.features)
-        and all(one.offsets is None for one in signature.lookups)
+        and all(not feature.index and feature.first == -1 and feature.offsets_of < 0 for feature in signature.features)
+        and all(lookup.offsets is None for lookup in signature.lookups)
     )
 
 
@@ -110,7 +110,7 @@ def kept_forms(signature: Signature, max_samples: int) -> list[BatchForm]:
     """
     if not can_be_kept(signature):
         return []
-    none, once = (False,) * len(signature.features), tuple(one.per_request for one in signature.features)
+    none, once = (False,) * len(signature.features), tuple(feature.per_request for feature in signature.features)
     sizes = tuple(signature.sizes[name] for name in signature.inner)
     forms: list[BatchForm] = []
     samples = 0
@@ -131,18 +131,18 @@ def lay_out(
         computed: by name of an output of a keys program, the shape of a row. Default: that of its largest input.
     """
     known = {**signature.sizes, **dict(zip(signature.inner, form.sizes, strict=True)), SAMPLES: 1}
-    rows = {one.name: one.shape_with(known)[1:] for one in signature.features}
+    rows = {feature.name: feature.shape_with(known)[1:] for feature in signature.features}
     once = {one.name for one, given in zip(signature.features, form.once, strict=True) if given}
     for program in signature.programs:
         largest = max((rows[name] for name in program.inputs), key=prod)
         rows |= {name: largest if computed is None else computed[name] for name in program.outputs}
         if once.issuperset(program.inputs):
             once |= {*program.outputs}
-    features = {one.name: one for one in signature.features}
+    features = {feature.name: feature for feature in signature.features}
     vectors, buffers = [], []
     for place, lookup in enumerate(signature.lookups):
         sources = [one for one in (lookup.keys, lookup.weights) if one is not None]
-        if once.issuperset(one.name for one in sources):
+        if once.issuperset(source.name for source in sources):
             once.add(lookup.name)
         count = form.requests if lookup.name in once else form.samples
         for source, dtype in zip(sources, ("int64", "float32"), strict=False):
@@ -151,7 +151,7 @@ def lay_out(
                 buffers.append(KeptBuffer(place, source, dtype, (count, *shape)))
         vectors.append((count, *_row_of(signature, lookup, rows), lookup.dim))
     indices = form.samples if form.requests else 0
-    keys_only = _keys_only(signature, {(one.lookup, one.source) for one in buffers})
+    keys_only = _keys_only(signature, {(buffer.lookup, buffer.source) for buffer in buffers})
     starts, limits, shapes, at = [], [], [], aligned(8 * indices)
     keys_bytes = 0
     for one, n in zip(signature.features, form.rows, strict=True):
@@ -200,10 +200,10 @@ def _keys_only(signature: Signature, buffered: set[tuple[int, Source]]) -> set[s
     """Return the names of features that nothing but lookups reads, as they are given."""
     read = {name for program in signature.programs for name in program.inputs}
     read |= {source.name for _, source in buffered}
-    lookups = {one.name for one in signature.lookups}
+    lookups = {lookup.name for lookup in signature.lookups}
     read |= {name for name in signature.network_inputs if name not in lookups}
-    keys = {one.keys.name for one in signature.lookups}
-    return {one.name for one in signature.features if one.name in keys and one.name not in read}
+    keys = {lookup.keys.name for lookup in signature.lookups}
+    return {feature.name for feature in signature.features if feature.name in keys and feature.name not in read}
 
 
 def aligned(size: int) -> int:

@@ -55,8 +55,8 @@ class NewBatches:
         self._signature = runner.signature
         self._names = [table.table_name for table in runner.tables]
         self._indices: dict[Any, Any] = {name: place for place, name in enumerate(self._names)}
-        self._dtypes = {one.name: one.dtype for one in runner.signature.features if not one.is_lookup}
-        self._expands = not any(one.index for one in runner.signature.features)  # else the network does
+        self._dtypes = {feature.name: feature.dtype for feature in runner.signature.features if not feature.is_lookup}
+        self._expands = not any(feature.index for feature in runner.signature.features)  # else the network does
 
     def prepared(self, merged: Merged, *, dry: bool = False) -> Callable[[], Mapping[str, Tensor]]:
         """Look up the vectors of a batch, and return the run of the network on it.
@@ -68,7 +68,7 @@ class NewBatches:
         self._compute_keys(batch)
         self._find_vectors(batch, dry)
         network, inputs, indices = self._runner.network, {}, {}
-        vectors = {one.name for one in self._signature.lookups}
+        vectors = {lookup.name for lookup in self._signature.lookups}
         for name in self._signature.network_inputs:
             values = batch.values[_vectors_of(name) if name in vectors else name]
             inputs[name] = values if self._runner.on_device else network.put(values)
@@ -109,7 +109,7 @@ class NewBatches:
         """Return how often each row of several values counts, if it is the same of all; None if each counts once."""
         times = [batch.times.get(name) for name in names]
         first = times[0]
-        if first is None or any(one is None or not np.array_equal(one, first) for one in times):
+        if first is None or any(time is None or not np.array_equal(time, first) for time in times):
             return None
         return first
 
@@ -166,7 +166,7 @@ class NewBatches:
             times = None
             if batch.times:
                 sources = (lookup.keys, lookup.offsets, lookup.weights)
-                times = self._shared_times(batch, [one.name for one in sources if one is not None])
+                times = self._shared_times(batch, [source.name for source in sources if source is not None])
             if times is not None:
                 batch.times[lookup.name] = times
             keys = self._source(batch, lookup.keys, _INT64, times is None)
@@ -214,7 +214,10 @@ class NewBatches:
         """
         sizes = self._signature.sizes if sizes is None else sizes
         zeros = self._signature.zeros(samples, sizes)
-        given = {one.name: Keys(zeros[one.name]) if one.is_lookup else zeros[one.name] for one in self._signature.features}
+        given = {
+            feature.name: Keys(zeros[feature.name]) if feature.is_lookup else zeros[feature.name]
+            for feature in self._signature.features
+        }
         return self.prepared(Merged(given, sizes=sizes), dry=True)
 
 

@@ -121,7 +121,7 @@ class KeptBatches:
         forms = kept_forms(self._signature, self._max_samples)
         if self._signature.inner:
             layouts = [lay_out(self._signature, form, self._max_samples) for form in forms]
-            self._most_bytes = 2 * sum(one.size_bytes + one.beside_bytes for one in layouts)
+            self._most_bytes = 2 * sum(layout.size_bytes + layout.beside_bytes for layout in layouts)
         for form in forms:
             kept = self._kept_for(form)
             if kept is not None and not self._runner.on_device:
@@ -212,7 +212,7 @@ class KeptBatches:
         if not self._most_bytes:
             return True
         layout = lay_out(self._signature, form, self._max_samples)
-        held = sum(one.size_bytes for one in self._memories.values())
+        held = sum(memory.size_bytes for memory in self._memories.values())
         return held + layout.size_bytes + layout.beside_bytes <= self._most_bytes
 
     def _new_memory(self, form: BatchForm) -> KeptMemory | None:
@@ -236,7 +236,7 @@ class KeptBatches:
             for one, start, shape in zip(self._signature.features, layout.starts, layout.shapes, strict=True)
             if one.name not in layout.keys_only
         }
-        buffers = {(one.lookup, one.source): self._empty(one.shape, one.dtype) for one in layout.buffers}
+        buffers = {(buffer.lookup, buffer.source): self._empty(buffer.shape, buffer.dtype) for buffer in layout.buffers}
         vectors = [self._empty(shape, "float32") for shape in layout.vectors]
         own = np.ndarray((layout.indices,), np.int64, staged)
         kept = KeptMemory(form, layout, staged, source, memory, own, index, regions, buffers, vectors)
@@ -254,7 +254,7 @@ class KeptBatches:
         """Run the keys programs on zeros, and return the shape of a row of each output; None if one has another first size."""
         found: dict[str, tuple[int, ...]] = {}
         known = {**self._signature.sizes, **dict(zip(self._signature.inner, form.sizes, strict=True)), SAMPLES: form.samples}
-        features = {one.name: one for one in self._signature.features}
+        features = {feature.name: feature for feature in self._signature.features}
         for program, network in self._programs.items():
             zeros = {name: np.zeros(features[name].shape_with(known), features[name].dtype) for name in program.inputs}
             given = {name: network.put(values) for name, values in zeros.items()}

@@ -74,7 +74,10 @@ def merged_sizes(signature: Signature, requests: Sequence[ScoreInputs | PackedRe
     first = requests[0].sizes
     if len(requests) == 1 or len(signature.inner) == len(first):
         return first
-    return {name: size if name in signature.inner else sum(one.sizes[name] for one in requests) for name, size in first.items()}
+    return {
+        name: size if name in signature.inner else sum(request.sizes[name] for request in requests)
+        for name, size in first.items()
+    }
 
 
 def padded(signature: Signature, request: ScoreInputs, more: int) -> ScoreInputs:

@@ -120,12 +120,12 @@ def read_description(text: bytes, signature: Signature, max_samples: int, model:
         timeout_us = int(found["timeout_us"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidInputError(f"reading a request for scores: its description is wrong: {error!r}") from error
-    end = max(one.at + one.size for one in (*inputs, *outputs)) if inputs or outputs else 0
-    by_name, features = {one.name: one for one in inputs}, signature.features
+    end = max(input_.at + input_.size for input_ in (*inputs, *outputs)) if inputs or outputs else 0
+    by_name, features = {input_.name: input_ for input_ in inputs}, signature.features
     if (
         signature.shifted
-        or any(one.name not in by_name for one in features if not one.index)
-        or len(by_name) != len(features) - sum(one.index for one in features)
+        or any(feature.name not in by_name for feature in features if not feature.index)
+        or len(by_name) != len(features) - sum(feature.index for feature in features)
     ):
         # its values say what is wrong, or it has bags or offsets
         return Description(inputs, outputs, timeout_us, end, 0, (), None)
@@ -189,7 +189,7 @@ class PackedRequest:
         Raises:
             InvalidInputError, TooManyKeysError: as of `read_request`.
         """
-        arrays = {one.name: one.array(self.memory, self.start).copy() for one in self.description.inputs}
+        arrays = {input_.name: input_.array(self.memory, self.start).copy() for input_ in self.description.inputs}
         return read_request(signature, arrays, max_samples, model)
 
 
@@ -203,12 +203,12 @@ def rows_of(requests: Sequence[PackedRequest | ScoreInputs]) -> tuple[RequestLay
     first = _layout_of(requests[0])
     if first is None:
         return None
-    if all(type(one) is PackedRequest and one.description.layout is first for one in requests):
+    if all(type(request) is PackedRequest and request.description.layout is first for request in requests):
         return first, np.broadcast_to(first.rows, (len(requests), first.rows.size))
     layouts = [first, *map(_layout_of, requests[1:])]
-    if any(one is None or one.columns != first.columns for one in layouts):
+    if any(layout is None or layout.columns != first.columns for layout in layouts):
         return None
-    return first, np.array([one.rows for one in layouts if one is not None])
+    return first, np.array([layout.rows for layout in layouts if layout is not None])
 
 
 def gather_into(

@@ -104,7 +104,7 @@ class Scorer:
 
     def _score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
-        counts = np.fromiter((one.samples for one in requests), np.int64, len(requests))
+        counts = np.fromiter((request.samples for request in requests), np.int64, len(requests))
         outputs: Outputs | None = None
         looked_up = began
         padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
@@ -151,8 +151,8 @@ class Scorer:
             padding: how often the last sample is repeated; its scores are dropped.
         """
         given = [
-            one if isinstance(one, ScoreInputs) else one.unpacked(self.signature, self._max_samples, self._model)
-            for one in requests
+            request if isinstance(request, ScoreInputs) else request.unpacked(self.signature, self._max_samples, self._model)
+            for request in requests
         ]
         if padding:
             given[-1] = padded(self.signature, given[-1], padding)

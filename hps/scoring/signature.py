@@ -140,8 +140,8 @@ class Signature:
 
     def tensors(self) -> list[NetworkTensor]:
         """Return the inputs of the network."""
-        lookups = {one.name: one for one in self.lookups}
-        features = {one.name: one for one in self.features}
+        lookups = {lookup.name: lookup for lookup in self.lookups}
+        features = {feature.name: feature for feature in self.features}
         found = []
         for name in self.network_inputs:
             if (lookup := lookups.get(name)) is None:
@@ -156,14 +156,14 @@ class Signature:
 
     def _vectors_shape(self, lookup: NetworkLookup) -> tuple[int, ...] | None:
         """Return the shape of vectors; None if only the keys program tells it."""
-        feature = next((one for one in self.features if one.name == lookup.keys.name), None)
+        feature = next((feature for feature in self.features if feature.name == lookup.keys.name), None)
         if lookup.combiner or lookup.keys.column is not None:
             return -1, lookup.dim
         return None if feature is None else (*(feature.tensor().shape or ()), lookup.dim)
 
     def inputs_of(self, program: KeysProgram) -> list[NetworkTensor]:
         """Return the inputs of a keys program."""
-        features = {one.name: one for one in self.features}
+        features = {feature.name: feature for feature in self.features}
         return [features[name].tensor() for name in program.inputs]
 
     def refused_by(self, samples: int, sizes: Mapping[str, int]) -> SizeCondition | None:
@@ -174,7 +174,7 @@ class Signature:
         if asked in self._fulfilled:
             return None
         known = {**sizes, SAMPLES: samples}
-        if (found := next((one for one in self.guards if not one.holds(known)), None)) is None:
+        if (found := next((guard for guard in self.guards if not guard.holds(known)), None)) is None:
             if len(self._fulfilled) >= _MOST_FULFILLED:
                 self._fulfilled.clear()
             self._fulfilled.add(asked)
@@ -190,7 +190,7 @@ class Signature:
     def admits(self, samples: int, sizes: Mapping[str, int]) -> bool:
         """Return whether a request of these sizes is answered, perhaps padded."""
         known = {**sizes, SAMPLES: samples}
-        return all(one.holds(known) for one in self.request_guards) and self.padding(samples, sizes) is not None
+        return all(guard.holds(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
 
     def trial_samples(self) -> tuple[int, ...]:
         """Return numbers of samples with which to try the network: 1 and 3, or the next ones that it runs with."""
@@ -220,14 +220,17 @@ class Signature:
             sizes: default: `sizes` of the network.
         """
         known = {**(self.sizes if sizes is None else sizes), SAMPLES: samples}
-        found = {one.name: np.empty(one.shape_with(known), "int64" if one.is_lookup else one.dtype) for one in self.features}
+        found = {
+            feature.name: np.empty(feature.shape_with(known), "int64" if feature.is_lookup else feature.dtype)
+            for feature in self.features
+        }
         for values in found.values():
             values.fill(0)  # np.zeros takes no memory until it is read
-        for one in self.features:
-            if one.offsets_of >= 0 and found[one.name].ndim == 1:
-                bags = len(found[one.name]) - one.drops_first
-                count = len(found[self.features[one.offsets_of].name])
-                found[one.name][:] = np.arange(bags + one.drops_first) * count // max(bags, 1)
+        for feature in self.features:
+            if feature.offsets_of >= 0 and found[feature.name].ndim == 1:
+                bags = len(found[feature.name]) - feature.drops_first
+                count = len(found[self.features[feature.offsets_of].name])
+                found[feature.name][:] = np.arange(bags + feature.drops_first) * count // max(bags, 1)
         return found
 
 
@@ -290,7 +293,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
                 max_keys=tables[place].max_keys,
             )
         )
-    counted = [(one, names[one.keys.name]) for one in lookups if one.keys.name in dense.inputs]
+    counted = [(lookup, names[lookup.keys.name]) for lookup in lookups if lookup.keys.name in dense.inputs]
     strings = [
         (place, axis, SizeExpression(width))
         for place, one in enumerate(features)
@@ -299,13 +302,13 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     ]
     named = tuple((place, axis, one.text) for place, axis, one in strings if one.text in dense.sizes)
     programs = tuple(
-        KeysProgram(one.inputs, one.outputs, all(dense.inputs[name].per_request for name in one.inputs)) for one in dense.keys
+        KeysProgram(key.inputs, key.outputs, all(dense.inputs[name].per_request for name in key.inputs)) for key in dense.keys
     )
     request_guards = tuple(map(SizeCondition, dense.request_guards))
     guards = (*map(SizeCondition, dense.guards), *request_guards)
     merges, inner = _merging(features, dense.sizes, guards)
-    delimited = {features[one.offsets_of].first for one in features if one.offsets_of >= 0}
-    can_pad = all(one.first == -1 or one.offsets_of >= 0 or one.first in delimited for one in features)
+    delimited = {features[feature.offsets_of].first for feature in features if feature.offsets_of >= 0}
+    can_pad = all(feature.first == -1 or feature.offsets_of >= 0 or feature.first in delimited for feature in features)
     return Signature(
         tuple(features),
         tuple(lookups),
@@ -317,7 +320,7 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         dense.dynamic_batching and merges and can_pad,
         inner,
         named,
-        tuple(one for one in strings if one[2].text not in dense.sizes),
+        tuple(string for string in strings if string[2].text not in dense.sizes),
         tuple(place for place, one in enumerate(features) if one.offsets_of >= 0),
         tuple((place, one.keys.column) for one, place in counted),
         tuple(one.max_keys for one, _ in counted),
@@ -337,15 +340,15 @@ def _merging(
     First sizes must be the samples, or have a name of their own; offsets may be one more than the samples. Values of which
     there are several a sample may be grouped by something else, as the lengths of a KeyedJaggedTensor are by feature.
     """
-    summed = {SAMPLES, *(str(one.first) for one in features if one.first in sizes)}
-    widths = [width for one in features for width in one.shape if isinstance(width, str)]
+    summed = {SAMPLES, *(str(feature.first) for feature in features if feature.first in sizes)}
+    widths = [width for feature in features for width in feature.shape if isinstance(width, str)]
     if summed & {name for width in widths for name in SizeExpression(width).names}:
         return False, ()
     own = summed - {SAMPLES}
-    if any("==" in one.text and own.intersection(one.names) for one in guards):  # such as m == 3*samples, or m % 3 == 0
+    if any("==" in guard.text and own.intersection(guard.names) for guard in guards):  # such as m == 3*samples, or m % 3 == 0
         return False, ()
-    for one in features:
-        ends = one.drops_first and SizeExpression(str(one.first)).value({**sizes, SAMPLES: 2}) == 3
-        if not (one.index or one.first == -1 or one.first in sizes or ends):
+    for feature in features:
+        ends = feature.drops_first and SizeExpression(str(feature.first)).value({**sizes, SAMPLES: 2}) == 3
+        if not (feature.index or feature.first == -1 or feature.first in sizes or ends):
             return False, ()
     return True, tuple(name for name in sizes if name not in summed)

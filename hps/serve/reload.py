@@ -71,7 +71,7 @@ def compare(running: Configuration, wanted: Configuration, failed: Collection[st
         else:
             settings[key] = new
             made.append(f"{path} is another one" if secret else f"{path} is {new}, was {old}")
-    before, models, deploy = {one.model: one for one in running.models}, [], []
+    before, models, deploy = {model.model: model for model in running.models}, [], []
     for model in wanted.models:
         name, old = model.model, before.pop(model.model, None)
         if old is None or (old != model and name in failed):

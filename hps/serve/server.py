@@ -365,7 +365,7 @@ class Server:
         if number < self._reads:  # another reload has begun
             return
         lifecycle = self._app.lifecycle
-        failed = {one.name for one in lifecycle.states.models() if one.state == "failed"}
+        failed = {model.name for model in lifecycle.states.models() if model.state == "failed"}
         changes = compare(lifecycle.configuration, wanted, failed, kept)
         lifecycle.configuration = changes.configuration
         settings = self._settings

@@ -326,7 +326,7 @@ class KeyRecorder:
 
     def _write(self, about: dict[str, Any], *arrays: np.ndarray) -> None:
         line = json.dumps(about).encode() + b"\n"
-        body = zlib.compress(b"".join([line, *(one.astype("<i8").tobytes() for one in arrays)]), 1)
+        body = zlib.compress(b"".join([line, *(array.astype("<i8").tobytes() for array in arrays)]), 1)
         block = _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
         if self._file.write(block) < len(block):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

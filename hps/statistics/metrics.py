@@ -103,7 +103,7 @@ class LiveMethods(Generic[_Method]):
 
     def add(self, method: _Method) -> None:
         with self._lock:
-            self._methods = [one for one in self._methods if one()] + [WeakMethod(method)]
+            self._methods = [method for method in self._methods if method()] + [WeakMethod(method)]
 
     def __iter__(self) -> Iterator[_Method]:
         return (method for one in self._methods if (method := one()))
@@ -361,7 +361,7 @@ class Metrics(Collector):
         """Return a consistent copy of table counters, lookup times and stage times."""
         counters, times = [self.table(model, table) for table in tables], self.lookup_times(model)
         with self.lock:
-            return [one.copy() for one in counters], *times.latencies()
+            return [counter.copy() for counter in counters], *times.latencies()
 
     def _read(self, series: Series[_C], names: Sequence[str], read: Callable[[_C], _R]) -> list[tuple[str, _R]]:
         """Read counters one by one, since lookups wait for the lock; return them by their labels."""
@@ -415,7 +415,7 @@ class Metrics(Collector):
         yield family("counter", "hps_compile_seconds", "Time spent compiling kernels.", [(one, s) for one, (_, s) in compiled])
         ended = [(label_text(["thread"], [name]), count) for name, count in THREADS.ended().items()]
         yield family("counter", "hps_threads_ended", "Threads that an error has ended.", ended)
-        yield from (one.family() for one in self._values)
+        yield from (value.family() for value in self._values)
         for families in self.others:
             yield from families()
 

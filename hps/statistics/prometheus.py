@@ -142,7 +142,7 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
         found = [(labels, getattr(tier, attribute)) for labels, tier in tiers]
         yield family(kind, name, text, [(labels, value) for labels, value in found if value is not None])
     for attribute, name, text in _DEVICE_FIGURES:
-        known = [one for one in stats.devices if one.memory_bytes or attribute not in ("memory_bytes", "free_bytes")]
+        known = [device for device in stats.devices if device.memory_bytes or attribute not in ("memory_bytes", "free_bytes")]
         yield family("gauge", name, text, [(label_text(["device"], [one.device]), getattr(one, attribute)) for one in known])
     versions = [
         (label_text(("model", "version", "state"), (model.name, version, state)), 1)
@@ -164,9 +164,9 @@ def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:
         ("hps_update_lag_messages", "Unapplied messages in the log.", "behind"),
     ):
         largest: dict[tuple[str, str], float] = {}
-        for one in statuses:
-            value = getattr(one, attribute)
-            where = one.model, one.table
+        for status in statuses:
+            value = getattr(status, attribute)
+            where = status.model, status.table
             largest[where] = max(largest.get(where, -math.inf), math.inf if value is None else value)
         yield family(
             "gauge",
@@ -175,7 +175,7 @@ def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:
             [(label_text(("model", "table"), where), math.nan if lag == math.inf else lag) for where, lag in largest.items()],
         )
     connected: dict[tuple[str, str], bool] = {}
-    for one in statuses:
-        connected[one.model, one.table] = one.connected and connected.get((one.model, one.table), True)
+    for status in statuses:
+        connected[status.model, status.table] = status.connected and connected.get((status.model, status.table), True)
     tables = [(label_text(("model", "table"), where), value) for where, value in connected.items()]
     yield family("gauge", "hps_update_connected", "1 while the log brings the messages of a table.", tables)

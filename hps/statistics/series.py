@@ -36,14 +36,14 @@ class Models:
         """Remove all series of a model; until it begins again it gets no others, also from threads that still run for it."""
         with self.lock:
             self._names = (self._names or set()) - {name}
-            for one in self.series:
-                one.end(name)
+            for series_ in self.series:
+                series_.end(name)
 
     def narrow(self, name: str, tables: Collection[str]) -> None:
         """Remove the series of a model's tables that none of its versions has any more."""
         with self.lock:
-            for one in self.series:
-                one.end(name, tables)
+            for series_ in self.series:
+                series_.end(name, tables)
 
     def has(self, name: str) -> bool:
         """Whether a model has series. Called while holding `lock`."""

@@ -105,13 +105,13 @@ class Batch:
         Raises:
             InvalidInputError: some have bags, and some have none.
         """
-        tables, sizes = [one.tables[0] for one in batches], [one.sizes[0] for one in batches]
-        keys, outs = [one.keys[0] for one in batches], [one.outs[0] for one in batches]
-        poolings = [pooling for one in batches for pooling in one.poolings]
+        tables, sizes = [batch.tables[0] for batch in batches], [batch.sizes[0] for batch in batches]
+        keys, outs = [batch.keys[0] for batch in batches], [batch.outs[0] for batch in batches]
+        poolings = [pooling for batch in batches for pooling in batch.poolings]
         if poolings and len(poolings) != len(batches):
             raise InvalidInputError("looking up bags: got a table without bags beside some with bags, expected bags alone")
-        masked = any(one.founds for one in batches)
-        founds = [one.founds[0] if one.founds else None for one in batches] if masked else ()
+        masked = any(batch.founds for batch in batches)
+        founds = [batch.founds[0] if batch.founds else None for batch in batches] if masked else ()
         return cls(tables, sizes, keys, outs, founds, poolings)
 
 
@@ -265,7 +265,7 @@ def _alike_batch(
         refuse_repeated_tables(found, specs)
         if {*map(type, names)} == {str} and len(indices) < _MOST_INDICES:
             indices[names] = found
-    sizes = list(map(kind.numel, keys)) if of_torch else [one.size for one in keys]  # type: ignore[attr-defined]
+    sizes = list(map(kind.numel, keys)) if of_torch else [key.size for key in keys]  # type: ignore[attr-defined]
     return Batch(found, sizes, keys, outs, kind=kind)
 
 

@@ -61,4 +61,4 @@ def pooled(
     bounds_of_sums = (counts[:, None] + 2) * EPS * of_bags(np.abs(weighted))
     with np.errstate(divide="ignore", invalid="ignore"):
         quotients = of_bags(weighted) / divisors, bounds_of_sums / np.abs(divisors)
-    return Expected(*(np.where(divisors, one, 0.0) for one in quotients))
+    return Expected(*(np.where(divisors, quotient, 0.0) for quotient in quotients))

@@ -188,8 +188,10 @@ class UpdateLogContract:
         written(writer, second, b"a", b"b")
         for done in (0, 4, 8):
             messages = polled(self.reader(opened, [topic], {first: positions[done]}), 9 - done + 2)
-            assert values([one for one in messages if one.partition == first]) == [b"%d" % one for one in range(done + 1, 10)]
-            assert values([one for one in messages if one.partition == second]) == [b"a", b"b"]
+            assert values([message for message in messages if message.partition == first]) == [
+                b"%d" % one for one in range(done + 1, 10)
+            ]
+            assert values([message for message in messages if message.partition == second]) == [b"a", b"b"]
         log = self.reader(opened, [topic], {first: positions[9]})
         assert values(polled(log, 2)) == [b"a", b"b"]
         written(writer, first, b"10")

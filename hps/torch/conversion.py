@@ -185,8 +185,8 @@ class _Selections(TorchFunctionMode):
         self.found: dict[str, None] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _SELECTIONS and any(isinstance(one, torch.Tensor) and not one.is_floating_point() for one in args):
-            self.found |= {self._names[id(one)]: None for one in args if id(one) in self._names and one.ndim == 2}
+        if function in _SELECTIONS and any(isinstance(arg, torch.Tensor) and not arg.is_floating_point() for arg in args):
+            self.found |= {self._names[id(arg)]: None for arg in args if id(arg) in self._names and arg.ndim == 2}
         return function(*args, **(kwargs or {}))
 
 
@@ -269,7 +269,9 @@ class EmbeddingCollection(nn.Module):
 
 
 def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
-    weight = next((one for one in (*one.module.parameters(), *one.module.buffers()) if not one.is_meta), torch.empty(0))
+    weight = next(
+        (parameter for parameter in (*one.module.parameters(), *one.module.buffers()) if not parameter.is_meta), torch.empty(0)
+    )
     like = torch.empty(0, dtype=one.dtype, device=weight.device)
     if one.form is EmbeddingForm.BAG_COLLECTION:
         bags = ServedBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)

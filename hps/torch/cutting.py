@@ -152,7 +152,7 @@ class Cut:
 
         Torch takes them for positive, so that no guard tells that the other branch is for 0.
         """
-        names = {*self.sizes} if symbols is None else {str(one) for one in self.names.symbols_in(symbols)}
+        names = {*self.sizes} if symbols is None else {str(symbol) for symbol in self.names.symbols_in(symbols)}
         self.guards += [f"{name} >= 1" for name in self.sizes if name in names]
 
     # -- what is refused
@@ -322,7 +322,7 @@ class Cut:
 
     def sizes_of(self, name: str) -> list[Any]:
         """Return the sizes of an input, or of the vectors of a lookup, as expressions."""
-        lookup = next((one for one in self.lookups if one.name == name), None)
+        lookup = next((lookup for lookup in self.lookups if lookup.name == name), None)
         if lookup is None:
             return self.names.of(self.inputs[name].meta["val"])
         value = lookup.node.meta["val"]
@@ -341,7 +341,7 @@ class Cut:
 
     def computed(self) -> list[fx.Node]:
         """List what keys programs compute, each node once."""
-        every = [one.node for lookup in self.lookups for one in lookup.parts.values() if not one.input]
+        every = [part.node for lookup in self.lookups for part in lookup.parts.values() if not part.input]
         return list(dict.fromkeys(every))
 
     def inputs_of(self, nodes: Iterable[fx.Node]) -> list[str]:
@@ -492,7 +492,7 @@ def export(
         every: free all sizes; false: the first ones alone.
     """
     tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
-    sizes = [*known.values()] if known is not None else [[None] * one.ndim for one in tensors]
+    sizes = [*known.values()] if known is not None else [[None] * tensor.ndim for tensor in tensors]
     dims = [
         {
             dim: torch.export.Dim.AUTO
@@ -602,7 +602,10 @@ class _Sizes:
                     self._names[expression] = self._renamed(beside[name])
                 self._name(name, dim, expression, inputs.tensors[name].shape[dim])
         self.shapes = {
-            name: tuple(int(one) if one.is_Integer else self.written(self._renamed(one)) for one in expressions)
+            name: tuple(
+                int(expression) if expression.is_Integer else self.written(self._renamed(expression))
+                for expression in expressions
+            )
             for name, expressions in dims.items()
         }
         for name, shape in self.shapes.items():
@@ -635,7 +638,7 @@ class _Sizes:
 
     def symbols_in(self, symbols: Iterable[Any]) -> set[Any]:
         """Return the names that symbols of the graph have, or are made of."""
-        return {name for one in symbols for name in self._renamed(one).free_symbols}
+        return {name for symbol in symbols for name in self._renamed(symbol).free_symbols}
 
     def of(self, value: torch.Tensor) -> list[Any]:
         """Return the sizes of a tensor of the graph, in names."""
@@ -716,7 +719,7 @@ def _written(expression: Any) -> str:
         above, below = map(_written, quotient.args)
         if kind != "TruncToInt" or quotient.args[0].is_nonnegative:
             return _ROUNDED[kind].format(above, below)
-    parts = [_written(one) for one in expression.args]
+    parts = [_written(arg) for arg in expression.args]
     if (sign := _COMPARISONS.get(type(expression))) is not None:
         return f"{parts[0]} {sign} {parts[1]}"
     if expression.is_Add:
@@ -787,13 +790,13 @@ def _refused(inputs: ModuleInputs, error: Exception) -> InvalidInputError:
     """Say why a module cannot be exported, with the last line outside of torch, and a way out if one is known."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
-        one
-        for one in frames
-        if not one.filename.startswith(_HOMES) and "/hps/torch/" not in one.filename and "<" not in one.filename
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_HOMES) and "/hps/torch/" not in frame.filename and "<" not in frame.filename
     ]
     text = " ".join(str(error).split())
     cure = ""
-    if "PackedSequence" in text or any("pack_padded_sequence" in f"{one.name} {one.line}" for one in frames):
+    if "PackedSequence" in text or any("pack_padded_sequence" in f"{frame.name} {frame.line}" for frame in frames):
         cure = (
             "; packed sequences cannot be exported: run the network on the padded matrix, and gather its output at length - 1"
         )
@@ -909,7 +912,7 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     if found is None or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
         return keys, offsets, weights
     bags, width = map(_expression, found.meta["val"].shape)
-    end, step = (_expression(one.meta["val"] if isinstance(one, fx.Node) else one) for one in (*offsets.args[1:], 1)[:2])
+    end, step = (_expression(arg.meta["val"] if isinstance(arg, fx.Node) else arg) for arg in (*offsets.args[1:], 1)[:2])
     if step != width or sympy.expand(end - bags * width) != 0 or (weights is not None and matrix(weights) is None):
         return keys, offsets, weights
     return found, None, matrix(weights)

@@ -98,7 +98,7 @@ def foreign_embeddings(module: nn.Module) -> list[Embedding]:
 
 def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable]:
     """Return the tables of embeddings, by name."""
-    return {name: table for one in embeddings for name, table in one.tables.items()}
+    return {name: table for embedding in embeddings for name, table in embedding.tables.items()}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -243,7 +243,8 @@ def _collection(doing: str, path: str, module: Any) -> Embedding:
     parts, configs, tables = _torchrec(doing, module, "embeddings", "embedding_configs")
     norms = {name: part.max_norm for name, part in parts.items()}
     lookups = [
-        BagTable(name_of(one.name), tuple(one.feature_names), one.embedding_dim, "none", norms.get(one.name)) for one in configs
+        BagTable(name_of(config.name), tuple(config.feature_names), config.embedding_dim, "none", norms.get(config.name))
+        for config in configs
     ]
     outputs = output_names([(config.name, config.feature_names) for config in configs])
     form = EmbeddingForm.COLLECTION

@@ -98,7 +98,7 @@ def _text(dense: Mapping[str, Any], lines: Mapping[str, str], notes: Sequence[st
     rows += [("lookup", f"{name} = {words}{lines.get(name, '')}") for name, (words, _) in _lookups(dense).items()]
     reads = dense.get("network_inputs", [*dense["inputs"]])
     rows.append(("network", f"{', '.join(reads)} -> {', '.join(dense['outputs'])}"))
-    rows += [("note", one) for one in notes]
+    rows += [("note", note) for note in notes]
     return "\n".join(f"{what:<14}{text}" for what, text in rows)
 
 
@@ -124,7 +124,7 @@ def _picture(dense: Mapping[str, Any]) -> str:
     reads = dense.get("network_inputs", [*dense["inputs"]])
     columns[3][1]["network"] = (
         f"network {dense['file']}",
-        [f"lookup {one}" if one in lookups else f"input {one}" for one in reads],
+        [f"lookup {read}" if read in lookups else f"input {read}" for read in reads],
     )
     used = [(kind, boxes) for kind, boxes in columns if boxes]
     height = max(len(boxes) for _, boxes in used) * _ROW + 20

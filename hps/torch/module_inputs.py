@@ -214,7 +214,7 @@ def _jagged(slot: _Slot, parts: Sequence[torch.Tensor]) -> Any:
     step = 2 + slot.weighted
     keys, offsets = parts[0::step], parts[1::step]
     weights = parts[2::step] if slot.weighted else [None] * len(keys)
-    lengths = [one[1:] - one[:-1] for one in offsets]
+    lengths = [offset[1:] - offset[:-1] for offset in offsets]
     every = zip(slot.features, keys, weights, lengths, offsets, strict=True)
     return KeyedJaggedTensor(
         list(slot.features),
@@ -222,7 +222,7 @@ def _jagged(slot: _Slot, parts: Sequence[torch.Tensor]) -> Any:
         torch.cat(list(weights)) if slot.weighted else None,  # type: ignore[arg-type]
         torch.cat(lengths),
         stride=offsets[0].shape[0] - 1,
-        length_per_key=[one.shape[0] for one in keys],
+        length_per_key=[key.shape[0] for key in keys],
         jt_dict={
             name: JaggedTensor(own, its_weights, its_lengths, its_offsets)
             for name, own, its_weights, its_lengths, its_offsets in every
@@ -257,7 +257,7 @@ def outputs_of(found: Any, names: Sequence[str] | None, *, squeezed: bool = Fals
     if isinstance(found, Mapping):
         found = dict(found)  # of any class
     elif dataclasses.is_dataclass(found):
-        found = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
+        found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
     if not isinstance(found, Mapping):
         if names is None:

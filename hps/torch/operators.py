@@ -114,7 +114,7 @@ class _Features:
 
 @lru_cache(maxsize=4096)
 def _features_of(text: str) -> _Features:
-    return _Features(PooledFeature(**one) for one in json.loads(text))
+    return _Features(PooledFeature(**load) for load in json.loads(text))
 
 
 def _refuse_training() -> NoReturn:
@@ -452,8 +452,8 @@ def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: 
     _refuse_unwaited(_doing(call.model_name, None), keys_on_cuda=device.type == "cuda", wait=call.wait)
     if device.type != "cpu":
         bags = [
-            replace(one, **{name: getattr(one, name).cpu().numpy() for name in _TENSORS if getattr(one, name) is not None})
-            for one in bags
+            replace(bag, **{name: getattr(bag, name).cpu().numpy() for name in _TENSORS if getattr(bag, name) is not None})
+            for bag in bags
         ]
     turns = [{features.of[place].table: bags[place] for place in places} for places in features.calls]
     found = server.pooled(turns, call.model_name, call.version)

@@ -262,7 +262,7 @@ class VersionDescription:
                 {
                     "file": f"keys{place or ''}{_FILES[format][5:]}",
                     "inputs": found.inputs_of(nodes),
-                    "outputs": [self._names[one] for one in nodes],
+                    "outputs": [self._names[node] for node in nodes],
                 }
                 for place, nodes in enumerate(self._keys)
             ],

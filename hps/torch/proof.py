@@ -54,7 +54,7 @@ class Proof:
         self._alone = not traced.is_sharded
         scaled = {plain_path(lookup.weight) for lookup in found.lookups if lookup.max_norm is not None}
         self._module = _to_run(module, scaled) if self._alone else module
-        self._device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+        self._device = next((parameter.device for parameter in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self._tolerance = tolerance
         self.notes: list[str] = []
         self.guards: list[str] = []
@@ -105,7 +105,9 @@ class Proof:
 
     def _of_weights(self) -> list[float]:
         """Return the tolerances of the dtypes that the module computes in."""
-        return [_TOLERANCES.get(one.dtype, 0.0) for one in (*self._module.parameters(), *self._module.buffers())] or [0.0]
+        return [
+            _TOLERANCES.get(parameter.dtype, 0.0) for parameter in (*self._module.parameters(), *self._module.buffers())
+        ] or [0.0]
 
     def _find_dependence(self) -> None:
         count = self._cut.samples
@@ -166,7 +168,7 @@ class Proof:
                 refuse_nan=False,
                 max_samples=config.max_batch_size,
             )
-            asked = [one for one in self._requests(opened, config, dense) if self._is_answered(scorer, *one)]
+            asked = [request for request in self._requests(opened, config, dense) if self._is_answered(scorer, *request)]
             if dense.dynamic_batching:
                 self._merge(scorer, asked)
         finally:
@@ -335,7 +337,7 @@ def run_once(module: nn.Module, inputs: ModuleInputs) -> None:
         if getattr(part, "max_norm", None) is not None
         for name, _ in part.named_parameters()
     }
-    device = next((one.device for one in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    device = next((parameter.device for parameter in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     if device.type == "meta":
         return
     ours = _to_run(module, scaled).eval()

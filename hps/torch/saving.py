@@ -103,7 +103,7 @@ def save(
     named: Mapping[str, tuple[str, ...]] = {}
     if isinstance(module, nn.Module):
         embeddings = embeddings_of(module)
-        given_tables, named = tables_of(embeddings), {one.path: tuple(one.tables) for one in embeddings}
+        given_tables, named = tables_of(embeddings), {embedding.path: tuple(embedding.tables) for embedding in embeddings}
     else:
         given_tables = dict(module)
     sources = sources or ModelSources()

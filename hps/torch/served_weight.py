@@ -79,7 +79,7 @@ class ServedWeight:
             return function(args[0], args[1]._like, *args[2:], **named)
         if function is torch.index_select and isinstance(args[0], cls):
             return args[0].index_select(*args[1:], **named)
-        given = [leaf for one in (*args, *named.values()) for leaf in (one if isinstance(one, list | tuple) else (one,))]
+        given = [leaf for arg in (*args, *named.values()) for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
         served: ServedWeight = next(one for one in given if isinstance(one, cls))
         return served._refuse(getattr(function, "__name__", str(function)))
 

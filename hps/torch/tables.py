@@ -163,9 +163,9 @@ def table_of(doing: str, weight: Any) -> Table | ShardedTable:
     if not is_sharded(weight):
         return WeightTable(doing, weight)
     if not hasattr(weight, "to_local"):  # ShardedTensor
-        held = [(one.metadata.shard_offsets, one.tensor) for one in weight.local_shards()]
+        held = [(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
     else:
-        if any(one.is_partial() for one in weight.placements):
+        if any(placement.is_partial() for placement in weight.placements):
             raise InvalidInputError(f"{doing}: got a DTensor with partial sums, expected Shard or Replicate")
         local = weight.to_local()
         tensors = local.local_shards() if hasattr(local, "local_shards") else [local]  # torchrec's LocalShardsWrapper

@@ -33,10 +33,10 @@ class TracedCopy:
         self._named: dict[int, tuple[str, Table | ShardedTable]] = {}
         memo: dict[int, Any] = {}
         own: set[int] = set()
-        for one in foreign_embeddings(module):
-            own |= {id(weight) for weight in (*one.module.parameters(), *one.module.buffers())}
-            memo[id(one.module)] = stand_in = _StandIn(one)
-            self._named |= {id(weight): (name, one.tables[name]) for name, weight in stand_in.weights.items()}
+        for embedding in foreign_embeddings(module):
+            own |= {id(weight) for weight in (*embedding.module.parameters(), *embedding.module.buffers())}
+            memo[id(embedding.module)] = stand_in = _StandIn(embedding)
+            self._named |= {id(weight): (name, embedding.tables[name]) for name, weight in stand_in.weights.items()}
         self.is_sharded = any(isinstance(table, ShardedTable) for _, table in self._named.values())
         for weight in (*module.parameters(), *module.buffers()):
             if id(weight) in own:
@@ -129,8 +129,8 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name, value in () if id(part) in replaced else vars(part).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
-            leaves = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor) and not one.is_leaf]
-            memo |= {id(one): one.detach() for one in leaves}
+            leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_leaf]
+            memo |= {id(leaf): leaf.detach() for leaf in leaves}
             if isinstance(value, _COPIED) or callable(value):
                 continue
             try:

@@ -506,7 +506,7 @@ class _Reader:
             asked = time.monotonic()
             server_time_us, *answers = client.eval_ro(_LOOK, len(streams), *(stream.key for stream in streams))
             looks = [
-                (stream, error.decode(), _Facts(length, added, *(one.decode() for one in ids)))
+                (stream, error.decode(), _Facts(length, added, *(id_.decode() for id_ in ids)))
                 for stream, (error, length, added, *ids) in zip(streams, answers, strict=True)
             ]
             self._log.note(looks, asked, int(server_time_us))

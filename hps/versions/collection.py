@@ -231,7 +231,7 @@ class StatisticsCollector:
         for place, cache in enumerate(deployment.caches):
             stats, age = self._cache_stats(cache, index)
             of_devices = (self._cache_stats(one, index)[0] for one in deployment.device_caches if one.leader is cache)
-            size_bytes = sum(one.size_bytes for one in of_devices if one is not None)
+            size_bytes = sum(device.size_bytes for device in of_devices if device is not None)
             vector_bytes = None if stats is None else min(size_bytes, row_bytes * stats.capacity_rows)
             yield TierStatistics(
                 tier=TIERS[0],
@@ -294,14 +294,14 @@ class StatisticsCollector:
                     by_device.setdefault(device, []).append(session.cache)
                     pinned[device] = pinned.get(device, 0) + _pinned_bytes(deployment, session)
         for device, caches in by_device.items():
-            memory = next((found for one in caches if (found := self._last(one, _DEVICE, DeviceMemory)[0])), None)
+            memory = next((found for cache in caches if (found := self._last(cache, _DEVICE, DeviceMemory)[0])), None)
             stats = [self._cache_stats(cache, index)[0] for cache in caches for index in range(len(cache.tables))]
             yield DeviceStatistics(
                 device=device,
                 name=memory.name if memory else "",
                 memory_bytes=memory.total_bytes if memory else 0,
                 free_bytes=memory.free_bytes if memory else 0,
-                cache_bytes=sum(one.size_bytes for one in stats if one is not None),
+                cache_bytes=sum(stat.size_bytes for stat in stats if stat is not None),
                 pinned_bytes=pinned[device],
             )
 

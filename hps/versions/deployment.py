@@ -172,7 +172,7 @@ class Deployment:
 
     def held_tables(self) -> list[HeldTable]:
         """Location of each table, for a version that modifies it."""
-        whole = [one for one in self.chain.databases if one.in_process][-1:]
+        whole = [database for database in self.chain.databases if database.in_process][-1:]
         return [
             HeldTable(
                 table,

@@ -122,7 +122,7 @@ def following(
     withdrawn = list(known.withdrawn) if known else []
     previous = known.previous if known else ""
     if by == "deploy":
-        allowed = [one for one in versions if one not in withdrawn]
+        allowed = [version for version in versions if version not in withdrawn]
         version = version or next(iter(policy.chosen(allowed)[-1:]), "")
         if version not in versions:
             raise UnknownVersionError(
@@ -131,7 +131,7 @@ def following(
             )
         previous = current if current != version else previous
     elif by == "rollback":
-        below = [one for one in versions if current and int(one) < int(current) and one not in withdrawn]
+        below = [version for version in versions if current and int(version) < int(current) and version not in withdrawn]
         version = previous if previous in versions and previous != current else next(iter(below[-1:]), "")
         if not version:
             raise ConflictError(

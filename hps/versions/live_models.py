@@ -179,7 +179,7 @@ class _Model:
         return {version for version, holders in list(self.holders.items()) if len(holders)}
 
     def of(self, *states: VersionState) -> list[_Version]:
-        return [one for one in self.versions if one.state in states]
+        return [version for version in self.versions if version.state in states]
 
     @property
     def doing(self) -> str:
@@ -501,7 +501,7 @@ class LiveModels:
             for one in before:
                 if one.deployment is not stands:
                     one.state = "available" if one.deployment.version in stays else "retiring"
-            model.versions = [one for one in model.versions if one.deployment not in (deployment, kept)]
+            model.versions = [version for version in model.versions if version.deployment not in (deployment, kept)]
             model.versions.append(_Version(deployment, "available" if stands else "serving"))
             # Lookups read `serving` without a lock, once each: a new dict in one store is what makes the takeover a single
             # step, and what `repeated_after_takeover` compares by identity. The old deployment is closed only afterwards, so
@@ -610,7 +610,7 @@ class LiveModels:
                     found.append(f"model {name!r}: its lookups are not answered by the version that serves, of {versions}")
                 if model.of("available") and not serving:
                     found.append(f"model {name!r}: versions are available beside none that serves")
-                deployments = [one.deployment for one in model.versions]
+                deployments = [version.deployment for version in model.versions]
                 if len(set(map(id, deployments))) != len(deployments):
                     found.append(f"model {name!r}: a deployment has two states")
                 numbers = [one.deployment.version for one in model.of("serving", "available")]
@@ -651,7 +651,7 @@ class LiveModels:
         if model is None or not model.is_counted:
             self._counted.end(name)
         elif model.versions and not model.doing:  # else further tables may be coming
-            versions = (one.deployment.config for one in model.versions)
+            versions = (version.deployment.config for version in model.versions)
             self._counted.narrow(name, {table for config in versions for table in config.embedding_table_names})
         if model is not None and model.is_gone:
             del self._models[name]
@@ -677,7 +677,7 @@ class LiveModels:
         with self._changed:
             if name in self._models:
                 model = self._models[name]
-                model.versions = [one for one in model.versions if one.deployment is not deployment]
+                model.versions = [version for version in model.versions if version.deployment is not deployment]
                 if tables == "keep" and deployment.chain.databases:  # otherwise its tables are gone
                     model.versions.append(_Version(deployment, "kept"))
                 self._forget_gone(name)

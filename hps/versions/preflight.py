@@ -88,8 +88,12 @@ def _remote_places(configuration: Configuration, sources: ModelSources) -> list[
 
     places = [configuration.model_repository] if configuration.model_repository else []
     for model in configuration.models:
-        files = [] if model.version_path else [*model.sparse_files, *(f for one in model.versions for f in one.sparse_files)]
-        places += [model.version_path] if model.version_path else [posixpath.dirname(one.rstrip("/")) for one in files]
+        files = (
+            []
+            if model.version_path
+            else [*model.sparse_files, *(f for version in model.versions for f in version.sparse_files)]
+        )
+        places += [model.version_path] if model.version_path else [posixpath.dirname(file.rstrip("/")) for file in files]
     return [place for place in dict.fromkeys(places) if place and not is_local(place)]
 
 

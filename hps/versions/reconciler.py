@@ -172,7 +172,7 @@ class Reconciler:
             serving = self._live.find(name, None)
             kept = self._live.kept(name)
             if not kept:
-                below = [one for one in self._catalog.versions(name) if int(one) < int(serving.version)]
+                below = [version for version in self._catalog.versions(name) if int(version) < int(serving.version)]
                 if not below:
                     raise ConflictError(
                         f"rolling back model {name!r}: there is no version to go back to; version {serving.version} "
@@ -183,7 +183,7 @@ class Reconciler:
                 return
 
             def stay(versions: list[str]) -> list[str]:
-                return [one for one in versions if one != serving.version]
+                return [version for version in versions if version != serving.version]
 
             deployed = kept[-1].renewed(kept[-1].config)
             try:
@@ -485,7 +485,7 @@ class Reconciler:
         policy = self._catalog.model(name).version_policy
 
         def stay(versions: list[str]) -> list[str]:
-            return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
+            return [version for version in versions if version in chosen] or policy.chosen(versions, also=version)
 
         def give_up() -> bool:
             change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load

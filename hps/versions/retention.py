@@ -165,7 +165,7 @@ def leftovers(
     for database in chain.databases:
         with suppress(DatabaseError):
             if isinstance(database, PersistentDatabase) and not database.read_only:
-                stored += [one for one in _tables_of(config.model, database) if one[0] not in used[database]]
+                stored += [table for table in _tables_of(config.model, database) if table[0] not in used[database]]
             if isinstance(database, LastingDatabase) and not database.read_only:
                 tags = database.tags()
                 found = (tag for table in live for tag in _recorded(config, database.stored(table), database, tags))
@@ -183,7 +183,7 @@ def leftovers(
 def _everywhere(tag: str, used: Mapping[Database, Collection[str]]) -> Mapping[Database, Sequence[str]]:
     """Return the unused tags of the same table in each database; where one has a format of its own, in every format."""
     tags = all_formats(tag) if any(database.row_dtype for database in used) else [tag]
-    return {database: [one for one in tags if one not in own] for database, own in used.items()}
+    return {database: [tag for tag in tags if tag not in own] for database, own in used.items()}
 
 
 def _recorded(config: ModelConfig, table: TableSpec, database: LastingDatabase, tags: Sequence[str]) -> Iterator[str]:

@@ -78,8 +78,8 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
     loads = {False: above.initialize_after_startup, True: below.initialize_after_startup and not below.read_only}
 
     def targets() -> LoadTargets:
-        load = tuple(one for one in chain.databases if loads[one is persistent])
-        keep = tuple(one for one in chain.databases if not loads[one is persistent])
+        load = tuple(database for database in chain.databases if loads[database is persistent])
+        keep = tuple(database for database in chain.databases if not loads[database is persistent])
         return LoadTargets(load, keep, above.initial_cache_rate, not configuration.supportlonglong, sources)
 
     return chain, targets

@@ -170,7 +170,7 @@ class VolatileTier:
 
     def _look_at(self, deployment: Deployment, index: int) -> None:
         table, database, targets = deployment.tables[index], self._chain.volatile, self._targets()
-        below = next((one for one in self._chain.databases if isinstance(one, PersistentDatabase)), None)
+        below = next((database for database in self._chain.databases if isinstance(database, PersistentDatabase)), None)
         if not isinstance(database, SharedDatabase) or (below is not None and not self._chain.admit(table)):
             return
         stored = database.stored(table)
@@ -250,7 +250,7 @@ class VolatileTier:
 
 
 def _tables_of(deployments: list[Deployment]) -> list[tuple[Deployment, int]]:
-    return [(one, index) for one in deployments for index in range(len(one.tables))]
+    return [(deployment, index) for deployment in deployments for index in range(len(deployment.tables))]
 
 
 def load_again(catalog: ModelCatalog, targets: Callable[[], LoadTargets], deployment: Deployment, index: int) -> None:
@@ -266,7 +266,7 @@ def load_again(catalog: ModelCatalog, targets: Callable[[], LoadTargets], deploy
     if catalog.fingerprints(version)[index] != deployment.fingerprints[index]:
         raise ConflictError(f"{doing}: its files are others than those that were loaded; deploy the model")
     databases = [one for one in targets().load if isinstance(one, SharedDatabase)]
-    if any(one.holds_writes(one.stored(table).tag) for one in databases):
+    if any(database.holds_writes(database.stored(table).tag) for database in databases):
         raise ConflictError(
             f"{doing}: only a part of it was lost, and the rest has online writes, which the files would replace; deploy the "
             "model with force, which gives them up"

@@ -28,7 +28,9 @@ class FakeDeployment:
 
     @property
     def config(self) -> SimpleNamespace:
-        return SimpleNamespace(model=self.tables[0].model_name, embedding_table_names=[one.table_name for one in self.tables])
+        return SimpleNamespace(
+            model=self.tables[0].model_name, embedding_table_names=[table.table_name for table in self.tables]
+        )
 
     @property
     def dims(self) -> list[int]:

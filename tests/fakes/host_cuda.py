@@ -297,7 +297,7 @@ def _launch_early(config: int, handle: int, arguments: int, _extra: None) -> int
 def _compile(code: str, name: str) -> int:
     """Note a kernel with its constants, of which the first definition counts: others are defaults. Return its handle."""
     defines = [line.split() for line in code.splitlines() if line.startswith("#define HPS_")]
-    numbers = [(one[1], int(one[2])) for one in reversed(defines) if len(one) > 2 and one[2].isdigit()]
+    numbers = [(define[1], int(define[2])) for define in reversed(defines) if len(define) > 2 and define[2].isdigit()]
     _functions.append((name, {name.removeprefix("HPS_"): number for name, number in numbers}))
     return len(_functions)
 

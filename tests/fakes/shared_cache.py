@@ -53,7 +53,7 @@ class SharedCache(LinkedCache):
         for one, device in zip(caches, devices, strict=True):
             one.device_id, one.sharers, one._open = device, caches, caches[0]._open
         cls.made += caches
-        return next(one for one in caches if one.device_id == device_id)
+        return next(cache for cache in caches if cache.device_id == device_id)
 
     @property
     def failure(self) -> str | None:
@@ -64,7 +64,7 @@ class SharedCache(LinkedCache):
         return self.sharers[0]
 
     def on(self, device_id: int) -> "SharedCache":
-        return next(one for one in self.sharers if one.device_id == device_id)
+        return next(sharer for sharer in self.sharers if sharer.device_id == device_id)
 
     @property
     def closed(self) -> bool:
@@ -82,9 +82,9 @@ class SharedCache(LinkedCache):
     @contextmanager
     def changing(self, table: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in self.sharers:
-                if one.failure is None:
-                    stack.enter_context(LinkedCache.changing(one, table))
+            for sharer in self.sharers:
+                if sharer.failure is None:
+                    stack.enter_context(LinkedCache.changing(sharer, table))
             yield
 
     def insert(self, table: int, keys: KeyArray, rows: Any) -> None:

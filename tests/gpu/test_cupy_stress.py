@@ -90,7 +90,7 @@ def stress(caches: list[Any], dim: int, capacity: int, *, near: bool = False) ->
             time.sleep(0.05)
             if near:
                 with cache._copying:
-                    most = max(most, min(one._near.resident(0) for one in caches))
+                    most = max(most, min(cache._near.resident(0) for cache in caches))
         done.set()
         generations = [writer.result(timeout=60) for writer in writing]
         results = [reader.result(timeout=60) for reader in reading]

@@ -99,10 +99,10 @@ def test_scores_are_the_modules_and_all_is_captured(served: tuple[Fields, hps.HP
     scores = server.model("m").scores
     assert scores is not None
     memories = scores._scorers[0]._kept.memories
-    assert [one.form.samples for one in memories] == [16, 64, 256, 300]
-    for one in memories:  # what repeats a CUDA graph, not the run that could not be captured
-        assert one.keys is not None
-        assert (one.keys.__name__, one.run.__name__) == ("replay", "replay")
+    assert [memory.form.samples for memory in memories] == [16, 64, 256, 300]
+    for memory in memories:  # what repeats a CUDA graph, not the run that could not be captured
+        assert memory.keys is not None
+        assert (memory.keys.__name__, memory.run.__name__) == ("replay", "replay")
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
@@ -114,7 +114,7 @@ def test_nothing_is_copied_to_the_host_but_scores(served: tuple[Fields, hps.HPS]
     with torch.profiler.profile(activities=activities) as profile:
         found = server.score("m", asked)["score"]
     np.testing.assert_allclose(found, scores_of(module, asked), atol=1e-5)
-    copies = [one.name for one in profile.events() if "Memcpy DtoH" in one.name]
+    copies = [event.name for event in profile.events() if "Memcpy DtoH" in event.name]
     assert len(copies) == 1, copies
 
 

@@ -74,12 +74,12 @@ def test_each_answer_is_of_one_version_while_others_take_over(tmp_path: Path) ->
                     wrong.append(answer.version)
 
         threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-        for one in threads:
-            one.start()
+        for thread in threads:
+            thread.start()
         for number in range(10):
             server.deploy("m", str(1 + number % 2))
         stop.set()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.join()
         assert not wrong
         assert seen == {"1", "2"}

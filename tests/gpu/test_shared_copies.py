@@ -409,10 +409,10 @@ def test_closing_the_cache_of_a_device_frees_its_memory(hot: EmbeddingCache) -> 
     samples = hot.on(1)._near._samples
     many = distinct_keys(20_000)
     hot.insert(0, many, vectors_of(many, DIM))  # too much for mapped memory
-    assert any(one.device.size_bytes for one in hot._changes._stages)
+    assert any(stage.device.size_bytes for stage in hot._changes._stages)
     held = hot.on(1).memory.tables()  # by a query
     close(hot)
-    assert not any(one.device.size_bytes for one in hot._changes._stages)
+    assert not any(stage.device.size_bytes for stage in hot._changes._stages)
     assert [one() for one in near] == [None, None]
     assert memory() is not None
     assert samples in held[0].near.memory
@@ -530,7 +530,7 @@ def test_one_cache_stands_for_all(hot: EmbeddingCache) -> None:
     beside = copy_bytes(first.memory.open[0].pairs) + size_bytes(pairs_for(2000), DIM)
     parts = geometry.part_bytes(first.memory.open[0].pairs, DIM, 2)
     assert parts[0] != parts[1]
-    assert [one.size_bytes - beside for one in stats] == parts
+    assert [stat.size_bytes - beside for stat in stats] == parts
     for cache in (first, second):
         np.testing.assert_array_equal(np.sort(cache.dump(0)), np.sort(KEYS))
 

@@ -48,8 +48,8 @@ def test_tensors_of_another_device_are_refused(caches: list[Any]):
 
 def lookups_by_device(server: hps.HPS) -> dict[str, float]:
     families = server.metrics.registry.collect()
-    samples = [one for family in families for one in family.samples if one.name == "hps_device_lookups_total"]
-    return {one.labels["device"]: one.value for one in samples}
+    samples = [sample for family in families for sample in family.samples if sample.name == "hps_device_lookups_total"]
+    return {sample.labels["device"]: sample.value for sample in samples}
 
 
 def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path):

@@ -121,7 +121,7 @@ def tests_of(path: Path, *, ring2: bool) -> list[str]:
         if not test.name.startswith("test_") or parts[1] not in ("ring1", "ring2"):
             continue
         ours = [reaching for reaching in reached(name) if reaching.startswith(("tests.", "hps.testing."))]
-        direct = parts[1] == "ring1" and any(module in set(imported(modules()[one].read_text("utf-8"))) for one in ours)
+        direct = parts[1] == "ring1" and any(module in set(imported(modules()[our].read_text("utf-8"))) for our in ours)
         of_room = bool(room) and parts[2] == room[0] and module in reached(name) and (parts[1] == "ring1" or ring2)
         if direct or of_room:
             near = (path.stem not in test.stem, parts[2:3] != room[:1], parts[1])

@@ -45,10 +45,10 @@ def scrape(client: httpx.Client) -> Scrape:
     """Read /metrics as Prometheus does."""
     found = Scrape({"up{}": 1.0})
     for family in text_string_to_metric_families(client.get("/metrics").raise_for_status().text):
-        for one in family.samples:
-            labels = ",".join(f"{name}={json.dumps(value)}" for name, value in sorted(one.labels.items()))
-            found.values[series := f"{one.name}{{{labels}}}"] = one.value
-            if family.type in ("counter", "histogram") or one.name in _GROWING:
+        for sample in family.samples:
+            labels = ",".join(f"{name}={json.dumps(value)}" for name, value in sorted(sample.labels.items()))
+            found.values[series := f"{sample.name}{{{labels}}}"] = sample.value
+            if family.type in ("counter", "histogram") or sample.name in _GROWING:
                 found.growing.add(series)
     return found
 
@@ -118,7 +118,7 @@ class Timeline:
             {
                 "expr": 'ALERTS{alertstate="firing"}',
                 "eval_time": f"{minute}m",
-                "exp_samples": [{"labels": _alert(one), "value": 1} for one in fires],
+                "exp_samples": [{"labels": _alert(fire), "value": 1} for fire in fires],
             }
             for minute, fires in self._expected
         ]

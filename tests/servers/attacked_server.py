@@ -58,7 +58,7 @@ class Server:
     @property
     def rss(self):
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        shares = [Path(f"/proc/{one}/smaps_rollup").read_text() for one in (self._process.pid, *children)]
+        shares = [Path(f"/proc/{child}/smaps_rollup").read_text() for child in (self._process.pid, *children)]
         return sum(int(share.partition("\nPss:")[2].split()[0]) for share in shares) * 1024
 
 

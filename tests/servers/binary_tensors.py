@@ -22,7 +22,7 @@ def with_tensors(
         for name, one in arrays.items()
     ]
     text = orjson.dumps({"inputs": inputs, **more}) + padding.encode()
-    return (text + b"".join(one.tobytes() for one in arrays.values()), len(text)) if binary else (text, None)
+    return (text + b"".join(array.tobytes() for array in arrays.values()), len(text)) if binary else (text, None)
 
 
 def request_of(arrays: Mapping[str, np.ndarray], **members: Any) -> tuple[dict[str, str], bytes]:

@@ -382,8 +382,8 @@ def _serve(connection: socket.socket, parent: int) -> tuple[dict[str, Any], list
             if os.getppid() != server:
                 os._exit(1)
             return request, descriptors[1:]
-        for one in (done, *descriptors[1:]):
-            os.close(one)
+        for descriptor in (done, *descriptors[1:]):
+            os.close(descriptor)
         os.read(own_session, 1)  # its group can be killed now
         os.close(own_session)
         pidfd = os.pidfd_open(child)

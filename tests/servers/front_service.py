@@ -184,7 +184,7 @@ class FrontService:
         answer = self.client.get("/metrics")
         assert answer.status_code == 200, answer.text
         families = text_string_to_metric_families(answer.text)
-        return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+        return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
     def answered(self):
         """How many lookups were answered, by the metrics."""

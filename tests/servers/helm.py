@@ -75,4 +75,4 @@ def rendered(*arguments: object, release: str = "shop-hps") -> dict[str, dict[st
     done = helm("template", release, CHART, "--namespace", "shop", *arguments)
     assert done.returncode == 0, done.stderr
     objects = [one for one in yaml.safe_load_all(done.stdout) if one]
-    return {f"{one['kind']}/{one['metadata']['name']}": one for one in objects}
+    return {f"{object_['kind']}/{object_['metadata']['name']}": object_ for object_ in objects}

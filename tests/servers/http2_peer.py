@@ -32,7 +32,7 @@ def call_headers(path: str = "/inference.GRPCInferenceService/ModelInfer", **mor
     headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "a"}
     headers |= {"content-type": "application/grpc", "te": "trailers"}
     headers |= {name.replace("_", "-"): value for name, value in more.items()}
-    return Encoder().encode([(*one, True) for one in headers.items()], huffman=False)  # none changes the server's table
+    return Encoder().encode([(*header, True) for header in headers.items()], huffman=False)  # none changes the server's table
 
 
 def message(data: bytes) -> bytes:

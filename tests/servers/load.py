@@ -40,12 +40,12 @@ class Load:
         wait_until(lambda: self.done > before + count or self.problems, "they go on")
 
     def __enter__(self) -> Self:
-        for one in self._threads:
-            one.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
-        for one in self._threads:
-            one.join(PATIENCE_S)
-        assert not any(one.is_alive() for one in self._threads), f"{PATIENCE_S:g} s passed before they had ended"
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        assert not any(thread.is_alive() for thread in self._threads), f"{PATIENCE_S:g} s passed before they had ended"

@@ -29,7 +29,11 @@ def beside(
 
             uvloop.run(main())
 
-        asked = [one for one in inspect.signature(test).parameters.values() if one.kind is not one.POSITIONAL_ONLY]
+        asked = [
+            parameter
+            for parameter in inspect.signature(test).parameters.values()
+            if parameter.kind is not parameter.POSITIONAL_ONLY
+        ]
         place = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         run.__signature__ = inspect.Signature([place, *asked])  # type: ignore[attr-defined]
         run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__

@@ -47,10 +47,10 @@ class Owner:
     """
 
     def __init__(self, shared, first=0):
-        self._memories = [Memory(one) for one in shared.regions]
+        self._memories = [Memory(region) for region in shared.regions]
         self._page = Memory(shared.page)
-        for one in self._memories:
-            one[layout.OWNER_EPOCH] = 0
+        for memory in self._memories:
+            memory[layout.OWNER_EPOCH] = 0
         self._shared = shared
         self.jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.board = Board(self._memories, shared.events, shared.loop_events[0], self.jobs_event, 0, first)
@@ -208,11 +208,11 @@ class Scene:
         await wait_until_async(lambda: front.exchange._connected, "the owner knows the front")
 
     async def close(self):
-        for one in self.clients:
-            one.writer.close()
-        for one in self.fronts:
-            await one.stop(0)
-            one.close()
+        for client in self.clients:
+            client.writer.close()
+        for front in self.fronts:
+            await front.stop(0)
+            front.close()
         for one in self.owners:
             one.close()
         for descriptor in (*self.shared.regions, *self.shared.events, *self.shared.loop_events, self.shared.page):

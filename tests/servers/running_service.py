@@ -107,7 +107,7 @@ def document_of(*models, persistent=None, **more):
 def samples(service):
     """Every sample of /metrics, by its name and the values of its labels."""
     families = text_string_to_metric_families(service.client.get("/metrics").text)
-    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
 @contextmanager

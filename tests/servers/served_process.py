@@ -73,8 +73,8 @@ class ServedProcess:
         """Send it a signal, and wait until the log says so behind what it said before."""
         before = len(self.log())
         self._process.send_signal(number)
-        for one in says:
-            wait_until(lambda one=one: re.search(one, self.log()[before:]), f"the log says {one}")  # type: ignore[misc]
+        for say in says:
+            wait_until(lambda one=say: re.search(one, self.log()[before:]), f"the log says {say}")  # type: ignore[misc]
 
     def log(self) -> str:
         return self._log.read_text()

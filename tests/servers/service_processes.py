@@ -58,7 +58,7 @@ def service_processes(parent: int, fronts: int, port: int) -> dict[int, int]:
 
     The owner maps the regions of all fronts, and a front its own; fronts listen.
     """
-    listening = {one.inode for one in tcp_sockets() if one.port == port and one.listens}
+    listening = {socket.inode for socket in tcp_sockets() if socket.port == port and socket.listens}
     found = {}
     for child in children_of(parent):
         try:

@@ -179,7 +179,7 @@ def shards(module: nn.Module) -> Any:
     found = []
     for key, weight in module.state_dict().items():
         if hasattr(weight, "local_shards"):
-            pieces = [(one.metadata.shard_offsets, one.tensor) for one in weight.local_shards()]
+            pieces = [(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
         elif hasattr(weight, "to_local"):
             local = weight.to_local()
             pieces = list(zip(local.local_offsets(), local.local_shards(), strict=False))  # one offset even without shards

@@ -276,8 +276,8 @@ class TritonSharedMemory(TritonHTTP):
 
     def close(self) -> None:
         self._client.unregister_system_shared_memory()
-        for one in self._regions.values():
-            regions.destroy_shared_memory_region(one)
+        for region in self._regions.values():
+            regions.destroy_shared_memory_region(region)
         super().close()
 
     def _input(self, name: str, array: np.ndarray) -> Any:
@@ -444,7 +444,7 @@ class Stubs(Wire):
         for name, array in arrays.items():
             kind = kind_of(array)
             tensor = request.inputs.add(name=name, datatype=kind, shape=array.shape)
-            if any(one.dtype == np.float16 for one in arrays.values()):
+            if any(array.dtype == np.float16 for array in arrays.values()):
                 request.raw_input_contents.append(array.tobytes())
             else:
                 getattr(tensor.contents, CONTENTS[kind]).extend(array.ravel().tolist())
@@ -459,7 +459,7 @@ class Stubs(Wire):
             response = self._client._client_stub.ModelInfer(request)
         except triton_grpc.grpc.RpcError as error:
             raise Refusal(str(error.code()), error.details()) from error
-        return dict(zip([one.name for one in response.outputs], response.raw_output_contents, strict=True))
+        return dict(zip([output.name for output in response.outputs], response.raw_output_contents, strict=True))
 
     def lookup(self, tables: Keys, datatypes: Mapping[str, str], model: str = "m") -> Answer:
         outputs = {name: datatypes[name] for name in tables} | {f"{name}.found": "" for name in tables}
@@ -495,7 +495,7 @@ class TorchLayers(Wire):
     def pooled(self, tables: Mapping[str, hps.Bags], datatype: str = "FP32") -> dict[str, np.ndarray]:
         found = {}
         for name, bags in tables.items():
-            given = [None if one is None else torch.from_numpy(one) for one in parts_of(bags)]
+            given = [None if part is None else torch.from_numpy(part) for part in parts_of(bags)]
             options = {"mode": bags.combiner, "max_norm": bags.max_norm, "padding_idx": bags.padding_key}
             layer = hps.torch.EmbeddingBag(self._url, "m", name, DIMS[name], include_last_offset=True, **options)
             found[name] = bits_of(layer(*given), "FP32")

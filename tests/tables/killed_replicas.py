@@ -119,7 +119,7 @@ class Scene:
             for table, publisher in self.publishers.items():
                 publisher.publish(rng, 10 * BATCH, BATCH, self.partitions[table], mischief=0.1)
         assert self.writer.flush(PATIENCE_S) == 0
-        assert [one.failures for one in self.publishers.values()] == [[], []]
+        assert [publisher.failures for publisher in self.publishers.values()] == [[], []]
 
     def messages(self) -> dict[str, list[Message]]:
         """All of the log by table, as another reader finds them."""
@@ -135,7 +135,7 @@ class Scene:
             return bool(messages)
 
         try:
-            log.follow([one.topic for one in self.publishers.values()], {}, "earliest")
+            log.follow([publisher.topic for publisher in self.publishers.values()], {}, "earliest")
             while reached != last:
                 wait_until(more_is_read, "more of the log is read")
         finally:
@@ -164,7 +164,7 @@ class Scene:
             assert checked["wrong"] == []
             assert checked["checked"] > 0
             with np.load(path) as dump:
-                for name in {one.rpartition("/")[0] for one in dump.files}:
+                for name in {file.rpartition("/")[0] for file in dump.files}:
                     table, tier = name.split("/")
                     there, vectors = expected[table]
                     keys = dump[f"{name}/keys"]
@@ -242,7 +242,7 @@ class Scene:
 
     def last(self) -> dict[str, str]:
         """The last position in each partition."""
-        return {partition: at for one in self.publishers.values() for partition, at in one.last.items()}
+        return {partition: at for publisher in self.publishers.values() for partition, at in publisher.last.items()}
 
     def verify(self, directory: Path) -> set[str]:
         """Let the replicas come to the end of the log, compare them with a replay of it, and say everything once more."""
@@ -255,7 +255,7 @@ class Scene:
             replay(messages[table], rows, there, vectors)
             expected[table] = there, vectors
             for partition, sent in self.publishers[table].sent.items():
-                logged = [zlib.crc32(one.value) for one in messages[table] if str(one.partition) == partition]
+                logged = [zlib.crc32(message.value) for message in messages[table] if str(message.partition) == partition]
                 lost += len(sent) - len(logged)
                 following = iter(sent)
                 assert all(one in following for one in logged), "what was sent, once and in order"

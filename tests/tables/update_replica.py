@@ -66,7 +66,7 @@ class Replica:
 
     def answer(self, command: dict[str, Any]) -> object:
         if command["do"] == "positions":
-            return {partition: at for one in self.server.updates() for partition, at in one.positions.items()}
+            return {partition: at for update in self.server.updates() for partition, at in update.positions.items()}
         if command["do"] == "dump":
             self.server.drain(30)
             np.savez(command["to"], **self._dump(self.server.model(MODEL)))

@@ -185,7 +185,7 @@ class CupyCache(EmbeddingCache):
         return next(found for found in caches if found.device_id == device_id)
 
     def on(self, device_id: int) -> "CupyCache":
-        return next(one for one in self._sharers if one.device_id == device_id)
+        return next(sharer for sharer in self._sharers if sharer.device_id == device_id)
 
     @property
     def leader(self) -> "CupyCache":
@@ -237,12 +237,12 @@ class CupyCache(EmbeddingCache):
     @contextmanager
     def changing(self, table: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in self._sharers:
-                if (link := one._links[table]) is not None and one.memory.error is None:
+            for sharer in self._sharers:
+                if (link := sharer._links[table]) is not None and sharer.memory.error is None:
                     try:
                         stack.enter_context(link.changing())
                     except DeviceError as error:
-                        if not one.memory.lost(error):  # of a lost device, nothing is admitted any more
+                        if not sharer.memory.lost(error):  # of a lost device, nothing is admitted any more
                             raise
             yield
 
@@ -356,14 +356,14 @@ class CupyCache(EmbeddingCache):
     @device_call("creating an embedding cache")
     def _prepare(self, sharers: "Sequence[CupyCache]", order: LaunchOrder, near_rows: Sequence[int]) -> None:
         """Make what lookups and changes on this device need."""
-        self._all, self.memory.sharers = sharers, [one.memory for one in sharers]
+        self._all, self.memory.sharers = sharers, [sharer.memory for sharer in sharers]
         self._changes = Modifications(self.device_id, self._kind, order)
         self._counting, self._counts_stream = threading.Lock(), cupy.cuda.Stream(non_blocking=True)
         opened = self.memory.tables()
         self._kernels = LookupKernels(self.device_id, opened, self._kind)
         needed = [*self._kernels.needed(), *self._changes.needed(self._kernels.rows)]
         if sharers and near_rows:
-            self._near = NearTables(self.device_id, [one.device_id for one in sharers], opened, near_rows)
+            self._near = NearTables(self.device_id, [sharer.device_id for sharer in sharers], opened, near_rows)
             self.memory.open = self._near.beside(opened)
             needed += self._near.needed()
         compile_all(self.device_id, needed)
@@ -389,9 +389,9 @@ class CupyCache(EmbeddingCache):
 
     def _tell_near(self, change: Callable[[NearTables], object]) -> None:
         """Do something with the near tables of all devices; those of closed ones nobody reads. `_copying` is held."""
-        for one in self._sharers:
-            if one._near is not None and one.memory.error is None:
-                one._on_near(change)
+        for sharer in self._sharers:
+            if sharer._near is not None and sharer.memory.error is None:
+                sharer._on_near(change)
 
     @device_call("changing copies of rows")
     def _on_near(self, change: Callable[[NearTables], object]) -> None:
@@ -435,12 +435,12 @@ class CupyCache(EmbeddingCache):
     @device_call("telling whether the cache is complete")
     def _tell_complete(self, complete: bool) -> None:
         tables = self.memory.tables()
-        for one in self._sharers:
-            one.complete = one.memory.complete = False
+        for sharer in self._sharers:
+            sharer.complete = sharer.memory.complete = False
         for table in tables if self.static else ():
             self._changes.tell_complete(table, complete)
-        for one in self._sharers:
-            one.complete = one.memory.complete = complete and self.static
+        for sharer in self._sharers:
+            sharer.complete = sharer.memory.complete = complete and self.static
 
 
 def _keys_on_host(keys_at: int, n: int) -> KeyArray:

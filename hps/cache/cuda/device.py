@@ -320,8 +320,8 @@ class TableMemory:
             with on_device(self.device_id):
                 runtime.memGetInfo()  # a lost context refuses every call
         except CUDA_ERRORS:
-            for one in self.sharers or (self,):
-                one.error = one.error or str(error)
+            for sharer in self.sharers or (self,):
+                sharer.error = sharer.error or str(error)
         return self.error is not None
 
 

@@ -100,11 +100,11 @@ class Shape(NamedTuple):
             rows: of the table of each segment.
             outputs: see `outputs_code`.
         """
-        unit, out = unit_of(reduce(or_, [one.dim for one in rows]), outputs & 15), outputs >> 4
-        widths = [one.width for one in rows]
+        unit, out = unit_of(reduce(or_, [row.dim for row in rows]), outputs & 15), outputs >> 4
+        widths = [row.width for row in rows]
         segments = 1 if len(rows) == 1 else SEGMENTS_AT_ONCE
-        formats = reduce(or_, [1 << one.dtype for one in rows])
-        return cls(unit, max(one.dim for one in rows), max(widths), segments, formats, unit_of(reduce(or_, widths), 16), out)
+        formats = reduce(or_, [1 << row.dtype for row in rows])
+        return cls(unit, max(row.dim for row in rows), max(widths), segments, formats, unit_of(reduce(or_, widths), 16), out)
 
     def units(self, rows: Rows) -> int:
         """Return the units of a vector, with the format of its row where that differs by segment."""

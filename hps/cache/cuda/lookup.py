@@ -538,7 +538,7 @@ class CupyLookup(CacheLookup):
             self._busy = self.stream + 1
 
     def _launch_answer_of(self, group: Sequence[int], *, settles: bool, defers: bool) -> None:
-        placed, specs, structs = self.placed, self.memory.specs, self.kernels.structs
+        placed, specs, packed_tables = self.placed, self.memory.specs, self.kernels.structs
         tables = tuple([placed.tables[place] for place in group])
         outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
         handle, shape, threads = self.kernels.answer_of("answer", tables, outputs)
@@ -562,7 +562,7 @@ class CupyLookup(CacheLookup):
                         staged_rows = min(n, _STAGED_BYTES // row_bytes)
                         staged = self.device_space(row_bytes * staged_rows)
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
-            pack(buffer, offset, *structs[table], *answer, authoritative, bins_per_row)
+            pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size
         tail = self._answer_tails.get((len(group), shape.most_words, threads, settles, defers))
         if tail is None:

@@ -21,7 +21,7 @@ class KernelStruct(struct.Struct):
     """
 
     def __new__(cls, fields: str) -> Self:
-        return super().__new__(cls, "<" + "".join(field.partition(":")[2] for field in fields.split()))
+        return super().__new__(cls, "<" + "".join(field.partition(":")[2] for field in fields.split()))  # type: ignore[call-arg]
 
     def __init__(self, fields: str) -> None:
         pairs = [field.split(":") for field in fields.split()]

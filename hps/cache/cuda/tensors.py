@@ -246,7 +246,7 @@ class TensorReader:
             if (
                 len(addresses) < 2 * count
                 or list(map(_DTYPE_OF, every)) != [_INT64] * count + [_FLOAT32] * count
-                or not all(map(ge, [one.size for one in outs], needs))
+                or not all(map(ge, [out.size for out in outs], needs))
                 or reduce(or_, addresses[:count]) & 7
             ):
                 return None

@@ -87,7 +87,11 @@ class ParquetFiles(ArraySource):
                     row = sum(file.metadata.row_group(i).num_rows for i in range(chosen[0])) if chosen else 0
                     for batch in file.iter_batches(step, columns=list(names), row_groups=chosen):
                         columns = [batch.column(name) for name in names]
-                        yield part, row, [one.storage if isinstance(one, pa.ExtensionArray) else one for one in columns]
+                        yield (
+                            part,
+                            row,
+                            [column.storage if isinstance(column, pa.ExtensionArray) else column for column in columns],
+                        )
                         row += batch.num_rows
 
 

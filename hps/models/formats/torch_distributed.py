@@ -118,7 +118,7 @@ class DistributedCheckpoint(ArraySource):
         rows = self._infos[names[0]].shape[0]
         with reading(self.path):
             tables = [self._bands(name) for name in names]
-            for shard in (one for name in names for one in self._shards[name]):
+            for shard in (shard for name in names for shard in self._shards[name]):
                 self._refuse_absent(shard)
             mapped: dict[_Shard, torch.Tensor] = {}
             for start in range(0, rows, step):
@@ -130,10 +130,10 @@ class DistributedCheckpoint(ArraySource):
         """Arrange the shards of a tensor by the rows that they share. Each band must have every column once."""
         info, shards = self._infos[name], self._shards[name]
         width = info.shape[1] if len(info.shape) > 1 else 1
-        edges = sorted({0, info.shape[0], *(edge for one in shards for edge in (one.rows.start, one.rows.stop))})
+        edges = sorted({0, info.shape[0], *(edge for shard in shards for edge in (shard.rows.start, shard.rows.stop))})
         bands = []
         for start, stop in pairwise(edges):
-            inside = sorted((one for one in shards if start in one.rows), key=lambda one: one.columns.start)
+            inside = sorted((shard for shard in shards if start in shard.rows), key=lambda one: one.columns.start)
             ends = [0, *(one.columns.stop for one in inside)]
             if [one.columns.start for one in inside] != ends[:-1] or ends[-1] != width or stop > info.shape[0]:
                 raise ModelFileError(
@@ -177,7 +177,7 @@ class DistributedCheckpoint(ArraySource):
             saved = np.memmap(
                 shard.file, np.uint8, "c", shard.start, (shard.length,)
             )  # copy on write: torch warns of read-only memory
-            form = torch.load(io.BufferedReader(_Stream(saved)), map_location="meta", weights_only=True)
+            form = torch.load(io.BufferedReader(_SavedStream(saved)), map_location="meta", weights_only=True)
             if (
                 not isinstance(form, torch.Tensor)
                 or tuple(form.shape) != shard.sizes
@@ -186,7 +186,7 @@ class DistributedCheckpoint(ArraySource):
                 raise ValueError(
                     f"got {form!r} as a shard of {name!r}, expected a tensor {shard.sizes} of {self._infos[name].dtype}"
                 )
-            with zipfile.ZipFile(_Stream(saved)) as archive:
+            with zipfile.ZipFile(_SavedStream(saved)) as archive:
                 members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
                 if "byteorder" in members and archive.read(members["byteorder"]).decode() != sys.byteorder:
                     raise ValueError(f"got elements in the other byte order, expected {sys.byteorder}-endian ones")
@@ -194,7 +194,7 @@ class DistributedCheckpoint(ArraySource):
             return elements.as_strided(form.shape, form.stride(), form.storage_offset())
 
 
-class _Stream(io.RawIOBase):
+class _SavedStream(io.RawIOBase):
     """A file of bytes in memory, without a copy of them. *One thread.*"""
 
     def __init__(self, content: AnyArray) -> None:

@@ -176,7 +176,9 @@ class _Search:
         return self.sources.locate(place)[1].rstrip("/") or "/"
 
     def directories(self, place: str) -> list[str]:
-        return [one for one in self.sources.locate(place)[0].directories(place) if not one.startswith((".", "_"))]
+        return [
+            directory for directory in self.sources.locate(place)[0].directories(place) if not directory.startswith((".", "_"))
+        ]
 
     def names(self, place: str) -> list[str]:
         return self.sources.locate(place)[0].list(place)
@@ -194,7 +196,7 @@ class _Search:
             return [FoundModel(name, (FoundTable(name, place, *stored_shape(place, self.sources)),))]
         below = self.directories(place) if depth else []
         versions = sorted((one for one in below if VERSION.fullmatch(one)), key=int)
-        held = [self._tables(within(place, one), relative=True) for one in versions]
+        held = [self._tables(within(place, version), relative=True) for version in versions]
         if versions and all(held):
             return [FoundModel(name, tuple(held[-1]), place, tuple(versions))]
         tables = self._tables(place)
@@ -202,7 +204,10 @@ class _Search:
         places = {table.place for table in tables}
         others = [within(place, one) for one in below]
         return found + [
-            model for one in others if one not in places and not self.is_table(one) for model in self.models(one, depth - 1)
+            model
+            for other in others
+            if other not in places and not self.is_table(other)
+            for model in self.models(other, depth - 1)
         ]
 
     def _tables(self, place: str, *, relative: bool = False) -> list[FoundTable]:
@@ -251,8 +256,8 @@ class _Search:
                 layers = (read_json(filesystem, within(place, name)) or {}).get("layers")
             except ModelFileError:
                 continue
-            kinds = [one for one in layers if isinstance(one, dict)] if isinstance(layers, list) else []
-            tops = [one.get("top") for one in kinds if "Sparse" in str(one.get("type"))]
+            kinds = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+            tops = [kind.get("top") for kind in kinds if "Sparse" in str(kind.get("type"))]
             if found := [name_of(str(top)) for top in tops if top]:
                 return found
         return []

@@ -146,7 +146,7 @@ def import_tables(
     if model_source is not None and (settings := model_source.model_dump(mode="json", exclude_defaults=True)):
         content["model_source"] = settings
     load_configuration(content)
-    there = [one for one in places.values() if filesystem.exists(one)]
+    there = [place for place in places.values() if filesystem.exists(place)]
     if config and _FILES.exists(config):
         there.append(config)
     if there and not overwrite:

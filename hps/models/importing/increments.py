@@ -103,8 +103,8 @@ def import_delta(
             f"importing {path}: got --after or --every, expected a directory of increments named by their steps"
         )
     found = [
-        find_tables(one, tables, keys=keys, file_format=file_format, dtype=dtype, first_key=first_key, delta=True)
-        for one in (increments.values() if steps is not None else [path])
+        find_tables(increment, tables, keys=keys, file_format=file_format, dtype=dtype, first_key=first_key, delta=True)
+        for increment in (increments.values() if steps is not None else [path])
     ]
     merged = _by_directory(path, found, dims)
     counts: dict[str, int] = {}

@@ -147,7 +147,7 @@ class FrontLink:
     def connect(self, descriptors: FrontDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
         compile_kernels(*OWNER_KERNELS)
-        self._memories = [Memory(one) for one in descriptors.regions]
+        self._memories = [Memory(region) for region in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         loops, serials = len(descriptors.loop_events), secrets.randbits(40)
@@ -236,27 +236,31 @@ class FrontLink:
             for board in self._boards:
                 board.leave_all(server is not None and server.records)
             left_out: set[tuple[int, int]] = set()
-            present = {(id(one), device) for one in deployments for device in self._devices(one)}
-            for one in deployments:
-                for device in self._devices(one):
-                    if (id(one), device) not in self._served:
+            present = {(id(deployment), device) for deployment in deployments for device in self._devices(deployment)}
+            for deployment in deployments:
+                for device in self._devices(deployment):
+                    if (id(deployment), device) not in self._served:
                         try:
-                            served = _Served(one, device, self._boards, self._drivers)
+                            served = _Served(deployment, device, self._boards, self._drivers)
                         except HPSError as error:
-                            if (id(one), device) not in self._left_out:
+                            if (id(deployment), device) not in self._left_out:
                                 _log.error("%s", error)
-                            left_out.add((id(one), device))
+                            left_out.add((id(deployment), device))
                             continue
-                        self._served[id(one), device] = served
+                        self._served[id(deployment), device] = served
                         self._by_serial[served.serial] = served
             self._left_out = left_out
             models: dict[str, dict[str, Any]] = {}
-            for one in deployments:
-                made = [self._served[id(one), device] for device in self._devices(one) if (id(one), device) in self._served]
-                models.setdefault(one.config.model, {})[one.version] = {
-                    **(made[0].published if made else _published(one)),
-                    "serials": self._serials_of(one, made),
-                    "lost": [device for device, session in one.sessions.items() if session.lost],
+            for deployment in deployments:
+                made = [
+                    self._served[id(deployment), device]
+                    for device in self._devices(deployment)
+                    if (id(deployment), device) in self._served
+                ]
+                models.setdefault(deployment.config.model, {})[deployment.version] = {
+                    **(made[0].published if made else _published(deployment)),
+                    "serials": self._serials_of(deployment, made),
+                    "lost": [device for device, session in deployment.sessions.items() if session.lost],
                 }
             serving = (
                 {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
@@ -332,7 +336,7 @@ class FrontLink:
         if self._threads:
             os.eventfd_write(self._jobs_event, len(self._threads))
         deadline = time.monotonic() + timeout_s
-        started = [one for one in (*self._threads, *self._loops, self._follower) if one.ident is not None]
+        started = [thread for thread in (*self._threads, *self._loops, self._follower) if thread.ident is not None]
         for thread in started:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.settle()
@@ -403,7 +407,7 @@ class FrontLink:
             raise InvalidInputError("scoring: a tensor does not fit in the memory of the front")
         packed = PackedRequest(described, memory.view, start, memory.address + start)
         request: Request = packed if described.samples else scores.unpack(packed)
-        outputs = [(one.name, one.array(memory.view, start)) for one in described.outputs]
+        outputs = [(output.name, output.array(memory.view, start)) for output in described.outputs]
         if any(place.shape[:1] != (request.samples,) for _, place in outputs):
             raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
         most_s = self._lifecycle.configuration.service.request_timeout_s
@@ -443,7 +447,7 @@ class FrontLink:
             self._server.lookup_batch(deployment, batch, served.device)
         aside = b""
         if trace is not None:
-            spans = [(one.stage, one.table, one.began_ns, one.ended_ns, one.keys) for one in trace.spans]
+            spans = [(span.stage, span.table, span.began_ns, span.ended_ns, span.keys) for span in trace.spans]
             aside = json.dumps({"tables": {name: asdict(one) for name, one in trace.tables.items()}, "spans": spans}).encode()
         return ANSWERED, current.deferred - before, aside
 
@@ -471,7 +475,7 @@ def _published(deployment: Deployment) -> dict[str, Any]:
     if (scores := deployment.scores) is not None and (dense := deployment.config.dense) is not None:
         network = {
             "dense": dense.model_dump(mode="json", exclude_defaults=True),
-            "outputs": [asdict(one) for one in scores.opened.outputs],
+            "outputs": [asdict(output) for output in scores.opened.outputs],
             "max_samples": scores.max_samples,
         }
     tables = [asdict(table) for table in deployment.tables]

@@ -27,7 +27,7 @@ class Readiness:
 
     def reason(self, name: str) -> str:
         """Why a model is not ready; empty if it is, or is not meant to be."""
-        status = next((one for one in self.models() if one.name == name), None)
+        status = next((model for model in self.models() if model.name == name), None)
         if status is None or status.reason is None:
             return ""
         return f"loading failed: {status.reason}" if status.state == "failed" else status.reason

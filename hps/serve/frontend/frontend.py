@@ -152,7 +152,7 @@ class Front:
         before, self.settings = self.settings, settings
         how = "log_format", "log_level"  # only where it has changed: the command line stands above the configuration
         use(*(None if getattr(before, key) == getattr(settings, key) else getattr(settings, key) for key in how))
-        self.authorization.configure(settings, [TokenConfig.model_validate(one) for one in self._tokens])
+        self.authorization.configure(settings, [TokenConfig.model_validate(token) for token in self._tokens])
         self._requests.configure(settings)
         self.memory.limit_to(body_bytes(settings, self._fronts))
         self.exchange.settings = settings

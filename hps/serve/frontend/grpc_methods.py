@@ -1,7 +1,7 @@
 """The methods of gRPC that a frontend serves: `inference.GRPCInferenceService`, health and reflection."""
 
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
@@ -30,7 +30,7 @@ class Method(NamedTuple):
     """A method that is served. It has one of the two functions; both take and return messages as bytes."""
 
     answer: Callable[[GrpcCall, bytes], Awaitable[bytes]] | None  # answers a message
-    watch: Callable[[GrpcCall, bytes], AsyncIterator[bytes]] | None = None  # answers a message many times
+    watch: Callable[[GrpcCall, bytes], AsyncGenerator[bytes, None]] | None = None  # answers a message many times
     infers: bool = False  # its messages are lookups
     streams: bool = False  # clients send several messages, each of which is answered
     guarded: bool = False  # it takes a token, though it is not forwarded to the engine's application
@@ -162,7 +162,7 @@ async def _check(call: GrpcCall, data: bytes) -> bytes:
     return _status(ready=await call.front.owner_health.is_ready())
 
 
-async def _watch(call: GrpcCall, data: bytes) -> AsyncIterator[bytes]:
+async def _watch(call: GrpcCall, data: bytes) -> AsyncGenerator[bytes, None]:
     known = _checked_service(data)
     if not known:
         yield _serialized(_HealthResponse(status="SERVICE_UNKNOWN"))

@@ -177,22 +177,24 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         return None
 
     async def _answer(self, call: GrpcCall, method: Method) -> bytes | None:
-        if method.streams:
+        respond, watch = method.answer, method.watch
+        if method.streams and respond is not None:
             while (data := await call.read(streams=True)) is not None:
-                await self._write(call, await method.answer(call, data))
+                await self._write(call, await respond(call, data))
                 call.release_messages()
             return None
         if (data := await call.read()) is None:
             limit = f"at most {self._front.settings.max_body_bytes} bytes (service.max_body_bytes)"
             raise InvalidInputError(f"got no message, or one that is too large, expected one of {limit}")
-        if method.watch is None:
-            answer = await method.answer(call, data)
+        if respond is not None:
+            answer = await respond(call, data)
             self._unsent[call] = time.monotonic()
             return answer
-        call.waits = True
-        async with aclosing(method.watch(call, data)) as answers:
-            async for answer in answers:
-                await self._write(call, answer)
+        if watch is not None:
+            call.waits = True
+            async with aclosing(watch(call, data)) as answers:
+                async for answer in answers:
+                    await self._write(call, answer)
         return None
 
     async def _write(self, call: GrpcCall, answer: bytes) -> None:

@@ -88,11 +88,17 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
     out, mask, count = begin + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
     words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, ASIDE_ROOM]  # without the serial
     words += [0] * (HEADER_BYTES // 8 - len(words))
-    for one in layout.ranges:
-        count = one.stop - one.start
-        words += [one.table, count, keys_at + tensors[one.source].start + 8 * one.start, out, mask if one.masked else 0]
-        out += one.step
-        mask += count if one.masked else 0
+    for range_ in layout.ranges:
+        count = range_.stop - range_.start
+        words += [
+            range_.table,
+            count,
+            keys_at + tensors[range_.source].start + 8 * range_.start,
+            out,
+            mask if range_.masked else 0,
+        ]
+        out += range_.step
+        mask += count if range_.masked else 0
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
     answer = answer_head(200, headers, layout.answer_size, b"").removesuffix(b"\r\n\r\n")
     return Plan(

@@ -139,9 +139,9 @@ class Published:
                     version = FrontVersion(known, serials, counts)
                 version.leave_out(one["lost"])
                 models[name][number] = version
-        gone = {one.tables for versions in self._models.values() for one in versions.values()}
+        gone = {version.tables for versions in self._models.values() for version in versions.values()}
         self._models = models
-        if gone - {one.tables for versions in models.values() for one in versions.values()}:
+        if gone - {version.tables for versions in models.values() for version in versions.values()}:
             clear_caches()  # their entries would keep what is known of versions that nobody asks for again
         if not self.blocked:  # a new owner begins without models
             self.counts = {
@@ -177,4 +177,4 @@ class Published:
 def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:
     signature = signature_of(DenseConfig.model_validate(published["dense"]), tables)
     outputs = tuple(Output(one["name"], one["dtype"], tuple(one["shape"])) for one in published["outputs"])
-    return PublishedNetwork(model, signature, outputs, published["max_samples"], tuple(one.table_name for one in tables))
+    return PublishedNetwork(model, signature, outputs, published["max_samples"], tuple(table.table_name for table in tables))

@@ -47,14 +47,14 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
     Raises:
         TooManyKeysError: it has more keys than `max_keys`.
     """
-    if not all(binary for _, binary in header.outputs) or any(one.start < 0 for one in header.inputs.values()):
+    if not all(binary for _, binary in header.outputs) or any(input_.start < 0 for input_ in header.inputs.values()):
         return None
     if not is_taken_as_sent(header, network):
         return None
     check_keys(header.keys, max_keys)
     written = text_of(answer_text(header, model.name, model.version, {}))
     written += b" " * (-len(written) % 16)
-    inputs = [[one.name, one.dtype.str, one.shape, one.start] for one in header.inputs.values()]
+    inputs = [[input_.name, input_.dtype.str, input_.shape, input_.start] for input_ in header.inputs.values()]
     outputs, end = _outputs(header, up(header.binary_size + HEAD_ROOM + len(written), _ALIGNED))
     descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
     vectors_at, end = begin + outputs[0][3], begin + end

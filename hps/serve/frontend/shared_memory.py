@@ -50,7 +50,7 @@ class Translation:
     @property
     def sent_bytes(self) -> int:
         """Bytes of the binary part that was sent."""
-        return sum(one for one in self.inputs if isinstance(one, int))
+        return sum(input_ for input_ in self.inputs if isinstance(input_, int))
 
 
 class SharedTensors(NamedTuple):
@@ -70,7 +70,7 @@ class SharedTensors(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes of all binary inputs."""
-        return sum(one if isinstance(one, int) else one.size for one in self.translation.inputs)
+        return sum(input_ if isinstance(input_, int) else input_.size for input_ in self.translation.inputs)
 
 
 def shared_tensors(
@@ -174,7 +174,7 @@ class Segments:
             one["name"]: Region(one["name"], one["key"], one["offset"], one["byte_size"], tuple(one["identity"]))
             for one in published
         }
-        used = {one.identity for one in self._regions.values()}
+        used = {region.identity for region in self._regions.values()}
         for identity in [one for one in self._open if one not in used]:
             os.close(self._open.pop(identity))
 
@@ -196,16 +196,16 @@ class Segments:
             InvalidInputError: a place is not in its region, or the segment has become shorter.
         """
         at = taken = 0
-        for one in shared.translation.inputs:
-            size = one if isinstance(one, int) else one.size
+        for input_ in shared.translation.inputs:
+            size = input_ if isinstance(input_, int) else input_.size
             target = keys[at : at + size]
-            if isinstance(one, int):
+            if isinstance(input_, int):
                 target[:] = shared.sent[taken : taken + size]
                 taken += size
             else:
-                descriptor, offset = self._locate(one)
+                descriptor, offset = self._locate(input_)
                 if os.preadv(descriptor, [target], offset) != size:
-                    raise _shorter(one)
+                    raise _shorter(input_)
             at += size
 
     def write(self, place: Place, tensor: memoryview) -> None:

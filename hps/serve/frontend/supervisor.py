@@ -222,7 +222,7 @@ class Supervisor:
         self._tell_fronts(signal.SIGUSR1)
         self._tell_owner(signal.SIGUSR1)
         self._began, drain_s = time.monotonic(), 0.0
-        if self._drains and any(one < 0 for one in self._children.values()):
+        if self._drains and any(child < 0 for child in self._children.values()):
             found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
             page = found[1] if found else {}
             if not page.get("blocked", "starting"):
@@ -237,7 +237,7 @@ class Supervisor:
         now = time.monotonic()
         if self._drains and now < stop_at:
             return not self._children
-        if any(one >= 0 for one in self._children.values()):
+        if any(child >= 0 for child in self._children.values()):
             if False not in self._told:
                 self._told.add(False)
                 _log.info("%s: no longer listening, after %.1f s", self._stopping, now - self._began)

@@ -149,12 +149,12 @@ class Authorization:
             self._by_digest[_digest(bearer.encode())] = Identity("bearer token", "the bearer token", ["lookup"])
         if admin:
             self._by_digest[_digest(admin.encode())] = Identity("admin token", "the admin token", ["lookup", "write", "admin"])
-        for one in entries:
-            requests = self._bucket(before, one.name, "requests", one.requests_per_s, one.burst)
-            keys = self._bucket(before, one.name, "keys", one.keys_per_s, None)
-            identity = Identity(one.name, f"token {one.name}", one.rights, requests, keys)
-            self._by_digest |= {bytes.fromhex(digest): identity for digest in one.sha256}
-            self._by_certificate |= dict.fromkeys(one.certificate, identity)
+        for entry in entries:
+            requests = self._bucket(before, entry.name, "requests", entry.requests_per_s, entry.burst)
+            keys = self._bucket(before, entry.name, "keys", entry.keys_per_s, None)
+            identity = Identity(entry.name, f"token {entry.name}", entry.rights, requests, keys)
+            self._by_digest |= {bytes.fromhex(digest): identity for digest in entry.sha256}
+            self._by_certificate |= dict.fromkeys(entry.certificate, identity)
 
     def _bucket(
         self,

@@ -105,12 +105,12 @@ class HTTPMetrics:
     def held(self) -> dict[str, int]:
         """Return the number of fronts, and the sums of their gauges."""
         fronts = self.fronts()
-        return {"fronts": len(fronts), **{name: sum(one[name] for one in fronts) for _, _, name in _OF_FRONTS}}
+        return {"fronts": len(fronts), **{name: sum(front[name] for front in fronts) for _, _, name in _OF_FRONTS}}
 
     def _with(self, fronts: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
         """Return the sum of these counts and those of fronts."""
         total = HTTPMetrics(Refusals())
-        for figures in (self.figures(), *(one["http"] for one in fronts)):
+        for figures in (self.figures(), *(front["http"] for front in fronts)):
             total.add(figures)
         return total
 
@@ -234,7 +234,7 @@ class InferenceStatistics:
     def of(self, deployment: Deployment) -> InferenceCounts:
         """Return the counts of a version."""
         name = counted_as(deployment.config.model, deployment.version, self.serials(deployment))
-        counted = [InferenceCounts(*one["inference"][name]) for one in self.fronts() if name in one["inference"]]
+        counted = [InferenceCounts(*front["inference"][name]) for front in self.fronts() if name in front["inference"]]
         return reduce(InferenceCounts.plus, counted, InferenceCounts())
 
     def families(self) -> Iterator[Family]:

@@ -131,12 +131,12 @@ class SharedMemoryRegistry:
         self._changed()
 
     def _held(self) -> int:
-        return sum(one.byte_size for one in self._regions.values())
+        return sum(region.byte_size for region in self._regions.values())
 
     def unregister(self, name: str | None) -> None:
         """Forget a region, or all; unknown names are no error, as in Triton."""
-        for one in list(self._regions) if name is None else [name]:
-            self._regions.pop(one, None)
+        for region in list(self._regions) if name is None else [name]:
+            self._regions.pop(region, None)
         self._changed()
 
     def regions(self, name: str | None = None) -> list[Region]:
@@ -153,4 +153,4 @@ class SharedMemoryRegistry:
 
     def published(self) -> list[dict[str, Any]]:
         """Return the regions for the page that fronts read."""
-        return [{**asdict(one), "identity": list(one.identity)} for one in list(self._regions.values())]
+        return [{**asdict(region), "identity": list(region.identity)} for region in list(self._regions.values())]

@@ -155,7 +155,7 @@ def _by_table(header: InferenceHeader, model: ModelTables) -> Sequence[TableBags
             continue
         _check_integers(keys)
         of_bags = {kind: f"{name}.{kind}" for kind in ("offsets", "weights")}
-        offsets, weights = (inputs.get(one) if one not in model.indices else None for one in of_bags.values())
+        offsets, weights = (inputs.get(bag) if bag not in model.indices else None for bag in of_bags.values())
         options = _options(header, name)
         if offsets is not None:
             _check_flat(keys)

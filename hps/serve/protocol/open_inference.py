@@ -170,8 +170,8 @@ class AnswerLayout:
 
     def batch(self, inputs: Sequence[np.ndarray], outs: Sequence[np.ndarray], founds: Sequence[np.ndarray | None]) -> Batch:
         """Make the batch of a request of this layout, without its bags."""
-        keys = [inputs[one.source][one.start : one.stop] for one in self.ranges]
-        return Batch([one.table for one in self.ranges], [array.size for array in keys], keys, outs, founds)
+        keys = [inputs[range_.source][range_.start : range_.stop] for range_ in self.ranges]
+        return Batch([range_.table for range_ in self.ranges], [array.size for array in keys], keys, outs, founds)
 
     def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
@@ -279,7 +279,9 @@ class Inference:
             The JSON part in pieces, and the binary outputs as views of the lookup's memory.
         """
         layout = self._layout
-        values = [np.require(one, requirements="A") for one in layout.arrays(self._memory)]  # JSON is written from aligned ones
+        values = [
+            np.require(array, requirements="A") for array in layout.arrays(self._memory)
+        ]  # JSON is written from aligned ones
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
         numbers = {} if report is None else report.flat()
         return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
@@ -373,7 +375,7 @@ def lay_out_body(
     poolings: list[Pooling] = []
     if header.bags:
         tables = model.tables
-        poolings = [one.bags.pooling(tables[one.table].table_name, inputs) for one in layout.ranges if one.bags]
+        poolings = [range_.bags.pooling(tables[range_.table].table_name, inputs) for range_ in layout.ranges if range_.bags]
     return Laid(layout, inputs, header.device_id, poolings)
 
 

@@ -194,7 +194,7 @@ class PublishedNetwork:
     lookup_inputs: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        given = {one.name: one for one in self.signature.features if not one.index}
+        given = {feature.name: feature for feature in self.signature.features if not feature.index}
         object.__setattr__(self, "features_by_name", given)
         of_tables = {name + end for name in self.tables for end in ("", ".offsets", ".weights")}
         object.__setattr__(self, "lookup_inputs", of_tables | {"KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"})

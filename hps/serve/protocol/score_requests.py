@@ -95,7 +95,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     names: list[Any] = [one.get("name") for one in given if type(one) is dict] if type(given) is list else [None]
     if parameters.get("vectors") is True or not all(type(name) is str for name in names):
         return None
-    known = {name for one in network.features_by_name for name in (one, one + OFFSETS, one + WEIGHTS)}
+    known = {name for feature in network.features_by_name for name in (feature, feature + OFFSETS, feature + WEIGHTS)}
     if not known.issuperset(names):
         if network.lookup_inputs.issuperset(names):
             return None
@@ -107,13 +107,13 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     inputs, binary_size = read_inputs(request.get("inputs"), datatypes=DATATYPES)
     binary = parameters.get("binary_data_output") is True
     requested = read_outputs(request.get("outputs"), binary)
-    outputs = {one.name: one for one in network.outputs}
+    outputs = {output.name: output for output in network.outputs}
     if requested is not None and (unknown := [name for name in requested if name not in outputs]):
         raise InvalidInputError(f"reading 'outputs': got {unknown[0][:120]!r}, expected some of {', '.join(outputs)}")
     chosen = tuple(
-        (one, binary if requested is None else requested[one.name].binary)
-        for one in network.outputs
-        if requested is None or one.name in requested
+        (output, binary if requested is None else requested[output.name].binary)
+        for output in network.outputs
+        if requested is None or output.name in requested
     )
     if "datatype" in parameters or any(one.datatype for one in (requested or {}).values()):
         expected = 'expected none: scores have those of the network; vectors are asked with "vectors": true'
@@ -306,20 +306,20 @@ class DescribedTensor(NamedTuple):
 def described(features: Sequence[Feature], outputs: Sequence[Output]) -> tuple[list[DescribedTensor], list[DescribedTensor]]:
     """Describe the inputs and outputs of a network."""
     inputs = []
-    for one in features:
-        if one.index:
+    for feature in features:
+        if feature.index:
             continue
-        if not one.is_lookup:
-            shape, sampled = one.tensor().shape or (), one.first == -1
+        if not feature.is_lookup:
+            shape, sampled = feature.tensor().shape or (), feature.first == -1
             inputs.append(
-                DescribedTensor(one.name, _NAMES[one.dtype], (shape[1:] or (1,)) if sampled else shape, sampled=sampled)
+                DescribedTensor(feature.name, _NAMES[feature.dtype], (shape[1:] or (1,)) if sampled else shape, sampled=sampled)
             )
             continue
-        inputs.append(DescribedTensor(one.name, "INT64", (-1 if one.bags else one.hotness or 1,)))
-        if one.bags:
-            inputs.append(DescribedTensor(one.name + OFFSETS, "INT64", (1,), optional=True))
-            inputs.append(DescribedTensor(one.name + WEIGHTS, "FP32", (-1,), optional=True))
-    return inputs, [_described_output(one) for one in outputs]
+        inputs.append(DescribedTensor(feature.name, "INT64", (-1 if feature.bags else feature.hotness or 1,)))
+        if feature.bags:
+            inputs.append(DescribedTensor(feature.name + OFFSETS, "INT64", (1,), optional=True))
+            inputs.append(DescribedTensor(feature.name + WEIGHTS, "FP32", (-1,), optional=True))
+    return inputs, [_described_output(output) for output in outputs]
 
 
 def _described_output(one: Output) -> DescribedTensor:

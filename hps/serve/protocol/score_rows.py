@@ -61,7 +61,7 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
         read = read_request(network.signature, arrays, network.max_samples, network.model)
         samples, sizes = read.samples, read.sizes
     keys = count_keys({name: one.shape for name, one in arrays.items()}, network)
-    outputs = tuple((one, False) for one in network.outputs)
+    outputs = tuple((output, False) for output in network.outputs)
     header = ScoreHeader(None, {}, 0, samples, sizes, keys, outputs, timeout, device)
     check_keys(header.keys, max_keys)
     return ScoreBody(header, arrays, rows=True)
@@ -96,7 +96,7 @@ def _leaves(name: str, value: Any, names: Mapping[str, Feature], prefixes: froze
 def _prefixes(network: PublishedNetwork) -> frozenset[str]:
     """Return what nested values may be called: of the input `x.y.0`, `x` and `x.y`."""
     parts = [name.split(".") for name in network.features_by_name]
-    return frozenset(".".join(one[:end]) for one in parts for end in range(1, len(one)))
+    return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part)))
 
 
 class _Rows:
@@ -114,26 +114,26 @@ class _Rows:
         self._ends: dict[int | str, npt.NDArray[np.int64]] = {}
         if not signature.shifted:
             return
-        offsets = [one for one in self._features if one.offsets_of >= 0]
-        given = [one for one in offsets if one.name in user or bag_ends(one, len(items)) is None]
+        offsets = [feature for feature in self._features if feature.offsets_of >= 0]
+        given = [offset for offset in offsets if offset.name in user or bag_ends(offset, len(items)) is None]
         whole = {self._features[one.offsets_of].first for one in given}
-        self._bags = {self._features[one.offsets_of].first for one in offsets} - whole
+        self._bags = {self._features[offset.offsets_of].first for offset in offsets} - whole
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Make the arrays of all inputs."""
         found: dict[str, npt.NDArray[Any]] = {}
         later: list[Feature] = []
-        for one in self._features:
-            if one.index:
+        for feature in self._features:
+            if feature.index:
                 continue
-            if one.first == -1 and one.offsets_of < 0:
-                _add_rows(found, one, self._rows(one))
-            elif one.offsets_of >= 0 and self._features[one.offsets_of].first in self._bags:
-                later.append(one)
-            elif one.first in self._bags:
-                found[one.name] = self._bagged(one)
+            if feature.first == -1 and feature.offsets_of < 0:
+                _add_rows(found, feature, self._rows(feature))
+            elif feature.offsets_of >= 0 and self._features[feature.offsets_of].first in self._bags:
+                later.append(feature)
+            elif feature.first in self._bags:
+                found[feature.name] = self._bagged(feature)
             else:
-                found[one.name] = self._whole(one)
+                found[feature.name] = self._whole(feature)
         for one in later:
             ends = self._ends[self._features[one.offsets_of].first]
             self._refuse_in_items(one, "none: its bags are lists, which say it")
@@ -233,26 +233,26 @@ def example_of(signature: Signature) -> str:
     user: dict[str, Any] = {}
     items: list[dict[str, Any]] = [{} for _ in range(samples)]
     features = signature.features
-    offsets = [one for one in features if one.offsets_of >= 0]
-    whole = {features[one.offsets_of].first for one in offsets if bag_ends(one, samples) is None}
-    bags = {features[one.offsets_of].first for one in offsets} - whole
+    offsets = [feature for feature in features if feature.offsets_of >= 0]
+    whole = {features[offset.offsets_of].first for offset in offsets if bag_ends(offset, samples) is None}
+    bags = {features[offset.offsets_of].first for offset in offsets} - whole
     values = signature.zeros(samples)
-    for one in features:
-        name, zeros = one.name, values[one.name]
-        target = features[one.offsets_of] if one.offsets_of >= 0 else None
-        if one.index or (target is not None and target.first in bags):
+    for feature in features:
+        name, zeros = feature.name, values[feature.name]
+        target = features[feature.offsets_of] if feature.offsets_of >= 0 else None
+        if feature.index or (target is not None and target.first in bags):
             continue
         if zeros.size > _LONGEST_EXAMPLE:
             return ""
-        if one.first in bags:
+        if feature.first in bags:
             parts = np.array_split(zeros, samples)
-        elif one.first == -1 and target is None and not one.per_request:
+        elif feature.first == -1 and target is None and not feature.per_request:
             parts = [*zeros]
         else:
-            user[name] = _value(one, zeros[0] if one.per_request else zeros)
+            user[name] = _value(feature, zeros[0] if feature.per_request else zeros)
             continue
         for item, part in zip(items, parts, strict=True):
-            item[name] = _value(one, part)
+            item[name] = _value(feature, part)
     text = orjson.dumps({**({"user": user} if user else {}), "items": items}).decode()
     return text if len(text) <= _LONGEST_EXAMPLE else ""
 

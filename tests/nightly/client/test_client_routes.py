@@ -40,11 +40,11 @@ def load(client: hps.Client, seen: set[float]) -> Load:
 
 def test_a_server_that_is_killed_and_comes_back_fails_no_lookup(servers: list[ServedProcess], client: hps.Client) -> None:
     with load(client, seen := set()) as asking:
-        for one in servers[:2]:
+        for server in servers[:2]:
             asking.more()
-            one.stop(signal.SIGKILL)
+            server.stop(signal.SIGKILL)
             asking.more()
-            one.start()
+            server.start()
             asking.more()
     assert asking.problems == []
     assert seen == {1.0}
@@ -55,9 +55,9 @@ def test_versions_that_are_deployed_one_server_after_the_other_are_never_mixed(
 ) -> None:
     with load(client, seen := set()) as asking:
         for version in ("2", "1", "2"):
-            for one in servers:
+            for server in servers:
                 asking.more()
-                with hps.connect(one.url, token=ADMIN, timeout_s=60) as direct:
+                with hps.connect(server.url, token=ADMIN, timeout_s=60) as direct:
                     direct.ask("/v1/models/m/deploy", "POST", {"version": version})
             asking.more()
     assert asking.problems == []

@@ -92,7 +92,9 @@ def assert_answers(stack, name, keys, table="item", timeout_s=20):
 def metric(stack, name, *parts):
     """The sum of a replica's series whose line has all these parts."""
     lines = httpx.get(f"{stack.url(name)}/metrics", headers=TOKEN).text.splitlines()
-    return sum(float(one.rpartition(" ")[2]) for one in lines if not one.startswith("#") and all(part in one for part in parts))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#") and all(part in line for part in parts)
+    )
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -124,7 +124,9 @@ def look_up_in_shards(configuration: str) -> None:
             for _ in range(2):
                 asking.more(10)
                 before = asked("shard-1")
-                (replica,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if "::shard-1#" in one["name"]]
+                (replica,) = [
+                    actor for actor in ray.util.list_named_actors(all_namespaces=True) if "::shard-1#" in actor["name"]
+                ]
                 ray.kill(ray.get_actor(replica["name"], replica["namespace"]))
                 asking.more(10)
                 wait_until(lambda most=before: 0 < asked("shard-1") < most, "a new replica is asked")

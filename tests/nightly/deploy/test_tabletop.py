@@ -82,7 +82,7 @@ class Tabletop:
     def said(self, pattern: str, level: str = "WARNING") -> None:
         """There is such a line in the log, or soon will be: late tables are looked for once a second."""
         wait_until(
-            lambda: any(one.levelname == level and re.search(pattern, one.getMessage()) for one in self._log.records),
+            lambda: any(record.levelname == level and re.search(pattern, record.getMessage()) for record in self._log.records),
             f"a line of the log says {pattern!r}",
         )
 

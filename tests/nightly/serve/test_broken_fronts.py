@@ -44,8 +44,8 @@ def test_a_front_that_writes_garbage_harms_only_itself(service):
         thread.start()
         try:
             for nth in range(150):
-                for one in connections[1]:
-                    assert one.look_up([nth, 2 * nth, ROWS - 1]) == 200
+                for connection in connections[1]:
+                    assert connection.look_up([nth, 2 * nth, ROWS - 1]) == 200
                 if nth % 10 == 0:
                     connections[1][0].request("GET", "/metrics")
                     status, _, body = connections[1][0].take_answer()
@@ -55,8 +55,8 @@ def test_a_front_that_writes_garbage_harms_only_itself(service):
             thread.join()
         os.kill(pid, signal.SIGKILL)
     service.wait_replaced(0, pid)
-    for one in service.connections(2)[0]:
-        wait_until(lambda one=one: one.look_up(KEYS) == 200, "the new front answers")
+    for connection in service.connections(2)[0]:
+        wait_until(lambda one=connection: one.look_up(KEYS) == 200, "the new front answers")
 
 
 def test_counters_never_go_backwards_while_fronts_die(service):

@@ -97,7 +97,7 @@ def soak(arguments: argparse.Namespace, directory: Path, report: Report) -> list
     finally:
         stage.close()
     violations = stage.ledger.violations()
-    kinds = Counter(one["kind"] for one in violations)
+    kinds = Counter(violation["kind"] for violation in violations)
     clients = arguments.good + arguments.bad
     axes = {
         "work": "soak",
@@ -155,10 +155,10 @@ def main() -> None:
         print("  ".join(f"{name} {value}" for name, value in {**row["axes"], **row["figures"]}.items()))
     print(report.write(arguments.out))
     shown: Counter[str] = Counter()
-    for one in violations:
-        shown[one["kind"]] += 1
-        if shown[one["kind"]] <= 5:
-            print(json.dumps(one))
+    for violation in violations:
+        shown[violation["kind"]] += 1
+        if shown[violation["kind"]] <= 5:
+            print(json.dumps(violation))
     sys.exit(bool(violations))
 
 

@@ -103,25 +103,25 @@ class GoodClient:
 
 
 def _lookup(model: str, bounds: list[Bounds]) -> tuple[str, bytes, dict[str, str]]:
-    tables = {TABLES[one.table].name: one.keys.tolist() for one in bounds}
+    tables = {TABLES[bound.table].name: bound.keys.tolist() for bound in bounds}
     return f"/v1/models/{model}/lookup", orjson.dumps({"tables": tables, "found": True}), {}
 
 
 def _rows(_: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
     answer = orjson.loads(body)
-    names = [TABLES[one.table].name for one in bounds]
+    names = [TABLES[bound.table].name for bound in bounds]
     return [(np.array(answer["tables"][name], np.float32), np.array(answer["found"][name], np.bool_)) for name in names]
 
 
 def _infer(model: str, bounds: list[Bounds]) -> tuple[str, bytes, dict[str, str]]:
-    keys = {TABLES[one.table].name: one.keys for one in bounds}
+    keys = {TABLES[bound.table].name: bound.keys for bound in bounds}
     headers, body = request_of(keys, parameters={"found": True, "binary_data_output": True})
     return f"/v2/models/{model}/infer", body, headers
 
 
 def _vectors(headers: Any, body: bytes, bounds: list[Bounds]) -> _Answer:
     parts = tensors_of(headers, body)
-    return [(parts[name], parts[f"{name}.found"]) for name in (TABLES[one.table].name for one in bounds)]
+    return [(parts[name], parts[f"{name}.found"]) for name in (TABLES[bound.table].name for bound in bounds)]
 
 
 def good(directory: Path, actor: int, ports: list[int], count: int) -> None:

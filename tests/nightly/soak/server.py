@@ -174,7 +174,9 @@ class Node:
         out = np.full((keys.size, dim), np.nan, np.float32)
         try:
             if how == "lookup_tables":
-                (out,), (found,) = (one.values() for one in self._server.lookup_tables({name: keys}, model, return_found=True))
+                (out,), (found,) = (
+                    table.values() for table in self._server.lookup_tables({name: keys}, model, return_found=True)
+                )
             elif how == "lookup_fromdlpack":
                 found = self._server.lookup_fromdlpack(keys, out, model, name, return_found=True)
             else:

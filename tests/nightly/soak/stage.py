@@ -131,8 +131,8 @@ class Stage:
             while left and time.monotonic() < deadline:
                 with suppress(httpx.TransportError):
                     families = text_string_to_metric_families(httpx.get(f"{self._url(process)}/metrics", timeout=10).text)
-                    samples = [one for family in families for one in family.samples]
-                    left = {one.name: one.value for one in samples if one.value > _IDLE.get(one.name, np.inf)}
+                    samples = [sample for family in families for sample in family.samples]
+                    left = {sample.name: sample.value for sample in samples if sample.value > _IDLE.get(sample.name, np.inf)}
                 time.sleep(0.1)
             if left:
                 self.ledger.violation("left over", process=PROCESSES[process], **left)
@@ -236,7 +236,7 @@ class Stage:
         rollups = {name: _kilobytes(pid, "smaps_rollup") for name, pid in names.items()}
         peaks = {name: _kilobytes(pid, "status").get("VmHWM", 0) for name, pid in names.items()}
         if len(names) > 1:  # peaks of processes count twice what they share, and were not at the same time
-            peaks[whole] = sum(one.get("Pss", 0) for one in rollups.values())
+            peaks[whole] = sum(rollup.get("Pss", 0) for rollup in rollups.values())
         grown = {name: one.get("Pss_Anon", 0) + one.get("Pss_Shmem", 0) for name, one in rollups.items()}
         grown[whole] = sum(grown.values())
         for name in names:

@@ -41,7 +41,7 @@ def test_a_soak_finds_faults_that_are_made_on_purpose(tmp_path):
     faults = ("a:default,torn,foreign,invented,stale", "b:lost,leak,stall,front-leak,drop")
     status, violations, _ = soak(tmp_path, "--minutes", 0.7, "--chaos", "--bad", 0, "--good", 8, "--fault", *faults)
     assert status == 1
-    found = {(one["kind"], one["process"]) for one in violations if "process" in one}
+    found = {(violation["kind"], violation["process"]) for violation in violations if "process" in violation}
     assert {(kind, "a") for kind in wrong} | {(kind, "b") for kind in ("stale", "memory", "health", "dropped")} <= found
     assert {("memory", name) for name in ("b owner", "b front 0", "b front 1", "b front 2")} <= found
-    assert {one.get("how") for one in violations if one["kind"] in wrong} >= {"json", "binary"}
+    assert {violation.get("how") for violation in violations if violation["kind"] in wrong} >= {"json", "binary"}

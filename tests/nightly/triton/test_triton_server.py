@@ -104,7 +104,7 @@ def test_a_thousand_answers_equal_those_of_a_direct_lookup(server, repository, d
         def request(number: int, client: Any) -> None:
             if number % 4 in (0, 1):  # as HugeCTR's backend
                 keys = {name: cases[number][name].reshape(-1) for name in DIMS}
-                counts = np.array([[one.size for one in keys.values()]], np.int32)
+                counts = np.array([[key.size for key in keys.values()]], np.int32)
                 [vectors] = ask(
                     client, "ranker", {"KEYS": np.concatenate([*keys.values()])[None], "NUMKEYS": counts}, "OUTPUT0"
                 )

@@ -41,7 +41,7 @@ def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_topics_leaves(
         source = {"type": "kafka_message_queue", "brokers": broker.address, "metadata_refresh_interval_ms": 500}
         source |= {"config": {"fetch.wait.max.ms": 2000}}  # what is not found by then is not in the answer
         scene = Scene(tmp_path, children, source, tiers, updates, row_dtype, redis=redis.address)
-        topics = [one.topic for one in scene.publishers.values()]
+        topics = [publisher.topic for publisher in scene.publishers.values()]
 
         def disturb() -> None:
             broker.kill()

@@ -221,10 +221,10 @@ def test_whatever_tables_are_asked_for_their_kernels_are_compiled_ahead(tables, 
 def test_the_shape_of_several_tables_can_do_what_each_of_them_needs():
     tables = [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8)]
     shape = kernels.shape_of(tables, (0, 1), kernels.ALIGNED)
-    for one in tables:
-        assert one.dim % shape.unit == 0
-        assert (shape.widest >= one.dim, shape.most_words >= one.width) == (True, True)
-        assert shape.formats >> one.dtype & 1
+    for table in tables:
+        assert table.dim % shape.unit == 0
+        assert (shape.widest >= table.dim, shape.most_words >= table.width) == (True, True)
+        assert shape.formats >> table.dtype & 1
     assert kernels.shape_of(tables, (1,), kernels.ALIGNED) == Shape.of([tables[1]], kernels.ALIGNED)
 
 

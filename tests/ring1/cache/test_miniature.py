@@ -33,7 +33,7 @@ def test_a_miniature_has_its_share_of_the_sets_and_one_at_least(rows: int, rate:
 )
 def test_keys_miss_once(lookups: list[list[int]], threshold: float, missed: list[int]) -> None:
     starts = np.cumsum([0, *map(len, lookups)])
-    keys = np.concatenate([np.array(one, np.int64) for one in lookups])
+    keys = np.concatenate([np.array(lookup, np.int64) for lookup in lookups])
     assert NumpyPlan.misses(keys, starts, starts, (1, 1), threshold).tolist() == [bool(one) for one in missed]
 
 
@@ -41,7 +41,7 @@ def test_keys_miss_once(lookups: list[list[int]], threshold: float, missed: list
 def test_misses_of_a_whole_table_are_those_of_the_cache(sets: int, pool: int) -> None:
     rng = np.random.default_rng(sets + pool)
     lookups = [np.minimum(rng.zipf(1.3, 30) - 1, pool - 1).astype(np.int64) for _ in range(80)]
-    starts = np.cumsum([0, *(one.size for one in lookups)])
+    starts = np.cumsum([0, *(lookup.size for lookup in lookups)])
     expected = NumpyPlan.misses(np.concatenate(lookups), starts, starts, (sets, sets), 1.1)
     cache = NumpyCache.create([spec(2)], [sets * WAYS], 0)
     lookup, missed = cache.create_lookup(), []

@@ -43,7 +43,7 @@ class Loop:
     def __init__(self, fronts):
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._jobs = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        self.board = Board([one.memory for one in fronts], [one.event for one in fronts], self.event, self._jobs, 0)
+        self.board = Board([front.memory for front in fronts], [front.event for front in fronts], self.event, self._jobs, 0)
         self.driver = NumpyBatches(self.board)
         self.driver.prepare()
         self.jobs = []
@@ -55,8 +55,8 @@ class Loop:
         return self.board.add(tables_of(*dims, **options), self.driver.resident(cache) if cache is not None else None)
 
     def start(self):
-        for one in self._threads:
-            one.start()
+        for thread in self._threads:
+            thread.start()
 
     def _work(self):
         while True:
@@ -85,11 +85,11 @@ def running(count=1, slab_bytes=1 << 20):
     """A loop over some fronts that have begun."""
     with ExitStack() as stack:
         fronts = [RegionFront(slab_bytes) for _ in range(count)]
-        for one in fronts:
-            stack.callback(one.close)
+        for front in fronts:
+            stack.callback(front.close)
         loop = Loop(fronts)
-        for one in fronts:
-            one.begin()
+        for front in fronts:
+            front.begin()
         loop.start()
         stack.callback(loop.stop)
         yield loop, *fronts
@@ -105,9 +105,9 @@ def served():
 def ask(loop, front, *requests):
     """Post requests and wait until all are completed."""
     wait_for_epoch(front)
-    if front.post(*[one.slot for one in requests]):
+    if front.post(*[request.slot for request in requests]):
         loop.wake()
-    assert sorted(front.wait(len(requests))) == sorted(one.slot for one in requests)
+    assert sorted(front.wait(len(requests))) == sorted(request.slot for request in requests)
 
 
 def wait_for_epoch(front):
@@ -136,8 +136,8 @@ def test_resident_keys_are_answered_and_no_keys_and_a_new_epoch(served):
             loop.wake()
         requests = [front.write(SLAB + 16384 * nth, serial, DIMS, one) for nth, one in enumerate(asked)]
         ask(loop, front, *requests)
-        for one in requests:
-            check(one)
+        for request in requests:
+            check(request)
         assert 0 < requests[0].times[0] <= requests[0].times[1]
     assert loop.jobs == []
 
@@ -182,7 +182,7 @@ def test_what_needs_python_is_handed_over(served):
     for nth, flags in enumerate((TRACED, POOLED, TRACED | POOLED, 1 << 40, -1), 1):
         requests.append(front.write(SLAB + 4096 * nth, serial, DIMS, one_key, flags=flags))
     ask(loop, front, *requests)
-    assert [one.status for one in requests] == [FAILED] * 6
+    assert [request.status for request in requests] == [FAILED] * 6
     assert len(loop.jobs) == 6
 
 
@@ -246,13 +246,13 @@ def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}
             for nth in range(int(random.integers(1, 20))):
                 segments = [(table, random.integers(0, ROWS, int(random.integers(0, 30))), True) for table in range(3)]
                 requests.append(front.write(SLAB + 16384 * nth, serial, DIMS, segments))
-            if front.post(*[one.slot for one in requests]):
+            if front.post(*[request.slot for request in requests]):
                 wake()
-            assert sorted(front.wait(len(requests))) == [one.slot for one in requests]
-            for one in requests:
-                assert one.status in statuses
-                if one.status == ANSWERED:
-                    for table, keys, out, found in one.asked:
+            assert sorted(front.wait(len(requests))) == [request.slot for request in requests]
+            for request in requests:
+                assert request.status in statuses
+                if request.status == ANSWERED:
+                    for table, keys, out, found in request.asked:
                         assert any(np.array_equal(out, vectors_of(table, keys, out.shape[1], own)) for own in of(serial))
                         assert found.all()
     except BaseException as error:  # noqa: BLE001 - raised by the test

@@ -129,7 +129,7 @@ def test_each_part_is_mapped_where_it_lies_for_all_devices(cuda: SimpleNamespace
     memory = cuda.spread_memory.SpreadMemory([(1, 2 * MIB), (0, 6 * MIB), (1, 0), (0, 2 * MIB)], (1, 0))
     [reserved] = driver.arguments("cuMemAddressReserve")
     assert reserved[1].value == 10 * MIB
-    made = [(one[2]._obj.device, one[1].value) for one in driver.arguments("cuMemCreate")]
+    made = [(argument[2]._obj.device, argument[1].value) for argument in driver.arguments("cuMemCreate")]
     assert made == [(1, 2 * MIB), (0, 6 * MIB), (0, 2 * MIB)]
     places = [(place.value - memory.address, size.value) for place, size, *_ in driver.arguments("cuMemMap")]
     assert places == [(0, 2 * MIB), (2 * MIB, 6 * MIB), (8 * MIB, 2 * MIB)]
@@ -308,5 +308,5 @@ def test_separate_tensors_of_torch_are_found_if_all_are_as_kernels_read_them(mod
     if dtype == "int32":
         assert placed is None
     else:
-        assert (placed.keys, placed.outs) == ([one.data_ptr() for one in keys], [one.data_ptr() for one in outs])
+        assert (placed.keys, placed.outs) == ([key.data_ptr() for key in keys], [out.data_ptr() for out in outs])
         assert reader.streams == {7}

@@ -55,16 +55,16 @@ def lookups(count: int = 1, **options: Any) -> Callable[[Any], list[Any]]:
 
 
 def is_right(*outcomes: Any) -> bool:
-    return all(isinstance(one, np.ndarray) and bool((one == vectors_of(KEYS)).all()) for one in outcomes)
+    return all(isinstance(outcome, np.ndarray) and bool((outcome == vectors_of(KEYS)).all()) for outcome in outcomes)
 
 
 def together(*calls: Callable[[], Any]) -> None:
     """Make calls in threads, and wait for them."""
-    threads = [threading.Thread(target=one) for one in calls]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_no_answer_is_an_error_and_the_next_call_is_answered(ask: Ask, step: Ste
     out = np.zeros((3, DIM), np.float32)
     with ScriptedServer([steps.right, step, steps.right, step, steps.right]) as server:
         outcomes = ask(server.url, lambda client: [*lookups(3)(client), *lookups(2, out=out)(client)])
-    assert [is_right(one) for one in outcomes] == [True, False, True, False, True], outcomes
+    assert [is_right(outcome) for outcome in outcomes] == [True, False, True, False, True], outcomes
     for one in (outcomes[1], outcomes[3]):
         assert type(one) is error
         assert message in str(one)
@@ -189,7 +189,7 @@ def test_a_write_is_sent_once(ask: Ask, step: Step) -> None:
     with ScriptedServer([step] * 5) as server:
         insert, delete = lambda one: one.insert([1], [[1.0] * DIM], "m", "item"), lambda one: one.delete([1], "m", "item")
         outcomes = ask(server.url, lambda client: [lambda: insert(client), lambda: delete(client)])
-        assert all(isinstance(one, hps.HPSError) for one in outcomes)
+        assert all(isinstance(outcome, hps.HPSError) for outcome in outcomes)
         assert [request.split(b" ", 1)[0] for request in server.requests] == [b"POST", b"DELETE"]
 
 
@@ -273,7 +273,7 @@ def test_vectors_are_received_where_out_lies(ask: Ask) -> None:
     assert found is out
     assert (out[:3] == vectors_of(KEYS)).all()
     assert (out[3:] == 9).all()
-    assert [isinstance(one, hps.InvalidInputError) for one in refusals] == [True] * 3
+    assert [isinstance(refusal, hps.InvalidInputError) for refusal in refusals] == [True] * 3
     assert is_right(after)
 
 
@@ -281,8 +281,11 @@ def test_requests_carry_the_token_and_nothing_else_shows_it(ask: Ask) -> None:
     secret = "s3cret-token"
     with ScriptedServer([refused(401, "no"), steps.closed, steps.closed, steps.closed]) as server:
         outcomes = ask(server.url, lookups(2), token=secret)
-        assert all(b"Authorization: Bearer s3cret-token\r\n" in one for one in server.requests)
-        shown = [repr(hps.connect(server.url, token=secret)), *(f"{one!r} {one} {one.__cause__!r}" for one in outcomes)]
+        assert all(b"Authorization: Bearer s3cret-token\r\n" in request for request in server.requests)
+        shown = [
+            repr(hps.connect(server.url, token=secret)),
+            *(f"{outcome!r} {outcome} {outcome.__cause__!r}" for outcome in outcomes),
+        ]
         assert secret not in " ".join(shown)
     with pytest.raises(hps.InvalidInputError) as caught:
         hps.connect("http://x", token=f"{secret}\r\nX: y")

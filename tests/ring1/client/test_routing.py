@@ -42,7 +42,7 @@ class Servers:
     """Servers whose vectors are key and version, and which fail as they are told, once for each mark."""
 
     def __init__(self, *marks, versions=(1, 1, 1)):
-        self.versions, self.marks = list(versions), [list(one) for one in marks] or [[], [], []]
+        self.versions, self.marks = list(versions), [list(mark) for mark in marks] or [[], [], []]
         self.asked = []
 
     def answer(self, place, keys):

@@ -58,7 +58,7 @@ def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[st
     scores = {name: SCORES[name] for name in names}
     expected = ExpectedAnswer({}, {}, None, scores=True)
     for _ in range(3):  # the second is read by what is remembered of the first
-        answer = read(answer_of(described(scores), b"".join(one.tobytes() for one in scores.values())), piece, expected)
+        answer = read(answer_of(described(scores), b"".join(score.tobytes() for score in scores.values())), piece, expected)
         assert answer.error() is None
         assert list(answer.outputs) == names
         for name, one in scores.items():

@@ -39,9 +39,9 @@ def inference_params(**changes: Any) -> InferenceParams:
 def server_config(*params: InferenceParams, **changes: Any) -> ParameterServerConfig:
     params = params or (inference_params(),)
     arguments: dict[str, Any] = {
-        "emb_table_name": {one.model_name: ["user", "item"] for one in params},
-        "embedding_vec_size": {one.model_name: [16, 32] for one in params},
-        "max_feature_num_per_sample_per_emb_table": {one.model_name: [1, 50] for one in params},
+        "emb_table_name": {param.model_name: ["user", "item"] for param in params},
+        "embedding_vec_size": {param.model_name: [16, 32] for param in params},
+        "max_feature_num_per_sample_per_emb_table": {param.model_name: [1, 50] for param in params},
         "inference_params_array": list(params),
     }
     return ParameterServerConfig(**{**arguments, **changes})
@@ -95,8 +95,12 @@ METHODS = {
 def test_keywords_their_order_and_defaults_are_hugectrs(struct: type) -> None:
     arguments = [argument.partition("=") for argument in ARGUMENTS[struct].split()]
     parameters = inspect.signature(struct).parameters.values()
-    assert [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY] == [name for name, _, _ in arguments]
-    assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == OLDER.get(struct, "").split()
+    assert [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY] == [
+        name for name, _, _ in arguments
+    ]
+    assert [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY] == OLDER.get(
+        struct, ""
+    ).split()
     made: dict[type, Any] = {InferenceParams: inference_params(), ParameterServerConfig: server_config()}
     one = made.get(struct) or struct()
     for name, equals, default in arguments:
@@ -109,9 +113,9 @@ def test_keywords_their_order_and_defaults_are_hugectrs(struct: type) -> None:
 def test_lookups_have_hugectrs_keywords_in_its_order(method: str) -> None:
     _, *parameters = inspect.signature(getattr(HPS, method)).parameters.values()
     written = [
-        one.name if one.default is one.empty else f"{one.name}={one.default}"
-        for one in parameters
-        if one.kind is not one.KEYWORD_ONLY
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
+        for parameter in parameters
+        if parameter.kind is not parameter.KEYWORD_ONLY
     ]
     assert written == METHODS[method].split()
 

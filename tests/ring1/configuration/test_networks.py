@@ -25,7 +25,7 @@ def dense(**changes: Any) -> dict[str, Any]:
 def problems(said: Any, **more: Any) -> list[str]:
     with pytest.raises(hps.ConfigError) as caught:
         load_configuration({"models": [{**MODEL, "dense": said, **more}]})
-    return [one.removeprefix("models[0].dense") for one in caught.value.problems]
+    return [problem.removeprefix("models[0].dense") for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize(

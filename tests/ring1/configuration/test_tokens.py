@@ -102,11 +102,13 @@ def test_a_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path, ca
     path.write_text('{"tokens": [')
     with caplog.at_level(logging.INFO):
         assert [watched.poll() for _ in range(4)] == [False] * 4
-    assert [one.name for one in watched.entries] == ["a"]
-    assert [(one.levelname, "the tokens stay as they are" in one.message) for one in caplog.records] == [("ERROR", True)]
+    assert [entry.name for entry in watched.entries] == ["a"]
+    assert [(record.levelname, "the tokens stay as they are" in record.message) for record in caplog.records] == [
+        ("ERROR", True)
+    ]
     write(path, GOOD, {**GOOD, "name": "b", "sha256": digest_of("b")})
     assert [watched.poll() for _ in range(3)] == [False, True, False]
-    assert [one.name for one in watched.entries] == ["a", "b"]
+    assert [entry.name for entry in watched.entries] == ["a", "b"]
 
 
 def test_a_file_that_is_wrong_from_the_beginning_lets_nobody_in_until_it_is_right(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_a_file_that_is_wrong_from_the_beginning_lets_nobody_in_until_it_is_righ
     assert watched.entries == ()
     write(tmp_path / "tokens.json", GOOD)
     assert [watched.poll() for _ in range(3)] == [False, True, False]
-    assert [one.name for one in watched.entries] == ["a"]
+    assert [entry.name for entry in watched.entries] == ["a"]
 
 
 def test_a_key_or_an_authority_alone_has_no_effect() -> None:

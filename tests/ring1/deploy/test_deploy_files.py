@@ -123,7 +123,7 @@ def test_balancer_and_prometheus_know_every_replica():
 
 def test_configuration_fits_what_the_compose_file_mounts_and_calls_its_services():
     configuration, services = load_configuration(ROOT / "configs" / "docker.json"), EVERYTHING.services
-    assert "/var/lib/hps" in [one.split(":")[1] for one in services["hps-1"]["volumes"]]
+    assert "/var/lib/hps" in [service.split(":")[1] for service in services["hps-1"]["volumes"]]
     assert str(configuration.persistent_db.path).startswith("/var/lib/hps/")
     assert all(source.startswith("/models/") for model in configuration.models for source in model.sparse_files)
     assert (configuration.volatile_db.address, configuration.service.port) == ("redis:6379", 8000)
@@ -172,7 +172,7 @@ def pins(name):
 @pytest.mark.parametrize("name", lock.sets())
 def test_locked_versions_are_those_that_pyproject_asks_for(name):
     found = pins(name) | (pins("cpu") if name in VARIANTS else {})
-    wanted = [Requirement(one) for one in lock.sets()[name]]
+    wanted = [Requirement(set_) for set_ in lock.sets()[name]]
     assert wanted
     for one in wanted:
         version, hashes = found[one.name]
@@ -183,7 +183,7 @@ def test_locked_versions_are_those_that_pyproject_asks_for(name):
 
 def test_what_cuda_adds_is_nothing_that_every_image_has():
     assert not pins("cuda12").keys() & pins("cpu").keys()
-    mine, theirs = ([one for one in pins(name) if "nvidia" in one] for name in ("cuda12", "cuda13"))
+    mine, theirs = ([pin for pin in pins(name) if "nvidia" in pin] for name in ("cuda12", "cuda13"))
     assert [name.rpartition("-cu")[0] or name for name in mine] == theirs
 
 
@@ -233,7 +233,7 @@ def test_build_context_holds_what_the_dockerfile_copies_and_nothing_secret():
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
     assert "*" in ignored
-    assert {one for sources in copied for one in sources} == allowed
+    assert {source for sources in copied for source in sources} == allowed
     assert all((ROOT / one).exists() for one in allowed)
 
 

@@ -74,7 +74,7 @@ def test_lookups_and_writes_go_on_without_the_device(document: Document, caplog:
         assert server.live.lost_devices() == LOST
         server.undeploy("shop")
         assert server.live.lost_devices() == {}
-    assert len([one for one in caplog.records if "is lost" in one.getMessage()]) == 1
+    assert len([record for record in caplog.records if "is lost" in record.getMessage()]) == 1
     FullDevice.broken = False
     with hps.HPS(document) as server:  # the restart
         check(server, 4)
@@ -204,7 +204,10 @@ def test_databases_that_lack_rows_do_not_answer_for_a_lost_device(
         fails(server.lookup, known, "shop", "item")
         fails(server.row, known[0], "shop", "item")
     assert server.live.lost_devices() == LOST
-    assert len([one for one in caplog.records if "lookups fail, since no database holds every row" in one.getMessage()]) == 1
+    assert (
+        len([record for record in caplog.records if "lookups fail, since no database holds every row" in record.getMessage()])
+        == 1
+    )
 
 
 @pytest.mark.parametrize("first", ["few", "item"])

@@ -188,7 +188,7 @@ def test_the_host_answers_where_the_device_cannot(start, changes, tiers, reason,
     assert path_of(server, "copy") == 1
     server.close()
     if reason:
-        assert len([one for one in caplog.messages if reason in one]) == 1
+        assert len([message for message in caplog.messages if reason in message]) == 1
         with pytest.raises(hps.DeviceError, match=f"miss_path is link, but table 'a' cannot be read in place.*{reason}"):
             start(persistent=True, tiers=tiers, miss_path="link")
 

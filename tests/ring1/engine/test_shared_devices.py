@@ -58,7 +58,7 @@ def check(server: hps.HPS, generation: int = 0) -> None:
 
 
 def told(*verbs: str) -> list[tuple[str, int, int]]:
-    return [one for one in SharedCache.calls if one[0] in verbs]
+    return [call for call in SharedCache.calls if call[0] in verbs]
 
 
 def devices_told(verb: str) -> set[int]:
@@ -165,16 +165,16 @@ def test_figures_of_devices_are_their_own_and_those_of_a_tier_all_of_its_devices
     server = start("partition" if shared else "replicate")
     server.statistics.measure()
     stats, sizes = server.stats(), [cache.stats(0).size_bytes for cache in SharedCache.made]
-    assert [(one.device, one.name, one.memory_bytes, one.free_bytes, one.cache_bytes) for one in stats.devices] == [
-        (str(n), f"device {n}", 10**9 + n, 10**8 + n, sizes[n]) for n in DEVICES
-    ]
+    assert [
+        (device.device, device.name, device.memory_bytes, device.free_bytes, device.cache_bytes) for device in stats.devices
+    ] == [(str(n), f"device {n}", 10**9 + n, 10**8 + n, sizes[n]) for n in DEVICES]
     *tiers, _hash_map = stats.models[0].tables[0].tiers
-    assert [one.vector_bytes + one.overhead_bytes for one in tiers] == ([sum(sizes)] if shared else sizes)
+    assert [tier.vector_bytes + tier.overhead_bytes for tier in tiers] == ([sum(sizes)] if shared else sizes)
     assert tiers[0].capacity_rows == SharedCache.made[0].stats(0).capacity_rows
     if shared:
         assert 0 < sizes[0] < sizes[1]
     else:
-        assert [one.device for one in tiers] == ["0", "1"]
+        assert [tier.device for tier in tiers] == ["0", "1"]
     [version] = server.versions("m")
     assert version.size_bytes["embedding_cache"] == sum(sizes)
 

@@ -183,14 +183,14 @@ def test_three_models_share_a_device_and_each_counts_for_itself(files):
         for name in "abbccc":
             server.lookup([1, 2], name, "t")
         stats = measured(server)
-        found = [(one.name, one.lookups.count, one.tables[0].keys) for one in stats.models]
+        found = [(model.name, model.lookups.count, model.tables[0].keys) for model in stats.models]
         assert found == [("a", 1, 2), ("b", 2, 4), ("c", 3, 6)]
-        caches = [one.tables[0].tiers[0] for one in stats.models]
-        assert len({one.capacity_rows for one in caches}) == 3
+        caches = [model.tables[0].tiers[0] for model in stats.models]
+        assert len({cache.capacity_rows for cache in caches}) == 3
         [device] = stats.devices
-        assert device.cache_bytes == sum(one.vector_bytes + one.overhead_bytes for one in caches)
+        assert device.cache_bytes == sum(cache.vector_bytes + cache.overhead_bytes for cache in caches)
         taken = server.model("b").session(0)._lookups.take()
-        assert [one.busy_workspaces for one in server.stats().models] == [0, 1, 0]
+        assert [model.busy_workspaces for model in server.stats().models] == [0, 1, 0]
         server.model("b").session(0)._lookups.give_back(taken)
 
 
@@ -217,7 +217,7 @@ def test_the_version_that_is_furthest_behind_counts_whatever_the_order(server, l
 def test_metrics_of_updates_show_the_worst_of_three_versions_of_each_table():
     a = [following("1", "a", 5.0, 50), following("2", "a", 9.0, 90, connected=False), following("3", "a", 2.0, 20)]
     b = [following("1", "b", 1.0, 10), following("2", "b", None, None), following("3", "b", 2.0, 20)]
-    lines = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for one in update_families(a + b) for line in one.lines}
+    lines = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for family in update_families(a + b) for line in family.lines}
     for table, values in (("a", ["9.0", "90", "0"]), ("b", ["NaN", "NaN", "1"])):
         of = f'{{model="m",table="{table}"}}'
         names = [f"hps_update_{what}{of}" for what in ("lag_seconds", "lag_messages", "connected")]

@@ -126,7 +126,7 @@ def test_a_head_has_at_most_so_many_headers():
 
 def test_a_client_may_wait_before_it_sends_its_body():
     values = (b"100-continue", b"100-Continue", b"200-ok")
-    assert [head_of(b"Expect: " + one).expects_continue for one in values] == [True, True, False]
+    assert [head_of(b"Expect: " + value).expects_continue for value in values] == [True, True, False]
 
 
 @given(st.binary(max_size=200))

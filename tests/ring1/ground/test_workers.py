@@ -238,7 +238,7 @@ def test_a_thread_that_an_error_ends_is_logged_counted_and_asks_for_a_restart(st
     assert THREADS.ended() == {"hps-short": 1}
     assert "hps-short" in THREADS.problem
     assert Metrics().registry.get_sample_value("hps_threads_ended_total", {"thread": "hps-short"}) == 1
-    (record,) = (one for one in caplog.records if one.levelname == "ERROR")
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
     assert "hps-short" in record.getMessage()
     assert record.exc_info[1] is error
     THREADS.clear()

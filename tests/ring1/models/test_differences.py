@@ -30,12 +30,12 @@ def found(old, new) -> tuple[dict[int, int], set[int], int]:
     changed: dict[int, int] = {}
     deleted: set[int] = set()
     rows = 0
-    for one in differences(old, new):
-        values = one.vectors.view(np.uint32)[:, 0].tolist()
-        assert not changed.keys() & set(one.keys.tolist())  # each key once
-        changed |= dict(zip(one.keys.tolist(), values, strict=True))
-        deleted |= set(one.deleted.tolist())
-        rows += one.rows
+    for difference in differences(old, new):
+        values = difference.vectors.view(np.uint32)[:, 0].tolist()
+        assert not changed.keys() & set(difference.keys.tolist())  # each key once
+        changed |= dict(zip(difference.keys.tolist(), values, strict=True))
+        deleted |= set(difference.deleted.tolist())
+        rows += difference.rows
     return changed, deleted, rows
 
 

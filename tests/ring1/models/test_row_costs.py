@@ -21,7 +21,7 @@ def costs_of(vectors: Array, chunk: int = 300) -> dict[str, RowCost]:
             block = vectors[start : start + chunk]
             yield np.arange(start, start + len(block)) + 7, block
 
-    return {one.row_dtype: one for one in row_costs("t", len(vectors), vectors.shape[1], chunks())}
+    return {cost.row_dtype: cost for cost in row_costs("t", len(vectors), vectors.shape[1], chunks())}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_refused_rows_are_counted_and_the_first_is_named(normal: Array) -> None:
     refused = {name: (one.refused_rows, one.first_refused_key) for name, one in costs.items()}
     assert refused == {"float16": (2, 12), "bfloat16": (0, None), "int8": (2, 407)}
     assert costs["float16"].findings[0] == "refused rows: 2, the first of key 12"
-    assert all(np.isfinite([one.error_max, one.error_rms, one.rms_share]).all() for one in costs.values())
+    assert all(np.isfinite([cost.error_max, cost.error_rms, cost.rms_share]).all() for cost in costs.values())
     all_refused = costs_of(np.full((3, 4), np.inf, np.float32))
     int8 = all_refused["int8"]
     assert (int8.refused_rows, int8.error_max, int8.least_key, all_refused["float16"].refused_rows) == (3, 0.0, None, 0)
@@ -67,11 +67,11 @@ def test_rows_that_a_format_merges_are_named(normal: Array, monkeypatch: pytest.
     far = normal / 50 + 1000
     costs = costs_of(far)
     for row_dtype in ("float16", "bfloat16"):
-        text = next(one for one in costs[row_dtype].findings if one.startswith("merged rows"))
+        text = next(finding for finding in costs[row_dtype].findings if finding.startswith("merged rows"))
         left = len(np.unique(encode("test", far, row_dtype), axis=0).view(np.uint32))
         assert text == f"merged rows: of 1,000 sampled rows that differ, {left:,} still do"
-        assert any(one.startswith("coarse") for one in costs[row_dtype].findings)
-    assert all(one.findings == () for one in costs_of(np.repeat(normal[:10], 100, axis=0)).values()), "equal before"
+        assert any(finding.startswith("coarse") for finding in costs[row_dtype].findings)
+    assert all(cost.findings == () for cost in costs_of(np.repeat(normal[:10], 100, axis=0)).values()), "equal before"
     monkeypatch.setattr(module, "_SAMPLED_ROWS", 100)
     for chunk in (7, 300, ROWS):  # a sample of the whole table
         assert costs_of(far, chunk)["bfloat16"].findings[0].startswith("merged rows: of 100 sampled rows that differ")
@@ -83,12 +83,12 @@ def test_outliers_are_named_where_codes_are_few(normal: Array) -> None:
     assert costs["int8"].findings[-1] == "outliers: in 100% of the rows half of the elements gets 8 of 256 codes or fewer"
     assert costs["float16"].findings == ()
     sparse = np.where(np.arange(DIM) < 5, normal, 0).astype(np.float32)  # equal elements lose nothing
-    assert not [one for one in costs_of(sparse)["int8"].findings if one.startswith("outliers")]
+    assert not [finding for finding in costs_of(sparse)["int8"].findings if finding.startswith("outliers")]
 
 
 def test_narrow_and_zero_tables_are_measured() -> None:
     for dim in (1, 2, 7):
         for vectors in (np.zeros((5, dim), np.float32), np.ones((1, dim), np.float32)):
-            for one in costs_of(vectors).values():
-                assert (one.error_max, one.rms_share, one.findings) == (0, 0, ())
-                assert (one.cosine_mean, one.cosine_least) == (pytest.approx(1), pytest.approx(1))
+            for cost in costs_of(vectors).values():
+                assert (cost.error_max, cost.rms_share, cost.findings) == (0, 0, ())
+                assert (cost.cosine_mean, cost.cosine_least) == (pytest.approx(1), pytest.approx(1))

@@ -111,7 +111,7 @@ def test_inputs_in_dicts_are_called_as_their_keys(form: Callable[[], bytes]) -> 
 
 def test_inputs_in_lists_are_called_as_their_placeholders_and_outputs_in_their_order() -> None:
     content = exported(OfList(), [*EXAMPLES], shapes=([ROWS, ROWS],))
-    names = [str(one) for one in torch.export.load(io.BytesIO(content)).graph_signature.user_inputs]
+    names = [str(input_) for input_ in torch.export.load(io.BytesIO(content)).graph_signature.user_inputs]
     first, second = (NetworkTensor(name, "float32", one.shape) for name, one in zip(names, (A, B), strict=True))
     found = answer(opened(content, first, second, outputs=("x", "y")), dict(zip(names, VALUES.values(), strict=True)))
     np.testing.assert_allclose(found["x"], WANTED)

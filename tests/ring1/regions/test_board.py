@@ -35,8 +35,8 @@ def _add_to(address, value):
 def fronts():
     fronts = [RegionFront(), RegionFront()]
     yield fronts
-    for one in fronts:
-        one.close()
+    for front in fronts:
+        front.close()
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def jobs_event():
 
 @pytest.fixture
 def board(fronts, jobs_event):
-    return Board([one.memory for one in fronts], [one.event for one in fronts], jobs_event, jobs_event, 0)
+    return Board([front.memory for front in fronts], [front.event for front in fronts], jobs_event, jobs_event, 0)
 
 
 def row_of(serial):
@@ -79,8 +79,8 @@ def test_a_deployment_has_the_words_of_its_tables(board):
 
 def test_exactly_so_many_deployments_are_known_and_one_more_when_one_has_left(board):
     serials = [serve(board) for _ in range(exchange.MOST_DEPLOYMENTS)]
-    assert len({row_of(one) for one in serials}) == exchange.MOST_DEPLOYMENTS
-    assert [board.deployments[row_of(one), exchange.D_SERIAL] for one in serials] == serials
+    assert len({row_of(serial) for serial in serials}) == exchange.MOST_DEPLOYMENTS
+    assert [board.deployments[row_of(serial), exchange.D_SERIAL] for serial in serials] == serials
     with pytest.raises(HPSError, match="'m': fronts know at most 256 deployments"):
         serve(board)
     board.end(serials[77])
@@ -253,9 +253,9 @@ def test_a_descriptor_is_checked_when_its_job_is_taken_and_copied(board, fronts)
 def test_jobs_of_the_full_rings_of_all_fronts_are_kept(board, fronts):
     """As many as all fronts may have under way; and again, from the middle of the ring of jobs on."""
     serial = serve(board)
-    for one in fronts:
+    for front in fronts:
         for nth in range(RING // 8):
-            one.write(SLAB + 1024 * nth, serial, (1,), [(0, [nth], False)], aside=0)
+            front.write(SLAB + 1024 * nth, serial, (1,), [(0, [nth], False)], aside=0)
     for most in (RING, RING // 2, RING):
         expected = [(nth % 2, SLAB + 1024 * (nth % (RING // 8))) for nth in range(2 * most)]
         for place, slot in expected:
@@ -278,10 +278,10 @@ def test_several_threads_take_each_job_once(board, fronts):
             taken.append(job.slot)
 
     workers = [threading.Thread(target=work) for _ in range(4)]
-    for one in workers:
-        one.start()
-    for one in workers:
-        one.join()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     assert sorted(taken) == slots
 
 

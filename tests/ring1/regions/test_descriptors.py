@@ -16,7 +16,7 @@ FRONT = RegionFront(SLAB_BYTES, guarded=True)  # a read beside the region ends t
 END = FRONT.memory.size
 BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
 SERIAL = BOARD.add(
-    [one for dim, most in zip(DIMS, MOST_KEYS, strict=True) for one in tables_of(dim, max_keys=most)],
+    [table for dim, most in zip(DIMS, MOST_KEYS, strict=True) for table in tables_of(dim, max_keys=most)],
     resident=None,
 )
 OTHER = BOARD.add(tables_of(1), resident=None)

@@ -106,11 +106,11 @@ def joined(front, owner):
 def started(work, *calls):
     """Threads that work until the block ends and they have finished."""
     workers = [threading.Thread(target=work, args=arguments, daemon=True) for arguments in calls]
-    for one in workers:
-        one.start()
+    for worker in workers:
+        worker.start()
     yield
-    for one in workers:
-        one.join()
+    for worker in workers:
+        worker.join()
 
 
 def test_slots_are_taken_in_the_order_of_their_posts_and_completed_in_any(joined):

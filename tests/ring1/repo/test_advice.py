@@ -40,7 +40,7 @@ def text_of(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(one.value if isinstance(one, ast.Constant) else "{}" for one in node.values)
+        return "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values)
     return None
 
 
@@ -70,7 +70,7 @@ def said_in_errors() -> set[str]:
 
 def is_example(node: ast.Assign | ast.AnnAssign) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return any(isinstance(one, ast.Name) and "EXAMPLE" in one.id for one in targets)
+    return any(isinstance(target, ast.Name) and "EXAMPLE" in target.id for target in targets)
 
 
 def problems_of(command: str) -> str:
@@ -82,7 +82,7 @@ def problems_of(command: str) -> str:
     if hasattr(place, "commands") and words and not words[0].startswith("-"):
         return f"there is no command {words[0]}"
     words = [word for word in words if not re.fullmatch(r"-\d+", word)]  # keys
-    options = {name for one in place.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+    options = {name for param in place.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
     return ", ".join(f"there is no option {word}" for word in words if word.startswith("-") and word not in options)
 
 

@@ -20,7 +20,7 @@ for place in sorted(PACKAGE.rglob("*.py")):
             FUNCTIONS.append((place.relative_to(PACKAGE).as_posix(), node))
         elif isinstance(node, ast.ClassDef):
             CLASSES.append(node)
-        elif isinstance(node, ast.Call) and any(isinstance(one, ast.Constant) and type(one.value) is bool for one in node.args):
+        elif isinstance(node, ast.Call) and any(isinstance(arg, ast.Constant) and type(arg.value) is bool for arg in node.args):
             CALLS.append((place.relative_to(PACKAGE).as_posix(), node))
 
 
@@ -35,8 +35,8 @@ def is_compiled(function: Function) -> bool:
 def booleans(function: Function) -> tuple[list[str], list[str]]:
     """The booleans of a function that a call may pass by position, and the others."""
     arguments = function.args
-    by_position = [one.arg for one in [*arguments.posonlyargs, *arguments.args] if is_bool(one.annotation)]
-    return by_position, [one.arg for one in arguments.kwonlyargs if is_bool(one.annotation)]
+    by_position = [posonlyarg.arg for posonlyarg in [*arguments.posonlyargs, *arguments.args] if is_bool(posonlyarg.annotation)]
+    return by_position, [kwonlyarg.arg for kwonlyarg in arguments.kwonlyargs if is_bool(kwonlyarg.annotation)]
 
 
 def names_with_booleans() -> Iterator[str]:

@@ -57,7 +57,7 @@ def caches_in(source: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             makers = [one for one in ast.walk(node.value) if isinstance(one, ast.Name | ast.Attribute)]
-            if any(ast.unparse(one) in known for one in makers):
+            if any(ast.unparse(maker) in known for maker in makers):
                 decorators |= set(makers)
                 yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
     for node in ast.walk(tree):  # handed on, returned, or called in place

@@ -21,4 +21,4 @@ def test_commands_are_where_the_makefile_installs_them() -> None:
     """A fresh clone has `hps` in .venv/bin and nowhere else."""
     commands = re.findall(r"(?:^    |`)((?:\S+/)?(?:hps|python) [^`\n]+)", README, re.MULTILINE)
     assert commands
-    assert [one for one in commands if not one.startswith(".venv/bin/")] == []
+    assert [command for command in commands if not command.startswith(".venv/bin/")] == []

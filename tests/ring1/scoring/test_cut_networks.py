@@ -102,7 +102,7 @@ class Cut(Scorer):
         **changes: Any,
     ) -> None:
         self.tables, self.network = FakeTables(*DIMS), kind(function)
-        self.keys_programs = [kind(one) for one in programs]
+        self.keys_programs = [kind(program) for program in programs]
         calls = NetworkCalls(self.network, self.keys_programs)
         super().__init__(
             "m",
@@ -118,7 +118,7 @@ class Cut(Scorer):
         return read_request(self.signature, arrays, MOST, "m")
 
     def answers(self, *arrays: Arrays) -> list[Any]:
-        return [one["all"] if isinstance(one, dict) else one for one in self.score([self.read(one) for one in arrays])[0]]
+        return [one["all"] if isinstance(one, dict) else one for one in self.score([self.read(array) for array in arrays])[0]]
 
 
 def arrays_of(rng: np.random.Generator, samples: int, n: int = 2, once: bool = True, **changes: Any) -> dict[str, np.ndarray]:
@@ -157,7 +157,7 @@ def expected(tables: FakeTables, arrays: Arrays) -> np.ndarray:
         *(tables.vectors(0, user + 1), tables.vectors(0, user) + tables.vectors(0, 2 * user)),
         *(tables.vectors(1, (hist + user[:, None]) % 7), hist),
     ]
-    return np.concatenate([one.reshape(samples, -1) for one in columns], 1)
+    return np.concatenate([column.reshape(samples, -1) for column in columns], 1)
 
 
 each_kind = pytest.mark.parametrize("kind", [ArrayNetwork, DeviceNetwork], ids=["on the CPU", "on a device"])
@@ -191,12 +191,15 @@ def test_what_is_given_once_is_computed_and_looked_up_once(kind: type[ArrayNetwo
     ours, rng = Cut(kind), np.random.default_rng(1)
     asked: list[tuple[int, int]] = []
     look_up = ours.tables.look_up
-    ours._runner.lookup = lambda segments: (asked.extend((one.table, one.n) for one in segments), look_up(segments))[1]
+    ours._runner.lookup = lambda segments: (
+        asked.extend((segment.table, segment.n) for segment in segments),
+        look_up(segments),
+    )[1]
     ours.answers(arrays_of(rng, 3), arrays_of(rng, 4))
-    assert [one.calls for one in ours.keys_programs] == [[2], [7]]
+    assert [program.calls for program in ours.keys_programs] == [[2], [7]]
     assert sorted(asked)[:2] == [(0, 2), (0, 4)]  # a key, and a pair, of each user
     ours.answers(arrays_of(rng, 3), arrays_of(rng, 4, once=False))
-    assert [one.calls for one in ours.keys_programs] == [[2, 5], [7, 7]]
+    assert [program.calls for program in ours.keys_programs] == [[2, 5], [7, 7]]
 
 
 def test_a_program_is_not_run_on_a_number_of_rows_that_the_guards_refuse() -> None:
@@ -436,7 +439,7 @@ def test_the_trial_runs_all_programs_without_lookups(kind: type[ArrayNetwork]) -
     ours = Cut(kind)
     assert ours.try_out() == (Output("all", "float32", (f"7*n + {3 + 1 + 4 + 2 + 4 + 2 + 4 + 4}",)),)
     assert (ours.tables.lookups, ours.network.calls[:2]) == ([], [1, 3])
-    assert [one.calls for one in ours.keys_programs] == [ours.network.calls] * 2
+    assert [program.calls for program in ours.keys_programs] == [ours.network.calls] * 2
     assert {*ours.network.calls[2:]} == {1}  # with other sizes
 
 

@@ -48,7 +48,7 @@ def read(given: dict[str, np.ndarray], **inputs: Any) -> ScoreInputs:
 
 def test_inputs_are_in_the_order_of_the_configuration() -> None:
     said = "float32 [-1, 4]; float32 [-1, 2]; float32 [-1, 2, 2]; float32 [-1, 4]; float32 [-1]; int32 [-1, 2, 3]"
-    assert "; ".join(str(one) for one in signature().tensors()) == said
+    assert "; ".join(str(tensor) for tensor in signature().tensors()) == said
     request = read(arrays())
     assert (request.samples, request.keys) == (3, (1, 5, 6, 3))
     assert [one.rows for one in request.given] == [1, 1, 3, 3, 3, 3]

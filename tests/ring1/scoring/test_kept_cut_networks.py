@@ -113,9 +113,9 @@ def test_requests_in_shared_memory_are_gathered(kind: type[ArrayNetwork], kept: 
 def test_a_program_of_what_is_given_once_runs_on_a_row_a_request(kept: list[int | None]) -> None:
     ours, rng = scorer(), np.random.default_rng(1)
     ours.answers(arrays_of(rng, 3), arrays_of(rng, 4))
-    assert [one.calls[-1] for one in ours.keys_programs] == [2, 7]
+    assert [program.calls[-1] for program in ours.keys_programs] == [2, 7]
     ours.answers(arrays_of(rng, 3, once=False), arrays_of(rng, 4, once=False))
-    assert [one.calls[-1] for one in ours.keys_programs] == [7, 7]
+    assert [program.calls[-1] for program in ours.keys_programs] == [7, 7]
     assert kept == [7, 7]
 
 
@@ -159,19 +159,19 @@ def test_lengths_of_any_size_take_no_more_memory_than_twice_that_of_known_ones(
     ours, other, rng = scorer(kind), scorer(kind), np.random.default_rng(1)
     ours.warm()
     layouts = [lay_out(ours.signature, form, MOST) for form in kept_forms(ours.signature, MOST)]
-    most = 2 * sum(one.size_bytes + one.beside_bytes for one in layouts)
+    most = 2 * sum(layout.size_bytes + layout.beside_bytes for layout in layouts)
     before = len(ours._kept.memories)
     assert before == len(layouts) == 4  # 16 and 40 samples, given each and once
     for n in (2, 3, 9, 30, 3, 2):
         compare(ours, other, arrays_of(rng, 20, n, once=False))
-        assert sum(one.size_bytes for one in ours._kept.memories) <= most
+        assert sum(memory.size_bytes for memory in ours._kept.memories) <= most
     assert kept == [20, 20, 20, None, 20, 20]
     monkeypatch.setattr(kept_module, "_UNUSED", 3)
     for _ in range(4):
         compare(ours, other, arrays_of(rng, 20, 2, once=False))
     compare(ours, other, arrays_of(rng, 20, 10, once=False))
     assert kept[-1] == 20  # in the memory of forms that are not used
-    assert sum(one.size_bytes for one in ours._kept.memories) <= most
+    assert sum(memory.size_bytes for memory in ours._kept.memories) <= most
 
 
 def test_small_batches_of_plain_requests_are_scored_in_new_memory(

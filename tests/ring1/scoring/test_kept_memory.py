@@ -255,7 +255,7 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
     for once in (ONCE, (), ("age",), ONCE):
         compare(ours, other, arrays(rng, 3, once))
     assert kept == [3, None, None, 3]
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "model 'm': no memory is kept for batches of 16 samples: CUDA out of memory"
     ]
 
@@ -268,7 +268,7 @@ def test_more_sizes_than_are_prepared_are_prepared_again(
     sizes = [1, 2, 3, 4, 1, 5, 4, 3, 2, 1] * 2
     for samples in sizes:
         compare(ours, other, arrays(rng, samples))
-        assert all(len(one.bound) <= 3 for one in ours._kept.memories)
+        assert all(len(memory.bound) <= 3 for memory in ours._kept.memories)
     assert kept == sizes
 
 

@@ -183,7 +183,7 @@ def test_a_description_is_refused_or_lies_within_its_end(inputs: Any, outputs: A
         found = read(text)
     except hps.InvalidInputError:
         return
-    assert all(one.at >= 0 and one.at + one.size <= found.end for one in (*found.inputs, *found.outputs))
+    assert all(input_.at >= 0 and input_.at + input_.size <= found.end for input_ in (*found.inputs, *found.outputs))
     if found.samples and found.end <= SIZE:  # whatever the memory holds, it is scored or refused
         memory = np.full(SIZE, 1, np.uint8)
         packed = PackedRequest(found, memory.data, 0, memory.ctypes.data)

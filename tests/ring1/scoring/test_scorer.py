@@ -71,7 +71,7 @@ def expected(tables: FakeTables, given: Arrays, samples: int) -> np.ndarray:
         *(rows("user", 0), bags("history", "mean"), rows("last", 1).reshape(samples, -1), rows("item", 0)),
         *(bags("tags", "sum", 3), given["age"][:, None], given["grid"].reshape(samples, -1)),
     ]
-    return np.concatenate([np.broadcast_to(one, (samples, one.shape[1])) for one in columns], 1)
+    return np.concatenate([np.broadcast_to(column, (samples, column.shape[1])) for column in columns], 1)
 
 
 def request_of(scorer: Scorer, given: Arrays) -> ScoreInputs:

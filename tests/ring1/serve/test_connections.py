@@ -72,11 +72,11 @@ def test_connections_that_were_used_go_behind_the_others(pool: Connections) -> N
     peers: Any = [Peer(name) for name in "abcd"]
     pool.order = dict.fromkeys(peers)
     for used, order in (("a", "bcda"), ("", "bcda"), ("bd", "cabd")):
-        for one in peers:
-            one.used = one.name in used
+        for peer in peers:
+            peer.used = peer.name in used
         pool.look()
         assert "".join(one.name for one in pool.order) == order  # type: ignore[attr-defined]
-        assert not any(one.used for one in peers)
+        assert not any(peer.used for peer in peers)
 
 
 def test_connections_take_at_most_half_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_a_plan_belongs_to_one_version_of_a_model():
     wider = ModelTables("m", (TableSpec("m", "user", 8, 0.0, MOST_KEYS),), "2")
     plans = [read_cached(planned_text(), None, model, 1000).plan for model in (MODEL, wider, MODEL)]
     assert plans[0] is plans[2]
-    assert [one.end - one.vectors_at for one in plans[:2]] == [24, 96]
+    assert [plan.end - plan.vectors_at for plan in plans[:2]] == [24, 96]
     assert b'"2"' in plans[1].text
 
 

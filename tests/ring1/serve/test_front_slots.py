@@ -86,8 +86,8 @@ def test_the_whole_slab_is_one_slot_and_no_larger_one_exists():
 def test_small_slots_are_joined_for_a_large_one_only_when_all_of_its_memory_is_free():
     slots = Slots(SLAB + (1 << 16))
     first, *others = take_all(slots, LEAST)
-    for one in others:
-        slots.give_back(one)
+    for other in others:
+        slots.give_back(other)
     assert slots.take(1 << 16) == -1
     half = slots.take(1 << 15)
     assert half >= 0, "half of it is free in one piece"
@@ -105,7 +105,7 @@ def test_a_slot_of_joined_small_ones_belongs_to_no_larger_one(order):
     assert slots.take(1 << 16) == -1
     others = take_all(slots, LEAST)
     assert len(others) == 16 - (1 << order - 12)
-    assert not any(taken <= one < taken + (1 << order) for one in others)
+    assert not any(taken <= other < taken + (1 << order) for other in others)
 
 
 def test_broken_slots_are_found():

@@ -104,7 +104,7 @@ def test_bytes_that_are_no_request_are_refused_as_protobuf_refuses_them(data: by
         with pytest.raises(InvalidInputError):
             read_infer_request(data)
         return
-    contents = any(one.HasField("contents") for one in request.inputs)
+    contents = any(input_.HasField("contents") for input_ in request.inputs)
     if len(request.raw_input_contents) in (0, len(request.inputs)) and not contents:
         read = read_infer_request(data)
         assert read.model_name == request.model_name
@@ -120,7 +120,10 @@ def test_answers_are_written_as_protobuf_writes_them() -> None:
     data = answer.joined(memoryview(b"".join(tensors)))
     response = pb.ModelInferResponse.FromString(data)
     assert [*response.raw_output_contents] == tensors
-    assert [(one.name, one.datatype, [*one.shape]) for one in response.outputs] == [("a", "FP32", [2, 100]), ("b", "BOOL", [3])]
+    assert [(output.name, output.datatype, [*output.shape]) for output in response.outputs] == [
+        ("a", "FP32", [2, 100]),
+        ("b", "BOOL", [3]),
+    ]
     found = response.parameters
     assert (response.id, response.model_version, found["n"].int64_param, found["x"].double_param) == ("x", "2", 3, 0.5)
     assert pb.ModelStreamInferResponse.FromString(streamed(data)).infer_response == response

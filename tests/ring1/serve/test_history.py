@@ -18,9 +18,9 @@ def test_a_history_of_any_length_has_few_points_from_its_start_to_now() -> None:
         points = history.points()
         assert len(points) <= MOST_POINTS + 1
         assert (points[0].at_s, points[-1].at_s, points[-1].keys) == (0.0, clock.now, 10 * number)
-        times = [one.at_s for one in points[:-1]]
+        times = [point.at_s for point in points[:-1]]
         assert len({late - early for early, late in pairwise(times)}) <= 1  # regular
-        assert all(one.keys == 2 * one.at_s for one in points)
+        assert all(point.keys == 2 * point.at_s for point in points)
     assert len(points) > MOST_POINTS / 2
     assert clock.now - points[-2].at_s < points[1].at_s
     assert (points[-1].hits, points[-1].misses) == (3 * number, number)
@@ -30,7 +30,7 @@ def test_a_history_adds_up_all_models_and_begins_before_there_are_any() -> None:
     clock, opened = Clock(7.0), None
     history = History(lambda: opened, clock)
     history.note()
-    assert [(one.at_s, one.keys, one.latency.count) for one in history.points()] == [(7.0, 0, 0)] * 2
+    assert [(point.at_s, point.keys, point.latency.count) for point in history.points()] == [(7.0, 0, 0)] * 2
     opened = metrics = Metrics()
     for number, model in enumerate(("a", "b", "c"), 1):
         metrics.table(model, "t").keys += number

@@ -166,7 +166,7 @@ def test_what_can_be_asked_for_is_compiled_before_databases_are_opened_and_every
             for _ in range(2):
                 seen.append((life.blocked, life.not_ready_reason, life.opened))
                 advance(4.2)
-        assert "pool" in {one.__name__ for one in kernels}
+        assert "pool" in {kernel.__name__ for kernel in kernels}
 
     monkeypatch.setattr(lifecycle_module, "compile_kernels", compile_kernels)
     more = {"model_repository": str(tmp_path)}

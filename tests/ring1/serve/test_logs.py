@@ -32,7 +32,7 @@ def problems():
 
 
 def said(handler):
-    return [(one.level, one.text, one.count) for one in handler.entries()]
+    return [(entry.level, entry.text, entry.count) for entry in handler.entries()]
 
 
 def test_equal_problems_are_one_that_is_counted_and_the_latest_comes_first(problems):
@@ -110,7 +110,7 @@ def test_format_and_level_change_where_the_service_writes_the_lines(monkeypatch)
     monkeypatch.setattr(logging, "getLogger", lambda: root)
     for change in (("json", "debug"), (None, None)):
         use(*change)
-        assert [type(one.formatter) for one in root.handlers] == [JSONLines, logging.Formatter]
+        assert [type(handler.formatter) for handler in root.handlers] == [JSONLines, logging.Formatter]
         assert root.level == logging.DEBUG
 
 

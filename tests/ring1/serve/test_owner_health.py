@@ -71,10 +71,10 @@ async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch
             wanted.append(bool(ready))
         asked = owner.asked
         await wait_until_async(lambda: owner.asked > asked + 2, "it is asked")  # noqa: B023
-        assert all(one.seen == wanted for one in watchers)
+        assert all(watcher.seen == wanted for watcher in watchers)
     assert health.watchers == 500
-    for one in watchers:
-        await one.end()
+    for watcher in watchers:
+        await watcher.end()
     assert health.watchers == 0
 
 
@@ -84,12 +84,12 @@ async def test_many_that_come_at_once_take_one_question(monkeypatch: pytest.Monk
     owner = Owner()
     health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(4000)]
-    await wait_until_async(lambda: all(one.seen == [True] for one in watchers), "all know it")
+    await wait_until_async(lambda: all(watcher.seen == [True] for watcher in watchers), "all know it")
     late = Watcher(health)
     await wait_until_async(lambda: late.seen == [True], "the late one knows it, too")
     assert owner.asked == 1
-    for one in [*watchers, late]:
-        await one.end()
+    for watcher in [*watchers, late]:
+        await watcher.end()
     owner.ready = False
     again = Watcher(health)  # nobody has polled meanwhile
     await wait_until_async(lambda: again.seen == [False], "it is asked again")

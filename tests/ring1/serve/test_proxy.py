@@ -109,7 +109,7 @@ async def test_so_many_idle_connections_are_kept_and_the_others_closed(applicati
         while application.asked:
             writer, request = await application.request()
             writer.write(answer(request.split()[1]))
-        assert {await one.end() for one in askers} == {b"/%d" % nth for nth in range(11)}
+        assert {await asker.end() for asker in askers} == {b"/%d" % nth for nth in range(11)}
         await wait_until_async(lambda: len(application.open) == 8, "the rest is closed")
         assert len(pool._idle) == 8
     pool.close()

@@ -190,7 +190,7 @@ def test_a_tensor_is_refused_and_named() -> None:
     ):
         tensors = json.loads(with_tensors(ARRAYS, binary=False)[0])["inputs"]
         wrong = {"name": name, "datatype": datatype, "shape": shape, "data": data}
-        inputs = [wrong if one["name"] == name else one for one in tensors]
+        inputs = [wrong if tensor["name"] == name else tensor for tensor in tensors]
         with pytest.raises(hps.InvalidInputError, match=re.escape(message)):
             decode_scores(json.dumps({"inputs": inputs}).encode(), None, NETWORK, MOST_KEYS)
 
@@ -218,9 +218,9 @@ def test_networks_are_described_to_clients() -> None:
     others = {"age": ("FP32", (1,)), "half": ("FP16", (1,)), "grid": ("INT32", (2, 2)), "flag": ("BOOL", (1,))}
     kinds = {name: ("FP32" if name == "history.weights" else "INT64", shape) for name, shape in keys.items()} | others
     optional = ("history.offsets", "history.weights")
-    assert [one[:4] for one in inputs] == [(name, *kind, name in optional) for name, kind in kinds.items()]
-    assert [one[:4] for one in outputs] == [("score", "FP32", (1,), False), ("pairs", "FP64", (2,), False)]
-    assert all(one.full_shape == [-1, *one.shape] for one in (*inputs, *outputs))
+    assert [input_[:4] for input_ in inputs] == [(name, *kind, name in optional) for name, kind in kinds.items()]
+    assert [output[:4] for output in outputs] == [("score", "FP32", (1,), False), ("pairs", "FP64", (2,), False)]
+    assert all(input_.full_shape == [-1, *input_.shape] for input_ in (*inputs, *outputs))
 
 
 # -- networks that were cut: free sizes, offsets, more dtypes ---------------------------------------------------------
@@ -312,7 +312,7 @@ def test_sizes_are_refused_with_the_header(changes: dict[str, np.ndarray], messa
 
 def test_inputs_of_cut_networks_are_described_with_their_free_sizes() -> None:
     inputs, _ = score_requests.described(CUT_NETWORK.signature.features, ())
-    assert [(one.name, one.datatype, one.full_shape) for one in inputs] == [
+    assert [(input_.name, input_.datatype, input_.full_shape) for input_ in inputs] == [
         ("hist", "INT64", [-1, -1]),
         ("mask", "BOOL", [-1, -1, 2]),
         ("batch.age", "FP64", [-1, 1]),

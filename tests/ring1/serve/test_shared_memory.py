@@ -82,7 +82,7 @@ def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int
         assert not any(region for _, (region, _) in inputs)
         return
     assert bytes(segments.body_of(shared)) == shared.text + expected
-    sizes = [one["parameters"]["binary_data_size"] for one in json.loads(shared.text)["inputs"]]
+    sizes = [load["parameters"]["binary_data_size"] for load in json.loads(shared.text)["inputs"]]
     assert sizes == [8 * count for count, _ in inputs]
     segments.follow([])
     with pytest.raises(InvalidInputError, match="Unable to find"):

@@ -81,8 +81,8 @@ class Parent:
     def close(self) -> None:
         self.supervisor._close_places()
         shared = self.supervisor.shared
-        for one in (*shared.regions, *shared.events, *shared.loop_events, shared.page):
-            os.close(one)
+        for region in (*shared.regions, *shared.events, *shared.loop_events, shared.page):
+            os.close(region)
         self.supervisor._directory.cleanup()
 
 

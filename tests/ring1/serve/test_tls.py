@@ -58,7 +58,7 @@ def test_a_new_pair_is_taken_over_and_a_wrong_one_is_not(tmp_path: Path, caplog:
             for _ in range(3):
                 tls.look()
         assert tls._context is not first
-    levels = [(one.levelname, one.message.partition(" in ")[0].partition(":")[0]) for one in caplog.records]
+    levels = [(record.levelname, record.message.partition(" in ")[0].partition(":")[0]) for record in caplog.records]
     assert levels == [
         ("ERROR", "new connections go on with the certificate as it was"),
         ("INFO", "new connections use the certificate"),

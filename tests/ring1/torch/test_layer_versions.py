@@ -36,7 +36,7 @@ def server(tmp_path: Path) -> Iterator[HPS]:
 
 
 def states(server: HPS) -> dict[str, str]:
-    return {one.version: one.state for one in server.versions("m")}
+    return {version.version: version.state for version in server.versions("m")}
 
 
 def settled(server: HPS) -> dict[str, str]:

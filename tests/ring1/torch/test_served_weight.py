@@ -173,7 +173,7 @@ class Tied(nn.Module):
 def test_weights_that_stay_in_the_module_are_reported(served: Any, caplog: pytest.LogCaptureFixture) -> None:
     module = Tied().eval()
     converted = served(module, example_inputs=[KEYS])
-    assert [one.getMessage() for one in caplog.records if one.name == "hps.torch.conversion"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "hps.torch.conversion"] == [
         "converting item: out.weight shares its weight and keeps a copy, without updates",
         "converting: parameter own is looked up, but is no nn.Embedding's weight, and stays in the module",
     ]

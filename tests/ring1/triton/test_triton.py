@@ -131,8 +131,8 @@ def test_a_wrong_request_fails_alone(loaded, config):
     for wrong, (_, text) in zip(responses[::2], WRONG, strict=True):
         assert text in wrong.error.message
         assert wrong.error.code == TritonError.INVALID_ARG
-    for one in responses[1::2]:
-        np.testing.assert_array_equal(one.outputs["item"], vectors_of("item", [1]))
+    for response in responses[1::2]:
+        np.testing.assert_array_equal(response.outputs["item"], vectors_of("item", [1]))
 
 
 def test_errors_have_the_codes_of_their_kinds(loaded, config, caplog):

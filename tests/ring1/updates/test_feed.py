@@ -398,7 +398,7 @@ def test_a_missing_topic_is_the_problem_of_its_table_alone(
         clock.now += 2
         feed._round()
         assert (status(feed, "user").problem, status(feed, "user").connected) == ("", True)
-    said = [one.getMessage().partition("updates of model 'shop', user: ")[2] for one in caplog.records]
+    said = [record.getMessage().partition("updates of model 'shop', user: ")[2] for record in caplog.records]
     assert [one for one in said if one] == [f"there is no topic {OTHER}", "they can be read again"]
 
 
@@ -583,7 +583,7 @@ def test_a_stop_ends_a_feed_that_fails_for_ever_and_leaves_no_thread(world: Worl
     world.send(upsert(1, 1))
     with world.running(failure_backoff_ms=3_600_000) as feed:
         assert failed.wait(PATIENCE_S)
-        assert {one.table for one in world.metrics.updates()} == {"item", "user"}
+        assert {update.table for update in world.metrics.updates()} == {"item", "user"}
     assert (world.metrics.updates(), feed.alive, feed.stop()) == ([], False, True)
     assert not any(thread.name == "hps-updates-shop" for thread in threading.enumerate())
 

@@ -372,7 +372,7 @@ def test_messages_of_a_topic_that_was_made_anew_are_as_old_as_they_say(cluster, 
         messages = polled(log, count)
         assert values(messages) == numbers(0, count)
         long_ago = time.monotonic() - 3500
-        assert all(one.arrived is not None and one.arrived < long_ago for one in messages)
+        assert all(message.arrived is not None and message.arrived < long_ago for message in messages)
         wait_until(lambda: log.poll(0.01, 1) == [] and log.behind()[FIRST] == 0)
 
 

@@ -37,7 +37,9 @@ def make(broker: MemoryBroker, partitions: int = 4, **options) -> Publisher:
 
 def sent(broker: MemoryBroker) -> list[tuple[int, Any]]:
     """Partition and changes of each message that can be read."""
-    return [(one.partition.number, decode(one.value, DIM)) for one in broker.messages(TOPIC) if one.value != b"junk"]
+    return [
+        (message.partition.number, decode(message.value, DIM)) for message in broker.messages(TOPIC) if message.value != b"junk"
+    ]
 
 
 def replayed(broker: MemoryBroker) -> dict[int, bytes]:
@@ -85,7 +87,7 @@ def test_a_key_has_one_partition_and_partitions_are_ordered(broker: MemoryBroker
             of_key.setdefault(key, set()).add(number)
     assert {len(numbers) for numbers in of_key.values()} == {1}
     assert len(sequences) == 4
-    assert all(np.diff(one).min() > 0 for one in sequences.values())
+    assert all(np.diff(sequence).min() > 0 for sequence in sequences.values())
 
 
 def test_a_publisher_begins_above_all_that_lies_there_though_its_clock_was_put_back(broker: MemoryBroker) -> None:
@@ -123,7 +125,7 @@ def test_positions_are_those_of_the_last_message_of_each_partition(broker: Memor
     with make(broker, message_bytes=1000) as publisher:
         publisher.insert(KEYS, VECTORS)
         positions = publisher.flush()
-    assert positions == {str(one.partition): one.position for one in broker.messages(TOPIC)}
+    assert positions == {str(message.partition): message.position for message in broker.messages(TOPIC)}
     assert len(positions) == 4
 
 

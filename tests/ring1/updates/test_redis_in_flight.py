@@ -31,7 +31,9 @@ class Streams:
         self.entries: dict[str, list[bytes]] = {_key(partition): [] for partition in partitions}
         self.meanwhile: Callable[[], object] = lambda: None
         self.log = RedisStreamLog(UpdateSourceConfig(type="redis_stream", **settings), "group")
-        self.log.streams = {one: _Stream(one, _key(one), _BEFORE_ALL, _BEFORE_ALL, exact=True) for one in partitions}
+        self.log.streams = {
+            partition: _Stream(partition, _key(partition), _BEFORE_ALL, _BEFORE_ALL, exact=True) for partition in partitions
+        }
         self.reader = _Reader(self.log, [TOPIC])
 
     def add(self, count: int, to: Partition = FIRST, size: int = 10) -> None:

@@ -146,7 +146,7 @@ def test_latest_holds_for_partitions_that_were_there_at_the_start(
 
 def log_of(*partitions: Partition) -> RedisStreamLog:
     log = RedisStreamLog(UpdateSourceConfig(type="redis_stream"), "group")
-    log.streams = {one: _Stream(one, _key(one), "0-0", "0-0", added=0) for one in partitions}
+    log.streams = {partition: _Stream(partition, _key(partition), "0-0", "0-0", added=0) for partition in partitions}
     return log
 
 

@@ -201,7 +201,7 @@ def test_databases_are_loaded_unless_they_keep_their_rows(
     targets = current()
     try:
         assert [[one.kind for one in some] for some in (targets.load, targets.keep)] == [load, keep]
-        assert {one.kind for one in chain.databases} == {*load, *keep}
+        assert {database.kind for database in chain.databases} == {*load, *keep}
         assert (targets.int32_keys, targets.initial_cache_rate, targets.force) == (False, 1.0, False)
     finally:
         chain.close()
@@ -292,9 +292,9 @@ def test_what_a_request_can_call_is_compiled_before_a_service_is_ready(tmp_path)
     documents = [kernels_document(tmp_path, {"type": kind, **more}, row_dtype="int8") for kind, more in kinds]
     cpu = implementation("cache", "cpu")
     served = {kernel for one in documents for kernel in served_kernels(load_configuration(one), cpu)}
-    others = [one.py_func for one in declared_kernels() if one not in served]
-    names = {f"{one.__module__}:{one.__name__}".removeprefix("hps.") for one in others}
-    assert not [one for one in names if not one.startswith(tuple(NOT_ASKED_FOR))]
+    others = [kernel.py_func for kernel in declared_kernels() if kernel not in served]
+    names = {f"{other.__module__}:{other.__name__}".removeprefix("hps.") for other in others}
+    assert not [name for name in names if not name.startswith(tuple(NOT_ASKED_FOR))]
     assert not [one for one in NOT_ASKED_FOR if not any(name.startswith(one) for name in names)]
 
 

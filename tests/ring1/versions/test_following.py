@@ -184,7 +184,7 @@ def test_a_load_that_a_newer_document_supersedes_never_takes_over(replica: Make,
             server.read_documents()
             assert server.follow(progress=RolledBack()) == {}
             assert (served(server), reason(server)) == (3, "")
-            assert {one.version for one in server.versions("ranker")} == {"3"}
+            assert {version.version for version in server.versions("ranker")} == {"3"}
         assert follow(server) == {}
         assert said(repository)["withdrawn"] == ["4", "5"]
 

@@ -124,9 +124,9 @@ def caught_up(server: hps.HPS, positions: dict[str, dict[str, str]], version: st
     """Wait until every table is where its last message is."""
 
     def statuses() -> list[UpdateStatus]:
-        return [one for one in server.updates() if one.version == version]
+        return [update for update in server.updates() if update.version == version]
 
-    wait_until(lambda: {one.table: one.positions for one in statuses()} == positions, f"{positions}, got {statuses()}")
+    wait_until(lambda: {status.table: status.positions for status in statuses()} == positions, f"{positions}, got {statuses()}")
     return statuses()
 
 
@@ -163,7 +163,10 @@ def test_what_is_published_is_in_every_tier(host: str, document: Make, log: Log)
         for change in (1, 2):
             positions = log.publish(change, KEYS[change::3], deleted=KEYS[:: 7 * change])
             statuses = caught_up(server, positions)
-        assert [(one.table, one.behind, one.lag_s, one.problem) for one in statuses] == [("item", 0, 0, ""), ("user", 0, 0, "")]
+        assert [(status.table, status.behind, status.lag_s, status.problem) for status in statuses] == [
+            ("item", 0, 0, ""),
+            ("user", 0, 0, ""),
+        ]
 
         def expected(keys: np.ndarray) -> np.ndarray:
             changes = np.zeros_like(keys)
@@ -192,7 +195,9 @@ def test_a_table_of_which_the_network_has_a_copy_follows_once_that_may_be_stale(
         for change in (1, 2):
             positions = log.publish(change)
             statuses = caught_up(server, {table: {} if table in copied else positions[table] for table in DIMS})
-            assert {one.table for one in statuses if "has a copy" in one.problem and not one.connected} == set(copied)
+            assert {status.table for status in statuses if "has a copy" in status.problem and not status.connected} == set(
+                copied
+            )
             np.testing.assert_array_equal(server.lookup(KEYS, "ranker", "item"), vectors_of(KEYS, DIMS["item"], 0))
             for refused in (lambda: server.insert(*row), lambda: server.delete(row[0], *row[2:])):
                 with pytest.raises(hps.StaleCopyError, match=r"copy of 'item'.*allow_stale_copy"):
@@ -242,9 +247,9 @@ def test_all_versions_in_service_follow_the_log_and_kept_ones_catch_up_when_they
             caught_up(server, positions, version)
             check(server, lambda keys: keys % 2, version)
         server.undeploy("ranker", "1")
-        assert {one.version for one in server.updates()} == {"2"}
+        assert {update.version for update in server.updates()} == {"2"}
         server.deploy("ranker", "3")  # 2 stays: the policy names it
-        assert {one.version for one in server.updates()} == {"2", "3"}
+        assert {update.version for update in server.updates()} == {"2", "3"}
     assert feeds() == []
 
 
@@ -253,7 +258,7 @@ def test_a_roll_back_follows_the_log_from_where_its_version_was(document: Make, 
         server.deploy("ranker", "1")
         caught_up(server, log.publish(1))
         server.deploy("ranker", "2")
-        wait_until(lambda: {one.version for one in server.updates()} == {"2"}, "the feed of version 1 to end")
+        wait_until(lambda: {update.version for update in server.updates()} == {"2"}, "the feed of version 1 to end")
         positions = log.publish(2, KEYS[::3])
         caught_up(server, positions, "2")
         server.rollback("ranker")
@@ -347,7 +352,7 @@ def test_filters_say_which_tables_follow(filters: Any, followed: set[str], docum
     whole = document()
     whole["volatile_db"]["update_filters"], whole["persistent_db"]["update_filters"] = filters
     with hps.HPS(whole) as server:
-        assert {one.table for one in server.updates()} == followed
+        assert {update.table for update in server.updates()} == followed
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_versions_beside_the_pinned_one_are_those_of_the_policy_up_to_it(documen
             answers.append(served(server))
 
     def available(server: hps.HPS) -> set[str]:
-        return {one.version for one in server.versions("ranker") if one.state in ("serving", "available")}
+        return {version.version for version in server.versions("ranker") if version.state in ("serving", "available")}
 
     with hps.HPS(several) as server:
         assert (served(server), available(server)) == (6, {"4", "5", "6"})

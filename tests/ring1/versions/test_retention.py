@@ -198,7 +198,7 @@ def test_tables_of_the_serving_version_in_other_formats_go_where_they_were_loade
 )
 def test_the_other_tables_with_the_rows_of_a_table_are_those_of_its_version(tag: str, found: bool) -> None:
     others = stored_as(config(), tables()[0], [tag])
-    assert [one.tag for one in others] == ([tag] if found else [])
+    assert [other.tag for other in others] == ([tag] if found else [])
 
 
 # -- a slot for a version -------------------------------------------------------------------------------------------------

@@ -331,7 +331,10 @@ def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(d
         server.deploy("ranker", "1")
         server.insert([7], NEW, "ranker", "user")
         server.deploy("ranker", "2")
-        wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["1"] == "kept", "version 1 is kept")
+        wait_until(
+            lambda: {version.version: version.state for version in server.versions("ranker")}["1"] == "kept",
+            "version 1 is kept",
+        )
         entry = server.catalog.model("ranker").model_copy(update={"gpucacheper": 0.1})
         assert server.deploy(entry, "1").config.gpucacheper == 0.1
         np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), NEW)

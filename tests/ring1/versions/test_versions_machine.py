@@ -79,7 +79,7 @@ class VersionsMachine(RuleBasedStateMachine):
 
     def leave(self, *versions: Version | None) -> None:
         if self.persistent:
-            self.left |= {(one.number, one.files): one.choices for one in versions if one is not None}
+            self.left |= {(version.number, version.files): version.choices for version in versions if version is not None}
 
     @rule(number=VERSION)
     def replace_files(self, number: str) -> None:

@@ -56,7 +56,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServedPro
 
 
 def addresses_of(servers: list[ServedProcess]) -> list[str]:
-    return [one.url for one in servers]
+    return [server.url for server in servers]
 
 
 def test_it_looks_up_as_one_server_does(servers: list[ServedProcess]) -> None:
@@ -100,8 +100,8 @@ def test_one_connection_of_each_server_is_enough_for_many_threads_and_each_is_as
             return bool((client.lookup(keys, "m", "item") == vectors_of("item", keys, 1)).all())
 
         assert all(threads.map(ask, [*range(0, 1000, 50)] * 8, timeout=PATIENCE_S))
-    for one in servers:
-        metrics = httpx.get(f"{one.url}/metrics", headers={"authorization": f"Bearer {ADMIN}"}).text
+    for server in servers:
+        metrics = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {ADMIN}"}).text
         [keys] = re.findall(r'^hps_lookup_keys_total{model="m",table="item".*} (\S+)$', metrics, re.MULTILINE)
         assert float(keys) >= 0.2 * 160 * 100, "its own keys"
 
@@ -119,8 +119,8 @@ def test_an_answer_is_of_one_version_and_needs_no_server_in_particular(servers: 
             return found
 
         assert version() == 1.0
-        for one in servers:
-            with hps.connect(one.url, token=ADMIN) as direct:
+        for server in servers:
+            with hps.connect(server.url, token=ADMIN) as direct:
                 direct.ask("/v1/models/m/deploy", "POST", {"version": "2"})
             assert version() in (1.0, 2.0)
         assert version() == 2.0

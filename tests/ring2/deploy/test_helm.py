@@ -32,12 +32,12 @@ def values(request) -> Path:
 
 
 def pods_of(objects):
-    (one,) = [one for one in objects.values() if one["kind"] in ("StatefulSet", "Deployment")]
+    (one,) = [object_ for object_ in objects.values() if object_["kind"] in ("StatefulSet", "Deployment")]
     return one, one["spec"]["template"]["spec"], one["spec"]["template"]["spec"]["containers"][0]
 
 
 def configuration_of(objects):
-    (text,) = [one["data"]["ps.json"] for one in objects.values() if "ps.json" in one.get("data", {})]
+    (text,) = [object_["data"]["ps.json"] for object_ in objects.values() if "ps.json" in object_.get("data", {})]
     return json.loads(text)
 
 
@@ -79,7 +79,7 @@ def test_a_wrong_field_is_found():
 
     for name, kind, change in (("secured", "Certificate", {"usages": ["client"]}), ("gpu", "Service", {"port": 8000})):
         objects = rendered("--values", CHART / "ci" / f"{name}-values.yaml")
-        one = next(one for one in objects.values() if one["kind"] == kind)
+        one = next(object_ for object_ in objects.values() if object_["kind"] == kind)
         with pytest.raises(Exception, match=r"(?i)additional properties|is not one of|does not match"):
             validate(one | {"spec": one["spec"] | change})
 
@@ -94,15 +94,15 @@ def test_objects_agree_with_each_other(values):
         return selector.items() <= labels.items()
 
     assert selects(owner["spec"]["selector"]["matchLabels"])
-    services = [one for one in objects.values() if one["kind"] == "Service"]
+    services = [object_ for object_ in objects.values() if object_["kind"] == "Service"]
     assert len(services) == 2
-    assert all(selects(one["spec"]["selector"]) for one in services)
+    assert all(selects(service["spec"]["selector"]) for service in services)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     configured = {"http": document["service"]["port"], "grpc": document["service"].get("grpc_port")}
     assert ports == {name: port for name, port in configured.items() if port}
-    for one in services:
-        assert {port["targetPort"] for port in one["spec"]["ports"]} == ports.keys()
-        cleartext = [port["name"] for port in one["spec"]["ports"] if port.get("appProtocol") == "kubernetes.io/h2c"]
+    for service in services:
+        assert {port["targetPort"] for port in service["spec"]["ports"]} == ports.keys()
+        cleartext = [port["name"] for port in service["spec"]["ports"] if port.get("appProtocol") == "kubernetes.io/h2c"]
         assert cleartext == (["grpc"] if "grpc" in ports and "tls_key_path" not in document["service"] else [])
     if owner["kind"] == "StatefulSet":
         assert f"Service/{owner['spec']['serviceName']}" in objects
@@ -114,21 +114,21 @@ def test_objects_agree_with_each_other(values):
     named += re.findall(r'"(?:tls_ca_certificate|ssl\.ca\.location)": "(.*?)"', json.dumps(document))
     for path in named:
         assert any(path.startswith(f"{place}/") for place in mounts.values()), path
-    for one in objects.values():
-        match one["kind"]:
+    for object_ in objects.values():
+        match object_["kind"]:
             case "PodDisruptionBudget" | "NetworkPolicy":
-                selector = one["spec"].get("selector") or one["spec"]["podSelector"]
+                selector = object_["spec"].get("selector") or object_["spec"]["podSelector"]
                 assert selects(selector["matchLabels"])
             case "HorizontalPodAutoscaler" | "ScaledObject":
-                target = one["spec"]["scaleTargetRef"]
+                target = object_["spec"]["scaleTargetRef"]
                 assert f"{target['kind']}/{target['name']}" in objects
-                spec = one["spec"].get("advanced", {}).get("horizontalPodAutoscalerConfig") or one["spec"]
+                spec = object_["spec"].get("advanced", {}).get("horizontalPodAutoscalerConfig") or object_["spec"]
                 assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 1800
                 assert "replicas" not in owner["spec"]
             case "Certificate":  # the probe and Prometheus show the server's certificate as clients
-                assert ("client auth" in one["spec"]["usages"]) == ("tls_client_ca_path" in document["service"])
+                assert ("client auth" in object_["spec"]["usages"]) == ("tls_client_ca_path" in document["service"])
             case "ServiceMonitor":
-                selector = one["spec"]["selector"]
+                selector = object_["spec"]["selector"]
                 chosen = [each for each in services if selector["matchLabels"].items() <= each["metadata"]["labels"].items()]
                 left = [each for each in chosen if selector["matchExpressions"][0]["key"] not in each["metadata"]["labels"]]
                 assert len(left) == 1
@@ -138,7 +138,7 @@ def test_probes_and_metrics_are_those_of_the_service(tmp_path):
     write_sparse_model(tmp_path / "item.model", (np.arange(10), np.zeros((10, 4), np.float32)))
     objects = rendered("--values", CHART / "ci" / "keda-values.yaml")
     _, _, container = pods_of(objects)
-    (scaled,) = [one for one in objects.values() if one["kind"] == "ScaledObject"]
+    (scaled,) = [object_ for object_ in objects.values() if object_["kind"] == "ScaledObject"]
     with running_service(document_of(model_of("m", [tmp_path / "item.model"], {"item": 4}))) as service:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert service.client.get(container[probe]["httpGet"]["path"]).status_code == 200
@@ -151,7 +151,7 @@ def test_probes_and_metrics_are_those_of_the_service(tmp_path):
 def rules_of(*settings):
     """The specification of a chart's rules, and each rule by its name."""
     objects = rendered(*ENOUGH, "--set", "monitoring.rules=true", *settings)
-    (spec,) = [one["spec"] for one in objects.values() if one["kind"] == "PrometheusRule"]
+    (spec,) = [object_["spec"] for object_ in objects.values() if object_["kind"] == "PrometheusRule"]
     return spec, by_name(spec)
 
 

@@ -47,9 +47,9 @@ def test_the_objects_are_valid():
     from tests.servers.custom_kinds import validate
 
     objects = [one for file in sorted(FILES.glob("*.yaml")) for one in yaml.safe_load_all(file.read_text())]
-    assert {one["kind"] for one in objects} == {"ConfigMap", "ServingRuntime", "InferenceService"}
-    for one in objects:
-        validate(one)
+    assert {object_["kind"] for object_ in objects} == {"ConfigMap", "ServingRuntime", "InferenceService"}
+    for object_ in objects:
+        validate(object_)
 
 
 def test_a_model_that_kserve_has_copied_is_served_by_its_name(runtime, tmp_path):
@@ -79,5 +79,5 @@ def test_the_client_of_kserve_gets_answers_over_rest_and_grpc(children, tmp_path
     assert done.returncode == 0, done.stderr
     answers = [np.array(json.loads(line), np.float32) for line in done.stdout.splitlines()]
     assert len(answers) == 3
-    for one in answers:
-        np.testing.assert_array_equal(one, vectors_of(0, np.arange(10)))
+    for answer in answers:
+        np.testing.assert_array_equal(answer, vectors_of(0, np.arange(10)))

@@ -412,7 +412,7 @@ class TestSharedRedis:
         place = replica.place
         with replica("a", "float32", True) as first:
             with replica("b", "int8", True) as second:
-                (warning,) = [one.getMessage() for one in caplog.records if "another replica" in one.getMessage()]
+                (warning,) = [record.getMessage() for record in caplog.records if "another replica" in record.getMessage()]
                 assert "serves table 'item' as float32 (hps_et.shop.item in redis_cluster)" in warning
                 assert "this one as int8 (hps_et.shop~int8.item)" in warning
                 second.insert(KEYS[:5], np.ones((5, DIM), np.float32), "shop", "item")
@@ -424,7 +424,7 @@ class TestSharedRedis:
             assert "int8 (hps_et.shop~int8.item)" in warning.text
         caplog.clear()
         with replica("b", "int8", True) as second:  # nobody uses the other table any more
-            assert not [one for one in caplog.records if "another replica" in one.getMessage()]
+            assert not [record for record in caplog.records if "another replica" in record.getMessage()]
             assert (place.answers(second, KEYS[:5]) == 1).all()
             assert all(one.level == "good" for one in self.checked(place))
 
@@ -448,7 +448,7 @@ class TestSharedRedis:
 
 class TestCommands:
     def run(self, *arguments: object) -> str:
-        result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
         assert result.exit_code == 0, result.output
         return result.output
 
@@ -459,7 +459,7 @@ class TestCommands:
         assert tags_in(tmp_path) == ["hps_et.shop.item"]
         assert "holds 1 of 1 tables" in self.run("check-config", path, "--connect")
         sizes = {
-            one["tier"]: one["size_bytes"] for one in json.loads(self.run("plan", path, "--json"))["needs"] if one["table"]
+            load["tier"]: load["size_bytes"] for load in json.loads(self.run("plan", path, "--json"))["needs"] if load["table"]
         }
         assert sizes["persistent_db"] > max(4 * DIM * ROWS, sizes["volatile_db"])
         assert "complete, nothing to do" in self.run("load", path)

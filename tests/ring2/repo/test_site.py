@@ -52,7 +52,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         parser = _Fetched()
         parser.feed(page.read_text())
         assert parser.addresses, page
-        outside = [one for one in parser.addresses if re.match(r"(?:https?:)?//", one)]
+        outside = [address for address in parser.addresses if re.match(r"(?:https?:)?//", address)]
         assert outside == [], page.name
         assert 'class="mermaid"' not in page.read_text(), "the theme would fetch mermaid from a CDN"
     for sheet in site.rglob("*.css"):

@@ -359,9 +359,9 @@ def test_a_network_that_fails_is_500_and_the_service_goes_on(repository: Path, d
     write(repository, 2, network(2, does=does), {**SAID, "dynamic_batching": batching})
     with running_service(document(repository)) as service:
         answers = [rows(service) for _ in range(3)]
-        assert [one.status_code for one in answers] == [500] * 3
-        assert all(message in one.text for one in answers), answers[0].text
-        assert len({one.json()["request_id"] for one in answers}) == 3
+        assert [answer.status_code for answer in answers] == [500] * 3
+        assert all(message in answer.text for answer in answers), answers[0].text
+        assert len({answer.json()["request_id"] for answer in answers}) == 3
         assert post(service, "/v1/models/m/deploy", {"version": "1"}).status_code == 200
         assert rows(service).json()["version"] == "1"
         figures = samples(service)
@@ -455,14 +455,14 @@ class Clients:
         self._threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(count)]
 
     def __enter__(self) -> "Clients":
-        for one in self._threads:
-            one.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.stop.set()
-        for one in self._threads:
-            one.join(PATIENCE_S)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
 
     @property
     def answered(self) -> int:

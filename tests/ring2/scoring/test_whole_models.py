@@ -106,7 +106,7 @@ def test_scores_of_rows_are_the_modules(served: ServedProcess, whole: Whole, mod
 
 
 def test_the_request_that_a_server_prints_is_answered(served: ServedProcess) -> None:
-    [line] = [one for one in served.log().splitlines() if "ready; try:" in one]
+    [line] = [splitline for splitline in served.log().splitlines() if "ready; try:" in splitline]
     url, _, text = shlex.split(line.partition("curl -s ")[2])
     assert url.endswith("/v1/models/dlrm/score")
     assert len(httpx.post(url, content=text, timeout=60).json()["outputs"]["score"]) == 1
@@ -128,7 +128,7 @@ def test_tritons_grpc_client(served: ServedProcess, whole: Whole, model: str) ->
         for samples in (1, 17, 300):
             found = asked(whole.inputs(model, samples)).as_numpy("score")
             np.testing.assert_allclose(found, whole.scores[:samples], atol=1e-6)
-        assert {one.name for one in client.get_model_metadata(model).inputs} == whole.inputs(model, 1).keys()
+        assert {input_.name for input_ in client.get_model_metadata(model).inputs} == whole.inputs(model, 1).keys()
         vectors = asked({"emb_0": np.array([5])}, parameters={"vectors": True})
         assert vectors.as_numpy("emb_0").shape == (1, DIM)
 

@@ -135,12 +135,12 @@ def test_scores_are_the_modules_over_every_wire(served: ServedProcess, packages:
 def test_rows_are_nested_as_the_modules_parameters(served: ServedProcess, packages: dict[str, Any]) -> None:
     lists = lists_of(3, 7)
     keys = [np.split(lists[f"lS_i.{place}"], lists[f"lS_o.{place}"][1:]) for place in range(2)]
-    items = [{"age": float(lists["age"][nth]), "lS_i": [one[nth].tolist() for one in keys]} for nth in range(3)]
+    items = [{"age": float(lists["age"][nth]), "lS_i": [key[nth].tolist() for key in keys]} for nth in range(3)]
     candidates = candidates_of(2, 5)
     batches = [{name.removeprefix("batch."): one[nth].tolist() for name, one in candidates.items()} for nth in range(2)]
     for model, given, rows in (
         ("lists", lists, {"user": {"user": int(lists["user"][0])}, "items": items}),
-        ("candidates", candidates, {"items": [{"batch": one} for one in batches]}),
+        ("candidates", candidates, {"items": [{"batch": batch} for batch in batches]}),
     ):
         answer = httpx.post(f"{served.url}/v1/models/{model}/score", json=rows, timeout=60).json()
         np.testing.assert_allclose(answer["outputs"]["score"], wanted(packages, model, given), rtol=1e-6, atol=1e-6)

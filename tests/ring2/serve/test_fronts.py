@@ -54,14 +54,14 @@ def start(tmp_path, children):
 def load(service, threads=4):
     clients = [Load(service, seed) for seed in range(threads)]
     with ExitStack() as stack:
-        for one in clients:
-            one.start()
-            stack.callback(one.end)
-        for one in clients:
-            one.answers_again()
+        for client in clients:
+            client.start()
+            stack.callback(client.end)
+        for client in clients:
+            client.answers_again()
         yield clients
-        for one in clients:
-            one.answers_again()
+        for client in clients:
+            client.answers_again()
 
 
 @contextmanager
@@ -120,41 +120,41 @@ def test_pipelined_requests_are_answered_in_their_order_also_after_refusals(serv
 def test_a_killed_front_costs_its_own_connections_and_is_replaced(service):
     connections = service.connections(4)
     pid = service.kill(0)
-    for one in connections[0]:
+    for connection in connections[0]:
         with pytest.raises((OSError, http.client.HTTPException)):
-            one.look_up(KEYS)
-    for one in connections[1]:
-        assert one.look_up(KEYS) == 200
+            connection.look_up(KEYS)
+    for connection in connections[1]:
+        assert connection.look_up(KEYS) == 200
     service.wait_replaced(0, pid)
-    for one in service.connections(2)[0]:
-        wait_until(lambda one=one: one.look_up(KEYS) == 200, "the new front answers")
-    for one in connections[1]:
-        assert one.look_up(KEYS) == 200
+    for connection in service.connections(2)[0]:
+        wait_until(lambda one=connection: one.look_up(KEYS) == 200, "the new front answers")
+    for connection in connections[1]:
+        assert connection.look_up(KEYS) == 200
 
 
 def test_a_killed_owner_costs_no_connection_and_no_answer_is_wrong(service):
     connections = [one for ones in service.connections(3).values() for one in ones]
     with load(service) as clients:
         pid = service.kill(-1)
-        for one in connections:
-            assert one.look_up(KEYS) in (200, 503)
+        for connection in connections:
+            assert connection.look_up(KEYS) in (200, 503)
         service.wait_replaced(-1, pid)
         service.wait_ready()
-        for one in connections:
-            assert one.look_up(KEYS) == 200
-    assert [one.lost for one in clients] == [0] * len(clients)
+        for connection in connections:
+            assert connection.look_up(KEYS) == 200
+    assert [client.lost for client in clients] == [0] * len(clients)
 
 
 def test_a_front_that_stands_delays_its_own_clients_alone(service):
     connections = service.connections(20)
     keys = {one: [nth, 2 * nth, ROWS - nth] for nth, one in enumerate(connections[0])}
-    for one in connections[0]:
-        one.send_lookup(keys[one])
+    for connection in connections[0]:
+        connection.send_lookup(keys[connection])
     with stopped(service.all_processes()[0]):
-        for one in connections[1]:
-            assert one.look_up(KEYS) == 200
-    for one in connections[0]:
-        assert one.checked(keys[one]) == 200
+        for connection in connections[1]:
+            assert connection.look_up(KEYS) == 200
+    for connection in connections[0]:
+        assert connection.checked(keys[connection]) == 200
 
 
 def test_sighup_changes_settings_of_the_fronts(start):
@@ -183,10 +183,10 @@ def test_sigterm_answers_what_is_under_way_and_ends(start):
     pids = service.all_processes()
     regions = [service.region(number) for number in range(service.fronts)]
     with stopped(pids[-1]):
-        before = sum(one[layout.SUBMITTED] for one in regions)
+        before = sum(region[layout.SUBMITTED] for region in regions)
         for nth, one in enumerate(connections):
             one.send_lookup([nth, nth])
-        wait_until(lambda: sum(one[layout.SUBMITTED] for one in regions) == before + len(connections), "all are posted")
+        wait_until(lambda: sum(region[layout.SUBMITTED] for region in regions) == before + len(connections), "all are posted")
         service.process.send_signal(signal.SIGTERM)
     for nth, one in enumerate(connections):
         assert one.checked([nth, nth]) == 200

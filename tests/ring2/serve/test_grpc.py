@@ -116,12 +116,12 @@ class TestControl:
         assert client.is_model_ready("m", "1")
         assert client.get_server_metadata().name == "triton"
         metadata = client.get_model_metadata("m")
-        assert [one.name for one in metadata.inputs] == ["KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"]
+        assert [input_.name for input_ in metadata.inputs] == ["KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"]
         assert [*metadata.versions] == ["1"]
         config = client.get_model_config("m").config
         assert (config.name, config.backend) == ("m", "hps")
         assert config.input[0].data_type == 9  # TYPE_INT64
-        assert [one.name for one in client.get_model_repository_index().models] == ["m"]
+        assert [model.name for model in client.get_model_repository_index().models] == ["m"]
         assert not client.is_model_ready("none")
         for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
             with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model"):
@@ -271,7 +271,7 @@ def test_tls_and_tokens_with_rights_hold_for_grpc(children: ChildProcesses, tmp_
         assert code_of(stub.ModelInfer, request_of([1]), **given)[0] is code.PERMISSION_DENIED
     assert stub.ModelInfer(request_of([1]), **limited)
     answers = stub.ModelStreamInfer(iter([request_of([1])] * 2), **limited)
-    assert ["requests_per_s" in one.error_message for one in answers] == [True, True]
+    assert ["requests_per_s" in answer.error_message for answer in answers] == [True, True]
     assert code_of(stub.ModelInfer, request_of([1]), **limited)[0] is code.RESOURCE_EXHAUSTED
     with grpc.insecure_channel(service.grpc) as channel:
         assert code_of(pb_grpc.GRPCInferenceServiceStub(channel).ModelInfer, request_of([1]))[0] is code.UNAVAILABLE

@@ -199,7 +199,7 @@ def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningServi
     client, base = service.client, "/v1/models/shop"
 
     def changes() -> list[logging.LogRecord]:
-        return [one for one in caplog.records if one.name == "hps.serve.logs.changes"]
+        return [record for record in caplog.records if record.name == "hps.serve.logs.changes"]
 
     client.post(f"{base}/deploy", json={"version": 2})
     client.post(f"{base}/deploy", json={"version": 3})

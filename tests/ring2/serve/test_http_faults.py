@@ -333,8 +333,8 @@ def answer_on(connection):
 def answers_on(connection, count):
     """As `answer_on`, of several answers; nothing may follow them but the end."""
     answers = received_on(connection)
-    assert [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers] == [ANSWER] * count
-    return [b"connection: close" in one.lower() for one in answers]
+    assert [json.loads(answer.partition(b"\r\n\r\n")[2]) for answer in answers] == [ANSWER] * count
+    return [b"connection: close" in answer.lower() for answer in answers]
 
 
 def in_event_loop(service, function):

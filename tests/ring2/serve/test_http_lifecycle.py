@@ -101,7 +101,7 @@ def test_a_process_that_lost_a_thread_is_not_live_and_says_which(document):
         found = samples(service)
         assert [found["hps_threads_ended_total", name] for name in ("hps-needed", "hps-single")] == [1, 1]
         problems = service.client.get("/v1/stats").json()["problems"]
-        assert [one["level"] for one in problems if "hps-needed" in one["text"]] == ["error"]
+        assert [problem["level"] for problem in problems if "hps-needed" in problem["text"]] == ["error"]
     THREADS.clear()
 
 
@@ -126,11 +126,11 @@ def test_lookups_go_on_after_signals(document):
             threads = [one for one in threading.enumerate() if one.name.startswith("hps-lookup-")]
             assert threads
             for turn in range(3):
-                for one in threads:
-                    signal.pthread_kill(one.ident, signal.SIGUSR1)
+                for thread in threads:
+                    signal.pthread_kill(thread.ident, signal.SIGUSR1)
                 answer = service.client.post("/v1/models/m/lookup", json={"tables": {"item": [turn]}})
                 assert answer.json() == {"tables": {"item": [[turn] * 3]}}
-            assert all(one.is_alive() for one in threads)
+            assert all(thread.is_alive() for thread in threads)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -184,7 +184,7 @@ def edit(document, tmp_path, caplog):
             change(document)
             path.write_text(json.dumps(document))
             service.server.reload(path)
-            wait_until(lambda: all(re.search(one, caplog.text[before:]) for one in says), f"the log says {says}")
+            wait_until(lambda: all(re.search(say, caplog.text[before:]) for say in says), f"the log says {says}")
             return caplog.text[before:]
 
         yield edit, service.client

@@ -248,7 +248,7 @@ def test_writes_of_any_size_are_a_line_at_once_and_then_a_sum(
     service: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "hps.serve.logs.changes")
-    lines = lambda: [one.message for one in caplog.records if one.name == "hps.serve.logs.changes"]  # noqa: E731
+    lines = lambda: [record.message for record in caplog.records if record.name == "hps.serve.logs.changes"]  # noqa: E731
     keys, says = np.arange(4000), "writing rows of shop.item, by 127.0.0.1 (loopback): "
     for generation, form in enumerate((binary, as_json)):
         request = form(keys, vectors_of(keys, generation))

@@ -63,7 +63,7 @@ def cold(tmp_path):
     there = machine_code.directory()
     assert there is not None
     copied = installation.package / "__pycache__" / there.name
-    shutil.copytree(there, copied, ignore=lambda _, names: [one for one in names if one.startswith(MISSING)])
+    shutil.copytree(there, copied, ignore=lambda _, names: [name for name in names if name.startswith(MISSING)])
     (tmp_path / "ps.json").write_text(json.dumps(document))
     command = [sys.executable, "-m", "hps", "serve", "ps.json", "--port", "0", "--fronts", "1"]
     log = tmp_path / "log"
@@ -90,7 +90,7 @@ def test_a_cold_start_says_how_far_it_is_and_then_no_request_waits_for_a_compile
                 text = answer.json().get("reason") or answer.json().get("error", "")
                 said.add(re.sub(r"\d+", "N", text.removeprefix("the parameter server is not ready: ")))
                 shares[nth].extend(map(int, re.findall(r"compiling kernels, (\d+) %", text)))
-            return [one.status_code for one in answers] == [200, 200]
+            return [answer.status_code for answer in answers] == [200, 200]
 
         wait_until(is_ready, "it is ready")
         assert "compiling kernels, N %" in said, said

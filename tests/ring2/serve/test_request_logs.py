@@ -41,7 +41,7 @@ def serve(document, caplog):
 
         def lines(logger, count=1):
             """Lines of this logger, once there are as many; they come after the answer."""
-            found = lambda: [one for one in caplog.records if one.name == logger]  # noqa: E731
+            found = lambda: [record for record in caplog.records if record.name == logger]  # noqa: E731
             wait_until(lambda: len(found()) >= count, f"{count} lines of {logger}")
             return found()
 
@@ -59,7 +59,7 @@ def test_each_request_has_an_access_line(serve):
         client.get("/v2/models/m/ready")
         client.post("/v1/models/nope%0AERROR/lookup", content="{}")
         client.get("/no%0Asuch")
-        found = [one.fields for one in lines("hps.access", 4)]
+        found = [line.fields for line in lines("hps.access", 4)]
     assert min(one.pop("seconds") for one in found) > 0
     expected = {"request_id": "abc-1", "method": "POST", "route": "/v1/models/{model}/lookup", "status": 200, "keys": 4}
     expected |= {"bytes_in": len(body), "bytes_out": len(answer.content), "model": "m", "version": "1", "client": "127.0.0.1"}
@@ -86,7 +86,7 @@ def test_access_lines_are_bounded_and_count_those_left_out_and_may_be_off(serve,
     with serve() as (client, lines):
         for _ in range(6):
             client.get("/v2")
-        found = [one.fields for one in lines("hps.access", 2)]
+        found = [line.fields for line in lines("hps.access", 2)]
     assert [one.get("left_out") for one in found] == [None, 4]
     assert not any(name.startswith("item.") for one in found for name in one)
 

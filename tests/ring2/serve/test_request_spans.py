@@ -56,7 +56,7 @@ def receiver():
 
 
 def values(attributes):
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
+    return {attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in attributes}
 
 
 def test_a_request_is_a_span_and_its_stages_are_spans_below(document, monkeypatch):
@@ -72,8 +72,8 @@ def test_a_request_is_a_span_and_its_stages_are_spans_below(document, monkeypatc
             service.client.get("/v2/health/live")
     assert {path for path, _ in got} == {"/v1/traces"}
     resources = [resource for _, message in got for resource in message.resource_spans]
-    assert {values(one.resource.attributes)["service.name"] for one in resources} == {"ranker-eu"}
-    spans = [span for one in resources for scope in one.scope_spans for span in scope.spans]
+    assert {values(resource.resource.attributes)["service.name"] for resource in resources} == {"ranker-eu"}
+    spans = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
     first, failed = [span for span in spans if span.kind == span.SPAN_KIND_SERVER]
     assert first.name == failed.name == "POST /v1/models/{model}/lookup"
     assert (first.trace_id.hex(), first.parent_span_id.hex(), failed.trace_id.hex()) == (TRACE, PARENT, made)

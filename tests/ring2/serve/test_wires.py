@@ -319,8 +319,8 @@ def test_metadata_has_the_inputs_of_requests_alone(served: ServedProcess) -> Non
     assert {one["name"]: one["dims"] for one in config["input"]} == {name: shape for name, (_, shape) in shapes.items()}
     with triton_grpc.InferenceServerClient(served.grpc) as grpc:
         same = grpc.get_model_metadata("cut")
-        assert {one.name: list(one.shape) for one in same.outputs} == {"score": [-1, 1], "seen": [-1, -1]}
-        assert {one.name: (one.datatype, list(one.shape)) for one in same.inputs} == shapes
+        assert {output.name: list(output.shape) for output in same.outputs} == {"score": [-1, 1], "seen": [-1, -1]}
+        assert {input_.name: (input_.datatype, list(input_.shape)) for input_ in same.inputs} == shapes
         assert {one.name: one.data_type for one in grpc.get_model_config("cut").config.input}["codes"] == 7  # TYPE_INT16
 
 

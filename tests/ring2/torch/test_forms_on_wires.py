@@ -81,7 +81,7 @@ class Rows:
         self._client.close()
 
     def takes(self, done: PackagedModel) -> bool:
-        return all(one.shape[0] == -1 for one in done.dense.inputs.values())
+        return all(input_.shape[0] == -1 for input_ in done.dense.inputs.values())
 
     def score(self, model: str, done: PackagedModel, inputs: Mapping[str, np.ndarray]) -> Answers:
         columns = [rows_of(name, inputs) for name in done.dense.inputs]
@@ -209,7 +209,7 @@ def test_inputs_given_once(served: ServedProcess, repository: tuple[Path, dict[s
             ]
             answer = client.post(f"/v1/models/{name}/score", content=json.dumps({"user": user, "items": items}))
             assert answer.status_code == 200, answer.text
-            answers = [np.array(answer.json()["outputs"][one]) for one in packaged.done.dense.outputs]
+            answers = [np.array(answer.json()["outputs"][output]) for output in packaged.done.dense.outputs]
             assert difference(answers, call(form.module(), given)) <= form.tolerance
 
 

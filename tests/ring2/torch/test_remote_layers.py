@@ -150,8 +150,8 @@ def test_layers_of_a_process_share_a_client_and_differ_in_their_options(service:
     for layer in layers:
         layer(torch.arange(3))
     servers: list[Any] = [server_of(layer.ps_config_file) for layer in layers]
-    assert len({id(one.client) for one in servers}) == 1
-    assert [one.options.timeout_s for one in servers] == [None, 30.0, 70.0, None, 30.0]
+    assert len({id(server.client) for server in servers}) == 1
+    assert [server.options.timeout_s for server in servers] == [None, 30.0, 70.0, None, 30.0]
     again = LookupLayer(layers[1].ps_config_file, "m", "item", 5, timeout_s=0.5, fallback=1.0)
     assert again.ps_config_file == f"{service.url}#timeout_s=0.5&fallback=1.0"
 

@@ -38,7 +38,7 @@ def run(scenarios: str, world: int, place: Path) -> Job:
     if any(process.returncode not in (0, 9) for process in started):
         raise AssertionError("\n".join(said))
     answers = [place / f"{rank}.json" for rank in range(world)]
-    return Job(place, [json.loads(one.read_text()) if one.exists() else {} for one in answers])
+    return Job(place, [json.loads(answer.read_text()) if answer.exists() else {} for answer in answers])
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def check_packaged(job: Job, world: int) -> None:
     inputs, place = ["ids", "tags"], job.place / "packaged"
     assert job.of("packaged") == [[["1", True, inputs], ["2", True, inputs]]] * world
     assert versions(place / "m") == ["1", "2"]
-    ids, tags = (torch.cat([one, one.flip(0)]) for one in examples())
+    ids, tags = (torch.cat([example, example.flip(0)]) for example in examples())
     ids[1] = 3  # the padding of a table, which lookups ignore
     found = score(place, {"ids": ids, "tags": tags})
     assert found.version == "2"

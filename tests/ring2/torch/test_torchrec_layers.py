@@ -71,7 +71,7 @@ def test_answers_are_those_of_torchrecs_collection(served: Served, count: int, w
     theirs = bag_collection(*made, rows=ROWS + 1, weighted=weighted)
     for name, bag in theirs.embedding_bags.items():
         bag.weight.data.copy_(served.tables[name])
-    ours = EmbeddingBagCollection(served.server, "m", [BagTable(*one, pooling) for one in tables], is_weighted=weighted)
+    ours = EmbeddingBagCollection(served.server, "m", [BagTable(*table, pooling) for table in tables], is_weighted=weighted)
     kjt = jagged(count, weighted=weighted, known_borders=known_borders)
     answer = ours(kjt)
     if count == 0:

@@ -166,7 +166,7 @@ class Pooled(nn.Module):
         super().__init__()
         self.bags = bags
         self.plain = nn.Embedding(ROWS, 4, dtype=dtype)
-        width = sum(one.embedding_dim * len(one.feature_names) for one in bags.embedding_bag_configs())
+        width = sum(config.embedding_dim * len(config.feature_names) for config in bags.embedding_bag_configs())
         self.top = nn.Linear(width + 4, 1, dtype=dtype)
 
     def forward(self, sparse: Any, item: torch.Tensor) -> torch.Tensor:

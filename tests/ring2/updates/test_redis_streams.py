@@ -260,7 +260,7 @@ class TestServer(RedisStreams):
         message = redis_streams._message
         monkeypatch.setattr(redis_streams, "_message", fail_once)
         assert values(polled(self.reader(opened, [topic]), 1)) == [b"x"]
-        (record,) = (one for one in caplog.records if one.exc_info)
+        (record,) = (record for record in caplog.records if record.exc_info)
         assert topic in record.message
 
     def test_a_name_for_certificates_is_refused(self, opened):

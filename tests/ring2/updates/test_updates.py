@@ -56,7 +56,7 @@ def test_dead_letters_lie_in_a_topic(document: Make, log: Log) -> None:
     assert letters.flush(30.0)
     letters.close()
     with closing(implementation("update_log", settings.type).from_config(settings, "test")) as reader:
-        assert [one.message for one in read_topics(reader, [name], 5.0)] == aside
+        assert [topic.message for topic in read_topics(reader, [name], 5.0)] == aside
 
 
 @pytest.mark.parametrize("end", ["the broker comes", "the time is over"])

@@ -292,7 +292,7 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
     claimed = {"hps_client_certificate": f'["{by_uri}"]', "hps_client": "1.2.3.4"}
     assert service.ask("POST", ROWS, "", ROW_BODY, nobody, **claimed)[0] == 403
     lines = [json.loads(line) for line in service.text.splitlines() if line.startswith("{")]
-    access = [(one["who"], one["status"]) for one in lines if one["logger"] == "hps.access" and "who" in one]
+    access = [(line["who"], line["status"]) for line in lines if line["logger"] == "hps.access" and "who" in line]
     assert {("ranker", 200), ("ranker", 403), ("trainer", 200)} <= set(access)
 
     def refused(context: ssl.SSLContext) -> bool:
@@ -329,7 +329,7 @@ def test_a_client_needs_a_certificate_of_the_right_authority_and_gets_the_rights
 
 def health_check() -> list[str]:
     """The health check of the image, by this Python."""
-    line = next(one for one in (ROOT / "deploy/Dockerfile").read_text().splitlines() if "urlopen" in one)
+    line = next(splitline for splitline in (ROOT / "deploy/Dockerfile").read_text().splitlines() if "urlopen" in splitline)
     return [sys.executable, *json.loads(line.strip().removeprefix("CMD "))[1:]]
 
 

@@ -69,7 +69,9 @@ def kill_in_swaps(tmp_path: Path, children: ChildProcesses, moments: Iterable[Ca
             assert content_of(server) == int(Path(place).name), "the version has the content that its files have"
             assert server.deploy(MODEL, str(chance.randint(1, VERSIONS))) is server.model(MODEL)
             content_of(server)
-            (database,) = (one for one in server.model(MODEL).chain.databases if isinstance(one, PersistentDatabase))
+            (database,) = (
+                database for database in server.model(MODEL).chain.databases if isinstance(database, PersistentDatabase)
+            )
             slots = {names[1] for tag in database.tags() if (names := split_tag(tag))}
             assert len(slots) <= 2, "what serves, and what is kept"
         size = sum(path.stat().st_size for path in (tmp_path / "rocksdb").rglob("*") if path.is_file())

@@ -116,7 +116,9 @@ def test_health_page_and_metrics_say_that_redis_is_away(fleet: Fleet) -> None:
         assert "redis_cluster is away" in service.client.get("/v1/stats").json()["service"]["degraded"]
         metrics = service.client.get("/metrics").text
         assert "hps_degraded 1" in metrics
-        (line,) = [one for one in metrics.splitlines() if re.match('hps_tier_available.*"read".*volatile_db', one)]
+        (line,) = [
+            splitline for splitline in metrics.splitlines() if re.match('hps_tier_available.*"read".*volatile_db', splitline)
+        ]
         assert line.endswith(" 0")
         output = run("deploy", "ranker", "--url", service.url).output
         assert "ranker: degraded: redis_cluster is away" in output

@@ -13,8 +13,8 @@ from tests.tables.torch_forms.judge import judge
 
 
 def main(*arguments: str) -> None:
-    settings = dict(one.split("=") for one in arguments if "=" in one)
-    parts = [one for one in arguments if "=" not in one] or [""]
+    settings = dict(argument.split("=") for argument in arguments if "=" in argument)
+    parts = [argument for argument in arguments if "=" not in argument] or [""]
     counts: Counter[str] = Counter()
     for name, form in FORMS.items():
         if not any(part in name for part in parts):

@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def wrong(self) -> bool:
-        return any(one.startswith("WRONG") for one in self.faults)
+        return any(fault.startswith("WRONG") for fault in self.faults)
 
 
 def call(module: nn.Module, given: Inputs) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def call(module: nn.Module, given: Inputs) -> list[torch.Tensor]:
             module = copy.deepcopy(module)
         module = module.eval()
         found = module(**given) if isinstance(given, dict) else module(*given)
-    return [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
 def difference(answer: Iterable[Any], expected: list[torch.Tensor]) -> float:
@@ -155,7 +155,7 @@ class _Asked:
             return True
         worst = difference(answers, expected)
         if worst > self._form.tolerance:
-            shapes = [tuple(np.shape(one)) for one in answers], [tuple(one.shape) for one in expected]
+            shapes = [tuple(np.shape(answer)) for answer in answers], [tuple(one.shape) for one in expected]
             self._verdict.faults.append(f"WRONG at {what}: differs by {worst:.2g}; shapes {shapes[0]}, expected {shapes[1]}")
             return True
         return False

@@ -494,7 +494,7 @@ class KnowledgeGraph(nn.Module):
         for _ in range(2):
             relations.append(self.relations[entities[-1]].flatten(1))
             entities.append(self.neighbours[entities[-1]].flatten(1))
-        vectors = [self.entity(one) for one in entities]
+        vectors = [self.entity(entity) for entity in entities]
         for hop in (1, 0):
             scores = (person.view(-1, 1, 1, DIM) * self.relation(relations[hop]).view(-1, 4**hop, 4, DIM)).mean(-1).softmax(-1)
             mixed = (scores.unsqueeze(-1) * vectors[hop + 1].view(-1, 4**hop, 4, DIM)).sum(2)

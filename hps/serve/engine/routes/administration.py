@@ -177,7 +177,7 @@ def _time(seconds: float) -> str:
 
 def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
     under_way = change.under_way
-    loading = next((one for one in list(change.tables.values()) if one.load and one.state == "loading"), None)
+    loading = next((table for table in list(change.tables.values()) if table.load and table.state == "loading"), None)
     return schemas.ChangeAnswer(
         number=change.number,
         model=change.model,
@@ -224,18 +224,18 @@ def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:
 def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     server = lifecycle.server
     found = []
-    for one in lifecycle.states.models():
+    for model in lifecycle.states.models():
         devices, versions = [], []
         with suppress(UnknownModelError):  # it waits, is being loaded, or failed
-            versions = server.versions(one.name)
-            devices = list(server.model(one.name).devices)
+            versions = server.versions(model.name)
+            devices = list(server.model(model.name).devices)
         found.append(
             schemas.ModelDetails(
-                name=one.name,
-                state=one.state,
-                reason=one.reason,
+                name=model.name,
+                state=model.state,
+                reason=model.reason,
                 devices=devices,
-                hit_rates=server.metrics.hit_rates(one.name),
+                hit_rates=server.metrics.hit_rates(model.name),
                 versions=[
                     schemas.VersionStatus(
                         version=it.version,
@@ -247,8 +247,8 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                     )
                     for it in versions
                 ],
-                pinned=_pin(server.pin(one.name)),
-                fleet=_fleet(server, one.name),
+                pinned=_pin(server.pin(model.name)),
+                fleet=_fleet(server, model.name),
             )
         )
     return found

@@ -336,12 +336,12 @@ def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetad
     outputs = [schemas.TensorMetadata(name="OUTPUT0", datatype="FP32", shape=[-1])]
     if (scores := deployment.scores) is not None:
         inputs, outputs = (
-            [schemas.TensorMetadata(name=one.name, datatype=one.datatype, shape=one.full_shape) for one in tensors]
+            [schemas.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.full_shape) for tensor in tensors]
             for tensors in described(scores.opened.features, scores.opened.outputs)
         )
     return schemas.ModelMetadata(
         name=name,
-        versions=[one.version for one in server.versions(name) if one.state in ("serving", "available")],
+        versions=[version.version for version in server.versions(name) if version.state in ("serving", "available")],
         platform="hps",
         inputs=inputs,
         outputs=outputs,

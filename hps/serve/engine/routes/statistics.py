@@ -31,7 +31,7 @@ def statistics_routes(
     router = APIRouter(tags=["statistics"], responses=responses)
 
     async def answer(server: HPS, deployments: list[Deployment]) -> StatisticsAnswer:
-        counted = [(one, statistics.of(one)) for one in deployments]
+        counted = [(deployment, statistics.of(deployment)) for deployment in deployments]
         model = server.statistics.model
         return await run_in_threadpool(
             lambda: StatisticsAnswer(model_stats=[_statistics(one, model(one), counts) for one, counts in counted])
@@ -90,7 +90,7 @@ def _memory(deployment: Deployment, held: ModelStatistics) -> list[MemoryUsage]:
     """Return the memory that a version takes in this process: its caches, and vectors in an in-memory database."""
     in_memory = {database.kind for database in deployment.chain.databases if database.in_process}
     used: dict[tuple[MemoryType, int], int] = {("CPU", 0): 0}
-    for tier in (one for table in held.tables for one in table.tiers):
+    for tier in (tier for table in held.tables for tier in table.tiers):
         if tier.tier == TIERS[0]:
             place: tuple[MemoryType, int] = ("CPU", 0) if tier.device == "cpu" else ("GPU", int(tier.device))
             used[place] = used.get(place, 0) + (tier.vector_bytes or 0) + (tier.overhead_bytes or 0)

@@ -84,8 +84,8 @@ def status_routes(
                 "requests": metrics.requests(),
                 **metrics.held(),
             },
-            "models": [one.model_dump(exclude_none=True) for one in lifecycle.states.models()],
-            "problems": [asdict(one) for one in problems.entries()],
+            "models": [model.model_dump(exclude_none=True) for model in lifecycle.states.models()],
+            "problems": [asdict(entry) for entry in problems.entries()],
         }
         return orjson.dumps(state)
 

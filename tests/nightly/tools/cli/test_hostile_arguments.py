@@ -216,14 +216,14 @@ def attack(command: str, directory: str) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGALRM, give_up)
-    stream = [one for one in files if "fifo" not in one]  # a configuration may come from a pipe, and is waited for
+    stream = [file for file in files if "fifo" not in file]  # a configuration may come from a pipe, and is waited for
     values = {"file": files, "stream": stream, "url": URLS, "text": TEXTS}
     wrong = []
     for line in lines_of(command):
-        places = [one for one in values if f"{{{one}}}" in line]
+        places = [value for value in values if f"{{{value}}}" in line]
         step = 5 if "good.json" in line else 3
-        for number in range(date.today().toordinal() % step, max(len(values[one]) for one in places), step):
-            attacked = [values[one][number % len(values[one])] for one in places]
+        for number in range(date.today().toordinal() % step, max(len(values[place]) for place in places), step):
+            attacked = [values[place][number % len(values[place])] for place in places]
             chosen = dict(zip(places, attacked, strict=True))
             arguments = [word.format(**chosen) if "{" in word else word for word in line.split()]
             if said := outcome(arguments):

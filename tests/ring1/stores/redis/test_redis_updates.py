@@ -194,8 +194,8 @@ def test_order_is_kept_only_where_redis_is_the_authority_and_follows_a_log(repli
     client.flushall()
     authority(follow=False).insert(TAG, KEYS, vectors(40, 1))
     partitions = [KeyPartition(TAG, i) for i in range(PARTITIONS)]
-    assert not any(client.exists(one.sequences) for one in partitions)
-    assert all(parse(client.get(one.mark)).writers == ("*",) for one in partitions)
+    assert not any(client.exists(partition.sequences) for partition in partitions)
+    assert all(parse(client.get(partition.mark)).writers == ("*",) for partition in partitions)
 
 
 @pytest.mark.parametrize("follow", [True, False])

@@ -324,7 +324,7 @@ def test_other_commands_log_notices(
     caplog.set_level("INFO", "hps")
     np.savez("ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
     run(*command.format(remarkable).split())
-    notices = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "hps.configuration.load"]
+    notices = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "hps.configuration.load"]
     assert [level for level, _ in notices] == ["INFO", "WARNING"]
     assert "models[].dense_file" in notices[0][1]
     assert "fp8_quant is not implemented" in notices[1][1]

@@ -61,7 +61,7 @@ def test_memory_is_printed_by_tier_and_table(config, tmp_path):
 def test_a_gb_is_as_large_as_it_is_printed_and_a_gib_is_called_so(config):
     def given(size):
         totals = json.loads(run(config, "--ram", size, "--json").output)["totals"]
-        return next(one["free_bytes"] for one in totals if one["place"] == "ram")
+        return next(total["free_bytes"] for total in totals if total["place"] == "ram")
 
     sizes = {"64GB": 64 * 10**9, "64G": 64 * 10**9, "1.5TiB": 3 * 2**39, "80000000000": 80 * 10**9}
     assert {size: given(size) for size in sizes} == sizes

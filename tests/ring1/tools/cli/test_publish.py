@@ -74,7 +74,7 @@ def test_a_model_is_published_whole(config: Path, broker: MemoryBroker) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("hps_et.shop.")]
     assert lines[1].startswith("hps_et.shop.item: published 100 changes; positions {")
     positions = json.loads(lines[1].partition("positions ")[2])
-    assert positions == {str(one.partition): one.position for one in broker.messages("hps_et.shop.item")}
+    assert positions == {str(message.partition): message.position for message in broker.messages("hps_et.shop.item")}
 
 
 @pytest.mark.parametrize("table", ["item", None])
@@ -172,7 +172,9 @@ def test_dead_letters_are_published_with_their_own_sequence(tmp_path: Path, conf
     rows, gone = published(broker, "item")
     assert rows == {**rows_of(KEYS, 4), **rows_of(newer, 4, 1.0)}  # 5 is older than what was published
     assert gone == {1000}
-    again_at = [one for one in (decode(one.value, 4) for one in broker.messages("hps_et.shop.item")) if one.sequence == 5]
+    again_at = [
+        one for one in (decode(message.value, 4) for message in broker.messages("hps_et.shop.item")) if one.sequence == 5
+    ]
     assert {one.time_us for one in again_at} == {77}
 
 
@@ -206,7 +208,7 @@ def test_a_replay_that_is_interrupted_leaves_a_last_sequence_and_can_be_repeated
     with monkeypatch.context() as patched:
         patched.setattr(dead_letters.DeadLetter, "read", interrupt)
         assert run("updates", "replay", config).exit_code != 0
-    assert [decode(one.value, 4).sequence for one in broker.messages("hps_et.shop.item")].count(3) == 2
+    assert [decode(message.value, 4).sequence for message in broker.messages("hps_et.shop.item")].count(3) == 2
     for number in range(3):
         last = broker.part(Partition("hps_et.shop.item", number))[-1]
         assert decode(last.value, 4).sequence > 1_000_000

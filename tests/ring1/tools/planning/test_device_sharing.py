@@ -33,7 +33,7 @@ def recording(keys, lookups=None, rate=1.0, table="t"):
 
 
 def lookups_of(*batches):
-    return recording(np.concatenate(batches), np.repeat(np.arange(len(batches)), [one.size for one in batches]))
+    return recording(np.concatenate(batches), np.repeat(np.arange(len(batches)), [batch.size for batch in batches]))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def configured(sharing, share, kind="dynamic", dim=32):
 def test_a_configured_sharing_has_the_memory_and_the_hit_rate_of_the_plan(sharing, kind, share):
     """The buckets of all rows are on each device, and no more rows than there are."""
     configuration, version, forecast = configured(sharing, share, kind)
-    needs = [one.need for one in planned_needs(configuration, [version], True) if one.device == 0]
+    needs = [need.need for need in planned_needs(configuration, [version], True) if need.device == 0]
     planned = {need.table: need.size_bytes for need in needs if need.table}
     found = {one.table: one for one in forecast_sharings([forecast], 4) if one.sharing == sharing}
     for table in forecast.tables:
@@ -217,10 +217,10 @@ def test_a_static_cache_holds_every_row(trace, devices):
 def test_more_devices_than_can_share_rows_cache_by_themselves(trace):
     version = version_of({"t": 4}, deployed_device_list=list(range(MOST_SHARERS + 1)), device_sharing="partition")
     forecast = Forecast(version, [trace], on_cuda=True)
-    found = {one.sharing: one.capacity_rows for one in forecast_sharings([forecast], MOST_SHARERS)}
+    found = {sharing.sharing: sharing.capacity_rows for sharing in forecast_sharings([forecast], MOST_SHARERS)}
     partitioned = CAPACITY - int(NEAR_SHARE * CAPACITY)
     assert found == {"replicate": CAPACITY, "partition": MOST_SHARERS * CAPACITY, "hot": MOST_SHARERS * partitioned}
-    assert [one.sharing for one in forecast_sharings([forecast], MOST_SHARERS + 1)] == ["replicate"]
+    assert [sharing.sharing for sharing in forecast_sharings([forecast], MOST_SHARERS + 1)] == ["replicate"]
     assert set(reasons_against(version, MOST_SHARERS + 1).values()) == {"at most 15 devices share rows"}
     assert forecast.tables[0].configured.capacity_rows == CAPACITY
 

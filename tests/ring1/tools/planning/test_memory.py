@@ -63,7 +63,7 @@ def test_gpu_memory_is_planned_without_one(tmp_path):
     needs = planned_needs(config, served_versions(config), on_cuda=True)
     caches = [one for one in needs if one.tier == "embedding_cache"]
     pairs = -(-3000 // 14)
-    assert [one.device for one in caches] == [0, 1]
+    assert [cache.device for cache in caches] == [0, 1]
     assert caches[0].need.size_bytes == pytest.approx(pairs * 128 + pairs * 14 * 64, abs=600)
     found = {total.place: total for total in totals(needs, machine)}
     assert found["gpu"].size_bytes < 2 * (caches[0].need.size_bytes + 3 * (1 << 21))
@@ -117,7 +117,7 @@ def test_devices_that_share_rows_are_planned_with_their_parts(tmp_path):
 def test_what_does_not_fit_is_told_and_the_database_that_loads_the_largest_chunks_counts(tmp_path):
     config = configuration(tmp_path, [(16, 10_000)])
     needs = planned_needs(config, served_versions(config), on_cuda=False)
-    found = {one.place: one for one in totals(needs, Machine({"ram": 100 << 20}, {}))}
+    found = {total.place: total for total in totals(needs, Machine({"ram": 100 << 20}, {}))}
     assert (found["ram"].fits, found["disk"].fits) == (False, None)
     assert found["disk"].peak_bytes > found["disk"].size_bytes
     [chunks] = [one.need for one in needs if one.need.what == "chunks of files"]

@@ -47,7 +47,7 @@ def configuration(place: Path, inputs: Any = None, *, engine: str = "arrays", sa
 
 
 def of_networks(needs: list[PlannedNeed]) -> dict[tuple[str, int | None, str], int]:
-    return {(one.need.place, one.device, one.need.what): one.need.size_bytes for one in needs if one.tier == "network"}
+    return {(need.need.place, need.device, need.need.what): need.need.size_bytes for need in needs if need.tier == "network"}
 
 
 def planned(config: Configuration, *, on_cuda: bool = False) -> dict[tuple[str, int | None, str], int]:
@@ -149,14 +149,14 @@ def test_libraries_count_once_and_weights_as_they_copy_them(tmp_path: Path, engi
     place.write_text(place.read_text().replace('"m"', '"n"'))
     config = load_configuration(document_of(model_repository=str(tmp_path)))
     needs = planned_needs(config, served_versions(config), False)
-    assert [one.need.what for one in needs if one.tier == "process" and not one.need.passing][1:] == [library]
+    assert [need.need.what for need in needs if need.tier == "process" and not need.need.passing][1:] == [library]
     file_bytes = (tmp_path / "m" / "1" / "dense.json").stat().st_size
-    assert [one.need.size_bytes for one in needs if one.need.what == "weights"] == [copies * file_bytes] * 2
+    assert [need.need.size_bytes for need in needs if need.need.what == "weights"] == [copies * file_bytes] * 2
 
 
 def test_a_model_without_a_network_needs_nothing_for_one(tmp_path: Path) -> None:
     hps.write_sparse_model(tmp_path / "item", (np.arange(ROWS), np.ones((ROWS, DIM), np.float32)))
     config = load_configuration(document_of(model_of("m", [tmp_path / "item"], {"item": DIM})))
     needs = planned_needs(config, served_versions(config), False)
-    assert not [one for one in needs if one.tier == "network" or one.need.what == "PyTorch"]
+    assert not [need for need in needs if need.tier == "network" or need.need.what == "PyTorch"]
     assert run_needs(config, served_versions(config), False) == []

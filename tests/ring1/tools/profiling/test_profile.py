@@ -16,8 +16,8 @@ from hps.tools.profiling.profile import Bounds, Profile, Row
 
 def row(milliseconds=(1, 2, 3), tiers=None, failures=(), rate=None):
     result = LoadResult(seconds=2.0, in_time=len(milliseconds))
-    for one in milliseconds:
-        result.times.add(one * 1_000_000)
+    for millisecond in milliseconds:
+        result.times.add(millisecond * 1_000_000)
     result.failures.update(failures)
     return Row.of(result, batch=10, tables=2, concurrency=1, rate=rate, stages={}, tiers=tiers or {}, default_keys=0)
 

@@ -13,8 +13,8 @@ from hps.tools.profiling.times import TimeHistogram
 
 def times_of(values):
     times = TimeHistogram()
-    for one in values:
-        times.add(int(one))
+    for value in values:
+        times.add(int(value))
     return times
 
 

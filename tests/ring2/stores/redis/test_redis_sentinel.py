@@ -57,17 +57,17 @@ class Watched:
         for nth, port in enumerate(free_ports(3)):
             lines = (f"sentinel monitor shop 127.0.0.1 {first.port} 2", *LIMITS)
             self.sentinels.append(RedisServer(directory / f"sentinel-{nth}", port=port, sentinel=lines).start())
-        for one in self.sentinels:
-            wait_until(lambda one=one: one.client().sentinel_master("shop")["num-other-sentinels"] == 2)
-            wait_until(lambda one=one: one.client().sentinel_master("shop")["num-slaves"] == 1)
+        for sentinel in self.sentinels:
+            wait_until(lambda one=sentinel: one.client().sentinel_master("shop")["num-other-sentinels"] == 2)
+            wait_until(lambda one=sentinel: one.client().sentinel_master("shop")["num-slaves"] == 1)
 
     @property
     def address(self):
-        return ",".join(one.address for one in self.sentinels)
+        return ",".join(sentinel.address for sentinel in self.sentinels)
 
     def close(self):
-        for one in (*self.sentinels, *self.servers):
-            one.kill()
+        for sentinel in (*self.sentinels, *self.servers):
+            sentinel.kill()
 
     def returns(self, place):
         """Wait until a server that was the primary copies the one that is; start it where it was killed."""
@@ -82,8 +82,8 @@ class Watched:
             return facts.get("master_link_status") == "up"
 
         wait_until(copies)
-        for one in self.sentinels:
-            wait_until(lambda one=one: [copy["is_sdown"] for copy in one.client().sentinel_slaves("shop")] == [False])
+        for sentinel in self.sentinels:
+            wait_until(lambda one=sentinel: [copy["is_sdown"] for copy in one.client().sentinel_slaves("shop")] == [False])
 
     def fail_over(self):
         """Have a sentinel do as if the primary were gone; it refuses what comes too soon after the last time."""
@@ -94,7 +94,9 @@ class Watched:
 
     def named(self):
         """The ports that the sentinels name."""
-        return {one.client().sentinel_get_master_addr_by_name("shop")[1] for one in self.sentinels if one.process}
+        return {
+            sentinel.client().sentinel_get_master_addr_by_name("shop")[1] for sentinel in self.sentinels if sentinel.process
+        }
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def test_a_killed_server_leaves_its_recording(config, tmp_path, children):
     wait_until(lambda: len(read_traces(path)) == 2, "the keys of both tables are written")
     process.kill()
     process.wait(30)
-    traces = {one.table: one for one in read_traces(path)}
+    traces = {trace.table: trace for trace in read_traces(path)}
     assert (traces["item"].keys.size, traces["item"].hashed, traces["user"].asked) == (7, True, 1)
     assert not np.isin(traces["item"].keys, range(7)).any()
 

@@ -34,7 +34,7 @@ def test_on_a_gpu_every_graph_has_memory_of_its_own(tmp_path: Path, inputs: Any,
     graphs = each * (16 + 64 + 256 + 1024) / 1024
     size = pytest.approx(graphs * 50 * MiB, rel=0.1)
     assert of_networks(needs) == {("gpu", device, "runs of batches"): size for device in (0, 1)}
-    assert [one.size_bytes for one in totals(needs, this_machine(config, {}))] == [needs[0].need.size_bytes]
+    assert [total.size_bytes for total in totals(needs, this_machine(config, {}))] == [needs[0].need.size_bytes]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_the_command_prints_networks_and_says_what_it_does_not_count(tmp_path: P
     assert "runs of batches" not in plain
     assert "--run-networks" not in measured
     assert "runs of batches" in measured
-    needs = [one for one in json.loads(run("--json", "--run-networks"))["needs"] if one["tier"] == "network"]
-    assert [one["what"] for one in needs] == ["weights", "inputs of batches", "the network's files", "runs of batches"]
+    needs = [load for load in json.loads(run("--json", "--run-networks"))["needs"] if load["tier"] == "network"]
+    assert [need["what"] for need in needs] == ["weights", "inputs of batches", "the network's files", "runs of batches"]
     assert needs[-1]["size_bytes"] == pytest.approx(25 * MiB, rel=0.1)

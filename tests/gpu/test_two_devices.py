@@ -68,7 +68,7 @@ def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path
             np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 16)))
         server.insert([7], np.full((1, 16), 2.5, np.float32), "m", 0)
         for device in (0, 1):
-            assert (server.lookup(7, "m", 0, device) == 2.5).all()
+            assert (server.lookup([7], "m", 0, device) == 2.5).all()
         before = lookups_by_device(server)
         for device in (0, 1, 1, 1):
             out = torch.full((3000, 16), torch.nan, device=f"cuda:{device}")

@@ -1,5 +1,6 @@
 """A client's connection to a front: reads requests within limits, and sends answers from the slab."""
 
+import asyncio
 import math
 import select
 import time
@@ -17,11 +18,12 @@ from hps.ground.http1 import (
     answer_head,
 )
 from hps.serve.frontend.answers import EncodedAnswer, Plan
-from hps.serve.frontend.connections import TOO_MANY, ClientConnection
+from hps.serve.frontend.connections import TOO_MANY
 from hps.serve.frontend.frontend import Front
 from hps.serve.frontend.pending import Lookup
 from hps.serve.frontend.proxy import Upstream, forwarded
 from hps.serve.frontend.published import LookupTarget, lookup_target
+from hps.serve.frontend.tls import names_in
 from hps.serve.http.http_answer import BINARY, DEFERRED_KEYS, JSON, HTTPAnswer, RequestError, status_of
 from hps.serve.http.http_metrics import DISCONNECTED
 from hps.serve.http.request_body import inflate, inflated_bytes, too_large
@@ -34,13 +36,16 @@ _LINGER_S: Final = 1.0  # for a client that sends its complete body before readi
 _MOST_SKIPPED_BYTES: Final = 1 << 20  # of a body that is answered before it has arrived
 _LEAST_PROGRESS_BYTES: Final = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
 _FIRST_REQUEST_S: Final = 0.5
+_GOODBYE_S: Final = 0.5
+_MOST_TLS_READ: Final = 1 << 18
+_MOST_TLS_WRITE: Final = 1 << 20
 _REST_S: Final = 1.0  # without a request, after which a connection keeps nothing of the last one
 _MOST_HEAD_KEPT: Final = 2048
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Connection(ClientConnection):
+class Connection(asyncio.BufferedProtocol):
     """One connection. *Used only by its event loop.*
 
     Requests are served one at a time, in order: what follows stays in the buffer, and is not read once that is full. Keys of
@@ -48,10 +53,15 @@ class Connection(ClientConnection):
     held for the client, and given back with the request.
     """
 
-    front: Front
-
     def __init__(self, front: Front) -> None:
-        super().__init__(front, front.tls)
+        self.front = front
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self.opened = time.monotonic()
+        self.completed = self.used = False
+        self.client = ""  # its address; empty for a unix socket
+        self.certificate: tuple[str, ...] = ()  # names in the client's certificate
+        self._kept_by_tls = 0
+        self._socket: asyncio.Transport | None = None  # beneath TLS
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._at = self._have = 0  # what of the buffer is unread
@@ -85,6 +95,33 @@ class Connection(ClientConnection):
         self._idle_since = self.opened
 
     # -- the protocol -----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.client = peer[0] if isinstance(peer, tuple) else ""
+        self.front.opened(self)
+        if self.front.tls is None:
+            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
+        elif not self.transport.is_closing():
+            self.front.tls.begin(self, self.front.settings)
+
+    def secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self._socket = transport, self.transport
+        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
+        self.certificate = names_in(transport.get_extra_info("peercert"))
+
+    def not_secured(self, why: str) -> None:
+        if why:
+            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
+        self.transport.abort()
+        self.connection_lost(None)
+
+    def _close(self) -> None:
+        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
+        self.transport.close()
+        if self._socket is not None and not self._socket.get_write_buffer_size():
+            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
@@ -165,7 +202,7 @@ class Connection(ClientConnection):
             return
         size = min(4 * len(self._buffer), _MOST_BUFFER_BYTES)
         self.front.memory.take(size - len(self._buffer), "reading the head of the request", spare=True)
-        if self._tls is not None:
+        if self.front.tls is not None:
             self.note_sizes(size, 0)
         self._resize(size)
 
@@ -609,7 +646,7 @@ class Connection(ClientConnection):
         status, self._status = self._status, 0
         self._served.bytes_out = self._bytes_out
         self._finish(status)
-        if self._tls is not None:
+        if self.front.tls is not None:
             self.note_sizes(len(self._raw) + self._served.bytes_in, self._bytes_out)
         self._busy, self._bytes_out = False, 0
         self._idle_since = time.monotonic()
@@ -648,6 +685,18 @@ class Connection(ClientConnection):
             self.front.end(self.client, head, route, self._served, status, self._started, watched=self._watched)
 
     # -- limits -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept_by_tls
+
+    def note_sizes(self, received: int, sent: int) -> None:
+        """Note the bytes of a request, or of a part of it, and of its answer within TLS, which keeps room for them.
+
+        A buffer of uvloop has what was received at a time, and one of OpenSSL what that is not decrypted of, a third larger.
+        """
+        kept = 7 * min(received, _MOST_TLS_READ) // 3 + 4 * min(sent, _MOST_TLS_WRITE) // 3
+        self._kept_by_tls = max(self._kept_by_tls, kept)
 
     @property
     def waiting(self) -> bool:

@@ -4,18 +4,12 @@ import asyncio
 import logging
 import resource
 import time
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
-from hps.configuration.load import ServiceConfig
 from hps.ground.log_limits import OnceAMinute
-from hps.serve.frontend.tls import TLS, names_in
-from hps.serve.http.refusals import Refusals
 
 _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
-_GOODBYE_S: Final = 0.5
-_MOST_TLS_READ: Final = 1 << 18
-_MOST_TLS_WRITE: Final = 1 << 20
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
 UNREAD_S: Final = 0.4
 """Of an answer without progress from one look to the next, while there is no room for others: these wait for a second."""
@@ -26,116 +20,49 @@ TOO_MANY: Final = (
 """Answer to a connection for which there is no room."""
 
 
-class Acceptor(Protocol):
-    """What every connection needs of its frontend."""
-
-    settings: ServiceConfig
-    refusals: Refusals
-    leaving: bool
-    loop: asyncio.AbstractEventLoop
-
-    def opened(self, connection: "ClientConnection") -> None: ...
-    def closed(self, connection: "ClientConnection") -> None: ...
-
-
-class ClientConnection(asyncio.BufferedProtocol):
-    """A client's connection to a front, in the open or within TLS. *Used only by its event loop.*
-
-    Args:
-        tls: None: in the open.
+class ClientConnection(Protocol):
+    """What a frontend knows of a client's connection.
 
     Attributes:
         completed, used: a request has arrived completely: ever, and since the last look.
         opened: when it was.
-        client: its address; empty for a unix socket.
-        certificate: names in the client's certificate.
     """
 
-    def __init__(self, front: Acceptor, tls: TLS | None) -> None:
-        self.front = front
-        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
-        self.opened = time.monotonic()
-        self.completed = self.used = False
-        self.client = ""
-        self.certificate: tuple[str, ...] = ()
-        self._tls = tls
-        self._kept_by_tls = 0
-        self._socket: asyncio.Transport | None = None  # beneath TLS
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.client = peer[0] if isinstance(peer, tuple) else ""
-        self.front.opened(self)
-        if self._tls is None:
-            self.transport.set_write_buffer_limits(0)  # a write is sent at once, and `pause_writing` says that it could not be
-        elif not self.transport.is_closing():
-            self._tls.begin(self, self.front.settings)
-
-    def secured(self, transport: asyncio.Transport) -> None:
-        self.transport, self._socket = transport, self.transport
-        self.transport.set_write_buffer_limits(1)  # as 0 of a plain one: that would stall an empty buffer, too
-        self.certificate = names_in(transport.get_extra_info("peercert"))
-
-    def not_secured(self, why: str) -> None:
-        if why:
-            self.front.refusals.abort("handshake", self.client or "an unknown address", why)
-        self.transport.abort()
-        self.connection_lost(None)
-
-    def _close(self) -> None:
-        """Close the connection. A client that has been sent everything is not waited for: TLS would, to say goodbye."""
-        self.transport.close()
-        if self._socket is not None and not self._socket.get_write_buffer_size():
-            self.front.loop.call_later(_GOODBYE_S, self.transport.abort)
+    transport: asyncio.Transport
+    completed: bool
+    used: bool
+    opened: float
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that it keeps beside a few KB of objects and what is counted as held."""
-        return self._kept_by_tls
-
-    def note_sizes(self, received: int, sent: int) -> None:
-        """Note the bytes of a request, or of a part of it, and of its answer within TLS, which keeps room for them.
-
-        A buffer of uvloop has what was received at a time, and one of OpenSSL what that is not decrypted of, a third larger.
-        """
-        kept = 7 * min(received, _MOST_TLS_READ) // 3 + 4 * min(sent, _MOST_TLS_WRITE) // 3
-        self._kept_by_tls = max(self._kept_by_tls, kept)
 
     @property
     def waiting(self) -> bool:
         """Whether it waits for the rest of a request, or for one."""
-        raise NotImplementedError
 
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
-        raise NotImplementedError
 
     @property
     def unread_since(self) -> float:
         """Since when its client has made no progress with an answer; infinity unless it lags."""
-        raise NotImplementedError
 
     def refuse_connection(self) -> None:
         """Close a connection for which there is no room."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close an idle connection to make room for another, or one whose client does not read."""
-        raise NotImplementedError
 
     def close_if_quiet(self) -> None:
         """Close the connection unless a request is or may be under way."""
-        raise NotImplementedError
 
     def end_unread(self, since: float) -> None:
         """Give up answers without progress since then, whose slots others need."""
-        raise NotImplementedError
 
     def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
         """Refuse or abort what takes too long. Called twice a second."""
-        raise NotImplementedError
 
 
 class Connections:

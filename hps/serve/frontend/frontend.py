@@ -106,7 +106,7 @@ class Front:
         shared: FrontDescriptors,
         configuration: Configuration,
         *,
-        connect: Callable[["Front"], ClientConnection],
+        connect: Callable[["Front"], asyncio.BaseProtocol],
         spins: bool,
         loopback: bool,
     ) -> None:

@@ -51,7 +51,8 @@ class GrpcCall:
         identity: who sent it, if known.
         task: in which the call is served.
         request_id: of the request that was answered last.
-        reads_since: when it began to wait for its only message; 0: it does not.
+        reads_since: when it began to wait for a message; 0: it does not.
+        streams: whether its client sends several messages.
         waits: whether it waits for the client, not for an answer.
         ends_with: the error for which `end_with` has cancelled the task.
         reported: an error that is counted and logged already.
@@ -73,7 +74,7 @@ class GrpcCall:
         self.started = time.perf_counter()
         self.request_id = b""
         self.reads_since = 0.0
-        self.waits = self.unknown = False
+        self.waits = self.streams = self.unknown = False
         self.ends_with: Exception | None = None
         self.reported: Exception | None = None
         self._held = self._metadata_bytes = 0
@@ -104,13 +105,9 @@ class GrpcCall:
             if guarded and self.identity is None:
                 front.authorization.admit(None, None, headers, self.certificate)
 
-    async def read(self, *, streams: bool = False) -> bytes | None:
-        """Wait for the next message, and hold its bytes; None: there is none, or one that the library has refused.
-
-        Args:
-            streams: the client may take any time before it sends another message.
-        """
-        self.waits, self.reads_since = True, 0.0 if streams else time.monotonic()
+    async def read(self) -> bytes | None:
+        """Wait for the next message, and hold its bytes; None: there is none, or one that the library has refused."""
+        self.waits, self.reads_since = True, time.monotonic()
         data = await self.context.read()
         self.waits, self.reads_since = False, 0.0
         if not isinstance(data, bytes):

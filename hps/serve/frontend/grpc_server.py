@@ -112,9 +112,10 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         """
         settings = self._front.settings
         for call in list(self._calls):
-            if call.reads_since and now - call.reads_since > settings.request_timeout_s:
-                limit = f"within {settings.request_timeout_s:g} s (service.request_timeout_s)"
-                call.end_with(RequestError(408, f"the message did not arrive {limit}"))
+            # The library does not tell whether a part of a stream's next message is there, for which it keeps memory.
+            name = "keep_alive_s" if call.streams else "request_timeout_s"
+            if call.reads_since and now - call.reads_since > (limit_s := getattr(settings, name)):
+                call.end_with(RequestError(408, f"the message did not arrive within {limit_s:g} s (service.{name})"))
         lagging = {call.peer: call for call, since in self._unsent.items() if now - since > settings.answer_timeout_s}
         for call in lagging.values():
             limit = f"no progress in {settings.answer_timeout_s:g} s (service.answer_timeout_s)"
@@ -161,7 +162,7 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
             if call.identity is None and (self._front.authorization.asks or path == WATCH):
                 self._count_unknown(call)
             return await self._answer(call, method)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter if an answer could not be sent any more
             reason = call.why_cancelled()
             if reason is None:
                 raise  # the client has left
@@ -179,7 +180,8 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
     async def _answer(self, call: GrpcCall, method: Method) -> bytes | None:
         respond, watch = method.answer, method.watch
         if method.streams and respond is not None:
-            while (data := await call.read(streams=True)) is not None:
+            call.streams = True
+            while (data := await call.read()) is not None:
                 await self._write(call, await respond(call, data))
                 call.release_messages()
             return None

@@ -88,17 +88,17 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
     out, mask, count = begin + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
     words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, ASIDE_ROOM]  # without the serial
     words += [0] * (HEADER_BYTES // 8 - len(words))
-    for range_ in layout.ranges:
-        count = range_.stop - range_.start
+    for key_range in layout.ranges:
+        count = key_range.stop - key_range.start
         words += [
-            range_.table,
+            key_range.table,
             count,
-            keys_at + tensors[range_.source].start + 8 * range_.start,
+            keys_at + tensors[key_range.source].start + 8 * key_range.start,
             out,
-            mask if range_.masked else 0,
+            mask if key_range.masked else 0,
         ]
-        out += range_.step
-        mask += count if range_.masked else 0
+        out += key_range.step
+        mask += count if key_range.masked else 0
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
     answer = answer_head(200, headers, layout.answer_size, b"").removesuffix(b"\r\n\r\n")
     return Plan(

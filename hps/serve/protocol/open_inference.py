@@ -170,8 +170,8 @@ class AnswerLayout:
 
     def batch(self, inputs: Sequence[np.ndarray], outs: Sequence[np.ndarray], founds: Sequence[np.ndarray | None]) -> Batch:
         """Make the batch of a request of this layout, without its bags."""
-        keys = [inputs[range_.source][range_.start : range_.stop] for range_ in self.ranges]
-        return Batch([range_.table for range_ in self.ranges], [array.size for array in keys], keys, outs, founds)
+        keys = [inputs[key_range.source][key_range.start : key_range.stop] for key_range in self.ranges]
+        return Batch([key_range.table for key_range in self.ranges], [array.size for array in keys], keys, outs, founds)
 
     def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
@@ -375,7 +375,9 @@ def lay_out_body(
     poolings: list[Pooling] = []
     if header.bags:
         tables = model.tables
-        poolings = [range_.bags.pooling(tables[range_.table].table_name, inputs) for range_ in layout.ranges if range_.bags]
+        poolings = [
+            key_range.bags.pooling(tables[key_range.table].table_name, inputs) for key_range in layout.ranges if key_range.bags
+        ]
     return Laid(layout, inputs, header.device_id, poolings)
 
 

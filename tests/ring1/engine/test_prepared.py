@@ -287,12 +287,12 @@ def test_a_second_thread_is_refused_until_the_run_has_ended_or_failed(start: Sta
     lookup = start().prepare({"a": 2}, "m")
     answer, inside, goes_on = lookup._answer, threading.Event(), threading.Event()
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any, **named: Any) -> None:
         inside.set()
         assert goes_on.wait(PATIENCE_S)
-        answer(*arguments)
+        answer(*arguments, **named)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise hps.DatabaseError("told to fail")
 
     lookup._answer = slow

@@ -287,7 +287,7 @@ CODE = "__import__('pathlib').Path('mark').touch()"
         (node(target="torch.ops.higher_order.call_torchbind"), "call_torchbind"),
         (node(target="torch.ops.aten.from_file.default"), "operator aten.from_file does something else than compute"),
         (node(target="torch.ops.aten.save.default"), "operator aten.save does something else than compute"),
-        (node(target="torch.ops.hps.lookup.default"), "operator hps.engine does something else than compute"),
+        (node(target="torch.ops.hps.lookup.default"), "operator hps.lookup does something else than compute"),
         (node(target="torch.ops.prim.Print.default"), "operator prim.Print does something else than compute"),
         (node(target="torch.ops.c10d.send.default"), "operator c10d.send does something else than compute"),
         (node(name=f"x = {CODE} #"), "as name: it may run code"),

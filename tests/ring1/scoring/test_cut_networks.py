@@ -191,10 +191,7 @@ def test_what_is_given_once_is_computed_and_looked_up_once(kind: type[ArrayNetwo
     ours, rng = Cut(kind), np.random.default_rng(1)
     asked: list[tuple[int, int]] = []
     look_up = ours.tables.look_up
-    ours._runner.lookup = lambda segments: (
-        asked.extend((segment.table, segment.n) for segment in segments),
-        look_up(segments),
-    )[1]
+    ours._runner.lookup = lambda batch: (asked.extend(zip(batch.tables, batch.sizes, strict=True)), look_up(batch))[1]
     ours.answers(arrays_of(rng, 3), arrays_of(rng, 4))
     assert [program.calls for program in ours.keys_programs] == [[2], [7]]
     assert sorted(asked)[:2] == [(0, 2), (0, 4)]  # a key, and a pair, of each user
@@ -527,10 +524,10 @@ def test_a_request_with_too_many_computed_keys_harms_no_other() -> None:
     ours = Cut(function=lambda given: {"all": given["x"]}, programs=(repeated,), **said, lookups={"rows": lookup})
     look_up = ours.tables.look_up
 
-    def bounded(segments: Any) -> None:
-        if segments[0].n > 20:
-            raise hps.TooManyKeysError(f"got {segments[0].n} keys")
-        look_up(segments)
+    def bounded(batch: Any) -> None:
+        if batch.sizes[0] > 20:
+            raise hps.TooManyKeysError(f"got {batch.sizes[0]} keys")
+        look_up(batch)
 
     ours._runner.lookup = bounded
     answers = Waiting(ours).answers(*[{"x": np.array([number])} for number in (1, 30, 9)])

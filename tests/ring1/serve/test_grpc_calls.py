@@ -193,19 +193,23 @@ async def test_an_answer_that_is_not_read_is_held_until_its_client_leaves(front,
             await wait_until_async(lambda: is_clean(front), "nothing is held")
 
 
+@pytest.mark.parametrize("path", [INFER, STREAM])
 @pytest.mark.parametrize("how", ["reset", "connection", "too late"])
 @beside(serving)
-async def test_a_message_that_never_ends_is_forgotten_with_its_call(front, engine, channel, port, /, how):
+async def test_a_message_that_never_ends_is_forgotten_with_its_call(front, engine, channel, port, /, how, path):
     for _ in range(2):
         async with RawCaller.connected(port) as caller:
-            caller.send(frame(HEADERS, 4, 1, call_headers()), frame(DATA, 0, 1, message(body_of([1]))[:9]))
+            caller.send(frame(HEADERS, 4, 1, call_headers(path)), frame(DATA, 0, 1, message(body_of([1]))[:9]))
             await wait_until_async(lambda: any(call.waits for call in front.grpc._calls), "the call waits for its message")
             if how == "reset":
                 caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
             elif how == "connection":
                 caller.close()
             else:
-                front.grpc.poll(time.monotonic() + 1e6)
+                limit = front.settings.keep_alive_s if path == STREAM else front.settings.request_timeout_s
+                front.grpc.poll(time.monotonic() + limit - 1)
+                assert [call.ends_with for call in front.grpc._calls] == [None]
+                front.grpc.poll(time.monotonic() + limit)
                 headers = Decoder().decode((await caller.next_of(HEADERS)).payload)
                 assert dict(headers)["grpc-status"] == "4"
             await wait_until_async(lambda: is_clean(front), "nothing is held")

@@ -25,7 +25,7 @@ from tests.servers.running_service import document_of, model_of
 KEY, NONE = np.zeros(1, np.int64), np.empty(0, np.int64)
 TOPIC = Partition("hps_et.m.t", 0)
 NO_CACHE, COLD, WARM = {"gpucache": False}, {"init_ec": False}, {"init_ec": True}
-WAITING = ("engine.fences", "versions.live_models", "versions.deployment", "ground.open_calls")
+WAITING = ("engine.fences", "versions.live_models", "versions.deployment", "ground.threads.open_calls")
 
 
 class Server:

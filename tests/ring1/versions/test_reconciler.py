@@ -18,6 +18,7 @@ from tests.ring1.versions.test_pins import Make, served, write
 from tests.ring1.versions.test_pins import document as document  # fixtures
 from tests.ring1.versions.test_pins import home as home
 from tests.servers.running_service import document_of, model_of
+from tests.tables.held_tables import held_tags
 
 
 def states(server: hps.HPS) -> list[tuple[str, str]]:
@@ -28,7 +29,7 @@ def states(server: hps.HPS) -> list[tuple[str, str]]:
 
 def held(server: hps.HPS) -> set[str]:
     """Slots of which the database has tables."""
-    return {names[1] or "1" for tag in server._chain.databases[-1].tags() if (names := split_tag(tag))}
+    return {names[1] or "1" for tag in held_tags(server._chain.databases[-1]) if (names := split_tag(tag))}
 
 
 @pytest.mark.parametrize("keep_versions", [0, 1, 2])

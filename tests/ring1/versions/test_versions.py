@@ -25,6 +25,7 @@ from hps.versions.building import reconfigure
 from hps.versions.deployment import Deployment
 from tests.fakes.paused_lookup import PausedBatch, paused_lookup
 from tests.servers.running_service import document_of, model_of
+from tests.tables.held_tables import held_tags
 
 DIMS = {"user": 4, "item": 7}
 KEYS = np.arange(1000)
@@ -86,7 +87,7 @@ def server(request: pytest.FixtureRequest, document: Make) -> Iterator[hps.HPS]:
 def tags(server: hps.HPS) -> set[str]:
     """Slots of which any database has a table."""
     databases = [database for one in server.live.all() for database in one.chain.databases] + server._chain.databases
-    return {names[1] for database in databases for tag in database.tags() if (names := split_tag(tag))}
+    return {names[1] for database in databases for tag in held_tags(database) if (names := split_tag(tag))}
 
 
 def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again(document: Make, tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def batch() -> PausedBatch:
 def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS, batch: PausedBatch) -> None:
     deployment = server.deploy("ranker", "1")
     tables = deployment.chain.databases[0]
-    assert len(tables.tags()) == len(DIMS)
+    assert len(held_tags(tables)) == len(DIMS)
     with ThreadPoolExecutor(1) as pool, paused_lookup(server, "ranker", batch) as running:
         leaving = pool.submit(server.undeploy, "ranker")
         wait_until(lambda: server.models == (), "the model was out of service")
@@ -265,7 +266,7 @@ def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS,
         running.result(PATIENCE_S)
         leaving.result(PATIENCE_S)
     check(batch)
-    assert tables.kind != "hash_map" or tables.tags() == []
+    assert tables.kind != "hash_map" or held_tags(tables) == []
 
 
 def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(

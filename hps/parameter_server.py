@@ -249,7 +249,7 @@ class HPS:
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
         batch = Batch((index,), (flat.size,), (flat,), (vectors,), () if found is None else (found,))
-        self._answer(deployment, deployment.session(device_id), batch, began, wait=True)
+        self._answer(deployment, deployment.session(device_id), batch, began)
         return vectors if found is None else (vectors, found)
 
     @repeated_after_takeover
@@ -536,10 +536,10 @@ class HPS:
         began = perf_counter_ns()
         refuse_repeated_tables(batch.tables, deployment.tables)
         device_id = deployment.device(device_id)
-        self._answer(deployment, deployment.session(device_id), batch, began, wait=True)
+        self._answer(deployment, deployment.session(device_id), batch, began)
         return device_id
 
-    def _answer(self, deployment: Deployment, session: Session, batch: Batch, began_ns: int, *, wait: bool) -> None:
+    def _answer(self, deployment: Deployment, session: Session, batch: Batch, began_ns: int, *, wait: bool = True) -> None:
         session.run(batch, began_ns, wait=wait)
         if self._recorder is not None:
             self._recorder.record(deployment.tables, batch)

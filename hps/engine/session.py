@@ -180,9 +180,9 @@ class _TableLimits:
         self._max_keys = [table.max_keys for table in self.tables]
 
     def check(self, batch: Batch) -> None:
-        max_keys = self._max_keys
-        for index, n in zip(batch.tables, batch.sizes):  # noqa: B905 - as many, and this is the hot path
-            if n > max_keys[index]:
+        max_keys, sizes = self._max_keys, batch.sizes
+        for place, index in enumerate(batch.tables):
+            if (n := sizes[place]) > max_keys[index]:
                 table = self.tables[index]
                 raise TooManyKeysError(
                     f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
@@ -296,7 +296,7 @@ class CachedSession(_TableLimits):
         end = perf_counter_ns()
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
-        recent, every = self._recent, self._counters
+        recent, every, sizes = self._recent, self._counters, batch.sizes
         # All that a lookup counts is counted under one lock, taken once. Its times are only appended: `fold` puts them into
         # their buckets when there are many, or when they are read. All keys count as hits first; `_count_others` corrects
         # that under the same lock, so no reader sees it.
@@ -305,8 +305,8 @@ class CachedSession(_TableLimits):
             if len(recent) >= LookupTimes.MOST_RECENT:
                 self._times.fold()
             self._device.lookups += 1
-            for table, n in zip(batch.tables, batch.sizes):  # noqa: B905 - as many, and this is the hot path
-                counters = every[table]
+            for place, table in enumerate(batch.tables):  # of few tables, a `zip` takes 0.1 us more
+                counters, n = every[table], sizes[place]
                 counters.keys += n
                 counters.hits[0] += n
             if counts or padding or linked or absent:

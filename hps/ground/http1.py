@@ -305,6 +305,7 @@ class AnswerReader:
 
     Attributes:
         head, raw: None and empty before it has arrived.
+        fed: what the last call of `feed` has found of it; whole heads only.
         done: whether the answer is complete.
     """
 
@@ -313,7 +314,7 @@ class AnswerReader:
         self.done = False
         self.body = bytearray()
         self._head_only, self._keeps = head_only, keeps
-        self.raw = b""
+        self.raw = self.fed = b""
         self._raw = bytearray()
         self._chunks: Chunks | None = None
         self._left = 0
@@ -329,12 +330,18 @@ class AnswerReader:
         Raises:
             RemoteError: they are no answer, or more than one.
         """
+        self.fed = data
         if self.head is None:
+            self.fed = b""
             self._raw += data
-            if not (end := end_of_head(self._raw, len(self._raw))):
-                return False
-            self.raw, data = bytes(self._raw[:end]), bytes(self._raw[end:])
-            self.head = head = AnswerHead(self.raw[:-4])
+            while True:  # past interim answers (RFC 9110, section 15.2), which may come before any answer
+                if not (end := end_of_head(self._raw, len(self._raw))):
+                    return False
+                if (head := AnswerHead(bytes(self._raw[: end - 4]))).status >= 200:
+                    break
+                del self._raw[:end]
+            self.fed, self.raw, data = bytes(self._raw), bytes(self._raw[:end]), bytes(self._raw[end:])
+            self.head = head
             self._left = 0 if self._head_only else head.length
             self._chunks = Chunks() if self._left < 0 else None
         piece: bytes | bytearray

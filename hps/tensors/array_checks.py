@@ -102,7 +102,7 @@ def as_keys(keys: Any) -> KeyArray:
     Returns:
         (n,) int64, aligned: the same memory for int64 keys, else (int32) a widened copy. Read only.
     """
-    array = _array(keys)
+    array = keys if type(keys) is np.ndarray else _array(keys)
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
@@ -127,7 +127,7 @@ def as_output(out: Any, rows: int, dim: int, *, narrow: bool = False) -> Any:  #
     Returns:
         (rows, dim) float32 over its first elements, writable; float16, or uint16 for the bits of bfloat16.
     """
-    array = _array(out)
+    array = out if type(out) is np.ndarray else _array(out)
     if array is not None and array.dtype == np.float32 and array.size >= rows * dim:
         flags = array.flags
         if flags.c_contiguous and flags.writeable and flags.aligned:
@@ -145,8 +145,6 @@ def view_as_output(view: TensorView, rows: int, dim: int, *, narrow: bool = Fals
 
 def _array(tensor: Any) -> np.ndarray | None:
     """Return a host tensor as NumPy reads it, the fastest way; None if only `adopt` can read or reject it."""
-    if type(tensor) is np.ndarray:
-        return tensor
     if type(tensor) is CAPSULE:
         return None
     try:

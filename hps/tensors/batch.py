@@ -8,7 +8,7 @@ DLPack.
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Part:
     width: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Batch:
     """One lookup: the keys of some tables of a model, and where their vectors go. *One lookup at a time if `kept`.*
 
@@ -76,13 +76,14 @@ class Batch:
     outs: Sequence[DeviceArray]
     founds: Sequence[DeviceArray | None] = ()
     poolings: "Sequence[Pooling]" = ()
-    _: KW_ONLY
-    kind: Any = None
-    joined: bool = False
-    kept: bool = False
-    narrow: Sequence[tuple[FloatArray, np.ndarray]] = ()
-    checked: object = None
-    placement: Any = None
+    # Few batches have these. As attributes of the class they cost nothing to construct; six more arguments and slots would take
+    # a third of the time of the constructor, which a lookup of few keys pays for.
+    kind: Any = field(default=None, init=False)
+    joined: bool = field(default=False, init=False)
+    kept: bool = field(default=False, init=False)
+    narrow: Sequence[tuple[FloatArray, np.ndarray]] = field(default=(), init=False)
+    checked: object = field(default=None, init=False)
+    placement: Any = field(default=None, init=False)
 
     @classmethod
     def of(
@@ -173,18 +174,17 @@ def table_batch(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, wit
     Raises:
         InvalidDtypeError, InvalidInputError: the tensors cannot be keys or an output of `dim` elements per key.
     """
-    narrow: Sequence[tuple[FloatArray, np.ndarray]] = ()
     if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
         flat, n, place = keys, keys.numel(), out
-    elif on_cuda and type(keys) is type(out) is getattr(sys.modules.get("cupy"), "ndarray", None):
+    elif on_cuda and type(keys) is type(out) is _cupy_array():
         flat, n, place = keys, keys.size, out
     else:
         flat, n = adopt_keys(keys, on_cuda=on_cuda)
         place = adopt_output(out, n, dim, on_cuda=on_cuda, narrow=True)
-        if type(place) is np.ndarray and place.dtype != _FLOAT32:
-            [place], narrow = _widened([place])
-    founds = (np.empty(n, np.bool_),) if with_found else ()
-    return Batch((table,), (n,), (flat,), (place,), founds, narrow=narrow)
+    batch = Batch((table,), (n,), (flat,), (place,), (np.empty(n, np.bool_),) if with_found else ())
+    if type(place) is np.ndarray and place.dtype != _FLOAT32:
+        _widen(batch)
+    return batch
 
 
 def named_batch(
@@ -238,8 +238,10 @@ def named_batch(
         flats.append(keys)
         places.append(place)
     refuse_repeated_tables(found, specs)
-    places, narrow = _widened(places) if out is not None else (places, ())
-    return Batch(found, sizes, flats, places, _masks(sizes) if with_found else (), narrow=narrow)
+    batch = Batch(found, sizes, flats, places, [np.empty(n, np.bool_) for n in sizes] if with_found else ())
+    if out is not None:
+        _widen(batch)
+    return batch
 
 
 def _alike_batch(
@@ -266,7 +268,9 @@ def _alike_batch(
         if {*map(type, names)} == {str} and len(indices) < _MOST_INDICES:
             indices[names] = found
     sizes = list(map(kind.numel, keys)) if of_torch else [key.size for key in keys]  # type: ignore[attr-defined]
-    return Batch(found, sizes, keys, outs, kind=kind)
+    batch = Batch(found, sizes, keys, outs)
+    batch.kind = kind
+    return batch
 
 
 def kept_batch(
@@ -310,7 +314,9 @@ def kept_batch(
         flats.append(keys)
         places.append(place)
     refuse_repeated_tables(found, specs)
-    return Batch(found, sizes, flats, places, [founds.get(name) for name in tables] if founds else (), kept=True)
+    batch = Batch(found, sizes, flats, places, [founds.get(name) for name in tables] if founds else ())
+    batch.kept = True
+    return batch
 
 
 def concatenated_batch(
@@ -349,7 +355,9 @@ def concatenated_batch(
     place = adopt_output(out, size, 1, on_cuda=on_cuda, narrow=True)
     tables, keys_on_host, out_on_host = range(len(dims)), isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
     if not (with_found or keys_on_host or out_on_host):
-        return Batch(tables, counts, (flat,), (place,), joined=True), None
+        batch = Batch(tables, counts, (flat,), (place,))
+        batch.joined = True
+        return batch, None
     found = np.empty(total, np.bool_) if with_found else None
     row = element = 0
     flats, places, masks = [], [], []
@@ -360,22 +368,18 @@ def concatenated_batch(
         if found is not None:
             masks.append(found[row:stop])
         row, element = stop, end
-    places, narrow = _widened(places)
-    return Batch(tables, counts, flats, places, masks, narrow=narrow), found
+    batch = Batch(tables, counts, flats, places, masks)
+    if out_on_host and place.dtype != _FLOAT32:
+        _widen(batch)
+    return batch, found
 
 
-def _widened(outs: Sequence[Any]) -> tuple[list[Any], list[tuple[FloatArray, np.ndarray]]]:
-    """Replace outputs of 16 bits in host memory by new float32 arrays; return the columns `outs` and `narrow` of a batch."""
-    places, narrow = [], []
-    for out in outs:
-        if type(out) is np.ndarray and out.dtype != _FLOAT32:
-            narrow.append((np.empty(out.shape, np.float32), out))
-        places.append(narrow[-1][0] if narrow and narrow[-1][1] is out else out)
-    return places, narrow
-
-
-def _masks(sizes: Sequence[int]) -> list[BoolArray]:
-    return [np.empty(n, np.bool_) for n in sizes]
+def _widen(batch: Batch) -> None:
+    """Let the lookup write outputs of 16 bits in host memory as float32; `fill_narrow` then rounds them."""
+    narrow = {place: out for place, out in enumerate(batch.outs) if type(out) is np.ndarray and out.dtype != _FLOAT32}
+    if narrow:
+        batch.outs = [np.empty(out.shape, np.float32) if place in narrow else out for place, out in enumerate(batch.outs)]
+        batch.narrow = [(batch.outs[place], out) for place, out in narrow.items()]
 
 
 def fill_narrow(batch: Batch) -> None:

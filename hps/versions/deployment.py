@@ -42,6 +42,7 @@ from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 _log = logging.getLogger(__name__)
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
+_NAME_OR_ID = (str, int, np.integer)
 
 DRAIN_S = 10.0
 """Seconds that closing a deployment waits for its lookups. Later lookups continue and keep the tables."""
@@ -256,7 +257,7 @@ class Deployment:
         Raises:
             UnknownTableError: the model has no such table.
         """
-        index: int | None = self.indices.get(table) if isinstance(table, (str, int, np.integer)) else None
+        index: int | None = self.indices.get(table) if isinstance(table, _NAME_OR_ID) else None
         if index is None or isinstance(table, bool):
             known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
             raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, expected one of {known}")

@@ -151,7 +151,7 @@ class PreparedLookup:
                 if deployment is not self._deployment:
                     self._follow(deployment)
                 try:
-                    self._answer(deployment, self._session, self._batch, began, wait=True)
+                    self._answer(deployment, self._session, self._batch, began)
                     return self.vectors
                 except NotReadyError:
                     if self._serving() is deployment:

@@ -248,11 +248,11 @@ class NumpyLookup(CacheLookup):
 
     def query(self, batch: Batch) -> int:
         tables, scratches = self._cache.open_tables(), self._scratches
-        founds, poolings, outs = batch.founds, batch.poolings, batch.outs
+        sizes, columns, outs, founds, poolings = batch.sizes, batch.keys, batch.outs, batch.founds, batch.poolings
         counts: list[int] = []
         absent: list[int] = []
-        for place, (index, n, keys) in enumerate(zip(batch.tables, batch.sizes, batch.keys)):  # noqa: B905 - as many
-            table, scratch, out = tables[index], scratches[index], outs[place]
+        for place, index in enumerate(batch.tables):
+            table, scratch, n, keys, out = tables[index], scratches[index], sizes[place], columns[place], outs[place]
             found = _ALL if not founds or (mask := founds[place]) is None else mask
             if scratch.missing.size < n:
                 scratch.missing = np.empty(_grown(n), np.int64)
@@ -278,11 +278,11 @@ class NumpyLookup(CacheLookup):
                 if keys.flags.aligned:
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
                 return self.query(_with_aligned_keys(batch))
-            absent.append(0)
             if count and self._cache.complete and not poolings:
                 left = _settle(table, keys, out, found, missing, count)
                 if self._cache.complete:  # still, so what was not resident was absent
-                    absent[-1], count = count - left, left
+                    absent = absent or [0] * len(batch.tables)
+                    absent[place], count = count - left, left
             counts.append(count)
         left = sum(counts)
         self.absent = absent if any(absent) else ()

@@ -123,7 +123,8 @@ def record(reader: TensorReader, memory: TableMemory, batch: Batch, enqueue: Cal
     """Make a graph of what `enqueue` launches; see `EmbeddingCache.record`."""
     stream = cupy.cuda.Stream(non_blocking=True)
     keys, outs = ([_seen_from(stream, reader, tensor) for tensor in tensors] for tensors in (batch.keys, batch.outs))
-    seen = Batch(batch.tables, batch.sizes, keys, outs, joined=batch.joined)
+    seen = Batch(batch.tables, batch.sizes, keys, outs)
+    seen.joined = batch.joined
     for producer in {reader.work_stream(tensor) for tensor in batch.keys} - {None}:
         stream.wait_event(stream_of(producer or 0).record())
     enqueue(seen)

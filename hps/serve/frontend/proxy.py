@@ -93,13 +93,14 @@ class Upstream(asyncio.Protocol):
         if client is None:
             self.close()
             return
-        self._began = True
         try:
             done = self._answer.feed(data)
         except RemoteError:
             self.close()
             return
-        client.relay(data)
+        if self._answer.fed:
+            self._began = True
+            client.relay(self._answer.fed)
         if done:
             self._client = None
             if self._answer.keeps_alive:

@@ -304,7 +304,9 @@ def test_separate_tensors_of_torch_are_found_if_all_are_as_kernels_read_them(mod
     reader = modules.tensors.TensorReader(keys[0].get_device())
     reader.start()
     reader._torch_stream = lambda _device: 7
-    placed = reader._place_alike(Batch([1, 0], [3, 2], keys, outs, kind=torch.Tensor), [4, 4])
+    batch = Batch([1, 0], [3, 2], keys, outs)
+    batch.kind = torch.Tensor
+    placed = reader._place_alike(batch, [4, 4])
     if dtype == "int32":
         assert placed is None
     else:

@@ -214,6 +214,11 @@ ANSWERS = {
     "without a body": (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
     "the last": (OK + b"Length: 0\r\nConnection: Close\r\n\r\n", b"", False),
     "of HTTP/1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\na", b"a", False),
+    "after interim ones": (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + OK + b"Length: 1\r\n\r\na",
+        b"a",
+        True,
+    ),
 }
 
 

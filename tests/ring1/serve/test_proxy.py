@@ -132,8 +132,9 @@ async def test_a_connection_after_its_last_answer_or_one_without_body_is_closed(
 @beside(opened)
 async def test_a_request_that_is_given_up_leaves_its_answer_to_nobody(application: App, pool: Pool, /) -> None:
     """The answer in flight must not be read by the next one who asks."""
-    for part in (0, 20):
-        gone, late = Asker(pool, b"gone"), answer(b"/gone")
+    late = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nthe  body"
+    for part in (0, 40):
+        gone = Asker(pool, b"gone")
         writer, _ = await application.request()
         writer.write(late[:part])
         await wait_until_async(lambda gone=gone, part=part: len(gone.data) == part, "a part has arrived")
@@ -154,17 +155,31 @@ async def test_what_follows_an_answer_is_not_the_next_one(application: App, pool
     await answered(application, Asker(pool, b"b"))
 
 
-@pytest.mark.parametrize("sent", [0, 30])
+@beside(opened)
+async def test_an_interim_answer_is_skipped(application: App, pool: Pool, /) -> None:
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+    for sent in (interim + interim, interim[:10]):
+        asker = Asker(pool, b"a")
+        writer, _ = await application.request()
+        writer.write(sent)
+        await asyncio.sleep(0)
+        writer.write(interim[len(sent) :] + answer(b"/a"))
+        assert await asker.end() == b"/a"
+        assert (asker.data, len(pool._idle)) == (answer(b"/a"), 1)
+
+
+@pytest.mark.parametrize("sent", [0, 30, 40])
 @beside(opened)
 async def test_an_application_that_ends_is_told_to_those_who_wait(application: App, pool: Pool, /, sent: int) -> None:
+    """One whose head has not arrived as a whole has not begun: its client can be told."""
     for _ in range(2):
         await answered(application, Asker(pool, b"before"))
         lost = Asker(pool, b"lost")
         writer, _ = await application.request()
-        writer.write(answer(b"/lost")[:sent])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nthe  body"[:sent])
         writer.close()
         await lost.end()
-        assert lost.ended == (f"lost after {sent} bytes" if sent else "lost")
+        assert lost.ended == (f"lost after {sent} bytes" if sent == 40 else "lost")
         assert pool._idle == []
 
 

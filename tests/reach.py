@@ -75,7 +75,8 @@ def _commands(node: ast.AST) -> Iterator[str]:
         command = (*texts[texts.index("-m") + 2 :], None)[0]
     else:
         return
-    yield name if (name := f"hps.tools.cli.{command}".replace("-", "_")) in modules() else "hps.__main__"
+    end = f".{command}".replace("-", "_")
+    yield next((name for name in modules() if name.startswith("hps.tools.cli.") and name.endswith(end)), "hps.__main__")
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def test_a_read_only_installation_brings_what_was_compiled_ahead(installation, t
     assert installation.run(**environment)[1] == [], "neither compiled nor warned of what cannot be written"
 
 
-BASELINE_PROGRAM = "from hps.ground import machine_code\nmachine_code.choose_baseline()\n" + PROGRAM
+BASELINE_PROGRAM = "from hps.ground.kernels import machine_code\nmachine_code.choose_baseline()\n" + PROGRAM
 OLD_PROGRAM = (
     "import llvmlite.binding as llvm\nfeatures = llvm.get_host_cpu_features()\nfeatures['avx2'] = False\n"
     "llvm.get_host_cpu_features = lambda: features\n" + PROGRAM

@@ -227,20 +227,25 @@ def test_clients_that_do_not_read_give_up_their_slots_when_these_run_short(servi
         assert kept._slot >= 0
         assert gone._slot >= 0
         others = slots.size // 2 + 1
-        slots.used += others
+
+        def take(size):
+            slots.used += size
+            slots.crowded = 2 * slots.used > slots.size
+
+        take(others)
         wait_until(lambda: gone not in order, "its slot is wanted")
         assert kept in order
         assert gone._slot == -1
-        slots.used -= others
+        take(-others)
         kept._unread_since = time.monotonic() - 60
         for _ in range(2):
             look = service.front._ticks["look"]
             wait_until(lambda look=look: service.front._ticks["look"] is not look, "all connections were looked at")
         assert kept in order
-        slots.used += others
+        take(others)
         wait_until(lambda: kept not in order, "its slot is wanted, too")
         assert slots.used == others
-        slots.used -= others
+        take(-others)
         assert service.front.refusals.aborted["answer"] == 2
 
 

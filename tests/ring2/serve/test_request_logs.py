@@ -126,7 +126,7 @@ def test_a_change_and_a_bug_are_logged_with_the_id(serve, fake):
         named = {"X-Request-Id": "abc"}
         assert client.post(LOOKUP, content=b'{"tables": {"item": [1]}}', headers=named).status_code == 500
         client.post("/v1/models/m/refresh", headers=named)
-        said = [lines(f"hps.serve.{one}")[0] for one in ("fronts.exchange", "logs.changes")]
+        said = [lines(f"hps.serve.{one}")[0] for one in ("frontend.exchange", "logs.changes")]
         assert lines("hps.serve.engine.batches")[0].exc_info[0] is ZeroDivisionError
     assert [one.fields for one in said] == [{"request_id": "abc"}] * 2
 

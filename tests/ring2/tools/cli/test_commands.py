@@ -98,7 +98,8 @@ def test_serve_ends_although_a_source_does_not_answer(
     files = [f"gate://away{tmp_path}/{name}" for name in ("user", "item")]
     content["models"].append({**content["models"][0], "model": "away", "sparse_files": files})
     program = (
-        "from hps.tools.cli.app import main; from hps.serve import app; from tests.fakes.gated_file_system import gates\n"
+        "from hps.tools.cli.app import main; from hps.serve.engine import app\n"
+        "from tests.fakes.gated_file_system import gates\n"
         "app.CLOSE_TIMEOUT_S = 1.0\n"
         "held = gates('away'); held.__enter__()[0].hold_from = 0\n"  # nobody opens it
         "main()"

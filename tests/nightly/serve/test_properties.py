@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.ring1.client import test_client_properties, test_routing
+from tests.ring1.ground import test_http1
 from tests.ring1.regions import test_descriptors
 from tests.ring1.scoring import test_packing
 from tests.ring1.serve import (
-    test_front_heads,
     test_front_lookups,
     test_front_slots,
     test_grpc_messages,
@@ -22,7 +22,7 @@ MODULES = [
     test_routing,
     test_descriptors,
     test_packing,
-    test_front_heads,
+    test_http1,
     test_front_lookups,
     test_front_slots,
     test_grpc_messages,

@@ -3,7 +3,7 @@
 import time
 from typing import Protocol, runtime_checkable
 
-from hps.errors import DatabaseCorruptError, HPSError
+from hps.errors import HPSError
 from hps.ground.threads.workers import call_in_thread
 from hps.versions.live_models import LiveModels
 
@@ -12,8 +12,8 @@ from hps.versions.live_models import LiveModels
 class Checkable(Protocol):
     """A cache or database that can check its own invariants."""
 
-    def check_integrity(self) -> list[str] | None:
-        """Return a sentence for each invariant that is broken, or raise DatabaseCorruptError for the first."""
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken."""
         ...
 
 
@@ -35,11 +35,9 @@ def check_tiers(live: LiveModels, timeout_s: float) -> list[str]:
     wrong = []
     for what, answer in running:
         try:
-            found = answer.result(max(0.0, deadline - time.monotonic())) or []
+            found = answer.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             found = [f"it was not checked within {timeout_s:g} s"]
-        except DatabaseCorruptError as error:
-            found = [str(error)]
         except HPSError as error:  # it is closing, or its device is lost
             found = [f"it cannot be checked: {error}"]
         wrong += [f"{what}: {finding}" for finding in found]

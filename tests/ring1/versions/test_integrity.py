@@ -55,10 +55,10 @@ class Part:
 
     kind = device_name = "part"
 
-    def __init__(self, found: list[str] | hps.HPSError | None, wait: threading.Event | None = None) -> None:
+    def __init__(self, found: list[str] | hps.HPSError, wait: threading.Event | None = None) -> None:
         self._found, self._wait = found, wait
 
-    def check_integrity(self) -> list[str] | None:
+    def check_integrity(self) -> list[str]:
         if self._wait is not None:
             self._wait.wait()
         if isinstance(self._found, hps.HPSError):
@@ -71,8 +71,6 @@ class Part:
     [
         (Part([]), []),
         (Part(["a key is there twice"]), ["a key is there twice"]),
-        (Part(None), []),
-        (Part(hps.DatabaseCorruptError("a row is lost")), ["a row is lost"]),
         (Part(hps.DeviceError("it is lost")), ["it cannot be checked: it is lost"]),
     ],
 )

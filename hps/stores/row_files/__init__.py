@@ -1,0 +1,1 @@
+"""A persistent database of sealed row files."""

@@ -1,0 +1,358 @@
+"""The format of a row file, and the kernels that read and write its parts.
+
+A row file holds the rows of one table at one moment, and never changes. All numbers are little-endian:
+
+    head           4,096 bytes: `HEAD`, then a JSON object (see `Head`) padded with zeros, then the checksum of all before it
+    records        (rows, 2 + width) uint32: a key (int64) and its row (`ground/rows.py`), in the order of the keys' hash
+    starts         (buckets + 1,) uint32: the number of the first record of each bucket, modulo 2^32
+    fingerprints   (rows,) uint8: the low byte of each key's hash
+    sums           (pages,) uint64: the checksum of each page of 4,096 bytes, from the records to the end of the fingerprints
+
+Each part begins at a multiple of 4,096 bytes. The hash is `mix` (`ground/hashing.py`), a bijection: so equal hashes are equal
+keys, and the order of a file is total. Bucket `scale(hash, buckets)` has the records from its start to the next one's, four on
+average. A lookup thus reads two starts, some fingerprints, which lie together in two bytes a row, and one record, which is a
+key and its row side by side: nothing else is read, and no space is left between records. Pages with fixed numbers of slots, the
+usual layout, waste a fifth of the file, and read three to five times as many lines (benchmarks/bench_row_files.py).
+"""
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+from numba import boolean, int64, njit, types, uint8, uint32, uint64
+
+from hps.ground.hashing import mix, scale
+from hps.ground.kernels.numba_atomics import address_of, prefetch
+from hps.ground.kernels.numba_kernels import kernel, read_only
+
+MAGIC: Final = b"HPSROWS\0"
+VERSION: Final = 1
+PAGE_BYTES: Final = 4096
+ROWS_A_BUCKET: Final = 4
+"""Records of a bucket, on average. Two take another byte a row and save a fifth of the time; eight take more time."""
+MOST_ROWS: Final = 1 << 33
+"""Buckets are numbered by 31 bits, so that `scale` applies."""
+
+_BLOCK: Final = 32  # keys whose starts, fingerprints and records are awaited together, so that their cache misses overlap
+_AHEAD_BYTES: Final = np.uint64(256)
+_LINE: Final = np.uint64(64)
+_LOW: Final = np.uint64(0xFFFFFFFF)
+_HEAD = struct.Struct("<8sII")
+_SUM = struct.Struct("<Q")
+
+_void: Any = types.void
+_KEYS = read_only(int64[::1])
+_RECORDS, _STARTS, _FINGERPRINTS = read_only(uint32[:, ::1]), read_only(uint32[::1]), read_only(uint8[::1])
+_SUMS = read_only(uint64[::1])
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a row file says of itself. *Immutable.*
+
+    Attributes:
+        tag: the table.
+        width: words of 4 bytes of a row.
+        rows: number of records.
+        buckets: number of buckets.
+        source: identifies what the rows came from, e.g. the fingerprint of model files.
+        sums: checksum of the part `sums`.
+    """
+
+    tag: str
+    width: int
+    rows: int
+    buckets: int
+    source: str
+    sums: int
+
+    @property
+    def record_bytes(self) -> int:
+        return 8 + 4 * self.width
+
+    @property
+    def records_at(self) -> int:
+        return PAGE_BYTES
+
+    @property
+    def starts_at(self) -> int:
+        return self.records_at + _padded(self.rows * self.record_bytes)
+
+    @property
+    def fingerprints_at(self) -> int:
+        return self.starts_at + _padded(4 * (self.buckets + 1))
+
+    @property
+    def sums_at(self) -> int:
+        return self.fingerprints_at + _padded(self.rows)
+
+    @property
+    def pages(self) -> int:
+        return (self.sums_at - self.records_at) // PAGE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return self.sums_at + 8 * self.pages
+
+    def packed(self) -> bytes:
+        """Encode the head, 4,096 bytes."""
+        text = json.dumps(asdict(self)).encode()
+        content = (_HEAD.pack(MAGIC, VERSION, len(text)) + text).ljust(PAGE_BYTES - _SUM.size, b"\0")
+        if len(content) > PAGE_BYTES - _SUM.size:
+            raise ValueError(f"its head has {len(content):,} bytes, expected at most {PAGE_BYTES - _SUM.size:,}")
+        return content + _SUM.pack(checksum(np.frombuffer(content, np.uint8)))
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> "Head":
+        """Decode a head.
+
+        Raises:
+            ValueError: the bytes are not a head that this release reads; the text says why.
+        """
+        if len(content) != PAGE_BYTES or content[: len(MAGIC)] != MAGIC:
+            raise ValueError("it is not a row file")
+        _, version, length = _HEAD.unpack_from(content)
+        if version != VERSION:
+            raise ValueError(f"got version {version} of the format, expected {VERSION}")
+        if _SUM.unpack(content[-_SUM.size :])[0] != checksum(np.frombuffer(content[: -_SUM.size], np.uint8)):
+            raise ValueError("its head is damaged")
+        return cls(**json.loads(content[_HEAD.size : _HEAD.size + length]))
+
+
+def buckets_for(rows: int) -> int:
+    """Return the number of buckets of a file with at most this many rows."""
+    return max(1, rows // ROWS_A_BUCKET)
+
+
+def lowest_hash(bucket: int, buckets: int) -> int:
+    """Return the lowest hash of a bucket; 2^64 for the one after the last."""
+    return -(-(bucket << 32) // buckets) << 32
+
+
+def _padded(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
+    """Return the number of the first record of a bucket. Its upper bits follow from where the bucket is expected."""
+    expected = np.int64(bucket * (rows / buckets))
+    near = np.int64(starts[bucket]) - (expected & np.int64(0xFFFFFFFF))
+    if near > np.int64(1 << 31):
+        near -= np.int64(1 << 32)
+    elif near < -np.int64(1 << 31):
+        near += np.int64(1 << 32)
+    return expected + near
+
+
+@njit(inline="always")
+def _holds_key(records, row, key):  # type: ignore[no-untyped-def]
+    word = np.uint64(key)
+    return records[row, 0] == np.uint32(word & _LOW) and records[row, 1] == np.uint32(word >> np.uint64(32))
+
+
+@njit(inline="always")
+def _key_of(records, row):  # type: ignore[no-untyped-def]
+    return np.int64(np.uint64(records[row, 0]) | (np.uint64(records[row, 1]) << np.uint64(32)))
+
+
+@kernel(_void, _KEYS, _RECORDS, _STARTS, _FINGERPRINTS, int64[::1], int64[::1])
+def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type: ignore[no-untyped-def]
+    """Write the number of each key's record, or -1. `scratch`: (96,) int64."""
+    rows, buckets = records.shape[0], starts.size - 1
+    record_bytes = np.uint64(4 * records.shape[1])
+    at_records, at_starts, at_prints = (
+        np.uint64(address_of(records)),
+        np.uint64(address_of(starts)),
+        np.uint64(address_of(fingerprints)),
+    )
+    first, last, candidate = scratch[:32], scratch[32:64], scratch[64:96]
+    for begin in range(0, keys.size, _BLOCK):
+        count = min(_BLOCK, keys.size - begin)
+        for i in range(count):
+            first[i] = scale(mix(keys[begin + i]), buckets)
+            prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))
+        for i in range(count):
+            bucket = first[i]
+            first[i] = _first_record(starts, bucket, rows, buckets)
+            last[i] = _first_record(starts, bucket + 1, rows, buckets)
+            prefetch(at_prints + np.uint64(first[i]))
+        for i in range(count):
+            print_ = np.uint8(mix(keys[begin + i]) & np.uint64(255))
+            row = first[i]
+            while row < last[i] and fingerprints[row] != print_:
+                row += 1
+            candidate[i] = row
+            if row < last[i]:
+                at = at_records + np.uint64(row) * record_bytes
+                ahead = np.uint64(0)
+                while ahead < record_bytes and ahead < _AHEAD_BYTES:
+                    prefetch(at + ahead)
+                    ahead += _LINE
+        for i in range(count):
+            print_ = np.uint8(mix(keys[begin + i]) & np.uint64(255))
+            row = candidate[i]
+            while row < last[i] and not (fingerprints[row] == print_ and _holds_key(records, row, keys[begin + i])):
+                row += 1
+            numbers[begin + i] = row if row < last[i] else -1
+
+
+@kernel(int64, _RECORDS, read_only(int64[::1]), uint32[:, ::1], boolean[::1])
+def copy_records(records, numbers, out, found):  # type: ignore[no-untyped-def]
+    """Copy the rows of these records to the rows of `out` that are not yet `found`; return how many."""
+    copied = 0
+    for i in range(numbers.size):
+        row = numbers[i]
+        if row >= 0 and not found[i]:
+            for word in range(out.shape[1]):
+                out[i, word] = records[row, 2 + word]
+            found[i] = True
+            copied += 1
+    return copied
+
+
+@kernel(int64, _RECORDS, int64, int64, int64, int64[::1], uint32[:, ::1])
+def split_records(records, start, stop, at, keys, out):  # type: ignore[no-untyped-def]
+    """Copy keys and rows of records [start, stop) to `keys` and `out` from position `at` on; return the next position."""
+    for row in range(start, stop):
+        keys[at] = _key_of(records, row)
+        for word in range(out.shape[1]):
+            out[at, word] = records[row, 2 + word]
+        at += 1
+    return at
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+_PRIME: Final = np.uint64(0x9E3779B97F4A7C15)
+_LANES: Final = 4
+
+
+@njit(inline="always")
+def _rotated(value, bits):  # type: ignore[no-untyped-def]
+    return (value << np.uint64(bits)) | (value >> np.uint64(64 - bits))
+
+
+@njit(inline="always")
+def _sum_of(words, start, stop):  # type: ignore[no-untyped-def]
+    """Return the checksum of words [start, stop), a multiple of four: four chains of multiply and rotate, then mixed."""
+    a, b, c, d = _PRIME, _PRIME + np.uint64(1), _PRIME + np.uint64(2), _PRIME + np.uint64(3)
+    for i in range(start, stop, _LANES):
+        a = _rotated((a ^ words[i]) * _PRIME, 29)
+        b = _rotated((b ^ words[i + 1]) * _PRIME, 31)
+        c = _rotated((c ^ words[i + 2]) * _PRIME, 33)
+        d = _rotated((d ^ words[i + 3]) * _PRIME, 37)
+    return mix(np.int64(a ^ mix(np.int64(b ^ mix(np.int64(c ^ mix(np.int64(d))))))))
+
+
+@kernel(_void, _SUMS, uint64[::1])
+def sum_pages(words, sums):  # type: ignore[no-untyped-def]
+    """Compute the checksum of each page of 512 words."""
+    for page in range(sums.size):
+        sums[page] = _sum_of(words, 512 * page, 512 * page + 512)
+
+
+@kernel(int64, _SUMS, _SUMS, int64, int64)
+def damaged_page(words, sums, start, stop):  # type: ignore[no-untyped-def]
+    """Return the first of pages [start, stop) whose checksum is wrong, or -1."""
+    for page in range(start, stop):
+        if _sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
+            return page
+    return -1
+
+
+@kernel(int64, _SUMS, _SUMS, read_only(int64[::1]), int64)
+def damaged_record(words, sums, numbers, record_bytes):  # type: ignore[no-untyped-def]
+    """Return the first page under one of these records whose checksum is wrong, or -1."""
+    for i in range(numbers.size):
+        if numbers[i] >= 0:
+            first = numbers[i] * record_bytes
+            for page in range(first // 4096, (first + record_bytes - 1) // 4096 + 1):
+                if _sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
+                    return page
+    return -1
+
+
+def checksum(content: np.ndarray) -> int:
+    """Compute the checksum of bytes, (n,) uint8: of their whole pages and the rest, padded with zeros."""
+    padded = np.zeros(_padded(max(1, content.size)), np.uint8)
+    padded[: content.size] = content
+    sums = np.empty(padded.size // PAGE_BYTES, np.uint64)
+    sum_pages(padded.view(np.uint64), sums)
+    total = content.size
+    for value in sums.tolist():
+        total = ((total ^ value) * int(_PRIME) + 1) & ((1 << 64) - 1)
+    return total
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+@kernel(_void, _KEYS, uint64[::1])
+def hash_keys(keys, hashes):  # type: ignore[no-untyped-def]
+    for i in range(keys.size):
+        hashes[i] = mix(keys[i])
+
+
+@kernel(int64, _RECORDS, uint64)
+def rank_of(records, lowest):  # type: ignore[no-untyped-def]
+    """Return the number of the first record whose hash is not below `lowest`."""
+    low, high = 0, records.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if mix(_key_of(records, middle)) < lowest:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel(_void, _RECORDS, int64, int64, uint64[::1], int64)
+def hash_records(records, start, stop, hashes, at):  # type: ignore[no-untyped-def]
+    """Write the hashes of records [start, stop) to `hashes` from position `at` on."""
+    for row in range(start, stop):
+        hashes[at + row - start] = mix(_key_of(records, row))
+
+
+@kernel(_void, _KEYS, read_only(uint32[:, ::1]), read_only(int64[::1]), int64, int64, uint32[:, ::1])
+def join_records(keys, rows, order, start, stop, records):  # type: ignore[no-untyped-def]
+    """Write records [start, stop): keys and rows in this order."""
+    for at in range(start, stop):
+        i = order[at]
+        word = np.uint64(keys[i])
+        records[at, 0] = np.uint32(word & _LOW)
+        records[at, 1] = np.uint32(word >> np.uint64(32))
+        for w in range(rows.shape[1]):
+            records[at, 2 + w] = rows[i, w]
+
+
+@kernel(_void, _RECORDS, read_only(int64[::1]), read_only(int64[::1]), int64, uint32[:, ::1])
+def pick_records(records, rows, places, shift, out):  # type: ignore[no-untyped-def]
+    """Copy record `rows[i]` to `out[shift + places[i]]`."""
+    for i in range(rows.size):
+        for word in range(out.shape[1]):
+            out[shift + places[i], word] = records[rows[i], word]
+
+
+@kernel(int64, read_only(uint64[::1]), int64, int64, int64, int64, uint32[::1], uint8[::1])
+def index_records(hashes, first, bucket, stop, buckets, starts, fingerprints):  # type: ignore[no-untyped-def]
+    """Write the starts of buckets [bucket, stop) and the fingerprints of records with these hashes, ascending, from `first` on.
+
+    Returns:
+        The number of the next record.
+    """
+    for i in range(hashes.size):
+        at = scale(hashes[i], buckets)
+        while bucket <= at:
+            starts[bucket] = np.uint32(np.uint64(first + i) & _LOW)
+            bucket += 1
+        fingerprints[first + i] = np.uint8(hashes[i] & np.uint64(255))
+    while bucket < stop:
+        starts[bucket] = np.uint32(np.uint64(first + hashes.size) & _LOW)
+        bucket += 1
+    return first + hashes.size

@@ -34,7 +34,7 @@ _KEYS = read_only(_WORDS)
 
 
 class KeySet:
-    """A set of keys, in about 13 bytes each if their number is known. *One per thread.*
+    """A set of keys, in about 13 bytes each if their number is known. One thread may add; others may read meanwhile.
 
     Args:
         most: expected number of added keys, duplicates included; with more keys the set grows and takes twice the memory.
@@ -48,11 +48,15 @@ class KeySet:
     def add(self, keys: KeyArray) -> BoolArray:
         """Add keys, (n,) int64, C-contiguous; return which of them are new: of equal keys, the first."""
         if _slots_for(self._size + keys.size) > self._slots.size:
-            old, self._slots = self._slots, _free_slots(2 * (self._size + keys.size))
-            _add_hashes(old, self._slots)
+            larger = _free_slots(2 * (self._size + keys.size))
+            _add_hashes(self._slots, larger)
+            self._slots = larger  # only now: readers must miss no key
         new: BoolArray = np.empty(keys.size, np.bool_)
         self._size += _add_keys(keys, self._slots, new)
         return new
+
+    def __len__(self) -> int:
+        return self._size
 
     def contains(self, keys: KeyArray) -> BoolArray:
         """Return which of the keys, (n,) int64, C-contiguous, are in the set: (n,) bool."""

@@ -77,14 +77,18 @@ def log_records(tag: str) -> list[bytes]:
 class ChangeOrder:
     """The order of changes to a table. *One per thread*: only the table's writer uses it.
 
+    Args:
+        always: whether insertions and deletions have a sequence also before the table follows a log.
+
     Attributes:
         highest: highest applied sequence; 0 before the first.
         positions: last stored positions, by partition.
     """
 
-    def __init__(self, engine: Engine, tag: str) -> None:
+    def __init__(self, engine: Engine, tag: str, *, always: bool = False) -> None:
         self._tag = tag
         self._engine = engine
+        self._always = always
         self._known: tuple[KeyArray, IndexArray, IndexArray] | None = None  # of sets: keys, sequences, bounds
         self._noted = 0
         doing = f"reading how far table {tag} followed its log"
@@ -105,7 +109,7 @@ class ChangeOrder:
     @property
     def next(self) -> int:
         """The sequence of an insertion or deletion now; 0 to store none."""
-        return self.highest + 1 if self.highest else 0
+        return self.highest + 1 if self.highest or self._always else 0
 
     def judge(self, keys: KeyArray, sequences: IndexArray) -> npt.NDArray[np.uint8]:
         """Compare changes with the last ones of their rows, (n,): `OLDER`, `LATEST`, or `DOUBTFUL` if a read must tell."""

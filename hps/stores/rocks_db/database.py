@@ -64,6 +64,7 @@ from hps.stores.rocks_db import directory
 from hps.stores.rocks_db.engine import (
     BLOCK_BYTES,
     DEFAULT,
+    SEALED,
     TIMES,
     WRITE_BUFFERS_BYTES,
     DiskFullError,
@@ -120,6 +121,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         write_timeout_s: how long a write waits for a slow disk.
         close_timeout_s: how long `close` waits for running calls.
         load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
+        beside_files: whether it holds the changes to row files (`stores/row_files`), deletions included, and no load.
 
     Raises:
         DatabaseLockedError: another process has it open for writing.
@@ -141,6 +143,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
         load_timeout_s: float = 10.0,
+        beside_files: bool = False,
     ) -> None:
         self.path = self.directory = Path(path).absolute()  # RocksDB would follow the process to another directory
         self.read_only = read_only
@@ -148,6 +151,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
         self._load_timeout_s = load_timeout_s
+        self._beside_files = beside_files
         self._calls = OpenCalls(f"the database {self.path}")
         self._tables_lock = threading.Lock()
         self._tables: dict[str, RocksTable] = {}
@@ -455,6 +459,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             dim,
             max_batch_size=self._max_batch_size,
             write_timeout_s=self._write_timeout_s,
+            keeps_deletions=self._beside_files,
         )
 
     def _table(self, tag: str) -> RocksTable:
@@ -529,7 +534,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             self._records.remove(tag)
 
     def _drop_families(self, tag: str) -> None:
-        for name in (TIMES + tag, tag):
+        for name in (TIMES + tag, SEALED + tag, tag):
             if self._engine.family(name) is not None:
                 self._engine.drop(name)
 
@@ -637,7 +642,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         self._recover()
         with self._calls:
             table = self._table(tag)
-            return (self._table_with_times(tag) if table.follows_log else table).delete(keys)
+            keeps = table.follows_log or self._beside_files
+            return (self._table_with_times(tag) if keeps else table).delete(keys)
 
     def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         with self._calls:
@@ -696,6 +702,38 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             self._recover()
         with self._calls:
             return self._table(tag).renew_writer_token()
+
+    # -- changes beside a row file ------------------------------------------------------------------------------------
+
+    def changed_keys(self, tag: str) -> Iterator[KeyArray]:
+        """Yield the keys of all changes of a table, deletions included, that were not forgotten."""
+        keys = self._table(tag).changed_keys()
+        while True:
+            with self._calls:  # not across the yield
+                some = next(keys, None)
+            if some is None:
+                return
+            yield some
+
+    def are_changed(self, tag: str, keys: KeyArray) -> BoolArray:
+        """Return which keys, (n,), have a change that was not forgotten."""
+        with self._calls:
+            return self._table(tag).are_changed(keys)
+
+    def forget(self, tag: str, keys: KeyArray) -> None:
+        """Remove the rows and changes of keys, (n,), which a row file has; what orders later changes stays."""
+        self._recover()
+        with self._calls, self._tables_lock:
+            self._table(tag).forget(keys)
+            self._seal_now()
+
+    def forget_log(self, tag: str) -> None:
+        """Forget the log that a table followed, if any: its rows are then older than any change."""
+        self._recover()
+        with self._calls, self._tables_lock:
+            if self._table(tag).follows_log:
+                self._table(tag).forget_log()
+                self._seal_now()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

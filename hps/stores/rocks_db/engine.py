@@ -46,6 +46,9 @@ DEFAULT = "default"
 TIMES = "hps-written/"
 """Prefix of the column family with the write times of a table's rows; the tag follows."""
 
+SEALED = "hps-sealed/"
+"""Prefix of the column family with the write times of rows that a row file has; the tag follows."""
+
 _SETTINGS = Path(__file__).parent / "settings"
 BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # unmerged ingested files at level 0: below the usual limit of 1024 open files
@@ -162,7 +165,7 @@ class Engine:
 
     def names(self) -> list[str]:
         """Column families of tables."""
-        return [name for name in list(self._families) if name != DEFAULT and not name.startswith(TIMES)]
+        return [name for name in list(self._families) if name != DEFAULT and not name.startswith((TIMES, SEALED))]
 
     def family(self, name: str) -> Family | None:
         """Return a column family; None if it does not exist."""
@@ -175,7 +178,7 @@ class Engine:
         return family
 
     def _options_of(self, name: str) -> "rocksdict.Options":
-        return self._times_options if name.startswith(TIMES) else self._options
+        return self._times_options if name.startswith((TIMES, SEALED)) else self._options
 
     def drop(self, name: str) -> None:
         """Remove a column family; calls that are reading it may continue."""

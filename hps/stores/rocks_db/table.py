@@ -31,7 +31,7 @@ from hps.ground.threads.pacing import pieces
 from hps.ground.threads.thread_pool import POOL
 from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
 from hps.stores.rocks_db.change_order import DOUBTFUL, LATEST, OLDER, ChangeOrder
-from hps.stores.rocks_db.engine import DEFAULT, TIMES, Engine, after
+from hps.stores.rocks_db.engine import DEFAULT, SEALED, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -53,7 +53,15 @@ class RocksTable:
     """
 
     def __init__(
-        self, engine: Engine, records: LoadRecords, tag: str, dim: int, *, max_batch_size: int, write_timeout_s: float
+        self,
+        engine: Engine,
+        records: LoadRecords,
+        tag: str,
+        dim: int,
+        *,
+        max_batch_size: int,
+        write_timeout_s: float,
+        keeps_deletions: bool = False,
     ) -> None:
         self.tag = tag
         self.dim = dim
@@ -70,7 +78,9 @@ class RocksTable:
         self._marked = False  # its record, if any, says that it was modified
         self._writer = records.writer(tag)
         self._writer_waits = False  # to be stored when there is room
-        self._order = ChangeOrder(engine, tag)
+        self._keeps_deletions = keeps_deletions
+        self._sealed = engine.family(SEALED + tag)
+        self._order = ChangeOrder(engine, tag, always=keeps_deletions)
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
         self._write_rows = min(max_batch_size, self._piece_rows)
@@ -153,8 +163,10 @@ class RocksTable:
     def _last_changes(self, keys: list[bytes], doing: str) -> IndexArray:
         """Read time and sequence of the last change of rows, (n, 2); zeros if unknown."""
         last: IndexArray = np.zeros((len(keys), 2), np.int64)
-        if self._times is not None:
-            values = self._engine.get(self._times, keys, doing)
+        for family in (self._sealed, self._times):  # the later change last
+            if family is None:
+                continue
+            values = self._engine.get(family, keys, doing)
             known = np.fromiter(_are_there(values), np.bool_, len(keys))
             present: Any = compress(values, known)
             whole = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
@@ -261,6 +273,45 @@ class RocksTable:
     def _present(self, keys: list[bytes], doing: str) -> list[bytes]:
         """Keep the present keys: deletion marks of absent keys would slow down later reads."""
         return list(compress(keys, _are_there(self._engine.get(self._family, keys, doing)))) if keys else []
+
+    # -- changes beside a row file ------------------------------------------------------------------------------------
+
+    def changed_keys(self) -> Iterator[KeyArray]:
+        """Yield the keys of all changes, deletions included, that were not forgotten."""
+        start = b""
+        while self._times is not None:
+            keys = self._engine.read_keys(self._times, start, self._piece_rows, f"reading the changes of table {self.tag}")
+            if not keys:
+                return
+            start = after(keys[-1])
+            yield np.frombuffer(b"".join(keys), "<i8").astype(np.int64)
+
+    def are_changed(self, keys: KeyArray) -> BoolArray:
+        """Return which keys, (n,), have a change that was not forgotten."""
+        changed: BoolArray = np.zeros(keys.size, np.bool_)
+        if self._times is not None:
+            order = np.argsort(_ranks(keys))
+            doing = f"reading the changes of table {self.tag}"
+            for rows in pieces(keys.size, self._fetch_rows):
+                values = self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
+                changed[order[rows]] = np.fromiter(_are_there(values), np.bool_, len(values))
+        return changed
+
+    def forget(self, keys: KeyArray) -> None:
+        """Remove the rows and changes of keys, (n,). If the table follows a log, their times and sequences stay."""
+        doing = f"forgetting changes of table {self.tag}"
+        times = TIMES + self.tag
+        order = np.argsort(_ranks(keys))
+        with self._alone(doing):
+            if self.follows_log and self._sealed is None:
+                self._sealed = self._engine.create(SEALED + self.tag)
+            for rows in pieces(keys.size, self._write_rows):
+                batch = _key_list(keys[order[rows]])
+                values = self._engine.get(self._times, batch, doing) if self._sealed is not None else []
+                known = [*_are_there(values)]
+                puts = {SEALED + self.tag: (list(compress(batch, known)), list(compress(values, known)))} if known else {}
+                self._engine.write(puts, {self.tag: batch, times: batch}, doing)  # type: ignore[arg-type]
+            self._engine.sync(doing)
 
     # -- updates of a log ---------------------------------------------------------------------------------------------
 
@@ -376,11 +427,25 @@ class RocksTable:
 
     def forget_log(self) -> None:
         """Forget the log; the rows are then older than any change. One thread at a time, as `remember_times`."""
-        with self._alone(f"forgetting the log of table {self.tag}"):
-            if self._times is not None:
-                self._engine.drop(TIMES + self.tag)  # first: this is repeated while the records exist
-            self._times = self._engine.create(TIMES + self.tag)
+        doing = f"forgetting the log of table {self.tag}"
+        with self._alone(doing):
+            if self._keeps_deletions:
+                self._level_changes(doing)
+            else:
+                if self._times is not None:
+                    self._engine.drop(TIMES + self.tag)  # first: this is repeated while the records exist
+                self._times = self._engine.create(TIMES + self.tag)
+            if self._sealed is not None:
+                self._engine.drop(SEALED + self.tag)
+                self._sealed = None
             self._order.forget()
+
+    def _level_changes(self, doing: str) -> None:
+        """Give all changes the lowest sequence: they say which rows are not the file's, so they stay."""
+        for keys in self.changed_keys():
+            batch = _key_list(keys)
+            times = _CHANGE.pack(time.time_ns() // 1000, 1)
+            self._engine.write({TIMES + self.tag: (batch, [times] * len(batch))}, {}, doing)
 
     def settle(self) -> None:
         """Merge the ingested files. Writers need not wait."""
@@ -393,7 +458,8 @@ class RocksTable:
         """Continue after the engine was reopened, or with another one; no other call may run."""
         self._engine, self._records = engine, records
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
-        self._order = ChangeOrder(self._engine, self.tag)
+        self._sealed = self._engine.family(SEALED + self.tag)
+        self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions)
         self._loading = False  # the engine merges by itself again
         if self._writer_waits and not self._engine.in_view:
             self._name_writer(str(self._writer))

@@ -1,7 +1,7 @@
 """Writes row files: sorts rows into runs, and merges runs and older files in one walk."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -133,7 +133,7 @@ def write_row_file(
     Raises:
         DatabaseError: the file cannot be written; what was written is removed.
     """
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.{next(tempfile._get_candidate_names())}{TEMPORARY}")
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
@@ -142,7 +142,7 @@ def write_row_file(
         finally:
             os.close(file)
         fresh.replace(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise DatabaseError(f"writing the row file {path}: {error}") from error
     finally:
@@ -223,7 +223,8 @@ def _write_all(file: int, content: npt.NDArray[np.uint8], at: int) -> None:
         view, at = view[written:], at + written
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

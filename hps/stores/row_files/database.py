@@ -1,0 +1,314 @@
+"""The persistent database of row files: each table a sealed file, with the changes since then in RocksDB.
+
+**Layout** of the directory: `tables/<tag>.json` is the record of a table, without which it does not exist; `tables/<tag>.rows`
+its file (`layout.py`), if any; `changes/` a RocksDB database of what was written online (`stores/rocks_db`). Tags are
+percent-encoded.
+
+**Loads** are gathered in memory and become a file at once, by `finish_load`: a load that is interrupted starts over.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Self
+
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, TableWidthError, UnknownTableError
+from hps.ground.memory.capacity import Need, check_fits
+from hps.ground.progress import size_text
+from hps.ground.threads.lifetimes import disown_in_children
+from hps.ground.threads.open_calls import OpenCalls
+from hps.stores.base import (
+    LOAD_AGAIN,
+    LoadRecord,
+    LogPosition,
+    OrderedWrites,
+    Partition,
+    PersistentDatabase,
+    RowChanges,
+    TableStats,
+)
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.layout import Head, buckets_for
+from hps.stores.row_files.row_file import read_kernels
+from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
+from hps.stores.row_files.writer import TEMPORARY, write_kernels
+from hps.ground.key_sets import set_kernels
+from hps.ground.kernels.numba_kernels import compile_kernels
+from hps.tensors.array_checks import check_positive
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec, stored_text
+
+
+class RowFilesDatabase(PersistentDatabase, OrderedWrites):
+    """Tables of rows in sealed files. *Thread-safe.*
+
+    Args:
+        path: the directory; created with its parents if missing. One process at a time may write to it.
+        num_threads: of RocksDB, which holds what is written online.
+        read_only: write nothing.
+        verify: compare each page of a row with its checksum before the row is answered.
+        write_timeout_s: how long a write waits for another write or a slow disk.
+        close_timeout_s: how long `close` waits for running calls.
+
+    Raises:
+        DatabaseLockedError: another process has it open for writing.
+        DatabaseError: the path cannot be opened.
+    """
+
+    kind = "row_files"
+    load_bytes = 128 << 20
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_threads: int = 16,
+        read_only: bool = False,
+        max_batch_size: int = 65_536,
+        verify: bool = False,
+        write_timeout_s: float = 30.0,
+        close_timeout_s: float = 30.0,
+    ) -> None:
+        self.path = self.directory = Path(path).absolute()
+        self.read_only = read_only
+        self._verify = verify
+        self._write_timeout_s = write_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._calls = OpenCalls(f"the database {self.path}")
+        self._tables_lock = threading.Lock()
+        self._tables: dict[str, RowTable] = {}
+        self._files = self.path / "tables"
+        compile_kernels(*self.kernels(None))
+        try:
+            if not read_only:
+                self._files.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DatabaseError(f"opening the database {path}: {error}; expected a directory that this process may use") from error
+        self._changes = RocksDatabase(
+            self.path / "changes",
+            num_threads=num_threads,
+            read_only=read_only,
+            max_batch_size=max_batch_size,
+            write_timeout_s=write_timeout_s,
+            close_timeout_s=close_timeout_s,
+            beside_files=True,
+        )
+        if not read_only:
+            self._remove_the_rest()
+        disown_in_children(self)
+
+    def _remove_the_rest(self) -> None:
+        """Complete interrupted drops, and remove what interrupted loads wrote."""
+        records = set(self._recorded())
+        for path in self._files.iterdir():
+            if path.name.endswith(TEMPORARY) or (path.suffix == ROWS_SUFFIX and tag_of(path) not in records):
+                path.unlink()
+        for tag in self._changes.tags():
+            if tag not in records:
+                self._changes.drop_table(tag)
+
+    def _recorded(self) -> list[str]:
+        return sorted(tag_of(path) for path in self._files.glob(f"*{RECORD_SUFFIX}"))
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        return cls(
+            config.path,
+            num_threads=config.num_threads,
+            read_only=config.read_only,
+            max_batch_size=config.max_batch_size,
+        )
+
+    @classmethod
+    def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
+        return (*read_kernels(), *write_kernels(), *set_kernels())
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def open_table(self, tag: str, dim: int) -> None:
+        check_positive(f"opening table {tag}", "dim", dim)
+        with self._calls, self._tables_lock:
+            if tag in self._tables:
+                self._check_width(tag, self._tables[tag].width, dim)
+                return
+            path = self._files / (file_name(tag) + RECORD_SUFFIX)
+            record = TableRecord.read(path)
+            if record is None:
+                record = TableRecord(dim)
+                record.write(path)
+            self._check_width(tag, record.width, dim)
+            self._tables[tag] = RowTable(
+                self._files, self._changes, tag, record, verify=self._verify, write_timeout_s=self._write_timeout_s
+            )
+
+    def _check_width(self, tag: str, held: int, dim: int) -> None:
+        if held != dim:
+            raise TableWidthError(
+                f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. Correct the configured "
+                f"width, or load other rows: {LOAD_AGAIN}"
+            )
+
+    def _table(self, tag: str) -> RowTable:
+        try:
+            return self._tables[tag]
+        except KeyError:
+            opened = ", ".join(list(self._tables)) or "none"
+            raise UnknownTableError(f"table {tag} is not open in {self.path}; open are: {opened}") from None
+
+    def tags(self) -> list[str]:
+        with self._calls:
+            return self._recorded()
+
+    def must_drop(self, tag: str, dim: int, *, force: bool = False) -> bool:
+        with self._calls, self._tables_lock:
+            if tag in self._tables:
+                return False
+            try:
+                record = TableRecord.read(self._files / (file_name(tag) + RECORD_SUFFIX))
+            except DatabaseCorruptError:
+                return force
+            return record is not None and (force or (record.width != dim and record.load is not None))
+
+    def drop_table(self, tag: str) -> None:
+        with self._calls, self._tables_lock:
+            if (table := self._tables.get(tag)) is not None:
+                table.retire()
+                del self._tables[tag]
+            name = file_name(tag)
+            for suffix in (RECORD_SUFFIX, ROWS_SUFFIX):  # the record first: what is left without one goes at the next start
+                (self._files / (name + suffix)).unlink(missing_ok=True)
+            self._changes.drop_table(tag)
+
+    def close(self) -> None:
+        if not self._calls.close(self._close_timeout_s):
+            raise DatabaseTimeoutError(
+                f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
+                f"{self._calls.under_way}; close it again when they have ended"
+            )
+        with self._tables_lock:
+            self._tables.clear()
+            self._changes.close()
+
+    def disown(self) -> None:
+        """In a forked child: leave the files to the parent."""
+        self._tables_lock = threading.Lock()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
+        sizes = [(tag, dim, rows, _file_bytes(tag, dim, rows)) for tag, dim, rows in tables]
+        needs = [
+            Need("disk", f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})", size, tag) for tag, dim, rows, size in sizes
+        ]
+        return [*needs, *RocksDatabase.room_for(config, [])]
+
+    def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
+        if self.read_only:
+            return
+        needs = {}
+        with self._calls:
+            for tag, dim, rows in tables:
+                held = self._tables[tag].size() if tag in self._tables else 0
+                if rows > held:
+                    needs[f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})"] = _file_bytes(tag, dim, rows)
+        check_fits(
+            f"making room for tables in {self.path}",
+            needs,
+            shutil.disk_usage(self.path).free,
+            "on its file system",
+            "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
+        )
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, dim)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        with self._calls:
+            return self._table(tag).fetch(keys, out, found)
+
+    def insert(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        with self._calls:
+            self._table(tag).insert(keys, vectors)
+
+    def delete(self, tag: str, keys: KeyArray) -> int:
+        with self._calls:
+            return self._table(tag).delete(keys)
+
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
+        with self._calls:
+            return self._table(tag).follow_log()
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        with self._calls:
+            return self._table(tag).apply(changes, positions)
+
+    def seal(self, tag: str) -> int:
+        """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
+        with self._calls:
+            return self._table(tag).seal()
+
+    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        check_positive(f"scanning table {tag}", "chunk_rows", chunk_rows)
+        with self._calls:
+            return self._chunks(self._table(tag).chunks(chunk_rows))
+
+    def _chunks(self, chunks: Iterator[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
+        with closing(chunks):  # type: ignore[type-var]
+            while True:
+                with self._calls:  # not across the yield: an unfinished scan must not keep the database open
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                yield chunk
+
+    def stats(self, tag: str) -> TableStats:
+        with self._calls:
+            table = self._table(tag)
+            rows = table.size()
+            vector_bytes = rows * table.width * 4
+            return TableStats(rows, vector_bytes, max(0, table.disk_bytes() - vector_bytes))
+
+    def size(self, tag: str) -> int:
+        with self._calls:
+            return self._table(tag).size()
+
+    def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
+        with self._calls:
+            return self._table(tag).written_at(keys)
+
+    def writer_token(self, tag: str) -> str | None:
+        return self._changes.writer_token(tag)
+
+    def renew_writer_token(self, tag: str) -> str | None:
+        return self._changes.renew_writer_token(tag)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        with self._calls:
+            return self._table(tag).load_record()
+
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        with self._calls:
+            self._table(tag).load_chunk(keys, vectors, record)
+
+    def finish_load(self, tag: str) -> None:
+        with self._calls:
+            self._table(tag).finish_load()
+
+
+def _file_bytes(tag: str, dim: int, rows: int) -> int:
+    return Head(tag, dim, rows, buckets_for(rows), "", 0).size_bytes

@@ -1,0 +1,400 @@
+"""One table: a sealed row file, and its changes in RocksDB.
+
+**What a lookup reads.** A set in memory has the keys that were changed since the file was sealed, deleted ones included. Their
+rows are RocksDB's; all others are the file's. A writer adds a key to the set when its row is in RocksDB, before it acknowledges.
+
+**A state** is a file and its set. A new file and its set replace both at once; only then the changes that the file has are
+removed from RocksDB. So a reader that finds a changed key nowhere in RocksDB knows that it was deleted if the state is still the
+current one, and reads again if it is not.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, unquote
+
+import numpy as np
+
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
+from hps.ground.key_sets import KeySet
+from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.row_file import RowFile
+from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
+from hps.tensors.array_checks import check_fetch, check_rows
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+
+_log = logging.getLogger(__name__)
+
+ROWS_SUFFIX: Final = ".rows"
+RECORD_SUFFIX: Final = ".json"
+_SEAL_ROWS: Final = 65_536  # changes read at a time for a new file
+_FORGET_ROWS: Final = 16_384  # writers wait while these are removed
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecord:
+    """What is durably known of a table; without it the table does not exist. *Immutable.*"""
+
+    width: int
+    load: LoadRecord | None = None
+
+    def write(self, path: Path) -> None:
+        """Replace the record of a table, durably on return."""
+        fresh = path.with_name(f"{path.name}.tmp")
+        try:
+            with open(fresh, "w") as file:
+                json.dump(asdict(self), file)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise DatabaseError(f"writing {path}: {error}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> "TableRecord | None":
+        """Read the record of a table; None if there is none."""
+        try:
+            fields = json.loads(path.read_text())
+            return cls(fields["width"], fields["load"] and LoadRecord(**fields["load"]))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DatabaseError(f"reading {path}: {error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise DatabaseCorruptError(f"reading {path}: {error}; expected the record of a table. {LOAD_AGAIN}") from error
+
+
+def file_name(tag: str) -> str:
+    """Return the name, without suffix, of a table's files."""
+    return quote(tag, safe="")
+
+
+def tag_of(path: Path) -> str:
+    """Return the table of one of its files."""
+    return unquote(path.stem)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """A file, if any, and the keys of changes that it lacks."""
+
+    file: RowFile | None
+    changed: KeySet
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load that has not been finished."""
+
+    record: LoadRecord
+    runs: list[Run] = field(default_factory=list)  # the latest first
+
+
+class RowTable:
+    """Rows of one table. *Thread-safe.* One lock serialises writers; readers never take it."""
+
+    def __init__(
+        self, directory: Path, changes: RocksDatabase, tag: str, record: TableRecord, *, verify: bool, write_timeout_s: float
+    ) -> None:
+        self.tag = tag
+        self.width = record.width
+        self._rows_path = directory / (file_name(tag) + ROWS_SUFFIX)
+        self._record_path = directory / (file_name(tag) + RECORD_SUFFIX)
+        self._changes = changes
+        self._verify = verify
+        self._write_timeout_s = write_timeout_s
+        self._writing = threading.Lock()
+        self._sealing = threading.Lock()
+        self._record = record
+        self._load: _Load | None = None
+        self._dropped = False
+        self._recent: KeySet | None = None  # keys written while a new file is made
+        changes.open_table(tag, record.width)
+        self._state = _State(self._opened(), self._changed())
+        self._shadowed = self._count_shadowed(self._state)
+
+    def _opened(self) -> RowFile | None:
+        if not self._rows_path.exists():
+            load = self._record.load
+            if load and load.complete and load.rows_total and not load.modified:
+                raise DatabaseCorruptError(
+                    f"opening table {self.tag}: {self._rows_path} is missing, and {load.rows_total:,} rows were loaded. "
+                    f"{LOAD_AGAIN}"
+                )
+            return None
+        file = RowFile(self._rows_path)
+        if (file.head.tag, file.head.width) != (self.tag, self.width):
+            raise DatabaseCorruptError(
+                f"opening table {self.tag}: {self._rows_path} holds rows of {file.head.width} words of table {file.head.tag}, "
+                f"expected {self.width}. {LOAD_AGAIN}"
+            )
+        return file
+
+    def _changed(self) -> KeySet:
+        changed = KeySet()
+        for keys in self._changes.changed_keys(self.tag):
+            changed.add(keys)
+        return changed
+
+    def _count_shadowed(self, state: _State) -> int:
+        """Count the rows of the file that changes replace or delete."""
+        if state.file is None or not len(state.changed):
+            return 0
+        return sum(int((state.file.numbers(keys) >= 0).sum()) for keys in self._changes.changed_keys(self.tag))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, width)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        keys, out, found = check_fetch(f"fetching from table {self.tag}", keys, out, found, self.width)
+        filled = 0
+        while True:
+            state = self._state
+            changed = state.changed.contains(keys) if len(state.changed) else None
+            if changed is None or not changed.any():
+                return filled + (state.file.fetch(keys, out, found, verify=self._verify) if state.file else 0)
+            rows = np.flatnonzero(changed & ~found)
+            vectors, there = np.empty((rows.size, self.width), np.float32), np.zeros(rows.size, np.bool_)
+            filled += self._changes.fetch(self.tag, keys[rows], vectors, there)
+            out[rows[there]] = vectors[there]
+            found[rows[there]] = True
+            if there.all() or state is self._state:
+                break
+        if state.file:
+            skipped = found | changed
+            before = skipped.copy()
+            filled += state.file.fetch(keys, out, skipped, verify=self._verify)
+            found |= skipped & ~before
+        return filled
+
+    def _present(self, keys: KeyArray) -> BoolArray:
+        """Return which keys have a row. No writer may run."""
+        state = self._state
+        found: BoolArray = np.zeros(keys.size, np.bool_)
+        changed = state.changed.contains(keys)
+        if state.file:
+            found[~changed] = state.file.numbers(keys[~changed]) >= 0
+        rows = np.flatnonzero(changed)
+        there = np.zeros(rows.size, np.bool_)
+        self._changes.fetch(self.tag, keys[rows], np.empty((rows.size, self.width), np.float32), there)
+        found[rows] = there
+        return found
+
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        """Yield every row once: the file's unchanged ones, then the changed ones as they are by then."""
+        state = self._state
+        changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+        beside = KeySet()
+        for keys in changed:
+            beside.add(keys)
+        if state.file:
+            for keys, rows in state.file.chunks(chunk_rows):
+                if changed:
+                    stay = ~beside.contains(keys)
+                    keys, rows = keys[stay], rows[stay]
+                if keys.size:
+                    yield keys, rows
+        for all_keys in changed:
+            for start in range(0, all_keys.size, chunk_rows):
+                keys = all_keys[start : start + chunk_rows]
+                vectors, found = np.empty((keys.size, self.width), np.float32), np.zeros(keys.size, np.bool_)
+                self.fetch(keys, vectors, found)
+                if found.any():
+                    yield keys[found], vectors[found]
+
+    def size(self) -> int:
+        state = self._state
+        rows = state.file.head.rows if state.file else 0
+        return rows - self._shadowed + (self._changes.size(self.tag) if len(state.changed) else 0)
+
+    def disk_bytes(self) -> int:
+        """Return the size of its file and of its changes."""
+        state, changes = self._state, self._changes.stats(self.tag)
+        return (state.file.head.size_bytes if state.file else 0) + changes.vector_bytes + max(0, changes.overhead_bytes)
+
+    def written_at(self, keys: KeyArray) -> IndexArray:
+        found: BoolArray = np.zeros(keys.size, np.bool_)
+        self.fetch(keys, np.empty((keys.size, self.width), np.float32), found)
+        load = self._record.load
+        loaded: IndexArray = np.where(found, load.loaded_at_us if load else 0, 0)
+        return np.maximum(self._changes.written_at(self.tag, keys), loaded)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, width)
+    ) -> None:
+        doing = f"inserting into table {self.tag}"
+        keys, vectors = check_rows(doing, keys, vectors, self.width)
+        with self._alone(doing):
+            self._mark_modified()
+            with self._noting(keys):
+                self._changes.insert(self.tag, keys, vectors)
+
+    def delete(self, keys: KeyArray) -> int:
+        doing = f"deleting from table {self.tag}"
+        with self._alone(doing):
+            self._mark_modified()
+            distinct = np.unique(keys)
+            count = int(self._present(distinct).sum())
+            with self._noting(distinct):
+                self._changes.delete(self.tag, distinct)
+            return count
+
+    def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        doing = f"updating table {self.tag}"
+        check_rows(doing, changes.keys, changes.vectors, self.width)
+        with self._alone(doing):
+            if changes.keys.size:
+                self._mark_modified()
+            with self._noting(changes.keys) as made:
+                made[:] = applied = self._changes.apply(self.tag, changes, positions)
+            return applied
+
+    def follow_log(self) -> dict[Partition, LogPosition]:
+        return self._changes.follow_log(self.tag)
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        if not self._writing.acquire(timeout=self._write_timeout_s):
+            raise DatabaseTimeoutError(
+                f"{doing}: another write to the table did not end within {self._write_timeout_s:g} s; try again"
+            )
+        try:
+            if self._dropped:
+                raise UnknownTableError(f"{doing}: the table was dropped meanwhile; open it again")
+            yield
+        finally:
+            self._writing.release()
+
+    @contextmanager
+    def _noting(self, keys: KeyArray) -> Iterator[BoolArray]:
+        """Add the keys that a write changed, all unless the block clears its mask, (n,); also after a failed write."""
+        made: BoolArray = np.ones(keys.size, np.bool_)
+        try:
+            yield made
+        except BaseException:
+            with suppress(DatabaseError):  # else the next start reads them
+                made[:] = self._changes.are_changed(self.tag, keys)
+                self._add(keys[made])
+            raise
+        self._add(keys[made])
+
+    def _add(self, keys: KeyArray) -> None:
+        state = self._state
+        if self._recent is not None:
+            self._recent.add(keys)
+        if state.file:
+            new = np.unique(keys[~state.changed.contains(keys)])
+            self._shadowed += int((state.file.numbers(new) >= 0).sum())
+        state.changed.add(keys)
+
+    def _mark_modified(self) -> None:
+        load = self._record.load
+        if load is not None and not load.modified:
+            self._put(replace(load, modified=True))
+
+    def _put(self, load: LoadRecord | None) -> None:
+        record = replace(self._record, load=load)
+        record.write(self._record_path)
+        self._record = record
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_record(self) -> LoadRecord | None:
+        return self._load.record if self._load else self._record.load
+
+    def load_chunk(self, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        """Gather rows of a load; `finish_load` makes them a file. Without rows the record alone is stored, durably on return."""
+        doing = f"loading table {self.tag}"
+        keys, vectors = check_rows(doing, keys, vectors, self.width)
+        with self._alone(doing):
+            before = self.load_record()
+            if before is None or before.fingerprint != record.fingerprint:
+                if keys.size or not record.complete:  # else the files were only moved
+                    self._changes.forget_log(self.tag)
+                    self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
+            elif before.modified:
+                record = replace(record, modified=True)
+            if not keys.size:
+                if self._load is None:
+                    self._put(record)
+                else:
+                    self._load.record = record
+                return
+            if self._load is None or self._load.record.fingerprint != record.fingerprint:
+                self._load = _Load(record)
+            self._load.record = record
+            self._load.runs.insert(0, sorted_run(keys, vectors))
+            older = np.unique(keys[self._state.changed.contains(keys)])
+            if older.size:  # the loaded rows are later
+                self._changes.forget(self.tag, older)
+                self._state = _State(self._state.file, self._changed())
+
+    def finish_load(self) -> None:
+        with self._sealing, self._alone(f"finishing the load of table {self.tag}"):
+            if self._load is None:
+                return
+            file = self._state.file
+            runs = [*self._load.runs, *([Run(file.records)] if file else [])]
+            record = self._load.record
+            write_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
+            self._replace(self._state.changed)
+            self._put(replace(record, loaded_at_us=time.time_ns() // 1000))
+            self._load = None
+
+    def _replace(self, changed: KeySet) -> None:
+        state = _State(RowFile(self._rows_path), changed)
+        self._state, self._shadowed = state, self._count_shadowed(state)
+
+    def seal(self, progress: Callable[[int], None] | None = None) -> int:
+        """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
+        doing = f"sealing table {self.tag}"
+        with self._sealing:
+            with self._alone(doing):
+                if self._load is not None or not len(self._state.changed):
+                    return 0
+                self._recent = KeySet()
+                file = self._state.file
+            try:
+                runs, snapshot = [Run(file.records)] if file else [], []
+                for keys in self._changes.changed_keys(self.tag):
+                    rows, there = np.zeros((keys.size, self.width), np.float32), np.zeros(keys.size, np.bool_)
+                    self._changes.fetch(self.tag, keys, rows, there)
+                    runs.insert(0, sorted_run(keys, rows, ~there))
+                    snapshot.append(keys)
+                source = file.head.source if file else ""
+                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, progress=progress)
+                with self._alone(doing):
+                    changed = KeySet()
+                    for keys in self._changes.changed_keys(self.tag):
+                        changed.add(keys[self._recent.contains(keys)])
+                    self._replace(changed)
+                for keys in snapshot:
+                    for start in range(0, keys.size, _FORGET_ROWS):
+                        piece = keys[start : start + _FORGET_ROWS]
+                        with self._alone(doing):
+                            self._changes.forget(self.tag, piece[~self._recent.contains(piece)])
+                return sum(keys.size for keys in snapshot)
+            finally:
+                self._recent = None
+
+    def retire(self) -> None:
+        """Refuse writes from now on."""
+        with self._sealing, self._alone(f"dropping table {self.tag}"):
+            self._dropped = True

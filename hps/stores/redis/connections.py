@@ -6,7 +6,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from weakref import WeakValueDictionary
 
 import hiredis
 from redis import exceptions
-from redis.connection import Connection, DefaultParser
+from redis.cluster import ClusterNode
+from redis.connection import BlockingConnectionPool, Connection, DefaultParser
 from redis.credentials import CredentialProvider
 
 from hps.errors import ConfigError, DatabaseError
@@ -29,6 +31,11 @@ _KEPT_BYTES: Final = 4 << 20  # a larger buffer, of a rare large reply or vector
 _LEAST_S: Final = 0.001  # a timeout of 0 would mean a socket that does not block
 _MINUS: Final = ord("-")
 _MORE: Final = object()  # the reply is incomplete
+_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+_WINDOW: Final = 2 << 20
+"""Bytes in flight per connection: several typical requests, so that the server stays busy. Waiting requests and unread replies
+fit the system's buffers, so that neither side blocks."""
+_MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
 
 _call = threading.local()
 
@@ -311,6 +318,97 @@ class BulkConnection(Connection):
         late = partial(TimeoutError, f"looking up {name}: no answer in {timeout_s:.1f} s")
         resolve = partial(socket.getaddrinfo, name, self.port, 0, socket.SOCK_STREAM)
         return call_within(timeout_s, resolve, self._resolving, late)
+
+
+class Lane:
+    """The requests of one connection, in order. *One per call.*
+
+    Attributes:
+        fault: error that broke the connection, or None; requests without a reply were not answered.
+        heard: whether anything was received.
+    """
+
+    def __init__(self, node: ClusterNode, pool: BlockingConnectionPool, requests: Iterable[Request]) -> None:
+        self.node = node
+        self.requests = list(requests)
+        self.fault: Exception | None = None
+        self._pool = pool
+        self._connection: Any = pool.get_connection()
+        self._replies: ReplyParser = self._connection.replies
+        self._replies.heard = False
+        self._queue = deque(self.requests)
+        self._sent: deque[Request] = deque()  # and not yet answered
+        self._in_flight = 0  # total weight of `_sent`
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests or replies are outstanding."""
+        return self.fault is None and bool(self._queue or self._sent)
+
+    @property
+    def heard(self) -> bool:
+        return self._replies.heard
+
+    def send(self) -> None:
+        """Send as many requests as fit into the window."""
+        buffer = self._connection.outgoing
+        try:
+            while self.fault is None and (size := self._write_message(buffer)):
+                self._connection.send_packed_command([buffer.view[:size]])
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def receive(self) -> None:
+        """Read replies: one if more requests wait, else all. An error reply is stored in its request."""
+        sent, read = self._sent, self._replies.read
+        try:
+            while sent and self.fault is None:
+                request = sent[0]
+                if request.asking:
+                    read(None, last=False)
+                last = len(sent) == 1
+                reply = self._read_transaction(request, last) if request.preceding else read(request, last=last)
+                if isinstance(reply, exceptions.ResponseError):
+                    request.error = reply
+                else:
+                    request.reply = reply
+                self._in_flight -= request.weight
+                sent.popleft()
+                if self._queue:
+                    return
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def _read_transaction(self, request: Request, last: bool) -> Any:
+        """Return the first error, else the reply to the last command; None if the transaction was aborted."""
+        replies = [self._replies.read(None, last=False) for _ in range(request.preceding)]
+        done = self._replies.read(request, last=last)
+        replies += done if isinstance(done, list) else [done]
+        return next((reply for reply in replies if isinstance(reply, exceptions.ResponseError)), replies[-1])
+
+    def release(self, *, keep: bool) -> None:
+        """Return the connection to the pool. It stays open only with `keep` and if every reply has been read."""
+        if not keep or self.fault is not None or self._queue or self._sent:
+            self._connection.disconnect()
+        self._connection.shrink()
+        self._pool.release(self._connection)
+
+    def _write_message(self, buffer: Buffer) -> int:
+        """Write the requests of the next message; return its size, 0 if the window is full or the queue empty."""
+        at = 0
+        while self._queue:
+            request = self._queue[0]
+            full = self._in_flight and self._in_flight + request.weight > _WINDOW
+            if full or (at and at + request.size > _MESSAGE_BYTES):
+                break
+            buffer.grow(at + len(_ASKING) + request.size, at)
+            if request.asking:
+                buffer.view[at : at + len(_ASKING)] = _ASKING
+                at += len(_ASKING)
+            at = request.write(buffer, at)
+            self._in_flight += request.weight
+            self._sent.append(self._queue.popleft())
+        return at
 
 
 def tls_context(config: Any) -> ssl.SSLContext | None:

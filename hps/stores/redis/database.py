@@ -1,12 +1,11 @@
 """The volatile database that several processes share: a Redis server or a Redis Cluster."""
 
 import logging
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 from hps.errors import DatabaseError, UnknownTableError
 from hps.ground.kernels.numba_kernels import compile_kernels
@@ -25,17 +24,14 @@ from hps.stores.base import (
     SharedDatabase,
     TableStats,
 )
-from hps.stores.redis.authority import TableAuthority
 from hps.stores.redis.catalog import Catalog
 from hps.stores.redis.codec import group_by_partition, read_rows, write_fields, write_rows
-from hps.stores.redis.connections import tls_context
-from hps.stores.redis.dialects import evicts_any_key
 from hps.stores.redis.layout import RedisLayout
 from hps.stores.redis.load_leases import LoadLeases
-from hps.stores.redis.nodes import RedisNodes, parse_addresses
+from hps.stores.redis.marks import TableAuthority
+from hps.stores.redis.nodes import Access, RedisNodes, access_of, evicts_any_key
 from hps.stores.redis.overflow import Overflow, Policy
-from hps.stores.redis.room import check_room, partition_bytes
-from hps.stores.redis.server_check import check_server
+from hps.stores.redis.server_check import check_room, check_server, partition_bytes
 from hps.stores.redis.table import RedisTable
 from hps.stores.redis.users import TableUsers
 from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
@@ -61,50 +57,28 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self,
         address: str = "127.0.0.1:7000",
         *,
-        user_name: str = "default",
-        password: str = "",
-        password_path: str = "",
-        sentinel_service: str = "",
-        sentinel_password: str = "",
         num_partitions: int = 16,
-        num_node_connections: int = 5,
         max_batch_size: int = 65_536,
-        tls: ssl.SSLContext | None = None,
-        tls_server_name: str = "",
         overflow_margin: int = UNBOUNDED_ROWS,
         overflow_policy: Policy = "evict_random",
         overflow_resolution_target: float = 0.8,
-        connect_timeout_s: float = 1.0,
-        read_timeout_s: float = 1.0,
-        timeout_s: float = 2.0,
         lease_s: float = 30.0,
         use_lease_s: float = 60.0,
         metrics: Metrics | None = None,
+        **access: Unpack[Access],
     ) -> None:
         """Connect.
 
         Args:
-            address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by
-                `,` or `;`.
-            user_name: ACL user; `default` for Redis' default user.
-            password: empty for none.
-            password_path: file with the password, read for every new connection, instead of `password`.
-            sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
-            sentinel_password: of the sentinels; empty for none.
+            address, access: as for `RedisNodes`.
             num_partitions: hashes per table; the same as when the table was written.
-            num_node_connections: maximum connections to one node.
             max_batch_size: maximum keys per timeout; a call with more has several.
-            tls: None for plain connections.
-            tls_server_name: required name in the servers' certificates; sent as SNI.
             overflow_margin: maximum rows of a partition.
             overflow_policy: rows to evict beyond the margin.
             overflow_resolution_target: share of the margin to leave when evicting.
-            connect_timeout_s: timeout for opening a connection.
-            read_timeout_s: maximum silence of a node that owes a reply.
-            timeout_s: timeout of a call with up to `max_batch_size` keys.
             lease_s: maximum silence of a loading process before another takes over.
             use_lease_s: how long a dead process counts as a user of its open tables.
-            metrics: counts dropped notes of uses.
+            metrics: counts dropped records of uses.
 
         Raises:
             DatabaseError: no node can be reached, or it refuses the user.
@@ -112,20 +86,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         compile_kernels(*_KERNELS)
         self._batch = max_batch_size
         self._num_partitions = num_partitions
-        self._nodes = RedisNodes(
-            parse_addresses(address, sentinels=bool(sentinel_service)),
-            user_name=user_name,
-            password=password,
-            password_path=password_path,
-            sentinel_service=sentinel_service,
-            sentinel_password=sentinel_password,
-            tls=tls,
-            tls_server_name=tls_server_name,
-            connections=num_node_connections,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-            timeout_s=timeout_s,
-        )
+        self._nodes = RedisNodes(address, **access)
         self._warn_of_eviction(self._nodes.facts)
         target_rows = round(overflow_margin * overflow_resolution_target)
         self._overflow = Overflow(self._nodes, overflow_margin, target_rows, overflow_policy)
@@ -148,19 +109,12 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
     def from_config(cls, config: Any) -> Self:
         return cls(
             config.address,
-            user_name=config.user_name,
-            password=config.password,
-            password_path=config.password_path,
-            sentinel_service=config.sentinel_service,
-            sentinel_password=config.sentinel_password,
             num_partitions=config.num_partitions,
-            num_node_connections=config.num_node_connections,
             max_batch_size=config.max_batch_size,
-            tls=tls_context(config),
-            tls_server_name=config.tls_server_name_identification,
             overflow_margin=config.overflow_margin,
             overflow_policy=config.overflow_policy,
             overflow_resolution_target=config.overflow_resolution_target,
+            **access_of(config),
         )
 
     @classmethod

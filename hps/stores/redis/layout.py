@@ -32,7 +32,9 @@ from typing import Final
 import numpy as np
 from redis.crc import key_slot
 
+from hps.errors import DatabaseCorruptError
 from hps.stores.redis.codec import Bytes
+from hps.types import KeyArray
 
 ANY_KEY: Final = b"hps_et{*}?"
 """Pattern of every key of every table."""
@@ -123,3 +125,18 @@ def partition_number(key: bytes) -> int:
     """Return the partition of a key; -1 for the keys of the table itself."""
     found = _KEY.fullmatch(key)
     return int(found["partition"]) if found and found["partition"] else -1
+
+
+def keys_of(fields: list[bytes], key: bytes) -> KeyArray:
+    """Convert fields of the hash `key` to keys of a table.
+
+    Raises:
+        DatabaseCorruptError: a field is no key.
+    """
+    for field in fields:
+        if len(field) != 8:
+            raise DatabaseCorruptError(
+                f"redis: {key!r}: got a field of {len(field)} bytes, expected the 8 bytes of a key; "
+                "was it written with 32-bit keys, or by another program?"
+            )
+    return np.frombuffer(bytearray().join(fields), np.int64)

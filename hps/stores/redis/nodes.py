@@ -8,37 +8,36 @@ import logging
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from ssl import SSLContext
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 from weakref import WeakValueDictionary
 
+import numpy as np
 from redis import Redis, exceptions
 from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
+from hps.ground.key_sets import KeySet
 from hps.ground.threads.lifetimes import disown_in_children, refusal
-from hps.stores.redis.connections import BulkConnection, IdleConnections, PasswordFile, ReplyParser, time_left, until
-from hps.stores.redis.dialects import is_replica
-from hps.stores.redis.requests import Buffer, Call, Request
+from hps.stores.redis.connections import BulkConnection, IdleConnections, Lane, PasswordFile, time_left, tls_context, until
+from hps.stores.redis.layout import keys_of
+from hps.stores.redis.requests import Call, Request
+from hps.types import KeyArray
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
 _ASK_SENTINELS_S: Final = 1.0  # a primary that is cut off from them does not say that it was replaced
-_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
-_WINDOW: Final = 2 << 20
-"""Bytes in flight per connection: several typical requests, so that the server stays busy. Waiting requests and unread replies
-fit the system's buffers, so that neither side blocks."""
-_MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
 _ROUNDS: Final = 16  # of redirections: enough for a slot in migration
 _PAUSE_S: Final = 0.01
 _MOST_RESOLVING: Final = 32  # names at a time, also those without an answer
 _SCAN_COUNT: Final = 10_000
 _LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
+_PROGRAMS: Final = {"dragonfly_version": "Dragonfly", "valkey_version": "Valkey", "redis_version": "Redis"}
+"""Fields of INFO with a version. All programs have Redis' too, for clients that ask for it."""
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
 """Exceptions of redis-py if no cluster node answers, or none serves a slot."""
 _ADVICE: Final = {
@@ -75,54 +74,85 @@ def parse_addresses(address: str, *, sentinels: bool = False) -> list[tuple[str,
     return list(dict.fromkeys(addresses))
 
 
+class Access(TypedDict, total=False):
+    """Settings of `RedisNodes`, with its defaults."""
+
+    user_name: str
+    password: str
+    password_path: str
+    sentinel_service: str
+    sentinel_password: str
+    tls: SSLContext | None
+    tls_server_name: str
+    num_node_connections: int
+    connect_timeout_s: float
+    read_timeout_s: float
+    timeout_s: float
+
+
+def access_of(config: Any) -> Access:
+    """Return the settings of a `VolatileDbConfig`."""
+    return {
+        "user_name": config.user_name,
+        "password": config.password,
+        "password_path": config.password_path,
+        "sentinel_service": config.sentinel_service,
+        "sentinel_password": config.sentinel_password,
+        "tls": tls_context(config),
+        "tls_server_name": config.tls_server_name_identification,
+        "num_node_connections": config.num_node_connections,
+    }
+
+
 class RedisNodes:
     """A server, the masters of a cluster, or the primary that sentinels name. *Thread-safe.*
 
     Args:
-        addresses: nodes, or sentinels, to ask for the topology.
-        user_name: ACL user; `default` or empty stands for Redis' default user.
-        password: empty if Redis expects none.
+        address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by `,`
+            or `;`.
+        user_name: ACL user; `default` or empty for Redis' default user.
+        password: empty for none.
         password_path: file with the password, read for every new connection, instead of `password`.
-        sentinel_service: name of the primary that the addresses, of sentinels, know; empty: they are those of servers.
-        sentinel_password: of the sentinels; empty if they expect none.
+        sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
+        sentinel_password: of the sentinels; empty for none.
         tls: None for plain connections.
-        tls_server_name: expected name in certificates.
-        connections: maximum connections per node.
-        connect_timeout_s: limit for opening a connection.
-        read_timeout_s: limit for silence of a node that owes a reply.
-        timeout_s: limit for one `run`.
+        tls_server_name: required name in the servers' certificates; sent as SNI.
+        num_node_connections: maximum connections to one node.
+        connect_timeout_s: timeout for opening a connection.
+        read_timeout_s: maximum silence of a node that owes a reply.
+        timeout_s: timeout of one `run`.
 
     Attributes:
         facts: INFO of the first node that answered.
 
     Raises:
-        DatabaseError: no node answers.
+        DatabaseError: no node can be reached, or it refuses the user.
     """
 
     def __init__(
         self,
-        addresses: list[tuple[str, int]],
+        address: str,
         *,
-        user_name: str,
-        password: str,
+        user_name: str = "default",
+        password: str = "",
         password_path: str = "",
         sentinel_service: str = "",
         sentinel_password: str = "",
-        tls: SSLContext | None,
-        tls_server_name: str,
-        connections: int,
-        connect_timeout_s: float,
-        read_timeout_s: float,
-        timeout_s: float,
+        tls: SSLContext | None = None,
+        tls_server_name: str = "",
+        num_node_connections: int = 5,
+        connect_timeout_s: float = 1.0,
+        read_timeout_s: float = 1.0,
+        timeout_s: float = 2.0,
     ) -> None:
         self.timeout_s = timeout_s
         self.facts: dict[str, Any] = {}
-        self._addresses = addresses
+        self._addresses = addresses = parse_addresses(address, sentinels=bool(sentinel_service))
         self._family: WeakValueDictionary[int, BulkConnection] = WeakValueDictionary()
         self._settings: dict[str, Any] = {
             "connection_class": BulkConnection,
             "queue_class": IdleConnections,
-            "max_connections": connections,
+            "max_connections": num_node_connections,
             "timeout": None,  # IdleConnections knows how long a call may wait
             "protocol": 2,
             "socket_connect_timeout": connect_timeout_s,
@@ -216,6 +246,26 @@ class RedisNodes:
                 yield from keys
                 if cursor == b"0":
                     break
+
+    def scan_hash(self, slot: int, key: bytes, count: int) -> Iterator[tuple[KeyArray, list[bytes]]]:
+        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once.
+
+        Fields that are added or removed meanwhile may or may not be seen.
+
+        Raises:
+            DatabaseError: the node failed, or a field is no key.
+        """
+        yielded = KeySet()  # HSCAN repeats fields while Redis resizes the hash
+        cursor = b"0"
+        while True:
+            cursor, flat = self.ask(slot, "HSCAN", key, cursor, "COUNT", max(1, count))
+            keys = keys_of(flat[::2], key)
+            if keys.size:
+                new = yielded.add(keys)
+                values = flat[1::2]
+                yield keys[new], values if new.all() else [values[i] for i in np.flatnonzero(new)]
+            if cursor == b"0":
+                return
 
     def close(self) -> None:
         """Close every connection. Calls on other threads fail."""
@@ -398,14 +448,14 @@ class RedisNodes:
             return
         again.setdefault(target, []).append(request)
 
-    def _exchange(self, at: dict[ClusterNode, list[Request]], failures: list[Exception]) -> list["_Lane"]:
+    def _exchange(self, at: dict[ClusterNode, list[Request]], failures: list[Exception]) -> list[Lane]:
         """Send the requests of all nodes and read their replies, until each lane is done or has failed."""
-        lanes: list[_Lane] = []
+        lanes: list[Lane] = []
         try:
             # A fixed order, so that two calls never wait for each other's connections.
             for node in sorted(at, key=lambda node: node.name):
                 try:
-                    lanes.append(_Lane(node, self._pool(node), at[node]))
+                    lanes.append(Lane(node, self._pool(node), at[node]))
                 except (exceptions.RedisError, DatabaseError) as error:
                     failures.append(_database_error(node, error))
                     self._doubt(node)
@@ -432,97 +482,6 @@ class RedisNodes:
         return pool
 
 
-class _Lane:
-    """The requests of one connection, in order. *One per call.*
-
-    Attributes:
-        fault: error that broke the connection, or None; requests without a reply were not answered.
-        heard: whether anything was received.
-    """
-
-    def __init__(self, node: ClusterNode, pool: BlockingConnectionPool, requests: Iterable[Request]) -> None:
-        self.node = node
-        self.requests = list(requests)
-        self.fault: Exception | None = None
-        self._pool = pool
-        self._connection: Any = pool.get_connection()
-        self._replies: ReplyParser = self._connection.replies
-        self._replies.heard = False
-        self._queue = deque(self.requests)
-        self._sent: deque[Request] = deque()  # and not yet answered
-        self._in_flight = 0  # total weight of `_sent`
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests or replies are outstanding."""
-        return self.fault is None and bool(self._queue or self._sent)
-
-    @property
-    def heard(self) -> bool:
-        return self._replies.heard
-
-    def send(self) -> None:
-        """Send as many requests as fit into the window."""
-        buffer = self._connection.outgoing
-        try:
-            while self.fault is None and (size := self._write_message(buffer)):
-                self._connection.send_packed_command([buffer.view[:size]])
-        except (exceptions.RedisError, DatabaseError) as error:
-            self.fault = error
-
-    def receive(self) -> None:
-        """Read replies: one if more requests wait, else all. An error reply is stored in its request."""
-        sent, read = self._sent, self._replies.read
-        try:
-            while sent and self.fault is None:
-                request = sent[0]
-                if request.asking:
-                    read(None, last=False)
-                last = len(sent) == 1
-                reply = self._read_transaction(request, last) if request.preceding else read(request, last=last)
-                if isinstance(reply, exceptions.ResponseError):
-                    request.error = reply
-                else:
-                    request.reply = reply
-                self._in_flight -= request.weight
-                sent.popleft()
-                if self._queue:
-                    return
-        except (exceptions.RedisError, DatabaseError) as error:
-            self.fault = error
-
-    def _read_transaction(self, request: Request, last: bool) -> Any:
-        """Return the first error, else the reply to the last command; None if the transaction was aborted."""
-        replies = [self._replies.read(None, last=False) for _ in range(request.preceding)]
-        done = self._replies.read(request, last=last)
-        replies += done if isinstance(done, list) else [done]
-        return next((reply for reply in replies if isinstance(reply, exceptions.ResponseError)), replies[-1])
-
-    def release(self, *, keep: bool) -> None:
-        """Return the connection to the pool. It stays open only with `keep` and if every reply has been read."""
-        if not keep or self.fault is not None or self._queue or self._sent:
-            self._connection.disconnect()
-        self._connection.shrink()
-        self._pool.release(self._connection)
-
-    def _write_message(self, buffer: Buffer) -> int:
-        """Write the requests of the next message; return its size, 0 if the window is full or the queue empty."""
-        at = 0
-        while self._queue:
-            request = self._queue[0]
-            full = self._in_flight and self._in_flight + request.weight > _WINDOW
-            if full or (at and at + request.size > _MESSAGE_BYTES):
-                break
-            buffer.grow(at + len(_ASKING) + request.size, at)
-            if request.asking:
-                buffer.view[at : at + len(_ASKING)] = _ASKING
-                at += len(_ASKING)
-            at = request.write(buffer, at)
-            self._in_flight += request.weight
-            self._sent.append(self._queue.popleft())
-        return at
-
-
 def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:
     """Convert an error of redis-py; add the node's name to one of our own."""
     made: DatabaseError
@@ -547,3 +506,18 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
         made = DatabaseError(f"redis {node.name}: the connection broke ({error})")
     made.__cause__ = error
     return made
+
+
+def program_of(facts: Mapping[str, Any]) -> str:
+    """Name the program and its version, from its INFO."""
+    return next((f"{name} {facts[field]}" for field, name in _PROGRAMS.items() if field in facts), "Redis ?")
+
+
+def is_replica(facts: Mapping[str, Any]) -> bool:
+    """Whether the server of this INFO is a replica."""
+    return facts.get("role") in {"slave", "replica"}
+
+
+def evicts_any_key(facts: Mapping[str, Any]) -> bool:
+    """Whether the server of this INFO evicts keys that do not expire when it is full."""
+    return str(facts.get("maxmemory_policy", "")).startswith(("allkeys", "eviction"))

@@ -10,10 +10,9 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from hps.errors import DatabaseError, DatabaseTimeoutError
-from hps.stores.redis.layout import KeyPartition
+from hps.stores.redis.layout import KeyPartition, keys_of
 from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.requests import Call, Request, SendKeys
-from hps.stores.redis.scan import keys_of, scan_hash
 from hps.types import IndexArray, KeyArray
 
 Policy: TypeAlias = Literal["evict_random", "evict_least_used", "evict_oldest"]
@@ -182,7 +181,7 @@ class Overflow:
     def _uses(self, partition: KeyPartition) -> tuple[KeyArray, IndexArray]:
         """Read every key with a note of its use, and its score; 0 for a note of another policy."""
         keys, scores = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for piece, values in scan_hash(self._nodes, partition.slot, partition.uses, _SCAN_COUNT):
+        for piece, values in self._nodes.scan_hash(partition.slot, partition.uses, _SCAN_COUNT):
             keys.append(piece)
             if self._policy == "evict_least_used":
                 scores.append(

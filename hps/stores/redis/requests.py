@@ -10,13 +10,13 @@ from hiredis import pack_command
 
 from hps.errors import DatabaseCorruptError, TableWidthError
 from hps.stores.redis.codec import (
+    COMPLETE,
     FIELD_BYTES,
     GARBAGE,
     HITS,
     LENGTH,
     PHASE,
     ROW,
-    WHOLE,
     WRONG_LENGTH,
     Bytes,
     read_rows,
@@ -426,7 +426,7 @@ class FetchRows(SendKeys):
         state = self._state
         after: int = read_rows(array, at, end, state, self._order, self._header, self._out, self._found)
         phase = state[PHASE]
-        if phase == WHOLE:
+        if phase == COMPLETE:
             self.reply = int(state[HITS])
         elif phase == WRONG_LENGTH:
             raise self._wrong_length()

@@ -12,11 +12,22 @@ import numpy as np
 
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
 from hps.stores.base import UNBOUNDED_ROWS, LogPosition, Partition, RowChanges, TableStats
-from hps.stores.redis.authority import TableAuthority
 from hps.stores.redis.catalog import Catalog, fresh, lost
 from hps.stores.redis.codec import Bytes, group_by_partition
 from hps.stores.redis.layout import KeyPartition, RedisLayout
-from hps.stores.redis.marks import FOLLOWING, LOADING, Mark, Process, alone, counts, may_promote, ordered, parse, taken
+from hps.stores.redis.marks import (
+    FOLLOWING,
+    LOADING,
+    Mark,
+    Process,
+    TableAuthority,
+    alone,
+    counts,
+    may_promote,
+    ordered,
+    parse,
+    taken,
+)
 from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.overflow import Overflow
 from hps.stores.redis.requests import (
@@ -30,7 +41,6 @@ from hps.stores.redis.requests import (
     SendKeys,
     StoreRows,
 )
-from hps.stores.redis.scan import scan_hash
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _log = logging.getLogger(__name__)
@@ -225,7 +235,7 @@ class RedisTable:
         if known is None:
             return
         for partition in self.layout.partitions:
-            for keys, values in scan_hash(self._nodes, partition.slot, partition.values, min(chunk_rows, self._chunk)):
+            for keys, values in self._nodes.scan_hash(partition.slot, partition.values, min(chunk_rows, self._chunk)):
                 for key, value in zip(keys, values, strict=True):
                     if len(value) != width:
                         raise TableWidthError(

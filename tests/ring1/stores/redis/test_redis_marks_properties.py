@@ -28,7 +28,7 @@ from hps.stores.redis.marks import (
     rows_lost,
     taken,
 )
-from hps.stores.redis.nodes import RedisNodes, parse_addresses
+from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.requests import ApplyRows, Guard, SendKeys, StoreRows
 from tests.tables.redis_order_model import Search, start
 
@@ -165,9 +165,8 @@ def perform(step, mirror, nodes, catalog, client):
 
 @pytest.fixture
 def nodes(server):
-    settings_of = {"user_name": "", "password": "", "tls": None, "tls_server_name": "", "connections": 1}
     waits = dict.fromkeys(("connect_timeout_s", "read_timeout_s", "timeout_s"), 20.0)
-    with closing(RedisNodes(parse_addresses(server.address), **settings_of, **waits)) as nodes:
+    with closing(RedisNodes(server.address, num_node_connections=1, **waits)) as nodes:
         yield nodes
 
 

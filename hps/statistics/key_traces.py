@@ -172,8 +172,7 @@ class KeyRecorder:
     """Records a sample of the keys of lookups in a file. *Thread-safe.*
 
     A lookup pays only for hashing its keys; a background thread writes four times a second. A write error ends the recording,
-    with one log line, and affects no lookup. Keys in device memory are not recorded: reading them would make the lookup wait
-    for the device.
+    with one log line, and affects no lookup. Keys in device memory are not recorded.
 
     Args:
         path: output file; appends to earlier recordings.
@@ -230,7 +229,7 @@ class KeyRecorder:
         if self._waiting_keys > _MOST_WAITING_KEYS:
             self._dropped += sum(batch.sizes)
             return
-        if batch.joined:  # in device memory
+        if batch.joined:  # in device memory: reading them would make the lookup wait for the device
             self._unread += sum(batch.sizes)
             return
         for table, n, keys in zip(batch.tables, batch.sizes, batch.keys, strict=True):

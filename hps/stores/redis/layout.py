@@ -1,6 +1,6 @@
-"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and ours beside them.
+"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and our additional ones.
 
-A table of tag T is cut into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
+A table of tag T is split into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
 hash slot:
 
     hps_et{T/p<i>}v   hash: field = 8 little-endian bytes of a key, value = its vector, raw float32      HugeCTR's
@@ -12,16 +12,16 @@ The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.s
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
 neither reads nor writes `m`.
 
-Where Redis is the authority of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
-big-endian bytes, of keys whose row was deleted or evicted, too, and in the field `h` the highest one that was applied. It
-belongs to an incarnation of the partition, and goes with it.
+If no database below has the rows of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
+big-endian bytes, also of deleted and evicted rows, and in the field `h` the highest applied one. It lasts as long as the
+incarnation of the partition.
 
 Beside the partitions there is one hash of the table itself, in a slot of its own:
 
     hps_et{T}m        hash: dim, num_partitions, loaded (how far which model was loaded), and
                             `log <partition>` (how far that partition of a log of updates was applied)    ours
-    hps_et{T}l        string: who loads it now; expires                                                   ours
-    hps_et{T}u        hash: who uses it, see users.py; expires                                            ours
+    hps_et{T}l        string: the process that loads it; expires                                          ours
+    hps_et{T}u        hash: the processes that use it, see users.py; expires                              ours
 """
 
 import re
@@ -50,12 +50,10 @@ class KeyPartition:
 
     @cached_property
     def slot(self) -> int:
-        """The hash slot of these keys."""
         return key_slot(self.values)
 
     @cached_property
     def values(self) -> bytes:
-        """Key of the vectors."""
         return self._key("v")
 
     @cached_property
@@ -65,7 +63,6 @@ class KeyPartition:
 
     @cached_property
     def mark(self) -> bytes:
-        """Key of the mark."""
         return self._key("m")
 
     @cached_property

@@ -1,7 +1,7 @@
 """Checks of a Redis before a load: its state, the user's rights, the tables that it holds and the room for others.
 
 Nothing is written. Rights are checked by queueing the commands after MULTI: Redis checks a command when it queues it. EXEC
-never follows, so none is run.
+never follows, so none runs.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -25,7 +25,7 @@ _ENTRY_BYTES: Final = 48  # the entry of a row in the table of its hash, and the
 _WHERE: Final = "volatile_db"
 _TIMEOUT_S: Final = 5.0
 _REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may not do this", "drop the table")
-"""Words of errors that remain until the configuration or the server is changed."""
+"""Phrases of errors that last until the configuration or the server is changed."""
 
 
 def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult]:
@@ -49,25 +49,29 @@ def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult
             if all(result.level == "good" for result in found):
                 for layout in layouts:
                     catalog.check(layout)
-                found += _other_formats(nodes, catalog, tables, config.num_partitions)
+                found += _foreign_formats(nodes, catalog, tables, config.num_partitions)
         except (DatabaseError, exceptions.RedisError) as error:
             found.append(CheckResult(_level(error), f"{_WHERE}.address", str(error)))
     return found
 
 
-def _other_formats(nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSpec], num_partitions: int) -> list[CheckResult]:
+def _foreign_formats(
+    nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSpec], num_partitions: int
+) -> list[CheckResult]:
     """Warn of tables that other replicas use in another row format."""
     found, tags = [], catalog.tags()
     for spec in tables:
-        others = [replace(spec, row_dtype=row_dtype) for row_dtype in ROW_DTYPES if row_dtype != spec.row_dtype]
-        for other in others:
-            if other.tag in tags and is_used(nodes, RedisLayout.of(other.tag, 1, num_partitions)):
-                what = (
-                    f"another replica serves table {spec.table_name!r} of model {spec.model_name!r} as {other.row_dtype} "
-                    f"({other.tag}), and this one would as {spec.row_dtype} ({spec.tag}): each has a table of its own, "
+        for row_dtype in ROW_DTYPES:
+            foreign = replace(spec, row_dtype=row_dtype)
+            if row_dtype == spec.row_dtype or foreign.tag not in tags:
+                continue
+            if is_used(nodes, RedisLayout.of(foreign.tag, 1, num_partitions)):
+                warning = (
+                    f"another replica serves table {spec.table_name!r} of model {spec.model_name!r} as {row_dtype} "
+                    f"({foreign.tag}), and this one would as {spec.row_dtype} ({spec.tag}): each has a separate table, "
                     "which takes memory twice; without a persistent_db the deployment is refused. Give all the same row_dtype"
                 )
-                found.append(CheckResult("warning", f"{_WHERE}.address", what))
+                found.append(CheckResult("warning", f"{_WHERE}.address", warning))
     return found
 
 
@@ -77,15 +81,15 @@ def _level(error: Exception) -> Any:
 
 def _state(nodes: RedisNodes, address: str) -> CheckResult:
     facts = nodes.facts
-    what = f"{program_of(facts)} at {address}"
+    server = f"{program_of(facts)} at {address}"
     if nodes.clustered:
         missing = REDIS_CLUSTER_HASH_SLOTS - nodes.served_slots
         if missing:
-            return CheckResult("unreachable", f"{_WHERE}.address", f"{what}: {missing} slots have no node; see CLUSTER INFO")
-        return CheckResult("good", f"{_WHERE}.address", f"{what}: a whole cluster")
+            return CheckResult("unreachable", f"{_WHERE}.address", f"{server}: {missing} slots have no node; see CLUSTER INFO")
+        return CheckResult("good", f"{_WHERE}.address", f"{server}: a complete cluster")
     if is_replica(facts):
-        return CheckResult("wrong", f"{_WHERE}.address", f"{what} is a replica; give the address of the primary")
-    return CheckResult("good", f"{_WHERE}.address", f"{what}: a server")
+        return CheckResult("wrong", f"{_WHERE}.address", f"{server} is a replica; give the address of the primary")
+    return CheckResult("good", f"{_WHERE}.address", f"{server}: a server")
 
 
 def _rights(nodes: RedisNodes, layout: RedisLayout, user: str) -> list[CheckResult]:
@@ -119,7 +123,7 @@ def _queued(client: Redis, commands: Sequence[tuple[Any, ...]]) -> dict[str, exc
     answers: dict[str, exceptions.ResponseError | None] = {}
     try:
         connection.send_command("MULTI")
-        connection.read_response()  # raises if it is refused: the commands would be run
+        connection.read_response()  # raises if it is refused: otherwise the commands would run
         for words in commands:
             name = " ".join(words[:2]) if words[0] == "MEMORY" else str(words[0])
             connection.send_command(*words)
@@ -134,11 +138,9 @@ def _queued(client: Redis, commands: Sequence[tuple[Any, ...]]) -> dict[str, exc
 
 
 def partition_bytes(dim: int, rows: int) -> int:
-    """Estimate the bytes of a partition's rows in a node's memory, within 1.5 % for Redis 7 (dim 1 to 256).
-
-    Each is an entry, a key and a value; each entry has a pointer in a table of a power of two. jemalloc hands values out in
-    sizes of which there are four to a power of two.
-    """
+    """Estimate the bytes of a partition's rows in a node's memory, within 1.5 % for Redis 7 (dim 1 to 256)."""
+    # A row is an entry, a key and a value; each entry has a pointer in a table of a power of two. jemalloc allocates values in
+    # size classes, of which there are four to a power of two.
     string = 4 * dim + (4 if 4 * dim < 256 else 6 if 4 * dim < 1 << 16 else 10)
     step = max(16, 1 << max((string - 1).bit_length() - 3, 0))
     return rows * (_ENTRY_BYTES + -(-string // step) * step) + (8 << (rows - 1).bit_length() if rows else 0)
@@ -148,34 +150,28 @@ def check_room(nodes: RedisNodes, tables: Sequence[tuple[str, int, int]], num_pa
     """Refuse tables that do not fit; see `Database.check_room`.
 
     A node that evicts any key is never full and not checked. A node without `maxmemory` has the memory of its machine.
-
-    Args:
-        nodes: run the commands.
-        tables: tag, dim and rows of each.
-        num_partitions: of a table.
-        margin: most rows of a partition.
     """
     needs: dict[str, dict[str, int]] = {}
     slots: dict[str, int] = {}
     for tag, dim, rows in tables:
         partitions = RedisLayout.of(tag, dim, num_partitions).partitions
-        held = [Call(partition.slot, "HLEN", partition.values) for partition in partitions]
-        nodes.run(held)
-        missing = max(0, min(rows, margin * num_partitions) - sum(call.reply for call in held))
+        present = [Call(partition.slot, "HLEN", partition.values) for partition in partitions]
+        nodes.run(present)
+        missing = max(0, min(rows, margin * num_partitions) - sum(call.reply for call in present))
         for partition in partitions:
             name = nodes.name_of(partition.slot)
             slots[name] = partition.slot
-            own, what = needs.setdefault(name, {}), f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})"
-            own[what] = own.get(what, 0) + partition_bytes(dim, -(-missing // num_partitions))
-    for name, own in needs.items():
-        lines = nodes.ask(slots[name], "INFO", "memory").decode().splitlines()
+            of_node, table = needs.setdefault(name, {}), f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})"
+            of_node[table] = of_node.get(table, 0) + partition_bytes(dim, -(-missing // num_partitions))
+    for name, of_node in needs.items():
+        lines = nodes.execute(slots[name], "INFO", "memory").decode().splitlines()
         facts = dict(line.split(":", 1) for line in lines if ":" in line)
         limit = int(facts["maxmemory"])
         if limit and evicts_any_key(facts):
             continue
         check_fits(
             f"redis {name}: making room for tables",
-            own,
+            of_node,
             (limit or int(facts["total_system_memory"])) - int(facts["used_memory"]),
             "below its maxmemory" if limit else "on its machine",
             "undeploy models or versions, raise maxmemory, add nodes, or lower overflow_margin or initial_cache_rate",

@@ -16,12 +16,15 @@ them with `isinstance`, once, where they are built.
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import numpy as np
 
+from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
@@ -597,3 +600,18 @@ class PersistentDatabase(LastingDatabase):
 
         A process that is killed between the two leaves the older record; loading the chunk again changes nothing.
         """
+
+
+@contextmanager
+def exclusive(lock: Lock, timeout_s: float, busy: str) -> Iterator[None]:
+    """Hold a lock within the block.
+
+    Raises:
+        DatabaseTimeoutError: other threads held it for too long; the message is `busy`.
+    """
+    if not lock.acquire(timeout=max(0.0, timeout_s)):
+        raise DatabaseTimeoutError(busy)
+    try:
+        yield
+    finally:
+        lock.release()

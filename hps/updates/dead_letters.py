@@ -326,7 +326,6 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
 
 
 def _in_topic(message: Message) -> DeadLetter | UpdateFormatError:
-    """Parse a message of a topic of dead letters."""
     header = BytesIO(message.value).readline()
     try:
         letter = DeadLetter.read(header, message.value[len(header) :])

@@ -95,14 +95,7 @@ class Publisher:
             self._send(partition, keys[rows], vectors[rows], _NO_KEYS)
 
     def delete(self, keys: KeyArray) -> None:
-        """Publish keys whose rows are to be removed; otherwise as `insert`.
-
-        Args:
-            keys: (n,) int64, in host memory.
-
-        Raises:
-            As `insert`.
-        """
+        """Publish keys whose rows are to be removed; otherwise as `insert`."""
         for partition, rows in self._shares(keys, 8):
             self._send(partition, _NO_KEYS, _NO_VECTORS, keys[rows])
 
@@ -141,7 +134,6 @@ class Publisher:
             self.close()
 
     def _shares(self, keys: KeyArray, row_bytes: int) -> Iterator[tuple[Partition, IndexArray]]:
-        """Split rows by partition, in order; yields indices."""
         if keys.dtype != np.int64 or keys.ndim != 1:
             raise InvalidDtypeError(f"publishing to {self._topic}: got keys {keys.dtype} {keys.shape}, expected int64 (n,)")
         step = self._step(row_bytes)
@@ -211,9 +203,6 @@ class Republisher(Publisher):
 
         Args:
             number: original partition, modulo the topic's partitions.
-
-        Raises:
-            As `insert`.
         """
         partition, dim = self._partitions[number % len(self._partitions)], changes.vectors.shape[1]
         step = self._step(8 + dim * (4 if self._dtype == "float32" else 2))

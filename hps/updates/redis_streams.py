@@ -116,7 +116,6 @@ resent after a lost reply, or delivered late by a broken connection.
 
 
 def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
-    """Connect to the first address that answers."""
     settings: dict[str, Any] = {
         "protocol": 2,
         "username": config.user_name if config.password and config.user_name != "default" else None,
@@ -164,11 +163,7 @@ def _key(partition: Partition) -> str:
 
 
 def _partition_count(topic: str, answer: bytes | None) -> int:
-    """Parse the number of partitions in an answer of `_COUNT`.
-
-    Raises:
-        UpdateLogError: it is no such number, or the key does not exist.
-    """
+    """Parse the number of partitions in an answer of `_COUNT`."""
     if answer is None:
         raise UpdateLogError(f"topic {topic} does not exist: no key of that name holds the number of its partitions")
     if not re.fullmatch(b"[0-9]{1,6}", answer) or not 1 <= int(answer) <= _MOST_PARTITIONS:

@@ -12,8 +12,8 @@ from hps.ground.threads.pacing import paced
 from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.loading.warm_up import DatabaseRows
-from hps.stores.away import AwayDatabase
 from hps.stores.base import CopyOutcome, Database, PersistentDatabase, SharedDatabase
+from hps.stores.unavailable import UnavailableDatabase
 from hps.types import KeyArray, RowArray, TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import Deployment
@@ -159,7 +159,7 @@ class VolatileTier:
         self._silent = ""
 
     def _take_in(self) -> None:
-        if isinstance(self._chain.volatile, AwayDatabase):
+        if isinstance(self._chain.volatile, UnavailableDatabase):
             self._chain.take_in(self._open_database())
         else:  # it failed a deployment, and is still open
             for deployment in self._deployments():

@@ -209,11 +209,7 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:
-        """Reserve memory for `rows` in total; vectors are then ordered, in a dense table by key.
-
-        Raises:
-            DatabaseError: no memory, or more rows than a table can hold.
-        """
+        """Reserve memory for `rows` in total; vectors are then ordered, in a dense table by key."""
         self._table(tag).reserve(rows, keys)
 
     def check_integrity(self) -> list[str]:

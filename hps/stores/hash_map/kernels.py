@@ -282,7 +282,6 @@ def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignor
 
 @kernel(int64, LAYOUT, KEYS)
 def count_present(layout, keys):  # type: ignore[no-untyped-def]
-    """Count the keys that are in the table."""
     present = 0
     for i in range(keys.size):
         if search(layout, mix(keys[i]), keys[i])[0]:

@@ -52,7 +52,6 @@ def until(deadline: float) -> Iterator[None]:
 
 
 def remaining_s() -> float:
-    """Return the seconds until the deadline of this thread's call."""
     deadline: float = getattr(_call, "deadline", float("inf"))
     return deadline - time.monotonic()
 
@@ -106,7 +105,6 @@ class ReplyParser:
         self._start = self._end = 0  # bytes that have arrived and are not yet read
 
     def on_connect(self, connection: "BulkConnection") -> None:
-        """As redis-py's parsers: start with a new socket."""
         self._socket = connection.socket
         self._reader = hiredis.Reader(exceptions.InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
         self._start = self._end = 0
@@ -156,7 +154,6 @@ class ReplyParser:
         return reply
 
     def shrink(self) -> None:
-        """Release a large, empty buffer."""
         if len(self._buffer.bytes) > _REUSED_BYTES:
             self._buffer = Buffer(_RECEIVE_BYTES)
 
@@ -181,7 +178,6 @@ class ReplyParser:
         return reply
 
     def _receive(self) -> None:
-        """Wait for bytes and append them to the buffer."""
         buffer, unread = self._buffer, self._end - self._start
         if self._start and (unread == 0 or len(buffer.bytes) - self._end < len(buffer.bytes) // 2):
             buffer.bytes[:unread] = buffer.bytes[self._start : self._end]
@@ -246,14 +242,12 @@ class BulkConnection(Connection):
         family[id(self)] = self
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """As redis-py does, within the remaining time."""
         if self.socket is not None:
             self.socket.settimeout(max(_LEAST_S, min(self._timeouts_s[1], remaining_s())))
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
         self.replies.waiting_since = time.monotonic()
 
     def shrink(self) -> None:
-        """Release large, empty buffers."""
         self.replies.shrink()
         if len(self.outgoing.bytes) > _REUSED_BYTES:
             self.outgoing = Buffer(_SEND_BYTES)
@@ -312,7 +306,6 @@ class BulkConnection(Connection):
             raise
 
     def _resolve(self, name: str, deadline: float) -> list[Any]:
-        """Resolve a name with a timeout."""
         timeout_s = deadline - time.monotonic()
         late = partial(TimeoutError, f"looking up {name}: no answer in {timeout_s:.1f} s")
         resolve = partial(socket.getaddrinfo, name, self.port, 0, socket.SOCK_STREAM)
@@ -341,7 +334,6 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Whether requests or replies are outstanding."""
         return self.fault is None and bool(self._queue or self._sent)
 
     @property

@@ -127,7 +127,6 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
 
     @property
     def open_connections(self) -> int:
-        """Connections to all nodes, in use or idle."""
         return self._nodes.open_connections
 
     def open_table(self, tag: str, dim: int) -> None:

@@ -26,12 +26,6 @@ class LoadLeases:
     """The right of one process to load tables of one Redis. *Thread-safe.*
 
     A lease is renewed with every chunk. If its holder dies it expires, and another process continues at the stored progress.
-
-    Args:
-        nodes: run the commands.
-        catalog: recreates a table that holds another model.
-        users: knows whether other processes use a table.
-        lease_s: maximum silence of a holder.
     """
 
     def __init__(self, nodes: RedisNodes, catalog: Catalog, users: TableUsers, lease_s: float) -> None:
@@ -61,11 +55,7 @@ class LoadLeases:
             time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
     def renew_claim(self, table: RedisTable) -> bool:
-        """Renew the lease of a table; return False if it is not claimed.
-
-        Raises:
-            DatabaseError: the lease expired and another process has it, or Redis failed.
-        """
+        """Renew the lease of a table; return False if it is not claimed, and raise if another process has it."""
         layout = table.layout
         if layout.tag not in self._claimed:
             return False
@@ -79,12 +69,7 @@ class LoadLeases:
             self._catalog.write_load_progress(table.layout, replace(claimed, rows_done=rows_done))
 
     def end(self, table: RedisTable) -> None:
-        """Store that a claimed table is complete, and release the lease.
-
-        Raises:
-            UnknownTableError: the table is not the one that was loaded.
-            DatabaseError: Redis failed.
-        """
+        """Store that a claimed table is complete, and release the lease."""
         claimed = self._claimed.pop(table.layout.tag, None)
         if claimed is not None:
             base = base_of(claimed.fingerprint)
@@ -95,7 +80,6 @@ class LoadLeases:
             self._release(table.layout)
 
     def abandon(self, table: RedisTable) -> None:
-        """Release the claim of a table, if there is one."""
         self._not_copied.pop(table.layout.tag, None)
         if self._claimed.pop(table.layout.tag, None) or self._copied.pop(table.layout.tag, None):
             self._release(table.layout)
@@ -123,11 +107,6 @@ class LoadLeases:
         return True
 
     def renew_copy(self, table: RedisTable) -> None:
-        """Renew the lease of a copy.
-
-        Raises:
-            DatabaseError: the lease expired and another process has it, or Redis failed.
-        """
         self._renew(table.layout, "copy")
 
     def end_copy(self, table: RedisTable, outcome: CopyOutcome) -> None:
@@ -192,11 +171,7 @@ class LoadLeases:
         return first
 
     def _refuse_used(self, layout: RedisLayout, before: LoadProgress | None, note: LoadProgress) -> None:
-        """Refuse to load over rows that other processes use.
-
-        Raises:
-            DatabaseError: there are such processes.
-        """
+        """Refuse to load over rows that other processes use."""
         # Recorded before the check: a process that registers after it finds an incomplete load.
         self._catalog.write_load_progress(layout, note)
         if not self._users.has_others(layout):

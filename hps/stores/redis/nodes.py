@@ -91,7 +91,6 @@ class Access(TypedDict, total=False):
 
 
 def access_of(config: Any) -> Access:
-    """Return the settings of a `VolatileDbConfig`."""
     return {
         "user_name": config.user_name,
         "password": config.password,
@@ -194,7 +193,6 @@ class RedisNodes:
 
     @property
     def open_connections(self) -> int:
-        """Number of open connections, in use or idle."""
         return sum(connection.is_connected for connection in self._connections())
 
     def execute(self, slot: int, *words: str | bytes | int) -> Any:
@@ -248,13 +246,7 @@ class RedisNodes:
                     break
 
     def scan_hash(self, slot: int, key: bytes, count: int) -> Iterator[tuple[KeyArray, list[bytes]]]:
-        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once.
-
-        Fields that are added or removed meanwhile may or may not be seen.
-
-        Raises:
-            DatabaseError: the node failed, or a field is no key.
-        """
+        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once."""
         yielded = KeySet()  # HSCAN repeats fields while Redis resizes the hash
         cursor = b"0"
         while True:
@@ -288,7 +280,6 @@ class RedisNodes:
     # Topology.
 
     def _discover(self) -> None:
-        """Request the topology from the configured nodes in turn."""
         if self._service:
             self._server = self._query_sentinels()
             return
@@ -510,12 +501,10 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
 
 
 def program_of(facts: Mapping[str, Any]) -> str:
-    """Name the program and its version, from its INFO."""
     return next((f"{name} {facts[field]}" for field, name in _PROGRAMS.items() if field in facts), "Redis ?")
 
 
 def is_replica(facts: Mapping[str, Any]) -> bool:
-    """Return whether the server of this INFO is a replica."""
     return facts.get("role") in {"slave", "replica"}
 
 

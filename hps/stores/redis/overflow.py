@@ -51,7 +51,6 @@ class Overflow:
     number of rows is evicted, also by several processes at the same time, so that no batch empties a partition.
 
     Args:
-        nodes: run the commands.
         margin: maximum rows of a partition.
         target_rows: rows to leave in a partition beyond the margin.
         policy: rows to evict: any, the least used, or the least recently used.
@@ -68,7 +67,6 @@ class Overflow:
 
     @property
     def records_uses(self) -> bool:
-        """Whether the policy needs the uses of keys."""
         return self._policy != "evict_random"
 
     def record_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
@@ -80,7 +78,6 @@ class Overflow:
         return self._send(partition, ("HSET", partition.uses), keys, order, struct.pack("<q", int(time.time())))
 
     def forget_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
-        """Build requests that remove the recorded uses of `keys[order]`."""
         return self._send(partition, ("HDEL", partition.uses), keys, order) if self.records_uses else []
 
     def resolve(self, partition: KeyPartition, rows: int) -> None:
@@ -109,7 +106,6 @@ class Overflow:
         )
 
     def evicted(self, partition: KeyPartition) -> int:
-        """Return how many rows of a partition this process has evicted."""
         return self._evicted.get(partition, 0)
 
     @staticmethod
@@ -137,7 +133,6 @@ class Overflow:
         return evicted
 
     def _pick(self, partition: KeyPartition, count: int) -> KeyArray:
-        """Draw distinct random keys of a partition."""
         fields = self._nodes.execute(partition.slot, "HRANDFIELD", partition.values, min(count, _PICK))
         return keys_of(fields, partition.values)
 

@@ -213,7 +213,6 @@ class Guard:
 
     @property
     def start(self) -> bytes:
-        """Commands before the guarded one."""
         # A script that compares the mark and writes is slow for many keys. So a transaction watches the mark, and a short
         # script touches a wrong one, which aborts the transaction. The GET inside makes a node refuse the transaction if it
         # migrates the slot and has moved the mark already: the keys may then be on two nodes.
@@ -231,7 +230,6 @@ def _framed(value: bytes) -> Bytes:
 
 @lru_cache(maxsize=16)
 def _framed_size(size: int) -> Bytes:
-    """Encode the length prefix of a value."""
     return np.frombuffer(b"$%d\r\n" % size, np.uint8)
 
 
@@ -246,7 +244,6 @@ class SendKeys(Request):
     """A command that ends with the keys `keys[order]` (HDEL), or with such keys and values (HSET). Its reply is a number.
 
     Args:
-        slot: as for `Request`.
         words: words before the keys.
         keys: (n,) int64.
         order: (count,) int64: positions of the sent keys in `keys`.
@@ -305,10 +302,7 @@ class StoreRows(SendKeys):
     """HSET of vectors. Its reply is the number of new keys.
 
     Args:
-        key: key of the hash.
-        header: bytes before a vector in requests and replies.
         rows: (n, 4 dim) uint8.
-        guard: required mark.
         promotion: add absent keys only; with another mark the reply is -1. Other arguments as for `SendKeys`.
     """
 
@@ -342,13 +336,10 @@ class ApplyRows(Request):
     The reply is -1 with another mark.
 
     Args:
-        slot: as for `Request`.
-        key: key of the hash.
         guard: required mark, with the hash of the order of changes.
         keys: (n,) int64, distinct.
         order: (count,) int64: positions of the sent keys, 1 to `MOST_ORDERED`.
         sequences: (n, 8) uint8, big-endian.
-        header: bytes before a vector in requests and replies.
         rows: (n, 4 dim) uint8; None to remove the rows.
     """
 
@@ -388,7 +379,6 @@ class ApplyRows(Request):
         return int(write_rows(self._keys, self.order, self._header, self._rows, buffer.array, end))
 
     def applied(self) -> BoolArray:
-        """Return which changes were applied, (count,) bool."""
         flags = b"1" * self.order.size if self.reply == 1 else self.reply
         applied: BoolArray = np.frombuffer(flags, np.uint8) == ord("1")
         return applied
@@ -398,8 +388,6 @@ class FetchRows(SendKeys):
     """HMGET of vectors into the caller's arrays. Its reply is the number of keys found.
 
     Args:
-        key: key of the hash.
-        header: bytes before a vector in requests and replies.
         out: (n, 4 dim) uint8; rows of found keys are written.
         found: (n,) bool; set for each row once it is complete. Other arguments as for `SendKeys`.
     """

@@ -58,7 +58,6 @@ def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult
 def _foreign_formats(
     nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSpec], num_partitions: int
 ) -> list[CheckResult]:
-    """Warn of tables that other replicas use in another row format."""
     found, tags = [], catalog.tags()
     for spec in tables:
         for row_dtype in ROW_DTYPES:
@@ -118,7 +117,6 @@ def _rights(nodes: RedisNodes, layout: RedisLayout, user: str) -> list[CheckResu
 
 
 def _queued(client: Redis, commands: Sequence[tuple[Any, ...]]) -> dict[str, exceptions.ResponseError | None]:
-    """Queue commands without running them; return the error of each, or None."""
     connection = client.connection_pool.get_connection()
     answers: dict[str, exceptions.ResponseError | None] = {}
     try:

@@ -71,13 +71,7 @@ def is_used(nodes: RedisNodes, layout: RedisLayout, token: str = "") -> bool:
 
 
 class TableUsers:
-    """The tables of one Redis that this process uses. *Thread-safe.* A periodic task renews their entries.
-
-    Args:
-        nodes: run the commands.
-        catalog: drops tables.
-        lease_s: how long the use of a dead process counts.
-    """
+    """The tables of one Redis that this process uses. *Thread-safe.* A periodic task renews their entries."""
 
     def __init__(self, nodes: RedisNodes, catalog: Catalog, lease_s: float) -> None:
         self._nodes = nodes
@@ -91,11 +85,7 @@ class TableUsers:
         disown_in_children(self)
 
     def register(self, layout: RedisLayout) -> None:
-        """Register as a user of a table; wait while it is being dropped.
-
-        Raises:
-            DatabaseError: Redis failed, or a drop does not end.
-        """
+        """Register as a user of a table; wait while it is being dropped."""
         deadline = time.monotonic() + 3 * _DROP_MS / 1000
         while not self._nodes.execute(layout.slot, *self._script(_USE, layout, self._lease_ms)):
             if not self._drop_unused(layout):
@@ -109,12 +99,10 @@ class TableUsers:
                 self._task = PeriodicTask("redis-users", self.renew, every_s, what="renewing the use of tables in Redis")
 
     def unregister(self, layout: RedisLayout) -> None:
-        """Stop using a table without dropping it."""
         self._forget(layout)
         self._nodes.execute(layout.slot, "HDEL", layout.users, self._token)
 
     def has_others(self, layout: RedisLayout) -> bool:
-        """Return whether other processes use a table."""
         return is_used(self._nodes, layout, self._token)
 
     def discard(self, layout: RedisLayout, *, spare_foreign: bool = True) -> bool:
@@ -130,7 +118,6 @@ class TableUsers:
         return self._drop_unused(layout)
 
     def close(self) -> None:
-        """Stop using all tables without dropping them."""
         if self._task is not None:
             self._task.abandon(self._nodes.timeout_s)
         calls = [Call(layout.slot, "HDEL", layout.users, self._token) for layout in self._used.values()]

@@ -114,13 +114,11 @@ class ChangeOrder:
         return verdicts
 
     def record(self, keys: KeyArray, sequences: IndexArray) -> None:
-        """Record the latest changes of rows, before they are written."""
         if self._known and keys.size:
             self._highest_recorded = max(self._highest_recorded, int(sequences.max()))
             _record(keys, sequences, *self._known)
 
     def invalidate(self) -> None:
-        """Forget the cached sequences after a failed write."""
         self._known = None
 
     def raised(self, sequence: int) -> dict[bytes, bytes]:

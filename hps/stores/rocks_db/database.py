@@ -56,6 +56,7 @@ from hps.stores.base import (
     PersistentDatabase,
     RowChanges,
     TableStats,
+    exclusive,
 )
 from hps.stores.rocks_db import directory
 from hps.stores.rocks_db.engine import (
@@ -216,7 +217,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         return exists, logs
 
     def _opened_in_view(self, engine: Engine) -> directory.View:
-        """Open an engine on a consistent view of the directory."""
 
         def attempt() -> directory.View:
             files = directory.files_of(self.path)
@@ -339,7 +339,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         return record is not None and record.complete
 
     def check_table(self, tag: str, dim: int) -> None:
-        """Check that an existing table can be opened with this width, whatever rows it has."""
         with self._calls, self._tables_lock:
             self._width(tag, dim)
 
@@ -546,11 +545,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         """
         if not self._engine.stuck:
             return
-        if not self._recovering.acquire(timeout=self._write_timeout_s):
-            raise DatabaseTimeoutError(
-                f"{self.path}: another call was still reopening it after {self._write_timeout_s:g} s; try again"
-            )
-        try:
+        busy = f"{self.path}: another call was still reopening it after {self._write_timeout_s:g} s; try again"
+        with exclusive(self._recovering, self._write_timeout_s, busy):
             if not self._engine.stuck or self._released:
                 return
             if time.monotonic() < self._recover_at:
@@ -562,8 +558,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             except DatabaseError as error:
                 self._refusal = type(error)(*error.args)
             self._refuse()
-        finally:
-            self._recovering.release()
 
     def _refuse(self) -> None:
         if self._refusal:  # a copy, since a raised error keeps its frames alive

@@ -161,11 +161,9 @@ class Engine:
         self.stuck = self.stuck or not (self.read_only or isinstance(error, WriteStalledError))
 
     def names(self) -> list[str]:
-        """Column families of tables."""
         return [name for name in list(self._families) if name != DEFAULT and not name.startswith(TIMES)]
 
     def family(self, name: str) -> Family | None:
-        """Return a column family; None if it does not exist."""
         return self._families.get(name)
 
     def create(self, name: str) -> Family:
@@ -255,13 +253,11 @@ class Engine:
             return int(family.property_value(f"rocksdb.{name}") or 0)
 
     def last_sequence(self) -> int:
-        """Return the sequence number of the last write."""
         return int(self._db.latest_sequence_number())
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_writable(self, doing: str) -> None:
-        """Raise ReadOnlyError if the database was opened with read_only."""
         if self.read_only:
             raise ReadOnlyError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
 
@@ -453,7 +449,6 @@ def database_error(message: str, doing: str, path: Path) -> DatabaseError:
 
 
 def after(key: bytes) -> bytes:
-    """Return the first possible key after `key`."""
     return key + b"\0"
 
 

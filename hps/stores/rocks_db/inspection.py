@@ -42,7 +42,6 @@ def oldest_needed_log(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path, ends: dict[str, int], *, torn: bool) -> Iterator[Engine]:
-    """Open a view of a database without the logs beyond `ends`."""
     engine = Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
     view = directory.opened_in_view(path, partial(engine.open, exists=True, torn=torn), ends)
     try:

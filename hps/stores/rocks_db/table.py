@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
+from hps.errors import DatabaseCorruptError, UnknownTableError
 from hps.ground.threads.pacing import pieces
 from hps.ground.threads.thread_pool import POOL
-from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges, exclusive
 from hps.stores.rocks_db.change_order import LATEST, OLDER, UNCERTAIN, ChangeOrder
 from hps.stores.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
@@ -162,7 +162,6 @@ class RocksTable:
         return last
 
     def stored_bytes(self) -> int:
-        """Return the size of its files and of the rows that are not yet in files."""
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")
         families = [family for family in (self._family, self._times) if family is not None]
         return sum(self._engine.figure(family, figure) for family in families for figure in figures)
@@ -221,7 +220,6 @@ class RocksTable:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Add or replace rows, durably on return."""
         doing = f"inserting into table {self.tag}"
         keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
@@ -232,7 +230,6 @@ class RocksTable:
             self._engine.sync(doing)
 
     def delete(self, keys: KeyArray) -> int:
-        """Remove and count rows, durably on return."""
         doing = f"deleting from table {self.tag}"
         keys = check_keys(doing, keys)
         distinct = keys[_last_of_each(keys)]
@@ -406,21 +403,20 @@ class RocksTable:
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
         self._engine.check_writable(doing)
-        if not self._writing.acquire(timeout=self._write_timeout_s):
-            raise DatabaseTimeoutError(
-                f"{doing} in {self._engine.path}: another write to the table did not end within {self._write_timeout_s:g} s; "
-                "try again"
-            )
-        try:
-            if self._dropped:
-                raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
-            yield
-        except BaseException:
-            self._order.invalidate()  # it may have noted unwritten changes
-            raise
-        finally:
-            self._changes += 1
-            self._writing.release()
+        busy = (
+            f"{doing} in {self._engine.path}: another write to the table did not end within {self._write_timeout_s:g} s; "
+            "try again"
+        )
+        with exclusive(self._writing, self._write_timeout_s, busy):
+            try:
+                if self._dropped:
+                    raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
+                yield
+            except BaseException:
+                self._order.invalidate()  # it may have recorded unwritten changes
+                raise
+            finally:
+                self._changes += 1
 
     def writer_token(self) -> str | None:
         """Return the stored token of a modified table; a new one if an older release modified it."""

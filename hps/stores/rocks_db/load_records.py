@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict, replace
 
 from hps.errors import DatabaseCorruptError
-from hps.stores.base import LOAD_AGAIN, LoadRecord
+from hps.stores.base import RELOAD_ADVICE, LoadRecord
 from hps.stores.rocks_db.change_order import log_records
 from hps.stores.rocks_db.engine import DEFAULT, Engine, after
 
-_PREFIX = b"hps-server/load/"  # in RocksDB's own column family, where HugeCTR keeps nothing
-_TIME = b"hps-server/loaded-at/"  # apart, so that releases which do not know it can read the record
+_PREFIX = b"hps-server/load/"  # in RocksDB's own column family, which HugeCTR does not use
+_TIME = b"hps-server/loaded-at/"  # separate, so that older releases can read the record
 _WRITER = b"hps-server/writer/"
 _DROPPED = LoadRecord("", 0, 1)
 
@@ -29,7 +29,7 @@ class LoadRecords:
         try:
             return LoadRecord(**json.loads(data), loaded_at_us=int(loaded_at or 0))
         except (ValueError, TypeError) as error:
-            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {LOAD_AGAIN}") from error
+            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {RELOAD_ADVICE}") from error
 
     def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
         """Store that more of the files is loaded, durably on return.
@@ -40,7 +40,7 @@ class LoadRecords:
         before = self.get(tag)
         if before is not None and before.modified and before.fingerprint == record.fingerprint:
             record = replace(record, modified=True)
-        self._put(tag, record, f"remembering the load of table {tag}")
+        self._put(tag, record, f"recording the load of table {tag}")
         return record
 
     def mark_modified(self, tag: str) -> None:

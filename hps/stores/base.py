@@ -35,7 +35,7 @@ CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
 
-RELOAD_ADVICE: Final = "Load its model again with `hps load CONFIG --force`, which replaces the table"
+LOAD_ADVICE: Final = "Load its model again with `hps load CONFIG --force`, which replaces the table"
 """The advice for a table that is damaged or contradicts the configuration."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
-from hps.stores.base import RELOAD_ADVICE, LoadRecord, LogPosition, Partition
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition
 from hps.stores.redis.layout import ANY_KEY, KeyPartition, RedisLayout, partition_number, tag_of
 from hps.stores.redis.marks import Mark, Process, opened, parse, rows_lost
 from hps.stores.redis.nodes import RedisNodes
@@ -82,7 +82,7 @@ class Catalog:
         if stored != layout.dim:
             raise TableWidthError(
                 f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {stored}, as stored; "
-                f"give the table another name, or: {RELOAD_ADVICE}"
+                f"give the table another name, or: {LOAD_ADVICE}"
             )
         self._check_partitions(layout, int(about.get(b"num_partitions", len(layout.partitions))))
 
@@ -241,7 +241,7 @@ class Catalog:
             if row and len(row[1]) != 4 * layout.dim:
                 raise TableWidthError(
                     f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements ({4 * layout.dim} bytes), "
-                    f"expected {len(row[1])} bytes, as stored; correct the width, or: {RELOAD_ADVICE}"
+                    f"expected {len(row[1])} bytes, as stored; correct the width, or: {LOAD_ADVICE}"
                 )
 
 
@@ -270,5 +270,5 @@ def _parse_progress(text: bytes | None, layout: RedisLayout) -> LoadProgress | N
         return LoadProgress(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise DatabaseCorruptError(
-            f"redis: table {layout.tag}: its record of a load is {text[:80]!r} ({error}). {RELOAD_ADVICE}"
+            f"redis: table {layout.tag}: its record of a load is {text[:80]!r} ({error}). {LOAD_ADVICE}"
         ) from error

@@ -45,7 +45,7 @@ from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
-    RELOAD_ADVICE,
+    LOAD_ADVICE,
     DatabaseReport,
     LoadRecord,
     LogPosition,
@@ -324,12 +324,12 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         elif (stored := width_of(self._engine, tag)) not in (dim, None):
             raise self._width_error(tag, stored, dim)
         elif stored is None and (defect := self._defect(tag)) and self._is_complete(tag):
-            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {defect}. {RELOAD_ADVICE}")
+            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {defect}. {LOAD_ADVICE}")
 
     def _width_error(self, tag: str, stored: int | None, dim: int) -> TableWidthError:
         return TableWidthError(
             f"opening table {tag} in {self.path}: it holds vectors of {stored} floats, expected {dim}. Correct the configured "
-            f"width, or load other rows: {RELOAD_ADVICE}"
+            f"width, or load other rows: {LOAD_ADVICE}"
         )
 
     def _is_complete(self, tag: str) -> bool:
@@ -392,7 +392,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             raise ReadOnlyError(f"{doing}: {defect}; existing tables: {tables}. Load it first, without read_only")
         record = self._records.get(tag)
         if record is None or record.complete:  # else the record shows an interrupted load
-            raise DatabaseError(f"{doing}: {defect}. {RELOAD_ADVICE}")
+            raise DatabaseError(f"{doing}: {defect}. {LOAD_ADVICE}")
 
     def _defect(self, tag: str) -> str:
         """Describe why a table cannot be complete; empty if it can."""

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from hps.errors import DatabaseCorruptError
-from hps.stores.base import RELOAD_ADVICE, DatabaseReport, TableCheck
+from hps.stores.base import LOAD_ADVICE, DatabaseReport, TableCheck
 from hps.stores.rocks_db import directory
 from hps.stores.rocks_db.engine import DEFAULT, Engine, after
 from hps.stores.rocks_db.table import width_of
@@ -30,7 +30,7 @@ def inspect(path: Path) -> DatabaseReport:
     for table in report.tables:
         if table.damage:
             report.damages.append(f"table {table.tag}: {table.damage}")
-            report.cures.append(f"table {table.tag}: {RESTORE}, or only the table. {RELOAD_ADVICE}")
+            report.cures.append(f"table {table.tag}: {RESTORE}, or only the table. {LOAD_ADVICE}")
     return report
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 from hps.errors import DatabaseCorruptError
-from hps.stores.base import RELOAD_ADVICE, LoadRecord
+from hps.stores.base import LOAD_ADVICE, LoadRecord
 from hps.stores.rocks_db.change_order import log_records
 from hps.stores.rocks_db.engine import DEFAULT, Engine, after
 
@@ -29,7 +29,7 @@ class LoadRecords:
         try:
             return LoadRecord(**json.loads(data), loaded_at_us=int(loaded_at or 0))
         except (ValueError, TypeError) as error:
-            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {RELOAD_ADVICE}") from error
+            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {LOAD_ADVICE}") from error
 
     def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
         """Store that more of the files is loaded, durably on return.

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from hps.errors import DatabaseCorruptError, UnknownTableError
 from hps.ground.threads.pacing import pieces
 from hps.ground.threads.thread_pool import POOL
-from hps.stores.base import RELOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, exclusive
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, exclusive
 from hps.stores.rocks_db.change_order import LATEST, OLDER, UNCERTAIN, ChangeOrder
 from hps.stores.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
@@ -210,7 +210,7 @@ class RocksTable:
         return DatabaseCorruptError(
             f"reading table {self.tag} in {self._engine.path}: the row of key {name} has a vector of {len(value)} bytes, "
             f"expected keys of {_KEY_BYTES} and vectors of {4 * self.dim} bytes. Another program wrote it: insert the key "
-            f"again, or: {RELOAD_ADVICE}"
+            f"again, or: {LOAD_ADVICE}"
         )
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def width_of(engine: Engine, tag: str) -> int | None:
     if len(key) != _KEY_BYTES or len(value) % 4 or not value:
         raise DatabaseCorruptError(
             f"opening table {tag} in {engine.path}: its first row has a key of {len(key)} bytes and a value of {len(value)}, "
-            f"expected {_KEY_BYTES} and a multiple of 4 (also if its keys had 32 bits). {RELOAD_ADVICE}"
+            f"expected {_KEY_BYTES} and a multiple of 4 (also if its keys had 32 bits). {LOAD_ADVICE}"
         )
     return len(value) // 4
 

@@ -8,23 +8,32 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from http.client import IncompleteRead
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import google.auth
 import requests
-from google.api_core.exceptions import NotFound, PreconditionFailed, RequestRangeNotSatisfiable
+from google.api_core.exceptions import (
+    GoogleAPICallError,
+    NotFound,
+    PreconditionFailed,
+    RequestRangeNotSatisfiable,
+    RetryError,
+)
 from google.auth.credentials import AnonymousCredentials
-from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
 from google.auth.transport.requests import AuthorizedSession
 from google.cloud.storage import Client
+from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileWriter, replaced, without_secrets
-from hps.filesystems.gcs_errors import FAILURES, gcs_failure, unusable_credentials
+from hps.filesystems.failures import GCS_MEANINGS, GIVE_CREDENTIALS, class_names, translated
 from hps.filesystems.object_store import (
     ObjectAddress,
     ObjectStore,
@@ -39,6 +48,17 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _thread = threading.local()  # `target`: what this thread reads into; `cancel`: ends the upload that it has begun
 
+_CLIENT_ERRORS = (
+    GoogleAPICallError,
+    RetryError,
+    GoogleAuthError,
+    InvalidResponse,
+    DataCorruption,
+    requests.RequestException,
+    HTTPError,
+    OSError,
+    ValueError,
+)
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _CONNECTIONS = 64  # kept connections; several tables may be loaded at a time
 _RECEIVE_BYTES = 1 << 18  # at a time; a whole part at once takes 4 MB for each reader, and a few percent longer
@@ -87,7 +107,7 @@ class GcsFileSystem(ObjectStore):
     a failure. Without credentials, public objects can be read.
     """
 
-    client_errors = FAILURES
+    client_errors = _CLIENT_ERRORS
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
@@ -133,7 +153,7 @@ class GcsFileSystem(ObjectStore):
         except ModelFileError:
             raise  # of `within`; it is an OSError, too
         except (GoogleAuthError, OSError, ValueError) as error:
-            raise unusable_credentials(error) from error
+            raise _unusable_credentials(error) from error
         # Without a lock, because credentials may come over the network; of two found at once, one is kept.
         if self.client is None:
             self.anonymous = credentials is None
@@ -149,7 +169,18 @@ class GcsFileSystem(ObjectStore):
         return gcs_address(uri)
 
     def _failure(self, doing: str, address: ObjectAddress, error: Exception) -> ModelFileError:
-        return gcs_failure(f"{doing} {address.uri}", address.bucket, error, anonymous=self.anonymous)
+        if isinstance(error, RetryError) and isinstance(error.cause, Exception):
+            error = error.cause
+        if isinstance(error, GoogleAuthError):
+            return _unusable_credentials(error)
+        line, answer, response = class_names(error), "", getattr(error, "response", None)
+        if isinstance(response, requests.Response):
+            message, reasons = _message_of(response)
+            answer = f"got HTTP {response.status_code}" + (f" ({message})" if message else "")
+            states = ["upload"] * ("upload_id=" in str(response.url)) + ["anonymous"] * self.anonymous
+            line += " ".join([f" HTTP {response.status_code}", *sorted(reasons), *states])
+        fields = {"answer": answer, "bucket": address.bucket, "cause": _cause(error)}
+        return translated(f"{doing} {address.uri}", line, GCS_MEANINGS, **fields)
 
     def _find(self, address: ObjectAddress) -> FileStatus | None:
         blob = self.client.bucket(address.bucket).get_blob(address.key, **self._once)
@@ -207,6 +238,39 @@ class GcsFileSystem(ObjectStore):
     def _remove(self, address: ObjectAddress) -> None:
         with suppress(NotFound):
             self.blob(address).delete(**self._once)
+
+
+def _unusable_credentials(error: Exception) -> ModelFileError:
+    """Return the error for credentials that do not work.
+
+    It quotes only the first words of Google's library: the rest may be a response that holds a token.
+    """
+    message = str(error.args[0]) if error.args else type(error).__name__
+    message = f"using Google credentials: {message[:300].rstrip('. ')}"
+    if isinstance(error, TransportError) or getattr(error, "retryable", False):
+        return ModelSourceError(f"{message}; check that the host which issues tokens can be reached from here")
+    return ModelFileError(f"{message}; they may be expired or revoked: renew them, or {GIVE_CREDENTIALS}")
+
+
+def _message_of(response: requests.Response) -> tuple[str, set[str]]:
+    """Return message and reasons of a refusal. The libraries' own messages quote the URL, which for an upload is a secret."""
+    try:
+        error: Any = response.json()["error"]
+        reasons = {str(cause["reason"]) for cause in error.get("errors", ())}
+        return str(error.get("message", "")).strip()[:300], reasons
+    except (ValueError, LookupError, TypeError, AttributeError, requests.RequestException):
+        return "", set()
+
+
+def _cause(error: BaseException) -> str:
+    """Return the root cause. The errors above it quote the request, whose query may be a secret."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, IncompleteRead):
+        return f"the body broke off ({error})"
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)[:300]
 
 
 def storage_client(endpoint: str, credentials: Any = None) -> Client:
@@ -336,7 +400,7 @@ class _GcsWriter(ObjectWriter):
             blob.upload_from_file(self._parts, retry=retry, **self._how)
         except Exception:
             if cancel := getattr(_thread, "cancel", None):
-                with suppress(*FAILURES):
+                with suppress(*_CLIENT_ERRORS):
                     cancel(timeout=self._store.settings.timeout_s)
             raise
 

@@ -11,7 +11,7 @@ import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
-from hps.filesystems.hdfs_errors import hdfs_failure
+from hps.filesystems.failures import hdfs_failure
 from hps.filesystems.retries import MOST_THREADS, UnansweredError, retried, within
 
 T = TypeVar("T")

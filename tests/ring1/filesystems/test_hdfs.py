@@ -7,9 +7,9 @@ import pytest
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import hdfs_connections
+from hps.filesystems.failures import hdfs_failure
 from hps.filesystems.hdfs import HdfsFileSystem
 from hps.filesystems.hdfs_connections import HdfsAddress, hdfs_address
-from hps.filesystems.hdfs_errors import hdfs_failure
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,12 @@ from hps.filesystems.object_store import (
     RangeRefusedError,
     range_mismatch,
 )
-from hps.filesystems.retries import ReadTarget, within
+from hps.filesystems.retries import ReadTarget, bounded
 from hps.ground.threads.workers import call_in_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_thread = threading.local()  # `target`: what this thread reads into; `cancel`: ends the upload that it has begun
+_thread = threading.local()  # `target`: buffer that this thread reads into; `cancel`: cancels the upload that it started
 
 _CLIENT_ERRORS = (
     GoogleAPICallError,
@@ -61,7 +61,7 @@ _CLIENT_ERRORS = (
 )
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _CONNECTIONS = 64  # kept connections; several tables may be loaded at a time
-_RECEIVE_BYTES = 1 << 18  # at a time; a whole part at once takes 4 MB for each reader, and a few percent longer
+_RECEIVE_BYTES = 1 << 18  # at a time; a part at once takes 4 MB for each reader, and a few percent longer
 _AS_BYTES: dict[str, Any] = {"content_type": "application/octet-stream"}
 _PART_BYTES = 8 << 20  # a multiple of 256 KiB, as the service requires
 
@@ -113,15 +113,15 @@ class GcsFileSystem(ObjectStore):
         super().__init__(settings)
         self.client: Any = None
         self.anonymous = False
-        self._once: dict[str, Any] = {"timeout": self.settings.timeout_s, "retry": None}  # per request
+        self._per_request: dict[str, Any] = {"timeout": self.settings.timeout_s, "retry": None}
 
     def create(self, path: str) -> FileWriter:
         return _GcsWriter(self, self._object(path, "writing"))
 
-    def ask_once(self, doing: str, address: ObjectAddress, seconds: float, question: Callable[[], T]) -> T:
-        """Call `question` with a client, on a thread that is abandoned after `seconds`."""
+    def request_once(self, doing: str, address: ObjectAddress, seconds: float, call: Callable[[], T]) -> T:
+        """Call a function with a client, on a thread that is abandoned after `seconds`."""
         self.connect(seconds)
-        return super().ask_once(doing, address, seconds, question)
+        return super().request_once(doing, address, seconds, call)
 
     def connect(self, seconds: float) -> None:
         """Find the endpoint and Application Default Credentials, which may query the metadata server of a cloud machine.
@@ -149,9 +149,9 @@ class GcsFileSystem(ObjectStore):
             return None
 
         try:
-            credentials = within("looking for Google credentials", seconds, self.threads, find)
+            credentials = bounded("looking for Google credentials", seconds, self.threads, find)
         except ModelFileError:
-            raise  # of `within`; it is an OSError, too
+            raise  # of `bounded`; it is an OSError, too
         except (GoogleAuthError, OSError, ValueError) as error:
             raise _unusable_credentials(error) from error
         # Without a lock, because credentials may come over the network; of two found at once, one is kept.
@@ -183,7 +183,7 @@ class GcsFileSystem(ObjectStore):
         return translated(f"{doing} {address.uri}", line, GCS_MEANINGS, **fields)
 
     def _find(self, address: ObjectAddress) -> FileStatus | None:
-        blob = self.client.bucket(address.bucket).get_blob(address.key, **self._once)
+        blob = self.client.bucket(address.bucket).get_blob(address.key, **self._per_request)
         if blob is None:
             return None
         if blob.content_encoding not in (None, "", "identity"):
@@ -202,7 +202,7 @@ class GcsFileSystem(ObjectStore):
             delimiter="/",
             page_size=most,
             fields="items(name),prefixes,nextPageToken",
-            **self._once,
+            **self._per_request,
         )
         for page in found.pages:
             yield [*(blob.name for blob in page), *found.prefixes]
@@ -218,7 +218,7 @@ class GcsFileSystem(ObjectStore):
                 if_generation_match=int(version) if version else None,
                 raw_download=True,
                 checksum=None,
-                **self._once,
+                **self._per_request,
             )
         except (NotFound, PreconditionFailed, RequestRangeNotSatisfiable) as error:
             raise RangeRefusedError(f"HTTP {error.code}") from error
@@ -229,7 +229,7 @@ class GcsFileSystem(ObjectStore):
         blob = self.blob(address)
         try:
             blob.upload_from_string(
-                content, if_generation_match=int(version or 0), checksum="crc32c", **_AS_BYTES, **self._once
+                content, if_generation_match=int(version or 0), checksum="crc32c", **_AS_BYTES, **self._per_request
             )
         except PreconditionFailed as error:
             raise replaced(address.uri, version) from error
@@ -237,7 +237,7 @@ class GcsFileSystem(ObjectStore):
 
     def _remove(self, address: ObjectAddress) -> None:
         with suppress(NotFound):
-            self.blob(address).delete(**self._once)
+            self.blob(address).delete(**self._per_request)
 
 
 def _unusable_credentials(error: Exception) -> ModelFileError:
@@ -285,7 +285,7 @@ def storage_client(endpoint: str, credentials: Any = None) -> Client:
     session.max_redirects = 0
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
-    session.hooks["response"] += [_receive, partial(_keep_upload, session)]
+    session.hooks["response"] += [_receive, partial(_record_upload, session)]
     # `_http` is documented, but may change: pyproject.toml limits the version. Without it the client makes its own session,
     # which lacks these settings.
     options = {"api_endpoint": endpoint, "universe_domain": session.credentials.universe_domain}
@@ -296,14 +296,14 @@ def _receive(answer: requests.Response, **_: Any) -> None:
     """Check the range of an answer, and copy its body: the library does not check, and reads 8 KB at a time, or all at once.
 
     Raises:
-        InvalidHeader: it has other bytes than those that were asked for.
+        InvalidHeader: it has other bytes than the requested ones.
     """
-    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
-    if not asked or answer.status_code not in (200, 206):
+    requested = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
+    if not requested or answer.status_code not in (200, 206):
         return
     try:
         length = int(answer.headers.get("Content-Length", 0))
-        if why := range_mismatch(answer.headers.get("Content-Range", ""), length, int(asked[1]), int(asked[2]) + 1):
+        if why := range_mismatch(answer.headers.get("Content-Range", ""), length, int(requested[1]), int(requested[2]) + 1):
             raise requests.exceptions.InvalidHeader(why)
         for piece in answer.raw.stream(_RECEIVE_BYTES, decode_content=False):
             _thread.target.write(piece)
@@ -312,8 +312,8 @@ def _receive(answer: requests.Response, **_: Any) -> None:
         raise
 
 
-def _keep_upload(session: requests.Session, answer: requests.Response, **_: Any) -> None:
-    """Keep how to cancel an upload, whose URL the library does not tell.
+def _record_upload(session: requests.Session, answer: requests.Response, **_: Any) -> None:
+    """Record how to cancel an upload, whose URL the library does not publish.
 
     https://cloud.google.com/storage/docs/performing-resumable-uploads#cancel-upload
     """
@@ -367,21 +367,21 @@ class _GcsWriter(ObjectWriter):
         return _PART_BYTES
 
     def commit(self) -> None:
-        part = self.take()
+        part = self.take_pending()
 
         def send() -> None:
             self._store.blob(self._address).upload_from_string(part, retry=None, **self._how)
 
         if self._upload is None:
-            self._store.ask("writing", self._address, send)
+            self._store.request("writing", self._address, send)
         else:
             self._put(part)
             if len(part) == _PART_BYTES:
                 self._put(b"")
-            self._store.ask_once("writing", self._address, 2 * self._store.settings.deadline_s, self._upload.result)
+            self._store.request_once("writing", self._address, 2 * self._store.settings.deadline_s, self._upload.result)
 
     def abort(self) -> None:
-        self.take()
+        self.take_pending()
         self._parts.dropped = True
         with suppress(queue.Full):
             self._parts.waiting.put_nowait(b"")
@@ -414,4 +414,4 @@ class _GcsWriter(ObjectWriter):
                     return
             upload.result()  # raises the cause of its end
 
-        self._store.ask_once("writing", self._address, self._store.settings.deadline_s, put)
+        self._store.request_once("writing", self._address, self._store.settings.deadline_s, put)

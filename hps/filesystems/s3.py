@@ -247,7 +247,7 @@ class _S3Writer(ObjectWriter):
         return part_bytes(len(self._parts))
 
     def commit(self) -> None:
-        part = self.take()
+        part = self.take_pending()
         if self._upload:
             self._send(part)
             etag = self._complete()
@@ -264,7 +264,7 @@ class _S3Writer(ObjectWriter):
             )
 
     def abort(self) -> None:
-        self.take()
+        self.take_pending()
         if self._upload:
             with suppress(ModelFileError):
                 self._call("abort_multipart_upload", UploadId=self._upload)
@@ -291,12 +291,12 @@ class _S3Writer(ObjectWriter):
             raise
 
     def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        def question() -> dict[str, Any]:
+        def call() -> dict[str, Any]:
             method = getattr(self._store.client(self._address), operation)
             answer: dict[str, Any] = method(Bucket=self._address.bucket, Key=self._address.key, **parameters)
             return answer
 
-        return self._store.ask("writing", self._address, question)
+        return self._store.request("writing", self._address, call)
 
 
 def part_bytes(number: int) -> int:

@@ -27,16 +27,9 @@ from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
-from hps.tensors.bags import Bags, pooled_batch
-from hps.tensors.batch import (
-    Batch,
-    as_host_keys,
-    as_host_vectors,
-    concatenated_batch,
-    named_batch,
-    refuse_repeated_tables,
-    table_batch,
-)
+from hps.tensors.array_checks import as_host_keys, as_host_vectors
+from hps.tensors.bags import Bags
+from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.collection import StatisticsCollector

@@ -356,7 +356,7 @@ class CachedSession(_TableLimits):
     def record(self, batch: Batch) -> RecordedLookup:
         self.check(batch)
         self._stream_ordered.check(batch)
-        return RecordedLookup(self.cache.record(batch, self._enqueue), batch, self._stream_ordered)
+        return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         starts = range(0, keys.size, _PREFETCH_ROWS)

@@ -54,8 +54,8 @@ _HASHES: Final = 1 << 64
 _MOST_BLOCK_BYTES: Final = 1 << 28
 _MOST_LINE_BYTES: Final = 1 << 16
 _INFLATED_BYTES: Final = 64 << 20
+# A recording inflates to at most this many times its size beyond `_INFLATED_BYTES`; recorded keys to some 4 times.
 _INFLATED_RATIO: Final = 32
-"""A recording inflates to at most this many times its size beyond `_INFLATED_BYTES`; recorded keys to some 4 times."""
 
 
 @dataclass(frozen=True, slots=True)

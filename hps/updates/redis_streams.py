@@ -65,9 +65,10 @@ _BATCH_BYTES: Final = 4 << 20
 _GIVE_UP_S: Final = 300.0  # Kafka's message.timeout.ms
 _FULL_S: Final = 60.0
 _FAILURES: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
+# Errors after which a writer retries.
 _TRANSIENT: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
-"""Errors after which a writer retries."""
 
+# GET the counts of partitions: the first 40 bytes of each, or the error text for a key that is not a string.
 _COUNT: Final = """
 local answers = {}
 for i, key in ipairs(KEYS) do
@@ -76,8 +77,9 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""GET the counts of partitions: the first 40 bytes of each, or the error text for a key that is not a string."""
 
+# The server's time and XINFO STREAM. The values of the first and last entries, each as large as a message, stay on the server.
+# INFO has the time, too: TIME would need a right of its own. For a key that is no stream, its error.
 _INSPECT: Final = """
 local server = redis.call('INFO', 'server')
 local answers = {string.match(server, 'server_time_usec:(%d+)')}
@@ -91,10 +93,9 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""The server's time and XINFO STREAM. The values of the first and last entries, each as large as a message, stay on the server.
-INFO has the time, too: TIME would need a right of its own. For a key that is no stream, its error.
-"""
 
+# Append a batch atomically and store its number and first id. A batch whose number is stored already is only answered: it was
+# resent after a lost reply, or delivered late by a broken connection.
 _APPEND: Final = """
 local done = redis.call('GET', KEYS[2])
 if done then
@@ -109,9 +110,6 @@ for i = 4, #ARGV, 2 do
 end
 redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. first, 'EX', 3600)
 return first
-"""
-"""Append a batch atomically and store its number and first id. A batch whose number is stored already is only answered: it was
-resent after a lost reply, or delivered late by a broken connection.
 """
 
 

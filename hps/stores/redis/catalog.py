@@ -20,6 +20,8 @@ _LOADED: Final = b"loaded"
 _LOADED_AT: Final = b"loaded at"
 _LOG: Final = b"log "
 _ATTEMPTS: Final = 8
+# Replaces an unchanged mark, and drops the named keys of its partition. The old mark is dropped with them: if the SET is
+# refused, by a full Dragonfly or for lack of a right, no mark must turn missing rows into absent ones.
 _CHANGE: Final = """
 local mark = redis.call('get', KEYS[1]) or ''
 if mark ~= ARGV[1] then return mark end
@@ -27,14 +29,12 @@ if KEYS[2] then redis.call('unlink', unpack(KEYS)) end
 redis.call('set', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-"""Replaces an unchanged mark, and drops the named keys of its partition. The old mark is dropped with them: if the SET is
-refused, by a full Dragonfly or for lack of a right, no mark must turn missing rows into absent ones."""
+# Writes into the hash of a table unless the table was dropped.
 _WRITE_POSITIONS: Final = """
 if not redis.call('hget', KEYS[1], 'dim') then return 0 end
 redis.call('hset', KEYS[1], unpack(ARGV))
 return 1
 """
-"""Writes into the hash of a table unless the table was dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ _LEAST_S: Final = 0.001  # a timeout of 0 would mean a socket that does not bloc
 _MINUS: Final = ord("-")
 _MORE: Final = object()  # the reply is incomplete
 _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+# Bytes in flight per connection: several typical requests, so that the server is never idle. It is also small enough for the
+# system's buffers: otherwise both sides could block, each on a write that the other does not read.
 _WINDOW: Final = 2 << 20
-"""Bytes in flight per connection: several typical requests, so that the server is never idle. It is also small enough for the
-system's buffers: otherwise both sides could block, each on a write that the other does not read."""
 _MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
 
 _call = threading.local()

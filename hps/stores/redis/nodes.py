@@ -36,10 +36,10 @@ _PAUSE_S: Final = 0.01
 _MOST_RESOLVING: Final = 32  # name resolutions at a time, also hanging ones
 _SCAN_COUNT: Final = 10_000
 _LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
+# Fields of INFO with a version. Valkey and Dragonfly report Redis' field, too, for the sake of clients.
 _PROGRAMS: Final = {"dragonfly_version": "Dragonfly", "valkey_version": "Valkey", "redis_version": "Redis"}
-"""Fields of INFO with a version. Valkey and Dragonfly report Redis' field, too, for the sake of clients."""
+# Exceptions of redis-py if no cluster node answers, or none serves a slot.
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
-"""Exceptions of redis-py if no cluster node answers, or none serves a slot."""
 _ADVICE: Final = {
     "NOAUTH": "it expects a password: set user_name and password, or HPS_REDIS_PASSWORD",
     "WRONGPASS": "user_name or password is wrong",

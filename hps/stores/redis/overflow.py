@@ -21,6 +21,7 @@ _CHUNK: Final = 4096  # fields of one request
 _PICK: Final = 16384  # random fields of one request
 _SCAN_COUNT: Final = 4096
 _ATTEMPTS: Final = 8
+# Removes fields until a hash has its target size. It counts first, so that concurrent processes do not evict too much.
 _TRIM: Final = """
 local surplus, removed = redis.call('hlen', KEYS[1]) - ARGV[1], 0
 for i = 2, #ARGV do
@@ -30,7 +31,8 @@ for i = 2, #ARGV do
 end
 return removed
 """
-"""Removes fields until a hash has its target size. It counts first, so that concurrent processes do not evict too much."""
+# Counts a use of each field. A value that is no count was written under another policy; it is left as it is, and its row counts
+# as unused.
 _COUNT: Final = """
 for i = 1, #ARGV do
     local reply = redis.pcall('hincrby', KEYS[1], ARGV[i], 1)
@@ -40,8 +42,6 @@ for i = 1, #ARGV do
 end
 return #ARGV
 """
-"""Counts a use of each field. A value that is no count was written under another policy; it is left as it is, and its row
-counts as unused."""
 
 
 class Overflow:

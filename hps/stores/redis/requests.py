@@ -25,6 +25,8 @@ from hps.stores.redis.codec import (
 )
 from hps.types import BoolArray, IndexArray, KeyArray
 
+# Touches a mark that differs from the expected one, so that Redis aborts a transaction that watches it. A full Redis allows the
+# SET because a DEL precedes it.
 _TOUCH_UNLESS: Final = """
 local mark = redis.call('get', KEYS[1])
 if mark ~= ARGV[1] then
@@ -34,12 +36,12 @@ if mark ~= ARGV[1] then
 end
 return 1
 """
-"""Touches a mark that differs from the expected one, so that Redis aborts a transaction that watches it. A full Redis allows
-the SET because a DEL precedes it."""
 _UNDER_MARK: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 return redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))
 """
+# Compares two sequences, 8 big-endian bytes each, as two 32-bit numbers: string comparison depends on the server's locale, and
+# Lua's numbers have 53 bits.
 _SEQUENCE: Final = """
 local function above(a, b)
     local high, low = struct.unpack('>I4I4', a)
@@ -49,8 +51,8 @@ end
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local highest = redis.call('hget', KEYS[3], 'h')
 """
-"""Compares two sequences, 8 big-endian bytes each, as two 32-bit numbers: string comparison depends on the server's locale, and
-Lua's numbers have 53 bits."""
+# Writes or removes rows, with the sequence after the highest applied one. A full Redis allows the second HSET because a write
+# command precedes it.
 _LAST: Final = (
     _SEQUENCE
     + """
@@ -66,8 +68,8 @@ redis.call('hset', KEYS[3], unpack(recorded))
 return reply
 """
 )
-"""Writes or removes rows, with the sequence after the highest applied one. A full Redis allows the second HSET because a write
-command precedes it."""
+# Applies changes, all of one kind, that are not older than the last change of their row, and reports which. Changes above the
+# highest applied sequence skip the comparison per row.
 _APPLY: Final = (
     _SEQUENCE
     + """
@@ -104,8 +106,6 @@ end
 return table.concat(made)
 """
 )
-"""Applies changes, all of one kind, that are not older than the last change of their row, and reports which. Changes above the
-highest applied sequence skip the comparison per row."""
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
@@ -114,9 +114,9 @@ return added
 """
 
 
+# Up to this many keys, a script that compares the mark and writes is faster than a transaction; for thousands of keys it takes
+# three times as long.
 _SCRIPTED_KEYS: Final = 256
-"""Up to this many keys, a script that compares the mark and writes is faster than a transaction; for thousands of keys it takes
-three times as long."""
 MOST_ORDERED: Final = 1024
 """Keys that a script writes with their sequences. Lua passes at most 8,000 words to a command."""
 

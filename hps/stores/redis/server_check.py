@@ -24,8 +24,8 @@ from hps.types import ROW_DTYPES, CheckResult, TableSpec, stored_text
 _ENTRY_BYTES: Final = 48  # the entry of a row in the table of its hash, and the string of its key
 _WHERE: Final = "volatile_db"
 _TIMEOUT_S: Final = 5.0
+# Phrases of errors that last until the configuration or the server is changed.
 _REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may not do this", "drop the table")
-"""Phrases of errors that last until the configuration or the server is changed."""
 
 
 def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult]:

@@ -31,6 +31,7 @@ _DROP_MS: Final = 10_000  # limit for dropping a table; most take some ms
 _WAIT_S: Final = 0.05  # between two checks of a table that is being dropped
 _CLOSE_S: Final = 1.0  # limit for unregistering from all tables
 _NOW: Final = "local t = redis.call('time') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
+# Adds a process to the users unless the table is being dropped. A full Redis allows the HSETNX because an HDEL precedes it.
 _USE: Final = (
     _NOW
     + """
@@ -40,7 +41,7 @@ redis.call('hsetnx', KEYS[1], ARGV[1], string.format('%.0f', now + ARGV[2]))
 return redis.call('pexpire', KEYS[1], 2 * ARGV[2])
 """
 )
-"""Adds a process to the users unless the table is being dropped. A full Redis allows the HSETNX because an HDEL precedes it."""
+# Removes a process from the users; returns 1 if it was the last one and must drop the table.
 _DISCARD: Final = (
     _NOW
     + """
@@ -54,7 +55,6 @@ redis.call('hset', KEYS[2], 'dropping', string.format('%.0f', now + ARGV[2]))
 return 1
 """
 )
-"""Removes a process from the users; returns 1 if it was the last one and must drop the table."""
 _OTHERS: Final = (
     _NOW
     + """

@@ -406,6 +406,7 @@ class DiskFullError(DatabaseError):
     """The file system takes no more bytes."""
 
 
+# Phrases in the engine's messages, the resulting error, and the advice.
 _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("lock hold by current process", "While lock file"),
@@ -439,7 +440,6 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
         + RESTORE,
     ),
 )
-"""Phrases in the engine's messages, the resulting error, and the advice."""
 
 
 def database_error(message: str, doing: str, path: Path) -> DatabaseError:

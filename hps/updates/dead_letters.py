@@ -159,6 +159,7 @@ class DeadLetters:
         model, _, table = split_tag(message.partition.topic) or ("", "", "")
         letter = DeadLetter(message, reason, detail, model, table, sequence)
         size = len(message.value)
+        # The feed must never wait for a disk. So the queue is bounded by bytes, too, and what does not fit is lost and counted.
         if self.place:
             with self._lock:
                 fits = not self._queued_bytes or self._queued_bytes + size <= _QUEUED_BYTES

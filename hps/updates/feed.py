@@ -69,11 +69,7 @@ class UpdateTarget(Protocol):
     """The tables of a deployment, by index in the order of their ids. *Thread-safe.*"""
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
-        """As `OrderedWrites.follow_log`.
-
-        Raises:
-            NotReadyError: the version is no longer in service.
-        """
+        """As `OrderedWrites.follow_log`; raises NotReadyError once the version is out of service."""
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
         """Apply changes to every tier, as `OrderedWrites.apply`. Lookups that start after it returns see them.
@@ -355,6 +351,7 @@ class UpdateFeed:
             batch.pieces.pop()
             table.stored, table.unstored = table.applied, 0
             self._succeed(table)
+            # Lookups use the same processors and devices: they get the rest of the time, `1 - device_share`.
             self._worker.stop.wait((_clock() - started) * (1 / self._settings.device_share - 1))
         table.applied, table.batch = table.applied | batch.applied, None
         if not table.messages:
@@ -382,6 +379,8 @@ class UpdateFeed:
     def _fail(self, table: "_Table", target: UpdateTarget, error: Exception) -> None:
         """Let a table back off; end the feed if its target has been out of service for too long."""
         now = _clock()
+        # A target that is out of service is normal for a moment, while a new version takes over. The feed waits for the new
+        # target instead of ending, so that no position is lost between the two.
         with self._replacing:
             if not isinstance(error, NotReadyError):
                 self._orphaned_at = None

@@ -162,6 +162,7 @@ class Publisher:
         self._wait(rows)
         self._check()
         now_us = self._now_us()
+        # Time alone would repeat or fall back when the clock is set back, and replicas would drop the later change of a key.
         if not sequence:
             sequence = self._sequence = max(now_us, self._sequence + 1)
         value = encode(keys, vectors, deleted, sequence=sequence, time_us=time_us or now_us, dtype=self._dtype)

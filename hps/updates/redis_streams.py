@@ -332,6 +332,8 @@ class RedisStreamLog(PartitionedLog[_Stream]):
                 else:
                     kept.append((stream, message))
             self.queue = kept
+            # Messages that were read ahead are dropped and read again after `resume`: a paused table must not fill the
+            # read-ahead that the others need.
             for stream in stopped:
                 stream.paused = True
                 if stream.queued:

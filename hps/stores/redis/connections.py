@@ -210,16 +210,11 @@ class BulkConnection(Connection):
     """A connection of redis-py with a `ReplyParser` and with waits bounded by the call. *One per thread.*
 
     Args:
-        tls: None for plain connections.
-        server_name: required name in the server's certificate; sent as SNI.
+        tls, server_name: as for `RedisNodes`.
         family: gets the connection for its lifetime.
         resolving: limits the threads that resolve names.
         settings: redis-py's.
 
-    Attributes:
-        replies: the parser.
-        outgoing: buffer of requests to send.
-        socket: the open socket, or None.
     """
 
     def __init__(
@@ -406,9 +401,6 @@ def tls_context(config: Any) -> ssl.SSLContext | None:
     """Build the context of TLS connections of a `VolatileDbConfig`; None without TLS.
 
     The client's certificate is sent if it or its key exists.
-
-    Raises:
-        ConfigError: a file is missing or invalid.
     """
     if not config.enable_tls:
         return None

@@ -57,11 +57,7 @@ _ADVICE: Final = {
 
 
 def parse_addresses(address: str, *, sentinels: bool = False) -> list[tuple[str, int]]:
-    """Parse `host[:port]` and `unix:///path` addresses, separated by `,` or `;`. IPv6 addresses are in brackets.
-
-    Returns:
-        Hosts and ports; the path of a unix socket and 0.
-    """
+    """Parse the addresses of `RedisNodes` to hosts and ports, or paths and 0. IPv6 addresses are in brackets."""
     addresses = []
     for part in re.split("[,;]", address):
         if part.strip().startswith("unix://"):
@@ -109,15 +105,11 @@ class RedisNodes:
     Args:
         address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by `,`
             or `;`.
-        user_name: ACL user; `default` or empty for Redis' default user.
-        password: empty for none.
-        password_path: file with the password, read for every new connection, instead of `password`.
+        user_name, password, password_path: as in `volatile_db`; empty for none.
         sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
-        sentinel_password: of the sentinels; empty for none.
         tls: None for plain connections.
         tls_server_name: required name in the servers' certificates; sent as SNI.
         num_node_connections: maximum connections to one node.
-        connect_timeout_s: timeout for opening a connection.
         read_timeout_s: maximum silence of a node that owes a reply.
         timeout_s: timeout of one `run`.
 
@@ -205,7 +197,6 @@ class RedisNodes:
         """Run requests, those of one slot in order; return when each has its reply.
 
         Args:
-            requests: each goes to the node that serves its slot.
             deadline: time limit, on the monotonic clock; default: `timeout_s` from now.
 
         Raises:

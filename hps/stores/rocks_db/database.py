@@ -106,7 +106,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
 
     Args:
         path: the directory; created with its parents if missing. One process at a time may write to it.
-        num_threads: for flushing and compacting.
         read_only: write nothing: for a read-only volume, or beside a writing process, whose later writes are not seen. Opening
             waits for a table that the other process is loading.
         max_batch_size: maximum rows of one multi-get or write.
@@ -117,9 +116,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
 
     Raises:
-        DatabaseLockedError: another process has it open for writing.
-        DatabaseCorruptError: its files are damaged or incomplete.
-        DatabaseError: the path cannot be opened.
+        DatabaseLockedError, DatabaseCorruptError, DatabaseError: see `Database.from_config`.
     """
 
     kind = "rocks_db"
@@ -514,7 +511,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
                 if tag in self._tables:
                     self._tables[tag].retire()
                     del self._tables[tag]
-                self._records.mark_dropped(tag)  # first: the record must never count dropped rows
+                # First: the record must never count dropped rows, and after a crash the next opening completes the drop.
+                self._records.mark_dropped(tag)
                 links = directory.link_files(self.path, f"dropped-{next(self._staged)}")
                 self._drop_families(tag)
                 self._records.remove(tag)

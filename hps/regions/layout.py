@@ -84,7 +84,7 @@ MOST_PAGE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDescriptors:
+class FrontendDescriptors:
     """What the owner and the fronts share, as file descriptors. *Immutable.*
 
     Attributes:

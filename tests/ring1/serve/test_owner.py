@@ -186,7 +186,7 @@ def test_a_version_that_fronts_cannot_name_is_not_ready(tmp_path, monkeypatch):
 def test_a_service_is_not_ready_while_its_loops_do_not_know_a_front(tmp_path):
     hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
     with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
-        lifecycle, memory = service.app.lifecycle, service.front.exchange.region
+        lifecycle, memory = service.app.lifecycle, service.frontend.exchange.region
         epoch = memory[layout.OWNER_EPOCH]
         memory[layout.OWNER_EPOCH] = epoch + 1
         assert lifecycle.not_ready_reason == "front 0 is being connected"

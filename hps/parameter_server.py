@@ -45,7 +45,7 @@ from hps.versions.live_updates import LiveUpdates
 from hps.versions.pins import PINS, Pins
 from hps.versions.reconciler import Reconciler
 from hps.versions.tiers import choose_cache, kernels_of, open_database, open_databases
-from hps.versions.volatile_tier import VolatileTier, load_again
+from hps.versions.volatile_tier import VolatileTier, reload_table
 
 _log = logging.getLogger(__name__)
 _EXIT_WAIT_S = 5.0  # limit for a load still running at interpreter exit
@@ -139,7 +139,7 @@ class HPS:
         if self._chain.volatile is None or self._chain.volatile.in_process:
             return None
         open_volatile = partial(open_database, self.config.volatile_db)
-        tier = VolatileTier(self._chain, self.live, targets, open_volatile, partial(load_again, self.catalog, targets))
+        tier = VolatileTier(self._chain, self.live, targets, open_volatile, partial(reload_table, self.catalog, targets))
         tier.start()
         return tier
 

@@ -70,9 +70,9 @@ def screen(least_width: int = 0) -> Console:
     Args:
         least_width: on a narrower terminal, lines are wrapped, not cut.
     """
-    made = Console(highlight=False, markup=False)
-    made.width = max(made.width, least_width) if made.is_terminal else _PIPE_WIDTH
-    return made
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, least_width) if console.is_terminal else _PIPE_WIDTH
+    return console
 
 
 def table(words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]] = (), *, title: str = "") -> "Table":

@@ -1,4 +1,4 @@
-"""`hps check-config`: report all problems of a configuration and of what it names, or print its tables."""
+"""`hps check-config`: report all problems of a configuration and its files, or print its tables."""
 
 import json
 import logging
@@ -112,7 +112,7 @@ def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
         split = (problem.partition(": ") for problem in error.problems)
         report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
         part = None
-        with suppress(errors.ConfigError):  # it is not a document, which is reported already
+        with suppress(errors.ConfigError):  # not a document, which is already reported
             part = usable_part(path)
     if part is None:
         return report
@@ -139,7 +139,7 @@ def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
 
 
 def _identity_problems(service: "ServiceConfig") -> list["CheckResult"]:
-    """Check the file of tokens, the certificate and the authorities of clients, where they are configured."""
+    """Check the configured files of tokens, certificate and client authorities."""
     from hps.configuration.tokens import load_tokens
     from hps.serve.frontend.tls import context_of
     from hps.types import CheckResult
@@ -177,7 +177,7 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
         unlisted = True
         report.findings.append(_file_problem("model_repository", error))
         catalog = ModelCatalog(configuration.model_copy(update={"model_repository": ""}), sources)
-    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that an unreachable host costs one timeout, not one per table
         checks, networks = [], []
         for name in catalog.names:
             try:
@@ -257,8 +257,8 @@ def _doubtful_settings(configuration: "Configuration") -> dict[str, str]:
             max_keys = max(table.max_keys for table in model.tables)
             defaults = math.floor((1 - model.hit_rate_threshold) * max_keys + 1e-9)
             warnings[f"models[{i}].hit_rate_threshold"] = (
-                f"{model.hit_rate_threshold:g}, so up to {defaults:,} of {max_keys:,} keys of a table in a lookup get the default "
-                "vector although they exist, and are fetched afterwards; set it above 1, or leave it out, for complete answers"
+                f"{model.hit_rate_threshold:g}, so up to {defaults:,} of {max_keys:,} keys of a table in a lookup get the "
+                "default vector although they exist, and are fetched later; set it above 1, or omit it, for complete answers"
             )
     if persistent.type == "disabled" and volatile.type != "disabled":
         consequence = "without a persistent_db, rows that are"
@@ -314,7 +314,7 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
 
 
 def _cached_rows(model: "ModelConfig", rows: int) -> int:
-    """Return the rows of a table that a cache comes to hold."""
+    """Return the number of rows of a table in a full cache."""
     from hps.cache.base import resident_rows
     from hps.versions.cache_sizes import is_static
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hps.models.importing.discovery import Discovery, FoundModel
 
 EXAMPLE = "Example: `hps init models/ --persistent rocks_db && hps serve ps.json`"
-_ROW_BYTES = 24  # most bytes of a row of the hash map beside its vector
+_ROW_BYTES = 24  # upper bound of a hash map's row without its vector
 _PARTITIONS = 16
 _Line: TypeAlias = tuple[str, str]  # of the ps.json, and its reason
 
@@ -167,7 +167,7 @@ def _import_checkpoint(source: str, output: Path, tables: str | None, force: boo
 def _configuration(
     source: str, discovery: "Discovery", choices: _Choices, output: Path
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
-    """Return the content of the ps.json, and the reasons by their place in it."""
+    """Return the content of the ps.json, and the reasons by their path in it."""
     content: dict[str, Any] = {"supportlonglong": True, "device": choices.device}
     reasons: dict[tuple[str | int, ...], str] = {
         ("supportlonglong",): "keys are 64-bit integers, as in the files",

@@ -51,7 +51,7 @@ def plan_command(
     processors: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processors of another machine, which decide the number of fronts unless service.fronts does."
+            min=1, help="Processors of another machine; they determine the number of frontends, unless service.fronts is set."
         ),
     ] = None,
     run_networks: Annotated[
@@ -89,7 +89,7 @@ def plan_command(
         needs = memory.planned_needs(configuration, versions, on_cuda)
         if run_networks:
             needs += memory.run_needs(configuration, versions, on_cuda)
-        needs += memory.front_needs(configuration.service, on_cuda, processors)
+        needs += memory.frontend_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
         forecasts = [
@@ -114,7 +114,7 @@ def plan_command(
         else:
             _print(needs, totals, machine, predicted, suggestions, formats, sharings)
             if not run_networks and any(version.network is not None for version in versions):
-                typer.echo("\nwhat networks allocate while they run is not counted; --run-networks measures it")
+                typer.echo("\nmemory that networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
             raise typer.Exit(1)
 

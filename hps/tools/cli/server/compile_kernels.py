@@ -1,4 +1,4 @@
-"""`hps compile`: compile kernels ahead, as an image is built or before a machine takes requests."""
+"""`hps compile`: compile kernels ahead, for an image or before a machine serves requests."""
 
 import re
 import time
@@ -44,15 +44,15 @@ def compile_command(
         int | None,
         typer.Option(
             min=1,
-            help="Compile in so many processes; by default one for each processor. With 1, and PYTHONHASHSEED=0 in the "
+            help="Number of compiling processes; by default one for each processor. With 1, and PYTHONHASHSEED=0 in the "
             "environment, the same sources give the same files.",
         ),
     ] = None,
 ) -> None:
-    """Compile kernels, so that later starts need not. What is compiled already is skipped.
+    """Compile kernels, so that later starts are fast. Compiled kernels are skipped.
 
     Machine code is kept in NUMBA_CACHE_DIR or, by default, inside the installation if that is writable, else in ~/.cache/hps.
-    Later processes find it there, also in an installation that is read-only by then.
+    Later processes use it, also from an installation that is read-only by then.
     """
     with console.reported(), console.progress("info"):
         from hps.ground.kernels import machine_code

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: `hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
 _BATCH = 1000
-_STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "outside of stages"}
+_STAGE_TEXTS = {"http": "HTTP request", "lookup": "complete lookup", "outside": "outside of stages"}
 
 
 def profile_command(
@@ -97,7 +97,7 @@ def profile_command(
 ) -> None:
     """Measure the speed of lookups, where their time goes, and which tier answers.
 
-    CONFIG is opened in this process, without HTTP. A URL is a running server; its own counters, over all clients, say where
+    CONFIG is opened in this process, without HTTP. A URL is a running server, whose own counters, over all clients, show where
     the time goes. Exit code 1 means that a bound is missed or that more lookups failed than `--max-failures`.
     """
     with console.reported(), ExitStack() as stack:
@@ -159,7 +159,7 @@ def profile_command(
 
 
 def _default_batch(most_keys: int, tables: int, bags: int) -> int:
-    """Return the keys per table of a lookup that a model takes, in whole bags; at most 1000."""
+    """Return the default keys per table of a lookup: a multiple of `bags`, at most 1000, within the model's limits."""
     from hps.configuration.load import ServiceConfig
 
     size = min(_BATCH, most_keys, max(1, ServiceConfig().max_keys_per_request // tables))
@@ -182,7 +182,7 @@ def _check(
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; a named pipe that nobody reads is an error, and not waited for."""
+    """Open a file; a named pipe without a reader is an error instead of a wait."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor

@@ -29,8 +29,8 @@ def lookup_command(
 ) -> None:
     """Print the vectors of KEYs, and mark the default vectors of keys that no database has.
 
-    Answers from the persistent database, which is loaded first if necessary, or else from the model files. Only one process at
-    a time can open a RocksDB: while a server runs, ask the server.
+    Looks up in the persistent database, which is loaded first if necessary, or else in the model files. Only one process at a
+    time can open a RocksDB: while a server runs, send it the request.
     """
     pooled: dict[str, FloatArray] = {}
     with console.reported():
@@ -56,7 +56,7 @@ def lookup_command(
                 body = shlex.quote(json.dumps({"tables": {name: requested}}))
                 service = configuration.service
                 url = f"{service.scheme}://{service.host}:{service.port}/v1/models/{model}/lookup"
-                raise errors.DatabaseLockedError(f"{error}\nIf it is a server, ask that: curl -s {url} -d {body}") from error
+                raise errors.DatabaseLockedError(f"{error}\nA server may have it: curl -s {url} -d {body}") from error
         _print_vectors(model, name, requested, vectors, found.tolist(), pooled, as_json)
 
 

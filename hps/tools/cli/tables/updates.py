@@ -37,8 +37,8 @@ def replay_command(
 ) -> None:
     """Read the dead letters with the present CONFIG, and publish those that can be applied, for every server.
 
-    They keep their place in the order of changes: rows that changed since stay as they are. Replaying twice changes nothing.
-    The exit code is 1 if some still cannot be read.
+    They keep their position in the order of changes, so rows that changed since are not overwritten. Replaying twice changes
+    nothing. The exit code is 1 if a message still cannot be read.
     """
     with console.reported(), console.progress():
         from hps.configuration.load import load_configuration

@@ -146,7 +146,7 @@ class TritonPythonModel:
         Returns:
             Triton's output tensors.
         """
-        views = {name: adopt(capsule, what=f"input {name!r}") for name, capsule in inputs.items()}
+        views = {name: adopt(capsule, label=f"input {name!r}") for name, capsule in inputs.items()}
         while True:
             deployment = self._server.model(self._name)
             outs = self._answer(deployment, inputs, views)

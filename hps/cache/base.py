@@ -80,12 +80,12 @@ def resident_rows(rows: int, capacity_rows: int) -> int:
     if not rows or not sets:
         return 0
     mean = rows / sets
-    probability, fewer, held = math.exp(-mean), math.exp(-mean), 0.0  # of no key, of at most that many
+    probability, fewer, expected = math.exp(-mean), math.exp(-mean), 0.0  # of no key, of at most that many
     for count in range(1, _SET_ROWS + 1):
         probability *= mean / count
         fewer += probability
-        held += count * probability
-    return min(rows, round(sets * (held + _SET_ROWS * (1 - fewer))))
+        expected += count * probability
+    return min(rows, round(sets * (expected + _SET_ROWS * (1 - fewer))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,7 +557,7 @@ class BatchAnswers(ABC):
 
     @classmethod
     @abstractmethod
-    def batches(cls, board: Board) -> BatchDriver:
+    def batches(cls, loop: Board) -> BatchDriver:
         """Return a driver that answers the requests of a loop."""
 
 

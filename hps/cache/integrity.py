@@ -22,14 +22,14 @@ def _rotated(x: npt.NDArray[np.uint64], by: int) -> npt.NDArray[np.uint64]:
     return rotated
 
 
-def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, strangers: int, counted_rows: int) -> list[str]:
+def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, misplaced: int, counted_rows: int) -> list[str]:
     """Check what all caches promise of a table.
 
     Args:
         tag: of the table.
         keys: resident keys.
         owned_sets: sets whose version is odd, as while a writer changes them.
-        strangers: resident keys that stand in a set where no query looks for them.
+        misplaced: resident keys that stand in a set where no query looks for them.
         counted_rows: resident rows by the table's counters.
 
     Returns:
@@ -40,8 +40,8 @@ def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, strangers: int
         findings.append(f"cached table {tag}: {owned_sets} sets are owned by a writer, expected none at rest")
     if (repeated := keys.size - np.unique(keys).size) > 0:
         findings.append(f"cached table {tag}: {repeated} keys are resident twice, expected each once")
-    if strangers:
-        findings.append(f"cached table {tag}: {strangers} keys stand where no query looks for them")
+    if misplaced:
+        findings.append(f"cached table {tag}: {misplaced} keys stand where no query looks for them")
     if keys.size != counted_rows:
         findings.append(f"cached table {tag}: {keys.size} rows are resident, but its counters say {counted_rows}")
     return findings

@@ -39,18 +39,18 @@ def members(name: str, content: bytes) -> dict[str, bytes]:
             to far more than the archive has.
     """
     with _opened(name, content) as archive:
-        listed = [one for one in archive.infolist() if not one.is_dir()]
-        if sum(one.file_size for one in listed) > len(content) + _MOST_UNPACKED:
+        listed = [member for member in archive.infolist() if not member.is_dir()]
+        if sum(member.file_size for member in listed) > len(content) + _MOST_UNPACKED:
             raise ModelFileError(f"opening the network {name}: got members of far more bytes than the file has")
-        found = {one.filename: _read(archive, one) for one in listed}
+        found = {member.filename: _read(archive, member) for member in listed}
     root = next(iter(found), "").partition("/")[0] + "/"
-    if all(one.startswith(root) for one in found):
-        found = {one.removeprefix(root): held for one, held in found.items()}
-    if len({one.lower() for one in found}) < len(listed):  # PyTorch's reader takes one for the other
+    if all(member.startswith(root) for member in found):
+        found = {member.removeprefix(root): data for member, data in found.items()}
+    if len({member.lower() for member in found}) < len(listed):  # PyTorch's reader takes one for the other
         raise ModelFileError(f"opening the network {name}: got a name twice in its archive, expected each once")
-    for one in found:
-        if not _PLAIN.fullmatch(one) or {"", ".", ".."} & {*one.split("/")}:
-            refuse_member(name, one)
+    for member in found:
+        if not _PLAIN.fullmatch(member) or {"", ".", ".."} & {*member.split("/")}:
+            refuse_member(name, member)
     return found
 
 
@@ -86,9 +86,9 @@ def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:
     return file
 
 
-def refuse_member(name: str, member: str, what: str = "") -> NoReturn:
+def refuse_member(name: str, member: str, detail: str = "") -> NoReturn:
     """Raise the error of a member that is neither tensors nor text."""
     raise ModelFileError(
-        f"opening the network {name}: got {member!r} in its archive{what}, expected tensors and JSON alone: anything else may "
-        "run code when it is read"
+        f"opening the network {name}: got {member!r} in its archive{detail}, expected tensors and JSON alone: anything else "
+        "may run code when it is read"
     )

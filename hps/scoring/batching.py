@@ -15,7 +15,7 @@ from hps.statistics.scores import ScoreCounters
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 4096
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Batcher:
 
     def __init__(
         self,
-        what: str,
+        name: str,
         scorer: Scorer,
         counters: ScoreCounters,
         max_samples: int,
@@ -57,7 +57,7 @@ class Batcher:
         *,
         alone: bool = False,
     ) -> None:
-        self._what = what
+        self._name = name
         self._scorer = scorer
         self._counters = counters
         self._max_samples = max_samples
@@ -69,7 +69,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._closed = False
         self._idle = True
-        self._thread = new_thread(f"scores-{what}", self._run)
+        self._thread = new_thread(f"scores-{name}", self._run)
         self._thread.start()
 
     @property
@@ -86,7 +86,7 @@ class Batcher:
         seconds = self._scorer.network_seconds().get(self._thread.ident or 0, 0.0)
         if seconds > most_s:
             raise NetworkBusyError(
-                f"scoring with {self._what}: a call of its network has been under way for {seconds:.1f} s, expected at most "
+                f"scoring with {self._name}: a call of its network has been under way for {seconds:.1f} s, expected at most "
                 f"{most_s:g} s; requests are answered again when it returns"
             )
 
@@ -107,10 +107,10 @@ class Batcher:
             raise
         with self._changed:
             if self._closed:
-                raise NotReadyError(f"scoring with {self._what}: it was undeployed")
+                raise NotReadyError(f"scoring with {self._name}: it was undeployed")
             if len(self._waiting) >= _MOST_WAITING:
                 raise NotReadyError(
-                    f"scoring with {self._what}: {len(self._waiting)} requests wait; send the request again later"
+                    f"scoring with {self._name}: {len(self._waiting)} requests wait; send the request again later"
                 )
             self._waiting.append((call, time.monotonic()))
             self._samples += call.request.samples
@@ -138,7 +138,7 @@ class Batcher:
                 if self._closed:
                     return None
                 self._idle = True
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             if self._delay_s:
                 until = self._waiting[0][1] + self._delay_s
                 while self._samples < self._max_samples and not self._closed and (left := until - time.monotonic()) > 0:
@@ -146,7 +146,7 @@ class Batcher:
             self._idle = False
             batch: list[ScoreCall] = []
             late: list[ScoreCall] = []
-            others: list[tuple[ScoreCall, float]] = []
+            of_other_forms: list[tuple[ScoreCall, float]] = []
             samples, keys, now = 0, [0] * len(self._limits), time.perf_counter_ns()
             while self._waiting:
                 call = self._waiting[0][0]
@@ -154,7 +154,7 @@ class Batcher:
                 if call.due_ns and call.due_ns <= now:
                     late.append(call)
                 elif batch and not self._alone and request.form != batch[0].request.form:
-                    others.append(self._waiting.popleft())
+                    of_other_forms.append(self._waiting.popleft())
                     continue
                 elif batch and (
                     self._alone
@@ -168,12 +168,12 @@ class Batcher:
                     keys = [have + more for have, more in zip(keys, request.keys, strict=True)]
                 self._waiting.popleft()
                 self._samples -= request.samples
-            self._waiting.extendleft(reversed(others))
+            self._waiting.extendleft(reversed(of_other_forms))
         for call in late:
             self._counters.count_late()
-            self._tell(
+            self._deliver(
                 call,
-                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"),
+                DeadlineError(f"scoring with {self._name}: the request's timeout was over before a batch could take it"),
             )
         return batch
 
@@ -184,24 +184,24 @@ class Batcher:
             if len(batch) == 1:
                 if isinstance(error, NetworkError):
                     self._counters.count_failure("network")
-                self._tell(batch[0], error)
+                self._deliver(batch[0], error)
                 return
             for call in batch:
                 self._answer([call])
             return
         except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread goes on
             for call in batch:
-                self._tell(call, error)
+                self._deliver(call, error)
             return
-        samples = sum(one.request.samples for one in batch)
+        samples = sum(call.request.samples for call in batch)
         self._counters.count(len(batch), samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
         for call, answer in zip(batch, answers, strict=True):
             if isinstance(answer, HPSError):
                 self._counters.count_failure("nan")
-            self._tell(call, answer, times)
+            self._deliver(call, answer, times)
 
-    def _tell(self, call: ScoreCall, answer: Outputs | Exception, times: ScoreTimes | None = None) -> None:
+    def _deliver(self, call: ScoreCall, answer: Outputs | Exception, times: ScoreTimes | None = None) -> None:
         try:
             call.done(answer, times)
         except Exception:  # noqa: BLE001 - of this request alone
-            _log.exception("scoring with %s: a request could not be told its scores", self._what)
+            _log.exception("scoring with %s: a request could not be told its scores", self._name)

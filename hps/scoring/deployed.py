@@ -66,19 +66,19 @@ class OpenedNetwork:
 
         def open_all() -> None:
             programs = [(dense.file, self.signature.tensors(), dense.outputs)]
-            for said, program in zip(dense.keys, self.signature.programs, strict=True):
-                programs.append((said.file, self.signature.inputs_of(program), said.outputs))
+            for keys_config, program in zip(dense.keys, self.signature.programs, strict=True):
+                programs.append((keys_config.file, self.signature.inputs_of(program), keys_config.outputs))
             for device in devices if self.on_device else [None]:
                 opened: list[Network] = []
                 try:
                     for name, tensors, outputs in programs:
                         opened.append(engine.open(name, contents[name], tensors, outputs, device))
                 except BaseException:
-                    for one in opened:
-                        one.close()
+                    for part in opened:
+                        part.close()
                     raise
                 network = self._add(device, NetworkCalls(opened[0], opened[1:]))
-                scorer = Scorer(config.model, config.tables, self.signature, network, unlooked, on_device=self.on_device)
+                scorer = Scorer(config.model, config.tables, self.signature, network, no_lookup, on_device=self.on_device)
                 self.outputs = scorer.try_out()
 
         try:
@@ -111,7 +111,7 @@ class OpenedNetwork:
             network.close()
 
 
-def unlooked(batch: Batch) -> None:
+def no_lookup(batch: Batch) -> None:
     """Stand for the lookups of a network that is run on zeros."""
     raise NotImplementedError
 
@@ -133,11 +133,11 @@ class DeploymentScores:
         counters: ScoreCounters,
     ) -> None:
         self.opened = opened
-        self._what = f"model {config.model!r}, version {config.version}"
+        self._name = f"model {config.model!r}, version {config.version}"
         self._model = config.model
         self.max_samples = config.max_batch_size
         self._counters = counters
-        self._calls = OpenCalls(f"scoring with {self._what}")
+        self._calls = OpenCalls(f"scoring with {self._name}")
         made: dict[int, Scorer] = {}
         self._scorers: dict[int, Scorer] = {}
         for device, session in sessions.items():
@@ -154,7 +154,7 @@ class DeploymentScores:
                     max_samples=config.max_batch_size,
                     outputs=opened.outputs,
                 )
-                doing = f"warming up the network of {self._what}"
+                doing = f"warming up the network of {self._name}"
                 bounded(dense.open_timeout_s, doing, made[id(session)].warm)
             self._scorers[device] = made[id(session)]
         self._described = BoundedCache(
@@ -164,7 +164,7 @@ class DeploymentScores:
         alone = not (dense.dynamic_batching and opened.signature.merges)
         delay_us = 0 if alone else dense.max_queue_delay_us
         batchers = {
-            id(scorer): Batcher(self._what, scorer, counters, config.max_batch_size, delay_us, alone=alone)
+            id(scorer): Batcher(self._name, scorer, counters, config.max_batch_size, delay_us, alone=alone)
             for scorer in made.values()
         }
         self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
@@ -240,7 +240,7 @@ class DeploymentScores:
         seconds = [second for scorer in dict.fromkeys(self._scorers.values()) for second in scorer.network_seconds().values()]
         if not seconds or min(seconds) < timeout_s:
             return False
-        _log.warning("scoring with %s: its network has not returned for %.1f s; it is left alone", self._what, min(seconds))
+        _log.warning("scoring with %s: its network has not returned for %.1f s; it is left alone", self._name, min(seconds))
         return True
 
 

@@ -79,7 +79,7 @@ class BatchLayout:
     buffers: tuple[KeptBuffer, ...]
 
     @property
-    def beside_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Size of vectors and buffers."""
         buffers = sum(prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
         return buffers + sum(4 * prod(shape) for shape in self.vectors)
@@ -131,7 +131,7 @@ def lay_out(
     """
     known = {**signature.sizes, **dict(zip(signature.inner, form.sizes, strict=True)), SAMPLES: 1}
     rows = {feature.name: feature.shape_with(known)[1:] for feature in signature.features}
-    once = {one.name for one, given in zip(signature.features, form.once, strict=True) if given}
+    once = {feature.name for feature, given in zip(signature.features, form.once, strict=True) if given}
     for program in signature.programs:
         largest = max((rows[name] for name in program.inputs), key=prod)
         rows |= {name: largest if computed is None else computed[name] for name in program.outputs}
@@ -140,7 +140,7 @@ def lay_out(
     features = {feature.name: feature for feature in signature.features}
     vectors, buffers = [], []
     for place, lookup in enumerate(signature.lookups):
-        sources = [one for one in (lookup.keys, lookup.weights) if one is not None]
+        sources = [source for source in (lookup.keys, lookup.weights) if source is not None]
         if once.issuperset(source.name for source in sources):
             once.add(lookup.name)
         count = form.requests if lookup.name in once else form.samples
@@ -153,15 +153,15 @@ def lay_out(
     keys_only = _keys_only(signature, {(buffer.lookup, buffer.source) for buffer in buffers})
     starts, limits, shapes, at = [], [], [], aligned(8 * indices)
     keys_bytes = 0
-    for one, n in zip(signature.features, form.rows, strict=True):
+    for feature, n in zip(signature.features, form.rows, strict=True):
         starts.append(at)
-        shapes.append((n, *rows[one.name]))
-        if one.is_lookup:
-            keys = one.max_keys // max_samples if one.bags else 0
-            limits.append(8 * min(n * (one.hotness or keys or 1), one.max_keys))
+        shapes.append((n, *rows[feature.name]))
+        if feature.is_lookup:
+            keys = feature.max_keys // max_samples if feature.bags else 0
+            limits.append(8 * min(n * (feature.hotness or keys or 1), feature.max_keys))
         else:
-            limits.append(prod(shapes[-1]) * np.dtype(one.dtype).itemsize)
-        if one.name in keys_only:
+            limits.append(prod(shapes[-1]) * np.dtype(feature.dtype).itemsize)
+        if feature.name in keys_only:
             keys_bytes += aligned(limits[-1])
         else:
             at += aligned(limits[-1])

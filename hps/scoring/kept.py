@@ -93,7 +93,7 @@ class KeptMemory:
 
     @property
     def size_bytes(self) -> int:
-        return self.layout.size_bytes + self.layout.beside_bytes
+        return self.layout.size_bytes + self.layout.buffer_bytes
 
 
 class KeptBatches:
@@ -109,7 +109,7 @@ class KeptBatches:
         self._most_bytes = 0  # of forms with other sizes than those of `dense.sizes`
         self._batches = 0  # that were scored in it
         forms = [] if runner.on_device else kept_forms(self._signature, 1)
-        self._sample_bytes = max((lay_out(self._signature, form, 1).beside_bytes for form in forms), default=0)
+        self._sample_bytes = max((lay_out(self._signature, form, 1).buffer_bytes for form in forms), default=0)
         compile_kernels(gather)
 
     @property
@@ -121,7 +121,7 @@ class KeptBatches:
         forms = kept_forms(self._signature, self._max_samples)
         if self._signature.inner:
             layouts = [lay_out(self._signature, form, self._max_samples) for form in forms]
-            self._most_bytes = 2 * sum(layout.size_bytes + layout.beside_bytes for layout in layouts)
+            self._most_bytes = 2 * sum(layout.size_bytes + layout.buffer_bytes for layout in layouts)
         for form in forms:
             kept = self._kept_for(form)
             if kept is not None and not self._runner.on_device:
@@ -187,7 +187,7 @@ class KeptBatches:
         self._batches += 1
         if (kept := self._memories.get(form)) is None:
             while not self._has_room(form):
-                oldest = min(self._memories.values(), key=lambda one: one.used, default=None)
+                oldest = min(self._memories.values(), key=lambda memory: memory.used, default=None)
                 if oldest is None or self._batches - oldest.used < _UNUSED:
                     return None
                 del self._memories[oldest.form]
@@ -212,8 +212,8 @@ class KeptBatches:
         if not self._most_bytes:
             return True
         layout = lay_out(self._signature, form, self._max_samples)
-        held = sum(memory.size_bytes for memory in self._memories.values())
-        return held + layout.size_bytes + layout.beside_bytes <= self._most_bytes
+        used_bytes = sum(memory.size_bytes for memory in self._memories.values())
+        return used_bytes + layout.size_bytes + layout.buffer_bytes <= self._most_bytes
 
     def _new_memory(self, form: BatchForm) -> KeptMemory | None:
         """Allocate the memory of batches of a form, and on a CUDA device capture the runs of programs and network on it.
@@ -232,14 +232,14 @@ class KeptBatches:
         memory = network.empty((layout.size_bytes,), "uint8") if runner.on_device else staged
         index = self._part(memory, 0, "int64", (layout.indices,))
         regions = {
-            one.name: self._part(memory, start, one.dtype, shape)
-            for one, start, shape in zip(self._signature.features, layout.starts, layout.shapes, strict=True)
-            if one.name not in layout.keys_only
+            feature.name: self._part(memory, start, feature.dtype, shape)
+            for feature, start, shape in zip(self._signature.features, layout.starts, layout.shapes, strict=True)
+            if feature.name not in layout.keys_only
         }
         buffers = {(buffer.lookup, buffer.source): self._empty(buffer.shape, buffer.dtype) for buffer in layout.buffers}
         vectors = [self._empty(shape, "float32") for shape in layout.vectors]
-        own = np.ndarray((layout.indices,), np.int64, staged)
-        kept = KeptMemory(form, layout, staged, source, memory, own, index, regions, buffers, vectors)
+        staged_index = np.ndarray((layout.indices,), np.int64, staged)
+        kept = KeptMemory(form, layout, staged, source, memory, staged_index, index, regions, buffers, vectors)
         if runner.on_device:
             network.write(memory, source)
             keys = self._keys_run(kept, None, 0)
@@ -350,11 +350,11 @@ class KeptBatches:
         """
         runner, starts, at = self._runner, kept.starts.copy(), kept.layout.keys_at
         keys_only: dict[str, Tensor] = {}
-        by_name = {one.name: count for one, count in zip(self._signature.features, rows, strict=True)}
-        for place, one in enumerate(self._signature.features):
-            if one.name not in kept.regions:
+        by_name = {feature.name: count for feature, count in zip(self._signature.features, rows, strict=True)}
+        for place, feature in enumerate(self._signature.features):
+            if feature.name not in kept.regions:
                 n = rows[place] * sizes[place]
-                keys_only[one.name] = self._part(kept.memory, at, "int64", (n,))
+                keys_only[feature.name] = self._part(kept.memory, at, "int64", (n,))
                 starts[place] = at
                 at += aligned(8 * n)
         for program in self._signature.programs:
@@ -362,7 +362,9 @@ class KeptBatches:
             by_name |= dict.fromkeys(program.outputs, count)
         parts = []
         for place, lookup in enumerate(self._signature.lookups):
-            count = self._rows_of(kept, by_name, [one.name for one in (lookup.keys, lookup.weights) if one is not None])
+            count = self._rows_of(
+                kept, by_name, [source.name for source in (lookup.keys, lookup.weights) if source is not None]
+            )
             keys, weights = (self._values(kept, keys_only, place, source, count) for source in (lookup.keys, lookup.weights))
             by_name[lookup.name] = count if lookup.feature < 0 else by_name[lookup.name]
             parts.append(self._batch(kept, place, count, keys, weights))

@@ -70,7 +70,7 @@ class NetworkCalls:
         """Return how long each call of a caller has been in the network, by thread; 0.0 while it is elsewhere."""
         with self._lock:
             now = time.monotonic()
-            return {thread: max(0.0, now - since) for thread, (one, since) in self._under_way.items() if one is caller}
+            return {thread: max(0.0, now - since) for thread, (user, since) in self._under_way.items() if user is caller}
 
     def close(self) -> None:
         """Refuse further calls, and free the network: now, or when the last call returns. Called once."""

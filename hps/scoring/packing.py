@@ -18,7 +18,7 @@ from numba import int64, types, void
 from hps.configuration.networks import DTYPES
 from hps.errors import InvalidInputError
 from hps.ground.kernels.numba_kernels import kernel, read_only
-from hps.scoring.features import Given, ScoreInputs, read_request
+from hps.scoring.features import InputValues, ScoreInputs, read_request
 from hps.scoring.signature import Signature
 from hps.types import IndexArray
 
@@ -71,12 +71,12 @@ class RequestLayout:
     rows: IndexArray
 
 
-def layout_of(given: Sequence[Given]) -> RequestLayout:
+def layout_of(given: Sequence[InputValues]) -> RequestLayout:
     """Return the layout of what a request gives."""
-    columns = tuple([(one.values.dtype, one.values.shape[1:]) for one in given])
+    columns = tuple([(part.values.dtype, part.values.shape[1:]) for part in given])
     sizes = tuple([prod(shape) for _, shape in columns])
     widths = np.array([size * dtype.itemsize for size, (dtype, _) in zip(sizes, columns, strict=True)], np.int64)
-    return RequestLayout(columns, sizes, widths, np.array([one.rows for one in given], np.int64))
+    return RequestLayout(columns, sizes, widths, np.array([part.rows for part in given], np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +116,7 @@ def read_description(text: bytes, signature: Signature, max_samples: int, model:
     """
     try:
         found = json.loads(text)
-        inputs, outputs = (tuple(_described(*one) for one in found[what]) for what in ("inputs", "outputs"))
+        inputs, outputs = (tuple(_described(*entry) for entry in found[side]) for side in ("inputs", "outputs"))
         timeout_us = int(found["timeout_us"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidInputError(f"reading a request for scores: its description is wrong: {error!r}") from error
@@ -129,11 +129,13 @@ def read_description(text: bytes, signature: Signature, max_samples: int, model:
     ):
         # its values say what is wrong, or it has bags or offsets
         return Description(inputs, outputs, timeout_us, end, 0, (), None)
-    blank = {name: np.ndarray(one.shape, one.dtype, _BLANK, 0, (0,) * len(one.shape)) for name, one in by_name.items()}
+    blank = {
+        name: np.ndarray(tensor.shape, tensor.dtype, _BLANK, 0, (0,) * len(tensor.shape)) for name, tensor in by_name.items()
+    }
     request = read_request(signature, blank, max_samples, model)
-    asked = [(one, given) for one, given in zip(features, request.given, strict=True) if not one.index]
-    layout = layout_of([given for _, given in asked])
-    offsets = np.array([by_name[one.name].at for one, _ in asked], np.int64)
+    gathered = [(feature, given) for feature, given in zip(features, request.given, strict=True) if not feature.index]
+    layout = layout_of([given for _, given in gathered])
+    offsets = np.array([by_name[feature.name].at for feature, _ in gathered], np.int64)
     return Description(
         inputs, outputs, timeout_us, end, request.samples, request.keys, layout, offsets, request.sizes, request.form
     )
@@ -237,10 +239,10 @@ def gather_into(
 def _layout_of(request: PackedRequest | ScoreInputs) -> RequestLayout | None:
     if isinstance(request, PackedRequest):
         return request.description.layout
-    return layout_of(request.given) if all(one.offsets is None and one.weights is None for one in request.given) else None
+    return layout_of(request.given) if all(part.offsets is None and part.weights is None for part in request.given) else None
 
 
 def _addresses_of(request: PackedRequest | ScoreInputs) -> Any:
     if isinstance(request, PackedRequest):
         return request.description.offsets + request.address
-    return [one.values.ctypes.data for one in request.given]
+    return [part.values.ctypes.data for part in request.given]

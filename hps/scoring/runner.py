@@ -53,7 +53,7 @@ class Runner:
         """
         return self.running(lambda: self.network.fetch(run()), "the network")
 
-    def running(self, run: Callable[[], T], what: str) -> T:
+    def running(self, run: Callable[[], T], program: str) -> T:
         """Call what runs the network or a keys program; errors as of `run`."""
         try:
             with self.calls.running(self):
@@ -63,7 +63,7 @@ class Runner:
         except Exception as error:
             lines = str(error).strip().splitlines()
             raise NetworkError(
-                f"running {what} of model {self.model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
+                f"running {program} of model {self.model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
             ) from error
 
     @staticmethod
@@ -80,8 +80,8 @@ class Runner:
         groups: dict[tuple[bool, int], list[int]] = {}
         turns: dict[tuple[bool, int], int] = {}
         for place, pools in pooled.items():
-            asked = pools, self.signature.lookups[place].table
-            turns[asked] = turn = turns.get(asked, -1) + 1
+            group = pools, self.signature.lookups[place].table
+            turns[group] = turn = turns.get(group, -1) + 1
             groups.setdefault((pools, turn), []).append(place)
         return [(pools, places) for (pools, _), places in groups.items()]
 

@@ -84,7 +84,7 @@ class Scorer:
         self._runner = Runner(model, tables, signature, network, lookup, on_device=on_device)
         self._new = NewBatches(self._runner)
         self._kept = KeptBatches(self._runner, max_samples)
-        self._own = threading.Lock()  # of what is kept
+        self._in_use = threading.Lock()  # of what is kept
 
     def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         """Score requests in one call of the network.
@@ -110,23 +110,23 @@ class Scorer:
         padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
         # Memory that is kept serves one batch at a time. Another one does not wait for it: to score it in new memory costs an
         # allocation, to wait costs a run of the network. Nor is a padded batch put there, whose last request is repeated.
-        if not padding and self._own.acquire(False):
+        if not padding and self._in_use.acquire(False):
             try:
                 outputs, looked_up = self._kept.score(requests, counts)
             finally:
-                self._own.release()
+                self._in_use.release()
         if outputs is None:
             outputs, looked_up = self._score_any(requests, counts, padding)
         self._check(outputs, int(counts.sum()))
-        whole = self._checked(outputs)
+        checked = self._checked(outputs)
         answers: list[Outputs | HPSError] = []
         if len(requests) == 1:
-            answers.append(whole)
+            answers.append(checked)
         else:
             start = 0
             for samples in counts.tolist():
-                own = {name: values[start : start + samples] for name, values in outputs.items()}
-                answers.append(own if whole is outputs else self._checked(own))
+                part = {name: values[start : start + samples] for name, values in outputs.items()}
+                answers.append(part if checked is outputs else self._checked(part))
                 start += samples
         return answers, ScoreTimes(began, looked_up, perf_counter_ns())
 
@@ -186,12 +186,12 @@ class Scorer:
                 f"trying the network of model {self._model!r}: its guards refuse any number of samples with dense.sizes: "
                 f"{', '.join(map(str, self.signature.guards))}"
             )
-        (first, found), *others = shapes.items()
-        for samples, other in others:
-            if other != found:
+        (first, found), *repeats = shapes.items()
+        for samples, outcome in repeats:
+            if outcome != found:
                 raise NetworkError(
-                    f"trying the network of model {self._model!r}: its outputs are {found} for {_counted(first)}, {other} for "
-                    f"{_counted(samples)}"
+                    f"trying the network of model {self._model!r}: its outputs are {found} for {_counted(first)}, {outcome} "
+                    f"for {_counted(samples)}"
                 )
         for name, (dtype, _) in found.items():
             if dtype not in _OUTPUT_DTYPES:
@@ -212,15 +212,15 @@ class Scorer:
             shapes: with the sizes of the configuration, without the samples.
         """
         known = self.signature.sizes
-        if not known or ((every := self._shapes_with(samples, known)) is not None and every.shapes == shapes):
+        if not known or ((trial := self._shapes_with(samples, known)) is not None and trial.shapes == shapes):
             return shapes
         terms: dict[tuple[str, int], list[tuple[int, str]]] = {}
         for name, size in known.items():
-            if (other := self._shapes_with(samples, [name])) is None:
+            if (trial := self._shapes_with(samples, [name])) is None:
                 continue
             for output, shape in shapes.items():
-                for axis, (width, moved) in enumerate(zip(shape, other.shapes[output], strict=False)):
-                    if times := (moved - width) // (other.sizes[name] - size):
+                for axis, (width, moved) in enumerate(zip(shape, trial.shapes[output], strict=False)):
+                    if times := (moved - width) // (trial.sizes[name] - size):
                         terms.setdefault((output, axis), []).append((times, name))
 
         def free(output: str, axis: int, width: int) -> int | str:

@@ -158,8 +158,13 @@ def named_batch(
         UnknownTableError: raised by `table_index`.
         InvalidDtypeError, InvalidInputError: as for `table_batch`; also if `out` lacks a table, or a table is named twice.
     """
-    if on_cuda and out is not None and not with_found and (alike := _alike_batch(tables, out, table_index, indices, specs)):
-        return alike
+    if (
+        on_cuda
+        and out is not None
+        and not with_found
+        and (batch_of_one_kind := _alike_batch(tables, out, table_index, indices, specs))
+    ):
+        return batch_of_one_kind
     found, sizes, flats, places = [], [], [], []
     for name, keys in tables.items():
         index = indices.get(name) if type(name) is str else None

@@ -71,8 +71,8 @@ class _StreamLane:
             flags_at, flags = self._pinned.take(64)
             _, counts = self._pinned.take(4 * BATCH_SEGMENTS)
             reports_at, reports = self._pinned.take(8 * BATCH_SEGMENTS)
-            for one in (done, flags, counts, reports):
-                one[:] = 0
+            for array in (done, flags, counts, reports):
+                array[:] = 0
             words = 4 * BATCH_SEGMENTS
             start = self._counts.reserve(6 * words + 64)
             runtime.memset(start, 0, 6 * words + 64)
@@ -173,15 +173,15 @@ class _StreamLane:
 class CupyBatches(BatchDriver):
     """Answers from CuPy caches; see `BatchDriver`."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, loop: Board) -> None:
+        self._loop = loop
         self._pinned: list[int] = []  # addresses of regions
         self._in_place = False
         self._lanes: list[_StreamLane] = []
         self._words: IndexArray = np.zeros((LANES * 16, LANE_COLUMNS), np.int64)
         self._words[:, L_DEVICE] = -1
         self._devices: list[int] = []
-        self._held: dict[int, object] = {}  # by identity of a cache: its tables and links
+        self._in_use: dict[int, object] = {}  # by identity of a cache: its tables and links
         library = ctypes.CDLL("libcuda.so.1")
         self._functions = np.zeros(16, np.int64)
         for place, names in (
@@ -200,10 +200,10 @@ class CupyBatches(BatchDriver):
         compile_kernels(run)
         pinner = CudaPinner(0)
         try:
-            for place, memory in enumerate(self._board.memories):
+            for place, memory in enumerate(self._loop.memories):
                 pinner.pin(memory.address, memory.size)
                 self._pinned.append(memory.address)
-                self._board.shift(place, _device_address(memory.address) - memory.address)
+                self._loop.shift(place, _device_address(memory.address) - memory.address)
             self._in_place = True
         except DeviceError as error:
             _log.warning("the GPU does not read the memory of the fronts in place, which makes lookups slower: %s", error)
@@ -221,14 +221,14 @@ class CupyBatches(BatchDriver):
         compiled = cache.lookup_kernels
         shape = kernels.Shape.of(compiled.rows, kernels.ALIGNED)._replace(segments=AT_ONCE)
         links = cache.links()
-        self._held[id(cache)] = memory.tables(), links
+        self._in_use[id(cache)] = memory.tables(), links
         query, answer = compiled.batch_kernels(shape)
-        own = [device_id, query, shape.unit, 0, 0, 0, 0, 0]
+        words = [device_id, query, shape.unit, 0, 0, 0, 0, 0]
         if any(link is not None for link in links):
             threads = kernels.answer_threads(shape)
             blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
             warps = kernels.fetch_warps(shape.most_words, blocks, threads)
-            own[3:] = [answer, threads, blocks, warps, 1]
+            words[3:] = [answer, threads, blocks, warps, 1]
         tables = []
         for (buckets, rows, pairs), struct, link, spec, kind in zip(
             compiled.geometry, compiled.structs, links, cache.tables, compiled.rows, strict=True
@@ -237,11 +237,11 @@ class CupyBatches(BatchDriver):
             default = int(np.float32(spec.default_value).view(np.uint32))
             attached = [0, 0, default, 0, 0]
             if link is not None:
-                link.follow()
+                link.keep_layouts()
                 bins = link.present.bins_per_row if link.present is not None else 0.0
                 attached = [link.where, link.where, default, int(link.authoritative), int(np.float32(bins).view(np.uint32))]
             tables.append([buckets, rows, pairs, shape.units(kind), *packed, *attached, kernels.staged_words(shape, kind)])
-        return Resident(tables, own)
+        return Resident(tables, words)
 
     def _add_lanes(self, device_id: int) -> None:
         with on_device(device_id):
@@ -256,14 +256,14 @@ class CupyBatches(BatchDriver):
             self._words[place, L_DEVICE] = device  # now the loop may use it
 
     def release(self, cache: EmbeddingCache) -> None:
-        self._held.pop(id(cache), None)
+        self._in_use.pop(id(cache), None)
 
     def run(self) -> None:
-        board, lanes = self._board, len(self._words)
+        loop, lanes = self._loop, len(self._words)
         requests = np.zeros((lanes, BATCH_REQUESTS, REQUEST_COLUMNS), np.int64)
         segments = np.zeros((lanes, BATCH_SEGMENTS, SEGMENT_COLUMNS), np.int64)
         runtime.setDevice(0)
-        arrays = (board.regions, board.deployments, board.tables, board.state, board.jobs)
+        arrays = (loop.regions, loop.deployments, loop.tables, loop.state, loop.jobs)
         run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
 
     def close(self) -> None:

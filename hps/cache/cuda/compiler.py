@@ -32,7 +32,7 @@ def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, boo
     Raises:
         CompileException: NVRTC refused the code.
     """
-    known = [str(one) for one in nvrtc.getSupportedArchs()]
+    known = [str(supported) for supported in nvrtc.getSupportedArchs()]
     target = f"sm_{architecture}" if architecture in known else f"compute_{known[-1]}"
     options = (*_OPTIONS, f"-arch={target}")
     digest = hashlib.sha256(code.encode()).hexdigest()
@@ -55,10 +55,10 @@ def compile_ahead(kernels: Iterable[Kernel], architecture: str) -> tuple[int, in
     """
     known = nvrtc.getSupportedArchs()
     if architecture not in map(str, known):
-        expected = ", ".join(f"sm_{one}" for one in known)
+        expected = ", ".join(f"sm_{supported}" for supported in known)
         raise InvalidInputError(f"compiling CUDA kernels: got architecture sm_{architecture}, expected one of {expected}")
     with ThreadPoolExecutor(available_threads()) as pool:
-        made = list(pool.map(lambda one: machine_code_of(one.code, one.name, architecture)[1], dict.fromkeys(kernels)))
+        made = list(pool.map(lambda kernel: machine_code_of(kernel.code, kernel.name, architecture)[1], dict.fromkeys(kernels)))
     return sum(made), len(made) - sum(made)
 
 

@@ -43,7 +43,7 @@ def part_bytes(pairs: int, width: int, devices: int) -> list[int]:
     return [GRANULE_BYTES * (stop - start) for start, stop in zip(starts, [*stops, total], strict=True)]
 
 
-def own_pairs(pairs: int, width: int, devices: int, nth: int) -> tuple[int, int]:
+def owned_pairs(pairs: int, width: int, devices: int, nth: int) -> tuple[int, int]:
     """Return the first pair of a shared table whose rows begin on the nth device, and how many do."""
     parts, pair_bytes = part_bytes(pairs, width, devices), 2 * kernels.SLOTS * 4 * width
     first, stop = (min(pairs, -(-sum(parts[:end]) // pair_bytes)) for end in (nth, nth + 1))
@@ -95,12 +95,12 @@ class CudaPlan(CachePlan):
         return [
             Need(
                 "gpu",
-                f"{2 * kernels.SLOTS * (-(-count // devices) + beside):,} rows of table {table.table_name!r} "
+                f"{2 * kernels.SLOTS * (-(-count // devices) + near_count):,} rows of table {table.table_name!r} "
                 f"({rows_text(table)}{used})",
-                bytes_on_device(count, table.width, devices, beside),
+                bytes_on_device(count, table.width, devices, near_count),
                 table.table_name,
             )
-            for table, count, beside in zip(tables, pairs, near, strict=True)
+            for table, count, near_count in zip(tables, pairs, near, strict=True)
         ]
 
     @classmethod

@@ -65,8 +65,8 @@ class CupyCapture(StreamCapture):
     def watch(self) -> Callable[[], bool]:
         """Let the graph hold a semaphore until it is gone. See `StreamCapture.watch`."""
         driver, system = _libraries()
-        for address, other in list(_semaphores.items()):  # single operations of a dict are atomic: this needs no lock
-            if _posted(other):
+        for address, known in list(_semaphores.items()):  # single operations of a dict are atomic: this needs no lock
+            if _posted(known):
                 _semaphores.pop(address, None)
         semaphore, user_object = (ctypes.c_long * (_SEMAPHORE_BYTES // 8))(), ctypes.c_void_p()
         system.sem_init(semaphore, 0, 0)

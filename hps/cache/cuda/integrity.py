@@ -24,8 +24,8 @@ def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool,
     headers, slots = buckets[:, 0], buckets[:, 1:]
     owned = int(np.count_nonzero(headers & 1))
     if static:
-        held = (headers[:, None] >> _OCCUPIED_SHIFT >> np.arange(SLOTS) & 1).astype(np.bool_)
-        return check_keys_of_sets(tag, slots[held], owned, 0, counted_rows)
+        occupied = (headers[:, None] >> _OCCUPIED_SHIFT >> np.arange(SLOTS) & 1).astype(np.bool_)
+        return check_keys_of_sets(tag, slots[occupied], owned, 0, counted_rows)
     _buckets, _rows, _counters, zero_filler, zero_pair, pairs, *_ = structs.TABLE.unpack(packed)
     fillers = np.zeros(2 * pairs, np.int64)
     fillers[2 * zero_pair : 2 * zero_pair + 2] = zero_filler

@@ -306,8 +306,8 @@ def pool_kernel(name: str, shape: Shape, arithmetic: Arithmetic, kind: Kind = DY
     does: tuple[tuple[str, int], ...] = ()
     if name != "number":  # which reads no vector
         does = ("PLAIN", int(arithmetic is Arithmetic.SUMS)), ("MAXIMA", int(arithmetic is Arithmetic.MAXIMA))
-    own = kind.constants if name == "pool" else ()
-    return Kernel(name, "pool", (*sizes, *does, ("SEGMENTS", shape.segments), *shape.constants, *own))
+    constants = kind.constants if name == "pool" else ()
+    return Kernel(name, "pool", (*sizes, *does, ("SEGMENTS", shape.segments), *shape.constants, *constants))
 
 
 def pool_groups(shape: Shape) -> int:
@@ -365,7 +365,7 @@ def scatter_kernel(shape: Shape) -> Kernel:
     return Kernel("scatter", "scatter", (("UNIT", shape.unit), *shape.constants))
 
 
-def shape_of(tables: Sequence[Rows], asked: Sequence[int], outputs: int) -> Shape:
+def shape_of(tables: Sequence[Rows], segments: Sequence[int], outputs: int) -> Shape:
     """Return the shape of a launch for some of a cache's tables.
 
     Tables of different rows take the shape of all of the cache's, whichever they are: it can do all that theirs could, and it
@@ -376,16 +376,16 @@ def shape_of(tables: Sequence[Rows], asked: Sequence[int], outputs: int) -> Shap
         asked: the table of each segment.
         outputs: see `outputs_code`.
     """
-    alike = len({tables[one] for one in asked}) == 1
-    shape = Shape.of([tables[asked[0]]] if alike else tables, outputs)
-    return shape if len(asked) == 1 else shape._replace(segments=SEGMENTS_AT_ONCE)
+    same = len({tables[table] for table in segments}) == 1
+    shape = Shape.of([tables[segments[0]]] if same else tables, outputs)
+    return shape if len(segments) == 1 else shape._replace(segments=SEGMENTS_AT_ONCE)
 
 
 def _shapes(tables: Sequence[Rows]) -> list[Shape]:
     """Return the shapes of lookups of one segment, and of several, with aligned outputs."""
     places = [tables.index(rows) for rows in sorted(set(tables))]
-    asked = [*((place,) * times for place in places for times in (1, 2)), range(len(tables))]
-    return list(dict.fromkeys(shape_of(tables, one, ALIGNED) for one in asked))
+    choices = [*((place,) * times for place in places for times in (1, 2)), range(len(tables))]
+    return list(dict.fromkeys(shape_of(tables, segments, ALIGNED) for segments in choices))
 
 
 def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:

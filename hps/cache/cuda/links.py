@@ -181,25 +181,25 @@ class AttachedTable:
         self._lock = threading.Lock()  # guards the fields below
         self.present: DeviceLayout | None = None
         self._epoch = self._changes = 0
-        self._kept: list[DeviceLayout | None] | None = None
+        self._layouts: list[DeviceLayout | None] | None = None
         self._changed = PinnedBuffer()
         self._end_mirror: Callable[[], None] = lambda: None
         with self._lock:
             for offset in range(0, structs.LINK.size, 8):
                 self._write(offset, 0)
-        self._end_watch = host.watch(self._show)
+        self._end_watch = host.watch(self._publish)
         shown: HostLayout | None = None
         while (now := host.layout()) is not shown:  # it may grow meanwhile
-            self._show(now)
+            self._publish(now)
             shown = now
         if index:
             self._end_mirror = host.mirror(self._copy_changes)
 
-    def follow(self) -> None:
+    def keep_layouts(self) -> None:
         """Keep every layout from now on: graphs that may be replayed at any time may be reading it."""
         with self._lock:
-            if self._kept is None:
-                self._kept = [self.present]
+            if self._layouts is None:
+                self._layouts = [self.present]
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -235,15 +235,15 @@ class AttachedTable:
             self._epoch += 2 if self._epoch & 1 else 1
             self._write(_EPOCH_AT, self._epoch)
 
-    def _show(self, host: HostLayout | None) -> None:
+    def _publish(self, host: HostLayout | None) -> None:
         """Publish another layout, or none, to lookups that begin from now on, and to enqueued ones."""
         with self._lock, on_device(self._device_id):
             before, self.present = self.present, None
             try:
                 if host is not None:
                     self.present = DeviceLayout(host, self._mirror_of(host, before), self._stream)
-                    if self._kept is not None:
-                        self._kept.append(self.present)
+                    if self._layouts is not None:
+                        self._layouts.append(self.present)
                 self._write(0, 0 if self.present is None else self.present.where)
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
                 _log.warning("the device cannot read a table in host memory any more: %s", error)

@@ -164,8 +164,8 @@ class CupyLookup(StreamOrderedLookup):
         self._dims = [spec.dim for spec in memory.specs]
         self._doing = [f"querying the cached table {spec.tag}" for spec in memory.specs]  # in error messages
         self.reader = TensorReader(memory.device_id)
-        self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
-        self._own_stream = int(self._own.ptr)
+        self._private = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+        self._private_stream = int(self._private.ptr)
         self._waits_for: list[int] = []  # caller's streams that the end of the lookup is ordered before
         self._streams: set[int] = set()
         self._host_waits = False  # for a consumer whose stream is unknown
@@ -175,7 +175,7 @@ class CupyLookup(StreamOrderedLookup):
         self._unfinished = False  # launched work uses host memory, and the host has not waited for it
         self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
         self._answered = cupy.cuda.Event(disable_timing=True)
-        self.stream = self._own_stream
+        self.stream = self._private_stream
         self._running = False  # a query was begun, and not waited for
         self._unread_flags = False  # a lookup that nobody waited for may yet set the flags
         self._batch = Batch((), (), (), ())
@@ -241,7 +241,7 @@ class CupyLookup(StreamOrderedLookup):
         """
         tables = self.memory.tables()
         self._links = list(self._attached)
-        self.begin(batch)
+        self.start(batch)
         if self._change_order.pending:
             self._change_order.show(self.stream)
         if self._unread_flags:
@@ -274,7 +274,7 @@ class CupyLookup(StreamOrderedLookup):
                 "looking up without waiting: got a table whose misses the host answers, expected tables that lie in the "
                 "in-process hash map alone and that the device reads in place"
             )
-        self.begin(batch, captured)
+        self.start(batch, captured)
         if self.host.used or len(self._streams) > 1 or self._host_waits:
             raise InvalidInputError(
                 "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
@@ -284,7 +284,7 @@ class CupyLookup(StreamOrderedLookup):
             if self._change_order.pending:
                 self._change_order.show(self.stream)
             for link in links:
-                link.follow()  # type: ignore[union-attr]
+                link.keep_layouts()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         try:
@@ -345,7 +345,7 @@ class CupyLookup(StreamOrderedLookup):
         if self._pooled and self._bags.unfinished:
             self._bags.unfinished = False
             self.launch_pool("pool_rest")
-            self.note_work()
+            self.record_work()
         batch, on_host = self._batch, self._bags.on_host if self._pooled else self.placed.on_host
         if self._unfinished:
             if on_host or self._host_waits:
@@ -359,7 +359,7 @@ class CupyLookup(StreamOrderedLookup):
             if parts.found is not None:
                 np.copyto(batch.founds[place], parts.found)  # type: ignore[arg-type]
 
-    def begin(self, batch: Batch, captured: bool = False) -> None:
+    def start(self, batch: Batch, captured: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
         if self._running:  # an interrupt ended the last one: its kernels may yet list misses
             self.clear()
@@ -530,9 +530,9 @@ class CupyLookup(StreamOrderedLookup):
         if self._link_capacity < self._capacity:
             self._reserve_link_lists()
         self.placed = placed = self.placed.by_table(self._dims)
-        asked = [place for place, n in enumerate(placed.sizes) if n]
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
+        nonempty = [place for place, n in enumerate(placed.sizes) if n]
+        for start in range(0, len(nonempty), kernels.SEGMENTS_AT_ONCE):
+            self._launch_answer_of(nonempty[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
         if defers:
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
@@ -603,7 +603,7 @@ class CupyLookup(StreamOrderedLookup):
             handle, *_ = self.kernels.answer_of("admit_answers", tables, outputs)
             launch(handle, _ADMITTING_BLOCKS * blocks, threads, arguments, self.stream)
 
-    def note_work(self) -> None:
+    def record_work(self) -> None:
         """Record that work was launched without a wait."""
         runtime.eventRecord(self._done.ptr, self.stream)
         self._unfinished = True
@@ -697,7 +697,7 @@ class CupyLookup(StreamOrderedLookup):
             (self.stream,) = streams
             self._waits_for = []
             return
-        self.stream = self._own_stream
+        self.stream = self._private_stream
         self._waits_for = [stream for stream in streams if stream != UNKNOWN_STREAM]
         for stream in streams:
             runtime.eventRecord(self._order.ptr, 0 if stream == UNKNOWN_STREAM else stream)
@@ -772,7 +772,7 @@ class CupyMissedKeys(MissedKeys):
             row = 4 * self.memory.specs[self.table].width
             size, stream = (stop - start) * row, self._lookup.stream
             copy_to_device(self._vectors + start * row, self._staged + start * row, size, stream)
-            self._lookup.note_work()
+            self._lookup.record_work()
 
     @device_call("scattering fetched vectors")
     def scatter(self, found: BoolArray) -> None:
@@ -795,7 +795,7 @@ class CupyMissedKeys(MissedKeys):
         )
         blocks = kernels.tile_blocks(self._misses)
         launch(lookup.kernels.scatter(shape), blocks, kernels.THREADS, lookup.scatter_arguments, lookup.stream)
-        lookup.note_work()
+        lookup.record_work()
 
     @device_call("counting absent keys")
     def absent(self, found: BoolArray) -> int:
@@ -828,7 +828,7 @@ class CupyMissedKeys(MissedKeys):
             lookup.insert_arguments,
             lookup.stream,
         )
-        lookup.note_work()
+        lookup.record_work()
 
     def _place_mask(self, found: BoolArray) -> None:
         if self._vectors and not self._found and found.any():

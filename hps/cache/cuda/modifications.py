@@ -100,8 +100,8 @@ class Modifications:
         self._events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self._inserts: dict[tuple[int, int], int] = {}  # handles, by piece and width
         self._staging = threading.Lock()  # guards the stream and the memory below
-        self._own = cupy.cuda.Stream(non_blocking=True)
-        self._stream = int(self._own.ptr)
+        self._private = cupy.cuda.Stream(non_blocking=True)
+        self._stream = int(self._private.ptr)
         self._stages = (_Stage(), _Stage())
         self._insert = Arguments(structs.TABLE.size + structs.INSERT_TAIL.size)
         self._erase = Arguments(structs.TABLE.size + structs.ERASE_TAIL.size)

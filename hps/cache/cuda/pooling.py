@@ -157,10 +157,10 @@ class BagPooling:
         missing_keys, listed_positions, missing_counts = misses
         known, pack, divisors = self._kernels, structs.POOL_SEGMENT.pack_into, self._divisors
         total = sum([place.n for place in self.placed])
-        asked = [(index, place, place.pooling) for index, place in enumerate(self.placed) if place.pooling.count]
-        asked.sort(key=lambda one: -one[1].n // one[2].count)  # the longest work starts first
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
+        nonempty = [(index, place, place.pooling) for index, place in enumerate(self.placed) if place.pooling.count]
+        nonempty.sort(key=lambda entry: -entry[1].n // entry[2].count)  # the longest work starts first
+        for start in range(0, len(nonempty), kernels.SEGMENTS_AT_ONCE):
+            group = nonempty[start : start + kernels.SEGMENTS_AT_ONCE]
             shape = self._shape_of_bags([place for _index, place, _pooling in group])
             arithmetic = max([pooling.arithmetic for _index, _place, pooling in group])
             per_block = kernels.pool_groups(shape)

@@ -20,7 +20,7 @@ Geometry: TypeAlias = list[tuple[int, int, int, int]]
 """By table: units of a row, addresses of buckets and rows, pairs."""
 
 _WARPS = kernels.QUERY_THREADS // 32
-_MOST_KEPT = 64
+_MAX_LAUNCHES = 64
 
 
 class _Launch:
@@ -67,37 +67,39 @@ class Queries:
         self._defaults = defaults
         self._query_of = query_of
         self._arguments = {segments: _arguments_of(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
-        self._kept: dict[tuple[object, ...], _Launch] = {}
-        self._packed_once: dict[Placement, list[tuple[int, int, Arguments]]] = {}  # of kept batches: handle, blocks, arguments
+        self._launches: dict[tuple[object, ...], _Launch] = {}
+        self._packed_batches: dict[
+            Placement, list[tuple[int, int, Arguments]]
+        ] = {}  # of kept batches: handle, blocks, arguments
         self._lists = (0, 0, 0, 0)
 
     def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int) -> None:
         """Let queries write their misses to these addresses."""
         self._lists = (missing_keys, missing_positions, missing_counts, any_missing)
-        self._kept.clear()
-        self._packed_once.clear()
+        self._launches.clear()
+        self._packed_batches.clear()
 
     def launch(self, placed: Placement, stream: int) -> None:
         """Launch the query of all tables: one kernel for every SEGMENTS_AT_ONCE of them."""
         if placed.kept:
-            for handle, blocks, arguments in self._packed_once.get(placed) or self._pack_once(placed):
+            for handle, blocks, arguments in self._packed_batches.get(placed) or self._pack_once(placed):
                 launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
             return
         count = len(placed.sizes)
         if 1 < count <= kernels.SEGMENTS_AT_ONCE and not placed.founds:
-            self._launch_kept(placed, stream)
+            self._launch_reused(placed, stream)
             return
         if count == 1:
-            self._launch_one(placed, stream)
+            self._launch_single(placed, stream)
             return
         for handle, blocks, arguments in self._packed(placed.by_table(self._dims), lambda segments: self._arguments[segments]):
             launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
 
     def _pack_once(self, placed: Placement) -> list[tuple[int, int, Arguments]]:
         """Pack the queries of a placement that later lookups have, too."""
-        if len(self._packed_once) == _MOST_KEPT:
-            del self._packed_once[next(iter(self._packed_once))]
-        packed = self._packed_once[placed] = list(self._packed(placed, _arguments_of))
+        if len(self._packed_batches) == _MAX_LAUNCHES:
+            del self._packed_batches[next(iter(self._packed_batches))]
+        packed = self._packed_batches[placed] = list(self._packed(placed, _arguments_of))
         return packed
 
     def _packed(self, rows: Placement, arguments_of: Callable[[int], Arguments]) -> Iterator[tuple[int, int, Arguments]]:
@@ -113,7 +115,7 @@ class Queries:
             if blocks:
                 yield handle, blocks, arguments
 
-    def _launch_one(self, rows: Placement, stream: int) -> None:
+    def _launch_single(self, rows: Placement, stream: int) -> None:
         [n], [keys], [out], found = rows.sizes, rows.keys, rows.outs, rows.founds[0] if rows.founds else 0
         handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(
             tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15
@@ -126,12 +128,12 @@ class Queries:
         structs.QUERY_OF_ONE.pack_into(arguments.bytes, 0, *segment, *self._lists, 1, per_warp, 0)
         launch(handle, -(-n // (_WARPS * per_warp)), kernels.QUERY_THREADS, arguments, stream)
 
-    def _launch_kept(self, rows: Placement, stream: int) -> None:
+    def _launch_reused(self, rows: Placement, stream: int) -> None:
         code = reduce(or_, rows.outs) & 15 if not rows.out_format else outputs_code(reduce(or_, rows.outs), rows.out_format)
         kind = (code, *rows.sizes) if rows.joined else (code, tuple(rows.tables), *rows.sizes)
-        found = self._kept.get(kind)
+        found = self._launches.get(kind)
         if found is None:
-            found = self._keep(kind, rows.by_table(self._dims))
+            found = self._new_launch(kind, rows.by_table(self._dims))
         if rows.joined:
             np.add(found.key_offsets, rows.keys[0], found.keys)
             np.add(found.out_offsets, rows.outs[0], found.outs)
@@ -144,15 +146,15 @@ class Queries:
         if found.blocks:
             launch(found.handle, found.blocks, kernels.QUERY_THREADS, found.arguments, stream)
 
-    def _keep(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
+    def _new_launch(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
         arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
         handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
         blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
         element = 2 if rows.out_format else 4
         found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in tables])
-        if len(self._kept) == _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[kind] = found
+        if len(self._launches) == _MAX_LAUNCHES:
+            del self._launches[next(iter(self._launches))]
+        self._launches[kind] = found
         return found
 
     def _pack(

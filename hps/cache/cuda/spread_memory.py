@@ -67,17 +67,17 @@ def reason_against(device_ids: Sequence[int]) -> str | None:
     for device in device_ids:
         if not runtime.deviceGetAttribute(_MANAGES_ADDRESSES, device):
             return f"CUDA device {device} does not map memory of other devices"
-        for other in device_ids:
-            if device != other and not runtime.deviceCanAccessPeer(device, other):
-                return f"CUDA device {device} cannot access the memory of device {other} (no NVLink, or partitioned by MIG)"
-            if device != other and not _native_atomics(device, other):
-                return f"CUDA device {device} has no native atomics in the memory of device {other} (no NVLink)"
+        for peer in device_ids:
+            if device != peer and not runtime.deviceCanAccessPeer(device, peer):
+                return f"CUDA device {device} cannot access the memory of device {peer} (no NVLink, or partitioned by MIG)"
+            if device != peer and not _native_atomics(device, peer):
+                return f"CUDA device {device} has no native atomics in the memory of device {peer} (no NVLink)"
     return None
 
 
-def _native_atomics(device: int, other: int) -> bool:
+def _native_atomics(device: int, peer: int) -> bool:
     supported = ctypes.c_int()
-    _call("cuDeviceGetP2PAttribute", ctypes.byref(supported), _NATIVE_ATOMICS, device, other)
+    _call("cuDeviceGetP2PAttribute", ctypes.byref(supported), _NATIVE_ATOMICS, device, peer)
     return bool(supported.value)
 
 

@@ -87,8 +87,8 @@ def _pairs_and_sizes(
             raise ConfigError(f"embedding cache of model {spec.model_name!r}", [problem])
     near = [kernels.pairs_for(rows) for rows in near_rows] or [0] * len(specs)
     sizes = [
-        geometry.bytes_on_device(count, spec.width, devices, beside)
-        for count, spec, beside in zip(pairs, specs, near, strict=True)
+        geometry.bytes_on_device(count, spec.width, devices, near_count)
+        for count, spec, near_count in zip(pairs, specs, near, strict=True)
     ]
     return pairs, sizes
 
@@ -120,7 +120,7 @@ def _allocate_shared(spec: TableSpec, pairs: int, device_ids: Sequence[int]) -> 
         with on_device(device):
             runtime.memset(buckets - kernels.SHARING_BYTES, 0, kernels.SHARING_BYTES)
             _empty(buckets, pairs)
-            write_sharing(buckets, (0, 0, 0, 0, 0, 0, *geometry.own_pairs(pairs, spec.width, len(device_ids), nth), 0))
+            write_sharing(buckets, (0, 0, 0, 0, 0, 0, *geometry.owned_pairs(pairs, spec.width, len(device_ids), nth), 0))
             if nth == len(device_ids) - 1:
                 runtime.memset(counters, 0, 8 * geometry.COUNTERS)
             runtime.streamSynchronize(0)
@@ -160,15 +160,15 @@ def _does_not_fit(
     free_bytes: int,
     index_bytes: int = 0,
 ) -> str:
-    asked = ", ".join(
+    needs = ", ".join(
         f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} ({rows_text(spec)})"
         for spec, count, size in zip(specs, pairs, sizes, strict=True)
     )
     usable = max(0, free_bytes - geometry.RESERVE_BYTES)
     share = usable / sum(sizes)
-    beside = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
+    index_text = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
     return (
         f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
-        f"to allocate ({asked}), expected at most the {usable:,} that are free{beside}; a gpucacheper of at most {share:.2g} "
-        "of the present one would fit"
+        f"to allocate ({needs}), expected at most the {usable:,} that are free{index_text}; a gpucacheper of at most "
+        f"{share:.2g} of the present one would fit"
     )

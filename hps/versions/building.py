@@ -82,7 +82,7 @@ def load_deployment(
     try:
         reports = []
         for table, load in zip(tables, loads, strict=True):
-            load.make_way()
+            load.drop_conflicting_tables()
             chain.open_table(table, volatile=opens)
             reports.append(load.run())
         fingerprints = tuple(report.fingerprint for report in reports)
@@ -283,7 +283,7 @@ class _FromFiles:
 
     def __init__(self, tables: Sequence[TableSpec], reports: Sequence[LoadReport], chain: DatabaseChain) -> None:
         self._tables, self._reports, self._chain = tables, reports, chain
-        self._stale = [report.differs or report.model.may_change_unseen() for report in reports]
+        self._stale = [report.differs or report.model.is_open_for_writing() for report in reports]
         self._looked = [False] * len(reports)  # checked for repeated keys; once, as all caches hold equally many rows
 
     def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:

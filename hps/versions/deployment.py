@@ -30,7 +30,7 @@ from hps.errors import (
 from hps.ground.memory.heap import trim_heap
 from hps.ground.rows import decode, encode
 from hps.ground.threads.open_calls import OpenCalls
-from hps.models.deltas import HeldTable
+from hps.models.deltas import ResidentTable
 from hps.models.files import joint_fingerprint
 from hps.models.loading.warm_up import last_rows
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
@@ -171,11 +171,11 @@ class Deployment:
         dense = self.config.dense
         return () if dense is None or dense.allow_stale_copy else tuple(dense.stale_copies)
 
-    def held_tables(self) -> list[HeldTable]:
+    def resident_tables(self) -> list[ResidentTable]:
         """Location of each table, for a version that modifies it."""
         whole = [database for database in self.chain.databases if database.in_process][-1:]
         return [
-            HeldTable(
+            ResidentTable(
                 table,
                 whole[0] if whole and whole[0].size(whole[0].stored(table).tag) == rows else None,
                 fingerprint,
@@ -465,7 +465,7 @@ def log_positions(
     return tuple({} if start is None else chain.follow_log(table) for table, start in zip(tables, starts, strict=True))
 
 
-def repeated_after_takeover(call: _Call) -> _Call:
+def retry_after_takeover(call: _Call) -> _Call:
     """Retry a call that a retired version refused, as long as the serving versions have changed since it began.
 
     Args:

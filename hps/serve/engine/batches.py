@@ -148,7 +148,7 @@ class FrontLink:
     def connect(self, descriptors: FrontDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
         compile_kernels(*OWNER_KERNELS)
-        self._memories = [Memory(region) for region in descriptors.regions]
+        self._memories = [layout.map_region(region) for region in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         loops, serials = len(descriptors.loop_events), secrets.randbits(40)
@@ -181,6 +181,7 @@ class FrontLink:
             thread.start()
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
+        server.checked["regions of the frontends"] = self
         self.publish()
 
     def serials(self, deployment: Deployment) -> dict[int, int]:
@@ -227,6 +228,10 @@ class FrontLink:
         for board in self._boards:
             total.update(board.figures)
         return total
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each broken invariant of the regions and of what loops work on."""
+        return [finding for board in self._boards for finding in board.check_integrity()]
 
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""

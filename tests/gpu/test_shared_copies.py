@@ -641,10 +641,10 @@ def test_changes_wait_for_the_last_one_of_any_device(monkeypatch: pytest.MonkeyP
     calls.clear()
     for stream in (7, 8):
         assert order.pending
-        order.show(stream)
+        order.wait_for_returned(stream)
     assert calls == [("wait", 51, 7), ("wait", 51, 8)]  # for the change whose call did not wait
     ended[0] = 0
-    order.show(7)
+    order.wait_for_returned(7)
     assert not order.pending
 
 

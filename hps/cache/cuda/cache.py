@@ -33,9 +33,10 @@ from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.integrity import check_buckets
 from hps.cache.cuda.kernels import Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner
-from hps.cache.cuda.lookup import CupyLookup, LookupKernels
+from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.modifications import LaunchOrder, Modifications
 from hps.cache.cuda.near_tables import NearTables
+from hps.cache.cuda.queries import LookupKernels
 from hps.cache.cuda.spread_memory import reason_against
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
@@ -48,7 +49,7 @@ from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
-_COPY_INTERVAL_S = 0.01  # between two looks for rows of other devices that are used often
+_COPY_INTERVAL_S = 0.01  # between two searches for rows of other devices that are used often
 
 
 class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAnswers, DeviceMemoryTables):
@@ -68,7 +69,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
     Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
     other DLPack tensors. Outputs in host memory pass through pinned memory, which the device writes.
 
-    After an unrecoverable CUDA error, every call raises it again.
+    After an unrecoverable CUDA error, every call raises it.
     """
 
     device: ClassVar[str] = "cuda"
@@ -282,7 +283,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
     def new_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """Return a new CuPy array. See `EmbeddingCache.new_array`."""
         array = cupy.zeros(shape, dtype)
-        cupy.cuda.get_current_stream().synchronize()  # whoever fills it may use another stream
+        cupy.cuda.get_current_stream().synchronize()  # it may be filled on another stream
         return array
 
     def insert(
@@ -360,7 +361,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
 
     @device_call("creating an embedding cache")
     def _prepare(self, sharers: "Sequence[CupyCache]", order: LaunchOrder, near_rows: Sequence[int]) -> None:
-        """Make what lookups and changes on this device need."""
+        """Create streams, kernels and near tables of this device."""
         self._all, self.memory.sharers = sharers, [sharer.memory for sharer in sharers]
         self._changes = Modifications(self.device_id, self._kind, order)
         self._counting, self._counts_stream = threading.Lock(), cupy.cuda.Stream(non_blocking=True)
@@ -374,7 +375,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         compile_all(self.device_id, needed)
 
     def _make_copies(self) -> None:
-        """Admit what lookups have sampled to the near tables of all devices."""
+        """Admit the sampled rows to the near tables of all devices."""
         with self._copying:
             self._apply_to_near(NearTables.promote)
 
@@ -389,11 +390,11 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
             try:
                 yield
             finally:
-                changed = keys()  # which may have been written on a stream that the change waited for
+                changed = keys()  # only now: their producer's stream, which the change waited for, may have written them late
                 self._apply_to_near(lambda near: near.erase(index, changed))
 
     def _apply_to_near(self, change: Callable[[NearTables], object]) -> None:
-        """Do something with the near tables of all devices; those of closed ones nobody reads. `_copying` is held."""
+        """Call a function with the near tables of all open devices. The caller holds `_copying`."""
         for sharer in self._sharers:
             if sharer._near is not None and sharer.memory.error is None:
                 sharer._on_near(change)

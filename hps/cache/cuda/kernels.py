@@ -13,7 +13,10 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from hps.cache.cuda import structs
+from hps.cache.integrity import hashes_of
 from hps.ground.memory.host_tables import DENSE_ROWS_AT
 from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
@@ -46,7 +49,6 @@ MOST_BINS = 1024
 """Maximum number of bins for the misses of a large lookup, over all its tables."""
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
-_WORD = (1 << 64) - 1
 
 
 ALIGNED = 0
@@ -472,21 +474,16 @@ def home_of(key: int, pairs: int, stretch: int = 1) -> int:
     Args:
         stretch: of a near table, the number of devices that share the table beside it.
     """
-    return ((_mixed(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
+    return ((_hash_of(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
 
 
 def step_of(key: int, pairs: int) -> int:
     """Return by how many pairs a key of a static table goes on, as the kernels compute it."""
-    return 1 << ((_mixed(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
+    return 1 << ((_hash_of(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
 
 
-def _mixed(key: int) -> int:
-    x = key & _WORD
-    x ^= _rotated_right(x, 25) ^ _rotated_right(x, 50)
-    x = x * 0xA24BAED4963EE407 & _WORD
-    x ^= _rotated_right(x, 24) ^ _rotated_right(x, 49)
-    x = x * 0x9FB21C651E98DF25 & _WORD
-    return x ^ x >> 28
+def _hash_of(key: int) -> int:
+    return int(hashes_of(np.array([key], np.int64))[0])
 
 
 def sharing_word(stretch: int = 1, copies: int = 1, granules: int = 0) -> int:
@@ -516,7 +513,3 @@ def pairs_for(capacity_rows: int, static: bool = False) -> int:
     if static:
         return max(3, -(-capacity_rows // (2 * SLOTS)) | 1)
     return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))
-
-
-def _rotated_right(x: int, by: int) -> int:
-    return (x >> by | x << 64 - by) & _WORD

@@ -25,14 +25,14 @@ _STAGED_BYTES = 1 << 24  # of their rows
 class NearTables:
     """The near tables of one device. Its caller makes the device current, and calls one method at a time.
 
-    A row that is resident in a shared table may have a copy here. Whoever changes resident rows calls `settle` before, lets
-    nobody call `promote` meanwhile, and calls `erase` afterwards: a copy is made anew where its row is still used.
+    A row that is resident in a shared table may have a copy here. A change of resident rows calls `settle` before and `erase`
+    afterwards, and no `promote` may run in between. A row that is still used is copied again.
     """
 
     def __init__(
         self, device_id: int, device_ids: Sequence[int], shared: Sequence[DeviceTable], near_rows: Sequence[int]
     ) -> None:
-        """Allocate near tables, and show them to the queries of the device.
+        """Allocate near tables, and publish them to the queries of the device.
 
         Args:
             device_ids: the devices that share the tables.
@@ -62,12 +62,11 @@ class NearTables:
         runtime.deviceSynchronize()
 
     def with_near_tables(self, shared: Sequence[DeviceTable]) -> tuple[DeviceTable, ...]:
-        """Return the tables with their near tables, which whoever holds them keeps."""
+        """Return the shared tables with their near tables, whose memory they keep alive."""
         near = [replace(near_table, memory=(near_table.memory, self._samples)) for near_table in self._near]
         return tuple(replace(table, near=near_table) for table, near_table in zip(shared, near, strict=True))
 
     def needed(self) -> list[Kernel]:
-        """Return the kernels that it launches."""
         return kernels.near_kernels([Rows.of(table.spec) for table in self._near])
 
     def resident(self, index: int) -> int:
@@ -82,7 +81,7 @@ class NearTables:
         self._stream.synchronize()
 
     def erase(self, index: int, keys: KeyArray) -> None:
-        """Drop the copies of keys; a host array. If that fails, the table has no copies from now on."""
+        """Drop the copies of keys (host array). After a failure the table has no copies from then on."""
         if not (self._filled and self._usable[index]):
             return
         try:
@@ -94,11 +93,11 @@ class NearTables:
             _log.warning("table %s: CUDA device %d copies no more rows of other devices: %s", tag, self._device_id, error)
 
     def dump(self, index: int) -> KeyArray:
-        """Return the keys of a table that have a copy, some of which may be resident nowhere else."""
+        """Return the keys of a table that have a copy; some may be resident nowhere else."""
         return self._changes.dump(self._near[index]) if self._filled and self._usable[index] else np.empty(0, np.int64)
 
     def promote(self) -> None:
-        """Admit the samples that queries have noted. Does not wait for the admission."""
+        """Admit the keys that queries have sampled. Does not wait for the admission."""
         stream = int(self._stream.ptr)
         copy_to_host(self._counts, self._counts_at, stream)
         counts: list[int] = self._counts.tolist()
@@ -124,7 +123,7 @@ class NearTables:
         self._changes.close()
 
     def _publish(self, index: int, pairs: int) -> None:
-        """Tell queries of a near table, or by 0 pairs that there is none."""
+        """Publish a near table to queries; 0 pairs: there is none."""
         near = self._near[index]
         head = near.buckets, near.rows, *self._samples_of(index), pairs, self._devices
         write_sharing(self._buckets_here[index], (*head, *self._owned_pairs[index], self._room[index]))

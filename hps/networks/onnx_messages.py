@@ -1,7 +1,7 @@
 """ONNX files, read as messages before ONNX Runtime opens them: their tensors have to be in the file.
 
-ONNX lets a tensor name another file (`external_data`). ONNX Runtime opens it, relative to the working directory of the process,
-so whoever writes a network could read files of the server by its scores. Numbers of fields are those of onnx.proto.
+A tensor of ONNX may name another file (`external_data`). ONNX Runtime opens it, relative to the working directory of the
+process, so the author of a network could read files of the server through its scores. Field numbers are those of onnx.proto.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def refuse_external_data(name: str, content: bytes) -> None:
     except (IndexError, ValueError) as error:
         if isinstance(error, ModelFileError):
             raise
-        raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: its messages are broken off") from error
+        raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: its messages are truncated") from error
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:

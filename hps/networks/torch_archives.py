@@ -1,7 +1,7 @@
-"""The archives that PyTorch writes, looked into before PyTorch opens them.
+"""The archives that PyTorch writes, checked before PyTorch opens them.
 
-`torch.export.load` and `torch.jit.load` find their files in a ZIP archive with a reader of their own. So an archive is taken
-apart here, and what PyTorch gets is put together anew, of members that were checked: no other reader finds anything else.
+`torch.export.load` and `torch.jit.load` have a ZIP reader of their own, which may find other members than Python's. So members
+are read and checked here, and PyTorch gets a new archive of them.
 """
 
 import io
@@ -46,7 +46,7 @@ def members(name: str, content: bytes) -> dict[str, bytes]:
     root = next(iter(found), "").partition("/")[0] + "/"
     if all(member.startswith(root) for member in found):
         found = {member.removeprefix(root): data for member, data in found.items()}
-    if len({member.lower() for member in found}) < len(listed):  # PyTorch's reader takes one for the other
+    if len({member.lower() for member in found}) < len(listed):  # PyTorch's reader ignores case
         raise ModelFileError(f"opening the network {name}: got a name twice in its archive, expected each once")
     for member in found:
         if not _PLAIN.fullmatch(member) or {"", ".", ".."} & {*member.split("/")}:
@@ -67,7 +67,7 @@ def _opened(name: str, content: bytes) -> Iterator[zipfile.ZipFile]:
 
 
 def _read(archive: zipfile.ZipFile, listed: zipfile.ZipInfo) -> bytes:
-    """Read a member in pieces: `ZipFile.read` expands all that is packed, whatever size the member is said to have."""
+    """Read a member in pieces: `ZipFile.read` expands all packed data, beyond the declared size of the member."""
     if listed.compress_type == zipfile.ZIP_STORED:
         return archive.read(listed)
     if listed.compress_type != zipfile.ZIP_DEFLATED:  # others expand a piece without a bound
@@ -77,7 +77,7 @@ def _read(archive: zipfile.ZipFile, listed: zipfile.ZipInfo) -> bytes:
 
 
 def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:
-    """Move members into an archive that PyTorch reads: weights are large, so what is written is given back."""
+    """Move members into an archive that PyTorch reads. Weights are large, so each is freed once it is written."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name in list(found):

@@ -1,4 +1,4 @@
-"""Sizes and guards in programs of `torch.export`: text that PyTorch evaluates as Python. Only arithmetic is let through.
+"""Sizes and guards in programs of `torch.export`: text that PyTorch evaluates as Python. Anything but arithmetic is refused.
 
 Symbol('s52', positive=True, integer=True)          a size as sympy writes it; older releases write s0 + 1
 L['a'].size()[0] == L['b'].size()[0]                a guard: a condition on the inputs under which the program is right
@@ -95,7 +95,7 @@ def compiled_guards(texts: Sequence[str], places: Mapping[Path, int]) -> Callabl
         places: by path, the place of each input among the program's tensors.
 
     Returns:
-        What takes the tensors in order, and returns the first guard that they do not fulfil; empty if they fulfil all.
+        A function of the tensors in order that returns the first guard that they violate; empty if none.
 
     Raises:
         ValueError: one is not arithmetic on sizes, or names no input.

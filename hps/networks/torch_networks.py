@@ -31,14 +31,14 @@ _FORBIDDEN: Final = re.compile(
     rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops{_DOT}({REFUSED_SPACES.pattern})\b)".encode()
 )
 _FORBIDDEN_CLASSES: Final = re.compile(rf"\bclasses{_DOT}(dist\w*|c10d|profiler)\b".encode())
-"""What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
+"""What TorchScript can do besides arithmetic. Methods may run while they are loaded, so their text is searched before."""
 
 _GETATTR: Final = re.compile(rb'\bgetattr\([\w.]+, "(?![A-Za-z_]\w*")[^"\\\n]*"\)')
-"""What torch.jit.save writes of an attribute whose name is no identifier: `getattr(self.layers, "0")`."""
+"""How torch.jit.save writes an attribute whose name is no identifier: `getattr(self.layers, "0")`."""
 _INDIRECT: Final = re.compile(
     rb"\bgetattr\b|(?<![\w.\"'])(ops|__torch__|__torch__\.torch|__torch__\.torch\.classes)\b(?!\.\w| : )"
 )
-"""Other ways to name what the text then does not show: by a text with escapes or in parts, by another name of a namespace."""
+"""Indirect names of forbidden operators: strings with escapes or in parts, or aliases of a namespace."""
 
 _SCRIPT: Final = re.compile(
     r"(data|constants|attributes)\.pkl|(data|constants)/[0-9]+|code/.+\.(py|debug_pkl)|version|byteorder|\.data/(version|serialization_id)|"
@@ -50,7 +50,7 @@ _LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
 
 
 class _TorchNetwork(Network):
-    """What all of PyTorch's networks have in common.
+    """Runs a network of PyTorch.
 
     Args:
         call: takes the inputs by name, and returns the outputs as the network does.
@@ -245,12 +245,10 @@ def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.devi
 
 
 def _run_of(program: Any, checked: CheckedProgram) -> Callable[[list[Tensor]], Any]:
-    """Return what runs a program on its inputs in their order.
-
-    A call of a module of `torch.export` checks the structure of its arguments, and sizes, for 40 us. That is done once for
-    each combination of sizes; the same graph without these checks runs from then on. Guards are checked here: PyTorch's own
-    function of them takes minutes to make for thousands of inputs.
-    """
+    """Return a function that runs a program on its inputs in their order."""
+    # A module of `torch.export` checks the structure and sizes of its arguments for 40 us a call. That is done once for each
+    # combination of sizes; later calls run the same graph without these checks. Guards are checked here: PyTorch's own function
+    # for them takes minutes to compile for thousands of inputs.
     inputs, outputs = program.call_spec.in_spec, program.call_spec.out_spec
     module, bare = _module(program), _module(program)
     positional, keywords = inputs.unflatten(range(inputs.num_leaves))
@@ -285,7 +283,7 @@ def _module(program: Any) -> Any:
 
 
 def _places(arguments: Mapping[str, Any]) -> dict[InputPath, int]:
-    """Return the place of each input by its path, as guards write it: by structure, or by place where export was strict."""
+    """Return the place of each input by its path in guards: by structure, or by place after a strict export."""
     found: dict[InputPath, int] = {}
 
     def add(structure: Any, path: InputPath) -> None:

@@ -1,9 +1,9 @@
 """Programs of `torch.export`, checked before PyTorch reads them.
 
-`torch.export.load` is made for files that one trusts. It unpickles anything where its restricted reader fails, resolves
-`torch.os.system` as an operator, hands sizes to sympy, which evaluates them, imports modules that the structure of the inputs
-names, and writes names of tensors into source code that it compiles. So each of these is checked here: members are tensors and
-JSON; operators are those that compute; sizes are arithmetic; names are names. What the computation does not need is left out.
+`torch.export.load` trusts its files. It unpickles anything if its restricted reader fails, resolves `torch.os.system` as an
+operator, evaluates sizes with sympy, imports the modules that the structure of the inputs names, and compiles source code with
+the names of tensors. So each of these is checked here: members are tensors and JSON, operators compute, sizes are arithmetic,
+names are identifiers. Parts that the computation does not need are left out.
 """
 
 import io
@@ -82,7 +82,7 @@ class CheckedProgram:
 
 
 def checked_program(name: str, content: bytes) -> CheckedProgram:
-    """Look into a program, and write what PyTorch may read.
+    """Check a program, and write the archive that PyTorch reads.
 
     Raises:
         ModelFileError: it is no program, or holds what may run code; the message names it.

@@ -20,11 +20,11 @@ _POLL_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class ScoreCall:
-    """A request that waits for its scores.
+    """A queued request.
 
     Attributes:
         done: called once, in any thread, with the outputs or why there are none, and the times of the batch. Raises nothing.
-        due_ns: when it is too late to begin, as `perf_counter_ns`; 0: never.
+        due_ns: deadline for the start of its batch, as `perf_counter_ns`; 0: none.
     """
 
     request: Request
@@ -35,16 +35,16 @@ class ScoreCall:
 class Batcher:
     """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
 
-    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table; those with other free sizes
-    than the oldest are left to later batches. It begins as soon as the batch before it has ended, or, with a delay, when the
-    oldest has waited so long or the batch is full.
+    A batch takes the waiting requests in order, up to `max_samples` and the maximum number of keys of each table. Requests with
+    other free sizes than the oldest are left to later batches. A batch starts when the previous one has ended, or, with a
+    delay, when the oldest request has waited that long or the batch is full.
 
-    If the network fails on a batch, or keys that were computed for it are refused, each of its requests is tried alone: a
-    request can fail no other.
+    If the network fails on a batch, or refuses keys that were computed for it, each request is scored alone, so that no request
+    fails because of another.
 
     Args:
-        max_delay_us: how long a batch that is not full waits for more.
-        alone: each request is a batch by itself.
+        max_delay_us: how long a batch waits for more requests.
+        alone: each request is a batch of its own.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Batcher:
         if seconds > most_s:
             raise NetworkBusyError(
                 f"scoring with {self._name}: a call of its network has been under way for {seconds:.1f} s, expected at most "
-                f"{most_s:g} s; requests are answered again when it returns"
+                f"{most_s:g} s; requests are accepted again when it returns"
             )
 
     def submit(self, call: ScoreCall, most_s: float = math.inf) -> None:
@@ -189,7 +189,7 @@ class Batcher:
             for call in batch:
                 self._answer([call])
             return
-        except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread goes on
+        except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread must not end
             for call in batch:
                 self._deliver(call, error)
             return
@@ -204,4 +204,4 @@ class Batcher:
         try:
             call.done(answer, times)
         except Exception:  # noqa: BLE001 - of this request alone
-            _log.exception("scoring with %s: a request could not be told its scores", self._name)
+            _log.exception("scoring with %s: delivering the scores of a request failed", self._name)

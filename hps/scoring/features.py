@@ -6,7 +6,7 @@ An input is one of three:
   hotness), or (samples,) for one key each, or, where they are pooled, keys (n,) of bags with `<input>.offsets` (samples + 1,),
   and perhaps `<input>.weights` (n,);
 - a *feature*: values (samples, ...) of the configured dtype and shape, in which sizes may be free;
-- the *request index*: for each sample the number of its request within the batch, which nobody gives.
+- the *request index*: for each sample the number of its request within the batch, which the batch adds.
 
 An input that is given once per request (`per_request`) has one row, or one a sample. Its row counts for all samples of the
 request.
@@ -32,7 +32,7 @@ WEIGHTS: Final = ".weights"
 
 @dataclass(slots=True, eq=False)
 class InputValues:
-    """What a request gives for one input. *Immutable.*
+    """The values of one input of a request. *Immutable.*
 
     Attributes:
         values: keys, int64: (rows, hotness), (rows,), or (n,) with offsets; or a feature, (rows, ...).
@@ -58,7 +58,7 @@ class ScoreInputs:
         samples: number of samples.
         keys: number of keys of each lookup in `Signature.counted`.
         sizes: named sizes.
-        form: those that requests of one batch share.
+        form: sizes that requests of one batch share.
     """
 
     given: Sequence[InputValues]
@@ -122,7 +122,7 @@ def read_request(
     for place, axis, name in sorted(signature.named, key=lambda named: not given[named[0]].rows):
         values = given[place].values
         if sizes.setdefault(name, values.shape[axis]) != values.shape[axis] and (given[place].rows or not axis):
-            raise _wrong_shape(doing, features[place], values, f" with {name} {sizes[name]}, as of another input")
+            raise _wrong_shape(doing, features[place], values, f" with {name} {sizes[name]}, as for another input")
     samples = _samples(doing, features, given, max_samples, signature, sizes)
     for place, axis, size in signature.derived if samples else ():  # no samples have no sizes: the answer is empty
         values = given[place].values
@@ -139,10 +139,10 @@ def refuse_unknown(doing: str, names: Iterable[str], features: Sequence[Feature]
     """Check that a network has all inputs of these names.
 
     Args:
-        hint: what else to do, for errors.
+        hint: further advice, for errors.
 
     Raises:
-        InvalidInputError: it lacks one; the error has the input that was probably meant.
+        InvalidInputError: it lacks one; the message suggests the nearest known input.
     """
     expected_features = [feature for feature in features if not feature.index]
     known = {
@@ -154,13 +154,13 @@ def refuse_unknown(doing: str, names: Iterable[str], features: Sequence[Feature]
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the hint at the known name that is like an unknown one; empty if there is none."""
+    """Return a hint at the most similar known name; empty without one."""
     near = get_close_matches(name[:120], known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Make arrays of what a caller in this process gives; see `HPS.score`.
+    """Convert the inputs of a caller in this process to arrays; see `HPS.score`.
 
     Raises:
         InvalidInputError: an input cannot be read as an array in host memory.
@@ -211,7 +211,7 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Inp
 
 
 def _unfulfilled(signature: Signature, given: Sequence[InputValues], samples: int, sizes: Mapping[str, int]) -> str:
-    """Say which guard refuses a request, and the input whose size it is about."""
+    """Describe the guard that refuses a request, and the input whose size it limits."""
     known = {**sizes, SAMPLES: samples}
     refusing = [guard for guard in signature.guards if not guard.holds(known)]
     guard = next((guard for guard in refusing if SAMPLES not in guard.names), refusing[0])  # samples may be added
@@ -312,4 +312,4 @@ def _solved(doing: str, signature: Signature, given: Sequence[InputValues], size
             if samples is None:
                 raise _wrong_shape(doing, signature.features[place], values)
             return samples
-    raise InvalidInputError(f"{doing}: no input tells the number of samples")
+    raise InvalidInputError(f"{doing}: the number of samples follows from no input")

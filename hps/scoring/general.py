@@ -1,4 +1,4 @@
-"""Batches of any requests, in new memory: inputs are put together, keys computed, vectors looked up."""
+"""Batches of any requests, in new memory: merges inputs, computes keys, looks vectors up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from hps.types import KeyArray
 
 @dataclass(slots=True)
 class _ScoredBatch:
-    """What is known of a batch, by name of a feature, an output of a keys program, or a lookup.
+    """The values of a batch, by name of a feature, an output of a keys program, or a lookup.
 
     Attributes:
         values: in the memory of lookups: on a CUDA device tensors, else arrays; of a feature with a table, `Keys`.
-        times, sizes: as of `Merged`.
+        times, sizes: see `Merged`.
     """
 
     values: dict[str, Any]
@@ -31,7 +31,7 @@ class _ScoredBatch:
 
 
 class _LookupRequest(NamedTuple):
-    """What a lookup asks of a batch.
+    """The keys of one lookup of a batch.
 
     Attributes:
         keys: int64, of any shape.
@@ -106,7 +106,7 @@ class NewBatches:
                     batch.times[name] = times
 
     def _shared_times(self, batch: _ScoredBatch, names: Sequence[str]) -> KeyArray | None:
-        """Return how often each row of several values counts, if it is the same of all; None if each counts once."""
+        """Return the repetitions of each row that several values share; None if they differ, or rows count once."""
         times = [batch.times.get(name) for name in names]
         first = times[0]
         if first is None or any(time is None or not np.array_equal(time, first) for time in times):
@@ -122,7 +122,6 @@ class NewBatches:
         return self._runner.network.take(values, self._runner.network.put(index)) if self._runner.on_device else values[index]
 
     def _find_vectors(self, batch: _ScoredBatch, dry: bool) -> None:
-        """Look up the vectors of all lookups."""
         requests = {place: self._lookup_request(batch, request) for place, request in enumerate(self._signature.lookups)}
         for pooled, places in self._runner.groups({place: request.bags is not None for place, request in requests.items()}):
             tables: dict[str, Any] = {}
@@ -145,7 +144,7 @@ class NewBatches:
                 self._run_lookup(tables, outs, pooled)
 
     def _run_lookup(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
-        """Look up one lookup of each table."""
+        """Look up each table once."""
         index, on_device = self._indices.__getitem__, self._runner.on_device
         tables_of = self._runner.tables
         if pooled:

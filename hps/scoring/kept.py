@@ -1,8 +1,8 @@
-"""Batches of requests that look alike, in memory that is kept.
+"""Batches of requests of one form, in memory that is kept between batches.
 
-All memory from their keys to the inputs of the network is kept, for some forms of batches, and so is what their lookups
-prepare; on a CUDA device the keys programs and the network are CUDA graphs. Then a batch is one copy of its inputs, a launch of
-the keys programs, prepared lookups, and one launch.
+For some forms of batches, all memory from keys to the inputs of the network is kept, and their lookups are prepared; on a CUDA
+device the keys programs and the network are CUDA graphs. A batch is then one copy of its inputs, a launch of the keys programs,
+prepared lookups, and one launch of the network.
 """
 
 import logging
@@ -36,10 +36,10 @@ _SMALL_BYTES = 1 << 18  # of vectors: new memory for them costs less than what i
 
 @dataclass(slots=True)
 class _Bound:
-    """What batches with the same numbers of rows and keys prepare once.
+    """Lookups and runs prepared for batches with the same numbers of rows and keys.
 
     Attributes:
-        starts: by feature, where its values begin in the memory of inputs.
+        starts: by feature, offset of its values in the memory of inputs.
         target, source: the part of this memory that is used, and the same part of `KeptMemory.source`; None on the CPU.
         keys: computes and copies keys; None if they are read as they are given.
         run: of the network.
@@ -128,7 +128,7 @@ class KeptBatches:
                 self._runner.run(kept.run)
 
     def score(self, requests: Sequence[ScoreInputs | PackedRequest], counts: KeyArray) -> tuple[Outputs | None, int]:
-        """Score requests that look alike; no outputs if they do not, no memory is left, or new memory costs less."""
+        """Score requests of one form; no outputs if forms differ, no memory is left, or new memory costs less."""
         alone = len(requests) == 1 or type(requests[0]) is ScoreInputs
         if alone and not self._runner.on_device and int(counts.sum()) * self._sample_bytes < _SMALL_BYTES:
             return None, 0
@@ -183,7 +183,7 @@ class KeptBatches:
         return any(self._signature.refused_by(count, sizes) is not None for count in rows)
 
     def _kept_for(self, form: BatchForm) -> KeptMemory | None:
-        """Return the memory of batches of a form; None if that of others is in use and there may be no more."""
+        """Return the memory of batches of a form, allocated if necessary; None if there is no room for another form."""
         self._batches += 1
         if (kept := self._memories.get(form)) is None:
             while not self._has_room(form):
@@ -193,7 +193,7 @@ class KeptBatches:
                 del self._memories[oldest.form]
             try:
                 kept = self._new_memory(form)
-            except (MemoryError, RuntimeError) as error:  # the memory of one batch may be had
+            except (MemoryError, RuntimeError) as error:  # new memory for one batch may still be available
                 self._most_kept = len(self._memories)
                 _log.warning(
                     "model %r: no memory is kept for batches of %d samples: %s", self._runner.model, form.samples, error
@@ -206,7 +206,7 @@ class KeptBatches:
         return kept
 
     def _has_room(self, form: BatchForm) -> bool:
-        """Return whether memory may be kept for one more form: lengths of requests may have any value."""
+        """Return True if memory may be kept for one more form. The number of forms has no bound: sizes are free."""
         if len(self._memories) >= self._most_kept:
             return False
         if not self._most_bytes:
@@ -268,7 +268,7 @@ class KeptBatches:
         return self._runner.network.empty(shape, dtype) if self._runner.on_device else np.zeros(shape, dtype)
 
     def _part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor that begins at a byte of the memory of inputs."""
+        """Return the tensor at a byte offset of the memory of inputs."""
         if self._runner.on_device:
             return self._runner.network.part(memory, start, dtype, shape)
         return np.ndarray(shape, dtype, memory, start)
@@ -276,7 +276,7 @@ class KeptBatches:
     def _keys_run(
         self, kept: KeptMemory, rows: Mapping[str, int] | None, samples: int
     ) -> Callable[[], Mapping[str, Tensor]] | None:
-        """Return what computes and copies the keys of the memory of a form, or of some rows of it; None if nothing does.
+        """Return a function that computes and copies the keys of the memory of a form, or of some rows; None without any.
 
         Args:
             rows: as for `_inputs`.
@@ -325,7 +325,7 @@ class KeptBatches:
         return self._run_of(self._runner.network, inputs, kept.layout.once.intersection(inputs), index)
 
     def _inputs(self, kept: KeptMemory, rows: Mapping[str, int] | None, samples: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the features that are read as they are, and the index.
+        """Return the features that are read unchanged, and the index.
 
         Args:
             rows: by name of the feature or lookup; None: all.
@@ -379,13 +379,13 @@ class KeptBatches:
         return _Bound(starts, None, None, keys_run, lookups, self._network_run(kept, by_name, samples))
 
     def _rows_of(self, kept: KeptMemory, rows: Mapping[str, int], names: Sequence[str]) -> int:
-        """Return the number of rows of what is made of several values: that of those with a row a sample, if any."""
+        """Return the number of rows computed from several values: that of values with a row a sample, if any."""
         return rows[next((name for name in names if name not in kept.layout.once), names[0])]
 
     def _values(
         self, kept: KeptMemory, keys_only: Mapping[str, Tensor], place: int, source: Source | None, rows: int
     ) -> Tensor | None:
-        """Return where the keys or weights of a lookup are, as one dimension."""
+        """Return the keys or weights of a lookup, flat."""
         if source is None:
             return None
         if (buffer := kept.buffers.get((place, source))) is not None:

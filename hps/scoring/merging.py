@@ -1,4 +1,4 @@
-"""Puts the inputs of several requests together, for one lookup and one call of the network."""
+"""Merges the inputs of several requests, for one lookup and one call of the network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,7 +43,7 @@ class Merged:
 
 
 def merge(signature: Signature, requests: Sequence[ScoreInputs], counts: KeyArray) -> Merged:
-    """Put the inputs of requests together.
+    """Merge the inputs of requests.
 
     Args:
         counts: by request, number of samples.
@@ -72,7 +72,7 @@ def merge(signature: Signature, requests: Sequence[ScoreInputs], counts: KeyArra
 
 
 def merged_sizes(signature: Signature, requests: Sequence[ScoreInputs | PackedRequest]) -> Mapping[str, int]:
-    """Return the named sizes of requests that are put together."""
+    """Return the named sizes of merged requests."""
     first = requests[0].sizes
     if len(requests) == 1 or len(signature.inner) == len(first):
         return first
@@ -110,7 +110,7 @@ def _padded(part: InputValues, more: int) -> InputValues:
 
 
 def _shifted(feature: Feature, parts: Sequence[InputValues], rows: Sequence[int]) -> npt.NDArray[Any]:
-    """Concatenate offsets into values that are concatenated, too.
+    """Concatenate offsets into concatenated values.
 
     Args:
         rows: number of values of each request.

@@ -1,4 +1,4 @@
-"""What the two ways of scoring a batch have in common: a network, its keys programs, and lookups of one deployment."""
+"""The network, keys programs and lookups of one deployment, which batches in new and in kept memory run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -54,7 +54,7 @@ class Runner:
         return self.running(lambda: self.network.fetch(run()), "the network")
 
     def running(self, run: Callable[[], T], program: str) -> T:
-        """Call what runs the network or a keys program; errors as of `run`."""
+        """Run the network or a keys program; errors as for `run`."""
         try:
             with self.calls.running(self):
                 return run()
@@ -70,13 +70,13 @@ class Runner:
     def run_of(
         network: Network, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]
     ) -> Callable[[], Mapping[str, Tensor]]:
-        """Return the run of a network on inputs; those that have an index are repeated by it."""
+        """Return a run of a network on inputs; inputs with an index are repeated by it."""
         if not indices:
             return lambda: network.run(inputs)
         return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name, index in indices.items()}})
 
     def groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
-        """Group lookups, by their places, such that a group asks a table once, and pools all or none."""
+        """Group lookups, by their places: a group has each table at most once, and pools all or none."""
         groups: dict[tuple[bool, int], list[int]] = {}
         turns: dict[tuple[bool, int], int] = {}
         for place, pools in pooled.items():

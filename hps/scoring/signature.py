@@ -1,4 +1,4 @@
-"""What a network needs of a request: inputs, what is computed of them, lookups, and the sizes that it runs with.
+"""The signature of a network: inputs, keys computed from them, lookups, and the sizes that it runs with.
 
     features (of the request) -> keys programs -> lookups -> network
 
@@ -112,9 +112,8 @@ class NetworkLookup:
         table: index of the table.
         dim: width of its vectors.
         combiner: how vectors are pooled; empty: they are not.
-        max_norm, padding_key: as of `Bags`.
-        keys, offsets, weights: where they come from. A feature with a table brings its own offsets and weights.
-        include_last_offset: as of `Bags`.
+        max_norm, padding_key, include_last_offset: see `Bags`.
+        keys, offsets, weights: their sources. A feature with a table has its own offsets and weights.
         feature: place of the feature with a table whose keys they are; -1 for others.
         max_keys: most keys of a lookup of the table.
     """
@@ -134,7 +133,7 @@ class NetworkLookup:
 
     @property
     def clips(self) -> bool:
-        """Whether vectors are clipped that are not pooled: each is a bag by itself."""
+        """Whether vectors are clipped without pooling; each is then a bag of its own."""
         return not self.combiner and self.max_norm is not None
 
     def pools(self, keys: int) -> bool:
@@ -170,7 +169,7 @@ class KeysProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """What a network needs of a request. *Immutable*, but for what it remembers of sizes. *Thread-safe.*
+    """The inputs, lookups and sizes of a network. *Immutable*, but for a cache of accepted sizes. *Thread-safe.*
 
     Attributes:
         features: inputs, in the order of the configuration.
@@ -183,9 +182,9 @@ class Signature:
         pads: whether the last sample may be repeated until the number of samples is one with which the network runs.
         inner: named sizes that requests must share to be put together.
         named: of each size that is alone in a shape, place of the feature, axis, and name.
-        derived: of each size that is an expression of others, likewise.
+        derived: of each size that is an expression of others, place, axis and expression.
         shifted: places of features that are offsets of others.
-        counted: of lookups whose number of keys a request tells, place and column of the feature.
+        counted: of lookups whose number of keys follows from a request, place and column of the feature.
         limits: by place in `counted`, most keys of a lookup.
     """
 
@@ -228,7 +227,7 @@ class Signature:
         return found
 
     def _vectors_shape(self, lookup: NetworkLookup) -> tuple[int, ...] | None:
-        """Return the shape of vectors; None if only the keys program tells it."""
+        """Return the shape of vectors; None if it depends on the keys program."""
         feature = next((feature for feature in self.features if feature.name == lookup.keys.name), None)
         if lookup.combiner or lookup.keys.column is not None:
             return -1, lookup.dim
@@ -254,14 +253,14 @@ class Signature:
         return found
 
     def padding(self, samples: int, sizes: Mapping[str, int]) -> int | None:
-        """Return how often to repeat the last sample of a batch; None if the guards refuse it all the same."""
+        """Return how often to repeat the last sample of a batch; None if the guards refuse it with any padding."""
         for more in range(1 + _MOST_PADDING if self.pads else 1):
             if self.refused_by(samples + more, sizes) is None:
                 return more
         return None
 
     def admits(self, samples: int, sizes: Mapping[str, int]) -> bool:
-        """Return whether a request of these sizes is answered, perhaps padded."""
+        """Return True if a request of these sizes is answered, with padding if necessary."""
         known = {**sizes, SAMPLES: samples}
         return all(guard.holds(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
 

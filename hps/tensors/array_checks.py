@@ -1,4 +1,4 @@
-"""Checks of callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
+"""Adopts and checks callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
 
 Arrays and tensors are checked once a call, at the entry point. Every check raises `InvalidDtypeError` for a wrong dtype or a
 non-array, and `InvalidInputError` for a wrong shape or place, an array that is not C-contiguous, and a read-only output. Only
@@ -29,7 +29,7 @@ def check_fetch(
     *,
     aligned: bool = False,
 ) -> tuple[KeyArray, FloatArray, BoolArray]:
-    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, begins the message."""
+    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, starts the message."""
     keys = check_keys(doing, keys, aligned=aligned)
     out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True, aligned=aligned)
     return keys, out, check_array(doing, "found", found, np.bool_, (keys.size,), writable=True)

@@ -146,7 +146,7 @@ def _input_array(name: str, values: Any, dtype: npt.DTypeLike | None) -> npt.NDA
 
 
 def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") -> None:
-    """Check that numbers of Python fit an integer dtype, which would take their lowest bits."""
+    """Check that Python's numbers fit an integer dtype; the conversion would silently take their lowest bits."""
     if dtype.kind in "iu" and array.size and array.dtype.kind in "iu":
         least, most = int(array.min()), int(array.max())
         if not np.iinfo(dtype).min <= least <= most <= np.iinfo(dtype).max:
@@ -155,7 +155,7 @@ def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") ->
 
 
 def keys_of_bags(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
-    """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, integer arrays. Return them with their number and shape."""
+    """Adopt keys as `HPS.lookup_tables` does, and return them with their number and shape."""
     if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
         array = as_host_array(keys, "keys", "integers, or as many of them for every bag")
         flat = np.require(as_host_keys(array.reshape(-1)), requirements=["ALIGNED"])

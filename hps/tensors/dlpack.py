@@ -140,7 +140,7 @@ class TensorView:
     def host_array(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array of the given shape over the first elements of a contiguous tensor in host memory."""
         typestr = _TYPESTRS[self.code, self.bits]
-        if not self.pointer or 0 in shape:  # an empty tensor may lie anywhere, also where none of its elements could
+        if not self.pointer or 0 in shape:  # the address of an empty tensor may be invalid
             return np.empty(shape, typestr)
         memory = _Memory()
         memory.owner = self.owner
@@ -210,12 +210,12 @@ def _of_numpy(array: np.ndarray, label: str) -> TensorView:
 
 
 def _exported(tensor: Any, stream: int | None, label: str) -> Any:
-    """Ask a tensor's producer for a capsule."""
+    """Export a tensor as a capsule, through its `__dlpack__`."""
     try:
         export = tensor.__dlpack__
     except AttributeError:
         raise InvalidInputError(
-            f"adopting {label}: got {type(tensor).__name__}, expected a tensor that speaks DLPack (NumPy, torch, CuPy, JAX) "
+            f"adopting {label}: got {type(tensor).__name__}, expected a tensor that supports DLPack (NumPy, torch, CuPy, JAX) "
             "or a capsule of one"
         ) from None
     arguments: dict[str, Any] = {}

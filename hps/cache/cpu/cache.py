@@ -38,7 +38,7 @@ from hps.tensors.pooling import bag_arrays, first_key, pool_rows
 from hps.types import ROW_DTYPES, BoolArray, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, rows_text
 
 _LINE_BYTES = 8 * LINE_WORDS
-_ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
+_ALL: BoolArray = np.empty(0, np.bool_)  # for kernels: all keys are chosen; no found-mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,13 +86,13 @@ class NumpyCache(StaticTables, BatchAnswers):
 
     @classmethod
     def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
-        from hps.cache.cpu.batches import run  # it reads our tables
+        from hps.cache.cpu.batches import run  # which imports this module
 
         return (run,)
 
     @classmethod
     def batches(cls, loop: Board) -> BatchDriver:
-        from hps.cache.cpu.batches import NumpyBatches  # it reads our tables
+        from hps.cache.cpu.batches import NumpyBatches  # which imports this module
 
         return NumpyBatches(loop)
 
@@ -143,7 +143,6 @@ class NumpyCache(StaticTables, BatchAnswers):
         return cls(tables, capacity_rows, static)
 
     def create_lookup(self) -> "NumpyLookup":
-        """Make a lookup; its memory is allocated on demand."""
         return NumpyLookup(self)
 
     def insert(
@@ -281,7 +280,8 @@ class NumpyLookup(CacheLookup):
                 return self.query(_with_aligned_keys(batch))
             if count and self._cache.complete and not poolings:
                 left = _settle(table, keys, out, found, missing, count)
-                if self._cache.complete:  # still, so what was not resident was absent
+                # Complete before and after the search, so keys that were not resident are absent.
+                if self._cache.complete:
                     absent = absent or [0] * len(batch.tables)
                     absent[place], count = count - left, left
             counts.append(count)
@@ -393,7 +393,7 @@ def _settle(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray
 
 
 def _query_by_threads(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
-    """Run the kernel `query` for many keys; each piece is a query of its own, in its own epoch."""
+    """Run the kernel `query` for many keys, in pieces with an epoch each."""
     n = keys.size
     lines, vectors, state, dim, dtype = table.lines, table.vectors, table.state, table.spec.dim, table.dtype
     if out.shape[0] != n or found.size not in (0, n) or n > EPOCHS_A_CALL * vectors.shape[0]:

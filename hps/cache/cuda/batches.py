@@ -1,4 +1,4 @@
-"""Answers what fronts post from the CuPy caches: the memory of `batch_loop`, and what it has to know of caches."""
+"""Answers requests of frontends from CuPy caches: the memory of `batch_loop`, and its description of caches."""
 
 import ctypes
 import logging
@@ -143,7 +143,7 @@ class CupyBatches(BatchDriver):
         self._words: IndexArray = np.zeros((batch_loop.LANES * 16, batch_loop.LANE_COLUMNS), np.int64)
         self._words[:, batch_loop.L_DEVICE] = -1
         self._devices: list[int] = []
-        self._in_use: dict[int, object] = {}  # by identity of a cache: its tables and links
+        self._in_use: dict[int, object] = {}  # by identity of a cache: references to its tables and links
         library = ctypes.CDLL("libcuda.so.1")
         self._functions = np.zeros(16, np.int64)
         for place, names in (
@@ -158,7 +158,7 @@ class CupyBatches(BatchDriver):
             self._functions[place] = ctypes.cast(found, ctypes.c_void_p).value or 0
 
     def prepare(self) -> None:
-        """Pin the regions for all devices; if that fails, Python answers, through buffers of its own."""
+        """Pin the regions for all devices. If that fails, the engine's threads answer, through pinned buffers."""
         compile_kernels(batch_loop.run)
         pinner = CudaPinner(0)
         try:
@@ -168,7 +168,7 @@ class CupyBatches(BatchDriver):
                 self._loop.shift(place, _device_address(memory.address) - memory.address)
             self._in_place = True
         except DeviceError as error:
-            _log.warning("the GPU does not read the memory of the fronts in place, which makes lookups slower: %s", error)
+            _log.warning("the GPU does not read the memory of the frontends in place, which makes lookups slower: %s", error)
 
     def resident(self, cache: EmbeddingCache) -> Resident | None:
         if not isinstance(cache, CupyCache) or not self._in_place:
@@ -229,7 +229,7 @@ class CupyBatches(BatchDriver):
         batch_loop.run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
 
     def close(self) -> None:
-        """Unpin the regions: memory that is unmapped while it is pinned keeps the next regions from being pinned there."""
+        """Unpin the regions: CUDA refuses to pin memory mapped at the address of regions that were unmapped while pinned."""
         while self._pinned:
             CudaPinner(0).unpin(self._pinned.pop())
 

@@ -91,7 +91,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
 
     @classmethod
     def batches(cls, loop: Board) -> BatchDriver:
-        from hps.cache.cuda.batches import CupyBatches  # it reads our tables
+        from hps.cache.cuda.batches import CupyBatches  # which imports this module
 
         return CupyBatches(loop)
 

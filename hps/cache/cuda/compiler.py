@@ -1,6 +1,6 @@
 """Compiles CUDA kernels with NVRTC, for a device or ahead without one, and keeps the code for later processes.
 
-CuPy's own cache of kernels asks a device for its key; ours takes the architecture, so that an image can carry the code.
+CuPy's own cache of kernels needs a device for its keys. This one takes the architecture, so that an image can carry the code.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _OPTIONS: Final = ("-std=c++17", "-ftz=true", "--device-as-default-execution-spa
 
 
 def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, bool]:
-    """Return the machine code of CUDA C++ for an architecture, and whether it had to be compiled.
+    """Return the machine code of CUDA C++ for an architecture, and True if it was compiled now.
 
     Args:
         name: of the kernel.
@@ -48,7 +48,7 @@ def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, boo
 
 
 def compile_ahead(kernels: Iterable[Kernel], architecture: str) -> tuple[int, int]:
-    """Compile kernels for an architecture; return how many were compiled, and how many were there.
+    """Compile kernels for an architecture; return the numbers of newly and of previously compiled ones.
 
     Raises:
         InvalidInputError: NVRTC does not compile for this architecture.

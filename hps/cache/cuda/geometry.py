@@ -9,7 +9,7 @@ from hps.types import TableSpec, rows_text
 
 COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/walk.cuh`
 LOOKUP_COUNTERS = slice(4, 6)  # absent and unread keys of enqueued lookups of complete tables
-COMPLETE_AT = 8 * 6  # bytes from the first counter to the word that tells whether a static table is complete
+COMPLETE_AT = 8 * 6  # bytes from the first counter to the flag of complete static tables
 RESERVE_BYTES = 64 << 20  # reserved for the lookups and the driver
 GRANULE_BYTES = 1 << 21
 """Memory of several devices under one range of addresses is a multiple of this."""
@@ -44,7 +44,7 @@ def part_bytes(pairs: int, width: int, devices: int) -> list[int]:
 
 
 def owned_pairs(pairs: int, width: int, devices: int, nth: int) -> tuple[int, int]:
-    """Return the first pair of a shared table whose rows begin on the nth device, and how many do."""
+    """Return the first pair of a shared table whose rows start on the nth device, and the number of such pairs."""
     parts, pair_bytes = part_bytes(pairs, width, devices), 2 * kernels.SLOTS * 4 * width
     first, stop = (min(pairs, -(-sum(parts[:end]) // pair_bytes)) for end in (nth, nth + 1))
     return first, stop - first

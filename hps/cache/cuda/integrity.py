@@ -35,5 +35,5 @@ def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool,
     findings = check_keys_of_sets(tag, keys, owned, int(np.count_nonzero(homes // 2 != places // 2)), counted_rows)
     strays = np.bincount(homes[homes != places], minlength=2 * pairs)
     if wrong := np.count_nonzero(strays != headers >> _STRAYS_SHIFT & 0xFF):
-        findings.append(f"cached table {tag}: {wrong} buckets count other strays than stand in their neighbours")
+        findings.append(f"cached table {tag}: {wrong} buckets count a wrong number of strays in their neighbours")
     return findings

@@ -38,7 +38,7 @@ THREADS = 256
 QUERY_THREADS = 128
 UNIQUE_THREADS = 512
 STRIPES = 1024
-"""Stripes of a table, whose versions tell readers of changes."""
+"""Number of stripes of a table; readers detect changes by the version of a stripe."""
 MOST_HOST_SEGMENTS = 16
 """Maximum number of segments of a table in host memory."""
 MOST_BAGS = 32
@@ -370,14 +370,13 @@ def scatter_kernel(shape: Shape) -> Kernel:
 def shape_of(tables: Sequence[Rows], segments: Sequence[int], outputs: int) -> Shape:
     """Return the shape of a launch for some of a cache's tables.
 
-    Tables of different rows take the shape of all of the cache's, whichever they are: it can do all that theirs could, and it
-    is compiled, where the shapes of all their subsets would be too many to compile before the first lookup.
-
     Args:
         tables: all tables of the cache.
-        asked: the table of each segment.
+        segments: the table of each segment.
         outputs: see `outputs_code`.
     """
+    # Tables of different rows take the shape of all tables of the cache. It fits every subset, and is compiled before the first
+    # lookup; the shapes of all subsets would be too many.
     same = len({tables[table] for table in segments}) == 1
     shape = Shape.of([tables[segments[0]]] if same else tables, outputs)
     return shape if len(segments) == 1 else shape._replace(segments=SEGMENTS_AT_ONCE)
@@ -419,7 +418,7 @@ RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_O
 
 
 def near_kernels(tables: Sequence[Rows]) -> list[Kernel]:
-    """Return the kernels for near tables beside shared ones."""
+    """Return the kernels for near tables of shared ones."""
     promotions = [promote_kernel(unit_of(width, 16), width) for width in {rows.width for rows in tables}]
     return [*modification_kernels(tables), *promotions]
 
@@ -478,7 +477,7 @@ def home_of(key: int, pairs: int, stretch: int = 1) -> int:
 
 
 def step_of(key: int, pairs: int) -> int:
-    """Return by how many pairs a key of a static table goes on, as the kernels compute it."""
+    """Return the distance in pairs between the steps of a key of a static table, as the kernels compute it."""
     return 1 << ((_hash_of(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
 
 
@@ -492,7 +491,7 @@ def sharing_word(stretch: int = 1, copies: int = 1, granules: int = 0) -> int:
 
 
 def zero_pair(pairs: int) -> int:
-    """Return the pair of key 0, which any stretch leaves where it is."""
+    """Return the pair of key 0, which is the same for any stretch."""
     return home_of(0, pairs) // 2
 
 

@@ -53,11 +53,9 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def reason_against(device_ids: Sequence[int]) -> str | None:
-    """Return why these devices cannot share memory, for the log; None if they can.
-
-    Writers own a pair of buckets by an atomic operation on whatever device has it. Over a link without native atomics, such as
-    PCIe, that is a read and a write, and two could own the pair (CUDA driver API, cuDeviceGetP2PAttribute).
-    """
+    """Return why these devices cannot share memory, for the log; None if they can."""
+    # Writers own a pair of buckets by an atomic operation on its device. Over a link without native atomics, such as
+    # PCIe, that is a read and a write, and two writers could own the pair (CUDA driver API, cuDeviceGetP2PAttribute).
     if len(device_ids) > MOST_SHARERS:
         return f"got {len(device_ids)} devices, expected at most {MOST_SHARERS}"
     if len(set(device_ids)) < len(device_ids):

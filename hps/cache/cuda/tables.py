@@ -61,11 +61,11 @@ def check_room(
     index_bytes: Sequence[int] = (),
     sharing: DeviceSharing = ALONE,
 ) -> None:
-    """Reject tables that `allocate` could not allocate now beside their indexes.
+    """Reject tables that `allocate` could not allocate now together with their indexes.
 
     Raises:
         CapacityError: they do not fit the current device; the message is that of `allocate`.
-        ConfigError: as there.
+        ConfigError: see `allocate`.
     """
     pairs, sizes = _pairs_and_sizes(specs, capacity_rows, static, max(1, len(sharing.device_ids)), sharing.near_rows)
     free_bytes = runtime.memGetInfo()[0] - sum(index_bytes)
@@ -76,7 +76,7 @@ def check_room(
 def _pairs_and_sizes(
     specs: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool, devices: int, near_rows: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the pairs of each table, and its bytes on a device; reject tables with more rows than kernels can number."""
+    """Return the pairs and bytes of each table on a device; reject tables with more rows than kernels can number."""
     pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
     most = _MOST_ROWS if devices == 1 else MOST_SHARED_ROWS
     for spec, count in zip(specs, pairs, strict=True):
@@ -136,7 +136,7 @@ def write_sharing(buckets: int, values: Sequence[int]) -> None:
     """
     packed = np.frombuffer(structs.SHARING.pack(*values), np.uint8)
     runtime.memcpy(buckets - kernels.SHARING_BYTES, packed.ctypes.data, packed.nbytes, runtime.memcpyHostToDevice)
-    runtime.streamSynchronize(0)  # a copy of little from the host may end after its call
+    runtime.streamSynchronize(0)  # a small copy from host memory may return before it has ended
 
 
 def _empty(buckets: int, pairs: int, stretch: int = 1) -> None:

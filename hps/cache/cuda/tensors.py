@@ -135,7 +135,7 @@ class TensorReader:
         self.streams: set[int] = set()
 
     def start(self) -> None:
-        """Forget the tensors of the last lookup."""
+        """Drop the tensors of the last lookup."""
         self._uses_torch = self._uses_cupy = False
         self.streams = set()
         self._keep = []
@@ -152,7 +152,7 @@ class TensorReader:
         """Find the tensors of a batch of rows.
 
         Args:
-            dims, doing: dimension and the begin of error messages, by table.
+            dims, doing: dimension and start of error messages, by table.
             host: mapped memory for keys and outputs in host memory.
         """
         if batch.joined:
@@ -224,7 +224,7 @@ class TensorReader:
         return placed
 
     def _place_alike(self, batch: Batch, dims: Sequence[int]) -> Placement | None:
-        """Find tensors of one kind column by column; None if one of them is not as it should be, or elsewhere."""
+        """Find tensors of one kind column by column; None if the general path must check them."""
         device, keys, outs, count = self._device_id, batch.keys, batch.outs, len(batch.keys)
         tensors, needs = [*keys, *outs], map(mul, batch.sizes, [dims[table] for table in batch.tables])
         if batch.kind is self._tensor:
@@ -458,7 +458,7 @@ class TensorReader:
         return address + (2 if self._narrow else 4) * part.start
 
     def _is_torch_here(self, tensor: Any) -> bool:
-        """Return whether it is a contiguous torch tensor on this device, and record its stream."""
+        """Return True for a contiguous torch tensor on this device, and record its stream."""
         is_here = type(tensor) is self._tensor and tensor.get_device() == self._device_id and tensor.is_contiguous()
         if is_here and not self._uses_torch:
             self._use_torch()
@@ -509,7 +509,7 @@ class TensorReader:
 def _pinned_address(array: np.ndarray) -> int:
     """Return the device address of a NumPy array in memory pinned by CuPy (`cupyx.empty_pinned`); else 0.
 
-    Asking CUDA about the address is not enough: an array may begin and end on pages that others have pinned.
+    The attributes of the address alone are not enough: an array may start and end on pages that other arrays have pinned.
     """
     base: Any = array.base
     if base is None:

@@ -110,6 +110,7 @@ class _TorchNetwork(Network):
                     for _ in range(_WARM_UPS):  # libraries choose kernels and take memory
                         run()
                 stream.synchronize()
+                # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     outputs = run()

@@ -114,6 +114,8 @@ class Batcher:
                 )
             self._waiting.append((call, time.monotonic()))
             self._samples += call.request.samples
+            # The thread is woken only if it sleeps without a batch, or if its batch is full: while a batch runs or a delay
+            # passes, it finds the request anyway.
             if self._idle or self._samples >= self._max_samples:
                 self._changed.notify()
 

@@ -265,7 +265,7 @@ class Signature:
         return all(guard.holds(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
 
     def trial_samples(self) -> tuple[int, ...]:
-        """Return numbers of samples with which to try the network: 1 and 3, or the next ones that it runs with."""
+        """Return the numbers of samples of trials: 1 and 3, or the next ones that the network runs with."""
         first = self._runs_from(1)
         if first is None:
             return ()

@@ -492,7 +492,8 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int], static:
     sizes = [_size_bytes(rows, table.width, static) for rows, table in zip(capacity_rows, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        if sum(sizes) > memory:  # reserved, but not filled
+        # Linux overcommits: an allocation beyond the machine's memory succeeds, and the process is killed when it fills it.
+        if sum(sizes) > memory:
             raise MemoryError
         return tuple(
             NumpyTable(

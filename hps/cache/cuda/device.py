@@ -285,7 +285,8 @@ class TableMemory:
         disown_in_children(self)
 
     def disown(self) -> None:
-        """Refuse every call in a forked child, which must not call CUDA, and keep the memory from being freed there."""
+        """Refuse every call in a forked child."""
+        # A child must not call CUDA, and freeing memory is a call: the reference keeps it from being freed there.
         self._disowned, self.open = self.open, None
 
     def tables(self) -> tuple[DeviceTable, ...]:

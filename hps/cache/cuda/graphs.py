@@ -128,7 +128,7 @@ def record(reader: TensorReader, memory: TableMemory, batch: Batch, enqueue: Cal
     seen.joined = batch.joined
     for producer in {reader.work_stream(tensor) for tensor in batch.keys} - {None}:
         stream.wait_event(stream_of(producer or 0).record())
-    enqueue(seen)
+    enqueue(seen)  # a capture must not allocate: this run makes all memory that it needs
     stream.synchronize()
     stream.begin_capture()
     try:

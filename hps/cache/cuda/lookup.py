@@ -34,7 +34,9 @@ from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.batch import Batch
 from hps.types import BoolArray, KeyArray, RowArray
 
-_HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
+# Of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0, so that lookups continue
+# during a warm-up and a refresh.
+_HIGHEST_PRIORITY = -5
 _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned host memory: a separate copy costs more
 _FEW_MISSES = 1 << 12  # up to this number, misses are read as they came: finding an order that is read faster takes 10 us
 _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
@@ -289,6 +291,8 @@ class CupyLookup(StreamOrderedLookup):
         streams = self.reader.streams
         if self._host_waits or self._waits_for or streams != self._streams:
             self._choose_stream(streams)
+        # The previous lookup may still use the scratch memory on another stream. Nothing is awaited within a capture: the
+        # workspace belongs to the graph alone.
         if self._busy and self._busy != self.stream + 1 and not captured:
             runtime.streamWaitEvent(self.stream, self._done.ptr)
             runtime.eventRecord(self._done.ptr, self.stream)
@@ -321,6 +325,7 @@ class CupyLookup(StreamOrderedLookup):
             counts = self._answer_misses(attached=attached, answered=launched)
             self.flags[:2] = 0
         if attached:
+            # The share falls by 8 a lookup, so one lookup without misses does not end the launch of both kernels.
             share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
@@ -604,6 +609,7 @@ class CupyLookup(StreamOrderedLookup):
             return
         self.stream = self._private_stream
         self._waits_for = [stream for stream in streams if stream != UNKNOWN_STREAM]
+        # Producers of an unknown stream were ordered before the legacy default stream by DLPack (`adopt` passes that one).
         for stream in streams:
             runtime.eventRecord(self._order.ptr, 0 if stream == UNKNOWN_STREAM else stream)
             runtime.streamWaitEvent(self.stream, self._order.ptr)

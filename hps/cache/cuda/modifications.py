@@ -50,7 +50,9 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last = self._returned = 0  # events of the last change, and of the last one that its call did not wait for
+        # Two events. Changes wait for the last change (`_last`). Lookups need only see changes whose calls have returned
+        # (`_returned`): beside a refresh they would else wait for the copy and the kernel of a chunk that its caller awaits.
+        self._last = self._returned = 0
         self.pending = False
 
     @contextmanager
@@ -241,6 +243,7 @@ class Modifications:
         arrays = [keys] if vectors is None else [keys, vectors]
         pointers = []
         for array in arrays:
+            # A large pinned array is copied from where it is; a small one is read by the kernel through mapped memory.
             if array.nbytes > _MAPPED_BYTES and _is_pinned(array):
                 pointers.append(array.ctypes.data)
                 continue

@@ -13,7 +13,7 @@ from hps.cache.cuda.spread_memory import SpreadMemory
 from hps.errors import CapacityError, ConfigError, DeviceMemoryError
 from hps.types import TableSpec, rows_text
 
-_MOST_ROWS = (1 << 32) - 1  # the kernels use 32-bit row numbers
+_MOST_ROWS = (1 << 32) - 1  # kernels use row numbers of 32 bits
 
 
 def allocate(

@@ -97,7 +97,7 @@ FORMAT: Final = zlib.crc32(
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDescriptors:
+class FrontendDescriptors:
     """What the owner and the fronts share, as file descriptors. *Immutable.*
 
     Attributes:

@@ -19,8 +19,8 @@ from hps.models.repository import (
     explain_no_models,
     list_models,
     list_versions,
-    read_log_starts,
     network_of,
+    read_log_starts,
     table_sources,
     version_files,
 )

@@ -25,7 +25,7 @@ from hps.parameter_server import HPS
 from hps.regions import layout
 from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
-from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontendDescriptors, Memory
 from hps.scoring.batching import ScoreCall
 from hps.scoring.packing import PackedRequest
 from hps.scoring.scorer import Outputs, Request, ScoreTimes
@@ -109,7 +109,7 @@ class _Served:
                     self._session.count_answered(*tally)
 
 
-class FrontLink:
+class FrontendLink:
     """Ties a parameter server to the fronts. *Thread-safe.*
 
     Args:
@@ -145,7 +145,7 @@ class FrontLink:
         lifecycle.on_block.append(self.publish)
         lifecycle.unpublished = self._unpublished
 
-    def connect(self, descriptors: FrontDescriptors) -> None:
+    def connect(self, descriptors: FrontendDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
         compile_kernels(*OWNER_KERNELS)
         self._memories = [layout.map_region(region) for region in descriptors.regions]

@@ -133,7 +133,7 @@ class TritonPythonModel:
 
     def _lookup(self, inputs: Mapping[str, Any]) -> list[Any]:
         """Look up DLPack capsules by name; return Triton's output tensors."""
-        views = {name: adopt(capsule, what=f"input {name!r}") for name, capsule in inputs.items()}
+        views = {name: adopt(capsule, label=f"input {name!r}") for name, capsule in inputs.items()}
         while True:
             deployment = self._server.model(self._name)
             outs = self._answer(deployment, inputs, views)

@@ -214,7 +214,7 @@ class LiveModels:
         serving: deployment that answers lookups without a version, by model. Replaced as a whole, never modified.
         requested: last change requested over the network, by model.
         first_retry_s: first pause of the back-off.
-        watchers: called after the versions in service have changed, by the thread that changes them.
+        watchers: called after the versions in service have changed or a recording has started, by the thread that does so.
     """
 
     def __init__(
@@ -512,7 +512,7 @@ class LiveModels:
             for one in before:
                 if one.state == "retiring" and one.deployment is not deployment:
                     self._retire_later(name, one.deployment, tables)
-        self._notify()
+        self.notify_watchers()
         for one in before:
             if one.state == "available" and one.deployment.version in held:
                 _log.warning(
@@ -553,10 +553,10 @@ class LiveModels:
                     self.serving = {**self.serving, name: highest.deployment}
             for one in out:
                 one.state = "retiring"
-        self._notify()
+        self.notify_watchers()
         return [one.deployment for one in out]
 
-    def _notify(self) -> None:
+    def notify_watchers(self) -> None:
         for watcher in self.watchers:
             watcher()
 

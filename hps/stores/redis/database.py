@@ -138,7 +138,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self._uses_after = 0.0  # none are noted before this time
         if self._overflow.notes_uses:
             self._uses = WorkQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
-            self._uses.end_with(self)
+            self._uses.stop_with(self)
 
     @classmethod
     def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:

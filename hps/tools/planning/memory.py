@@ -160,11 +160,11 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             place = need.place
             if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _links(versions, model, number):
                 place = "pinned"
-            found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
+            found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.temporary)))
     formats = {version.network.config.format for version in versions if version.network is not None}
     found += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
     if stored:
-        found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
+        found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, temporary=True)))
     return found
 
 
@@ -213,8 +213,8 @@ def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
         fullest = (0, 0)
         for device in devices:
             own = [planned.need for planned in here if place != "gpu" or planned.device == device]
-            size = sum(need.size_bytes for need in own if not need.passing)
-            fullest = max(fullest, (size, size + sum(need.size_bytes for need in own if need.passing)))
+            size = sum(need.size_bytes for need in own if not need.temporary)
+            fullest = max(fullest, (size, size + sum(need.size_bytes for need in own if need.temporary)))
         found.append(Total(place, *fullest, machine.free_bytes.get(place)))
     return found
 

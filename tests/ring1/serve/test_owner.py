@@ -30,7 +30,7 @@ class Session(CachedSession):
 
     def __init__(self):
         self.cache = NumpyCache.create(TABLES, [100, 100], 0)
-        self.before_close = []
+        self.before_close, self.on_loss = [], []
         self.counted = []
 
     def count_answered(self, tables, times, ns):
@@ -53,7 +53,7 @@ def board():
 def serve(board, session, driver=None):
     config = SimpleNamespace(model="m")
     deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None)
-    return _Served(deployed, 0, [board], [driver or NumpyBatches(board)])
+    return _Served(deployed, 0, [board], [driver or NumpyBatches(board)], lambda: None)
 
 
 def row_of(board, served):
@@ -192,3 +192,24 @@ def test_a_service_is_not_ready_while_its_loops_do_not_know_a_front(tmp_path):
         assert lifecycle.not_ready_reason == "front 0 is being connected"
         memory[layout.OWNER_EPOCH] = epoch
         wait_until(lambda: not lifecycle.not_ready_reason, "it is ready again")
+
+
+def test_the_snapshot_is_written_when_something_changes_and_not_meanwhile(tmp_path, monkeypatch):
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
+    with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
+        server, link = service.app.lifecycle.opened, service.app.link
+        published, settled = [], []
+        publish, settle = link.publish, link.settle
+        monkeypatch.setattr(link, "publish", lambda: (published.append(None), publish()))
+        monkeypatch.setattr(link, "settle", lambda: (settled.append(None), settle()))
+        wait_until(lambda: len(settled) >= 3, "the counts are settled")
+        assert not published
+
+        (session,) = server.model("m").sessions.values()
+        session.lost = True
+        for notify in session.on_loss:
+            notify()
+        wait_until(lambda: link._published["models"]["m"]["1"]["lost"] == [0], "the lost device is published")
+
+        with server.record_trace(tmp_path / "recording"):
+            assert all(board._left_to_python for board in link._boards), "the loops leave what is recorded to Python"

@@ -18,7 +18,7 @@ from hps.cache.cpu.batches import NumpyBatches
 from hps.configuration.load import load_configuration
 from hps.regions import layout
 from hps.regions.board import Board
-from hps.regions.layout import ANSWERED, SLAB, FrontendDescriptors, Memory, shared_memory, write_text
+from hps.regions.layout import ANSWERED, SLAB, FrontendDescriptors, Memory, create_region, shared_memory, write_text
 from hps.serve.frontend import exchange as exchange_module
 from hps.serve.frontend import frontend as front_module
 from hps.serve.frontend.connection import Connection
@@ -170,7 +170,7 @@ class Scene:
     def __init__(self, directory):
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         self.shared = FrontendDescriptors(
-            (shared_memory("hps-test", SLAB + SLAB_BYTES),),
+            (create_region("hps-test", SLAB + SLAB_BYTES),),
             (os.eventfd(0, flags),),
             shared_memory("hps-test-page", 1 << 20),
             (os.eventfd(0, flags),),

@@ -37,6 +37,7 @@ from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.batch import Batch
 from hps.versions.deployment import Deployment
+from hps.versions.tiers import batch_answers
 
 _log = logging.getLogger(__name__)
 _SETTLE_S: Final = 0.1
@@ -100,7 +101,7 @@ class _Served:
         if not ended:
             for driver in self._drivers:
                 if self._session is not None:
-                    driver.leave(self._session.cache)
+                    driver.release(self._session.cache)
             for board in self._boards:
                 board.forget(self.serial)
             self._changed()  # there is room for a deployment that was left out
@@ -157,7 +158,7 @@ class FrontendLink:
     def connect(self, descriptors: FrontendDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
         compile_kernels(*OWNER_KERNELS)
-        self._memories = [Memory(region) for region in descriptors.regions]
+        self._memories = [layout.map_region(region) for region in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         loops, serials = len(descriptors.loop_events), secrets.randbits(40)
@@ -182,7 +183,7 @@ class FrontendLink:
     def _open(self, server: HPS) -> None:
         """Begin to answer lookups of a parameter server, whose models are yet to come."""
         self._server = server
-        self._drivers = [server.cache_class.batches(board) for board in self._boards]
+        self._drivers = [batch_answers(server.cache_class).batches(board) for board in self._boards]
         for nth, driver in enumerate(self._drivers):
             driver.prepare()
             self._loops.append(new_thread(f"batches-{nth}", driver.run))
@@ -190,6 +191,7 @@ class FrontendLink:
             thread.start()
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
+        server.checked["regions of the frontends"] = self
         self.publish()
 
     def serials(self, deployment: Deployment) -> dict[int, int]:
@@ -236,6 +238,10 @@ class FrontendLink:
         for board in self._boards:
             total.update(board.figures)
         return total
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each broken invariant of the regions and of what loops work on."""
+        return [finding for board in self._boards for finding in board.check_integrity()]
 
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""

@@ -18,7 +18,7 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
-from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontendDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontendDescriptors
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
@@ -153,7 +153,7 @@ class EngineExchange:
     ) -> None:
         compile_kernels(*FRONT_KERNELS)
         self._number = number
-        self.region = Memory(shared.regions[number])
+        self.region = layout.map_region(shared.regions[number])
         self._event = shared.events[number]
         self._engine_event = shared.loop_events[number % len(shared.loop_events)]
         self._published = published

@@ -21,7 +21,7 @@ from hps.serve.frontend.scores import score_plan, up
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
 from hps.serve.protocol.json_lookup import JSONLookup
-from hps.serve.protocol.open_inference import AnswerLayout, Inference, Laid, ReadRequest, read_request
+from hps.serve.protocol.open_inference import AnswerLayout, Inference, ReadRequest, read_request
 from hps.serve.protocol.open_inference_header import CACHED_BYTES, InferenceHeader, remembered_bytes
 from hps.serve.protocol.request_checks import ModelTables
 from hps.serve.protocol.score_requests import ScoreHeader, score_header
@@ -149,7 +149,7 @@ class Placed:
         keys: number of keys.
     """
 
-    def __init__(self, request: "JSONLookup | LaidOut", traced: bool) -> None:
+    def __init__(self, request: "JSONLookup | Inference", traced: bool) -> None:
         self._request = request
         batch = request.batch
         self._pooled = bool(batch.poolings)
@@ -218,42 +218,14 @@ class Placed:
             view[slot + self._aside_at : slot + self._aside_at + len(text) + 1] = text + b"\0"
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        """Encode the answer, whose vectors are in the slot."""
-        if isinstance(self._request, LaidOut):
-            return self._request.encoded(report, device)
-        text, binary = self._request.encode(report)
-        return EncodedAnswer([*text], binary, None)
-
-
-class LaidOut:
-    """An inference request whose answer has no memory yet. *One request.*"""
-
-    def __init__(self, laid: Laid) -> None:
-        self._laid = laid
-        layout: AnswerLayout = laid.layout
-        self.text_bytes = len(layout.text)
-        self.memory_bytes = layout.size - self.text_bytes
-        self.device_id = laid.device_id
-        self.wants_report = layout.wants_report
-        self.held_bytes = layout.scratch_bytes + (0 if layout.text else layout.held_bytes)
-        self._inference: Inference | None = None
-        # What `Placed` counts before there is memory: keys and bags.
-        self.batch = layout.batch(laid.inputs, [np.empty((0, keys.dim), np.float32) for keys in layout.ranges], ())
-        self.batch.poolings = laid.poolings
-
-    def place(self, memory: np.ndarray) -> None:
-        self._inference = self._laid.inference(memory)
-        self.batch = self._inference.batch
-
-    def encoded(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        inference = self._inference
-        if inference is None:
-            raise RuntimeError("the answer has no memory")
-        inference.device_id = device
-        inference.convert()
-        if (whole := inference.binary_answer) is not None:
-            return EncodedAnswer((), whole[:1], whole[1])
-        pieces, binary = inference.encode(report)
+        """Encode the answer, whose vectors are there."""
+        request = self._request
+        if isinstance(request, Inference):
+            request.device_id = device
+            request.convert()
+            if (whole := request.binary_answer) is not None:
+                return EncodedAnswer((), whole[:1], whole[1])
+        pieces, binary = request.encode(report)
         text = [*pieces]
         return EncodedAnswer(text, binary, sum(map(len, text)) if binary else None)
 

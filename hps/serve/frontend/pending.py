@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 from hps.errors import HPSError, UnknownModelError
 from hps.serve.frontend.answers import EncodedAnswer, Plan
-from hps.serve.frontend.lookups import LaidOut, Placed, read_cached, read_lookup
+from hps.serve.frontend.lookups import Placed, read_cached, read_lookup
 from hps.serve.frontend.published import FrontendVersion, LookupTarget
 from hps.serve.frontend.scores import PlacedScores
 from hps.serve.frontend.shared_memory import SharedTensors
 from hps.serve.logs.requests import Served
 from hps.serve.protocol.json_lookup import decode_lookup
 from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
-from hps.serve.protocol.open_inference import lay_out_body, read_request
+from hps.serve.protocol.open_inference import decode_inference, read_request
 from hps.serve.protocol.schemas import LOOKUP, SCORE
 from hps.serve.protocol.score_requests import ScoreBody, decode_scores
 from hps.serve.protocol.score_rows import decode_rows
@@ -93,7 +93,7 @@ def decode(lookup: Lookup, most_keys: int) -> None:
             request = decode_lookup(body, version.tables, most_keys)
         else:
             # JSON that contains the keys differs in each request. It is not cached, since it would displace all other entries.
-            request = LaidOut(lay_out_body(body, header, version.tables, most_keys, read_lookup if header else read_request))
+            request = decode_inference(body, header, version.tables, most_keys, read_lookup if header else read_request)
     except HPSError:
         version.counts.failed(lookup.began_ns)
         raise

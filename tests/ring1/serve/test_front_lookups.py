@@ -17,11 +17,11 @@ from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SEGMENTS, HE
 from hps.regions.layout import HEADER_BYTES, MOST_SEGMENTS, POOLED, SEGMENT_WORDS, SLAB, TRACED
 from hps.serve.engine.batches import _batch_of
 from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES
-from hps.serve.frontend.lookups import TRACE_BYTES, LaidOut, Placed, read_cached
+from hps.serve.frontend.lookups import TRACE_BYTES, Placed, read_cached
 from hps.serve.frontend.published import FrontendVersion
 from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.protocol.json_lookup import decode_lookup
-from hps.serve.protocol.open_inference import lay_out_body
+from hps.serve.protocol.open_inference import decode_inference
 from hps.serve.protocol.request_checks import ModelTables
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
@@ -160,7 +160,7 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     text, binary = request
     expected, length = in_process(decoded(text + binary, len(text)))
     memory = FRONT.memory
-    placed, _, segments = place(LaidOut(lay_out_body(text + binary, len(text), MODEL, 1000)))
+    placed, _, segments = place(decode_inference(text + binary, len(text), MODEL, 1000))
     answer(segments)
     assert encoded(placed) == (expected, length)
     assert_untouched(placed.size)
@@ -281,7 +281,7 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
     parameters = {"binary_data_output": binary, "datatype": wanted, **({"combiner": "sum"} | more)}
     body, length = with_tensors(tensors, binary=True, parameters=parameters)
     assert read_cached(body[:length], None, MODEL, 1000).plan is None
-    laid = LaidOut(lay_out_body(body, length, MODEL, 1000))
+    laid = decode_inference(body, length, MODEL, 1000)
     placed, _, _ = place(laid)
     own = owned_tables()
     assert_same(own, by_table(laid.batch))

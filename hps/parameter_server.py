@@ -570,6 +570,7 @@ class HPS:
         """
         recorder = KeyRecorder(path, rate=rate, max_bytes=max_bytes, hash_keys=hash_keys, outcomes=self.metrics.trace_keys)
         before, self._recorder = self._recorder, recorder
+        self.live.notify_watchers()
         if before is not None:
             before.close()
         return recorder

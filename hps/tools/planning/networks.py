@@ -57,7 +57,7 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
         yield None, Need("ram", "weights", _COPIES.get(dense.format, 1) * file_bytes)
         yield None, Need("ram", "inputs of batches", (staged + vectors) * (len(config.deployed_device_list) if on_cuda else 1))
     copies = 1 + on_device + (dense.format in _REWRITTEN)  # its content, what PyTorch reads, the weights before they are moved
-    yield None, Need("ram", "the network's files", copies * file_bytes, passing=True)
+    yield None, Need("ram", "the network's files", copies * file_bytes, temporary=True)
 
 
 def activation_needs(config: ModelConfig, contents: Mapping[str, bytes], on_cuda: bool) -> Iterator[tuple[int | None, Need]]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, TableWidthError, UnknownTableError
+from hps.ground.kernels.numba_kernels import compile_kernels
+from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, check_fits
-from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
-    LOAD_AGAIN,
+    LOAD_ADVICE,
     LoadRecord,
     LogPosition,
     OrderedWrites,
@@ -35,10 +36,8 @@ from hps.stores.row_files.layout import Head, buckets_for
 from hps.stores.row_files.row_file import read_kernels
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
 from hps.stores.row_files.writer import TEMPORARY, write_kernels
-from hps.ground.key_sets import set_kernels
-from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.tensors.array_checks import check_positive
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec, stored_text
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
 
 
 class RowFilesDatabase(PersistentDatabase, OrderedWrites):
@@ -147,7 +146,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         if held != dim:
             raise TableWidthError(
                 f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. Correct the configured "
-                f"width, or load other rows: {LOAD_AGAIN}"
+                f"width, or load other rows: {LOAD_ADVICE}"
             )
 
     def _table(self, tag: str) -> RowTable:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hps.errors import DatabaseCorruptError, DatabaseError
 from hps.ground.threads.thread_pool import POOL
-from hps.stores.base import LOAD_AGAIN
+from hps.stores.base import LOAD_ADVICE
 from hps.stores.row_files import layout
 from hps.stores.row_files.layout import PAGE_BYTES, Head
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -55,7 +55,7 @@ class RowFile:
         except OSError as error:
             raise DatabaseError(f"opening the row file {path}: {error}") from error
         except (ValueError, TypeError) as error:
-            raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_AGAIN}") from error
+            raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_ADVICE}") from error
         head = self.head
         self.records: Records = self._part(np.uint32, head.records_at, head.rows * (2 + head.width)).reshape(head.rows, -1)
         self._starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
@@ -118,7 +118,7 @@ class RowFile:
             DatabaseCorruptError: one differs.
         """
         if layout.checksum(self._sums.view(np.uint8)) != self.head.sums:
-            raise DatabaseCorruptError(f"checking the row file {self.path}: its checksums are damaged. {LOAD_AGAIN}")
+            raise DatabaseCorruptError(f"checking the row file {self.path}: its checksums are damaged. {LOAD_ADVICE}")
         for start in range(0, self.head.pages, _PAGES_A_PIECE):
             stop = min(start + _PAGES_A_PIECE, self.head.pages)
             self._check(layout.damaged_page(self._words, self._sums, start, stop))
@@ -130,7 +130,7 @@ class RowFile:
             at = self.head.records_at + page * PAGE_BYTES
             raise DatabaseCorruptError(
                 f"reading the row file {self.path}: the page at byte {at:,} is damaged: its checksum is not that of its content. "
-                f"{LOAD_AGAIN}"
+                f"{LOAD_ADVICE}"
             )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
 from hps.ground.key_sets import KeySet
-from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
@@ -70,7 +70,7 @@ class TableRecord:
         except OSError as error:
             raise DatabaseError(f"reading {path}: {error}") from error
         except (ValueError, TypeError, KeyError) as error:
-            raise DatabaseCorruptError(f"reading {path}: {error}; expected the record of a table. {LOAD_AGAIN}") from error
+            raise DatabaseCorruptError(f"reading {path}: {error}; expected the record of a table. {LOAD_ADVICE}") from error
 
 
 def file_name(tag: str) -> str:
@@ -128,14 +128,14 @@ class RowTable:
             if load and load.complete and load.rows_total and not load.modified:
                 raise DatabaseCorruptError(
                     f"opening table {self.tag}: {self._rows_path} is missing, and {load.rows_total:,} rows were loaded. "
-                    f"{LOAD_AGAIN}"
+                    f"{LOAD_ADVICE}"
                 )
             return None
         file = RowFile(self._rows_path)
         if (file.head.tag, file.head.width) != (self.tag, self.width):
             raise DatabaseCorruptError(
                 f"opening table {self.tag}: {self._rows_path} holds rows of {file.head.width} words of table {file.head.tag}, "
-                f"expected {self.width}. {LOAD_AGAIN}"
+                f"expected {self.width}. {LOAD_ADVICE}"
             )
         return file
 

@@ -98,7 +98,7 @@ def test_a_server_starts_without_redis_and_takes_it_in_when_it_comes(fleet: Flee
         with hps.HPS(fleet.document()) as server:
             check(server)
             (text,) = server.degraded
-            assert text.startswith("redis_cluster is away: redis: none of 1 nodes could be asked")
+            assert text.startswith("redis_cluster is away: redis: none of 1 nodes answered")
     server = fleet.start()
     fleet.redis.start()
     wait_until(whole(server), "Redis is taken in")
@@ -122,7 +122,7 @@ def test_health_page_and_metrics_say_that_redis_is_away(fleet: Fleet) -> None:
         assert line.endswith(" 0")
         output = run("deploy", "ranker", "--url", service.url).output
         assert "ranker: degraded: redis_cluster is away" in output
-        assert "`hps refresh ranker` fills what lost rows at once" in output
+        assert "`hps refresh ranker` refills lost rows immediately" in output
         assert "degraded: redis_cluster is away" in run("top", service.url, "--once", "--interval", "0.3").output
         fleet.redis.start()
         wait_until(lambda: service.client.get("/v2/health/ready").json() == {"ready": True}, "it is whole")
@@ -262,7 +262,7 @@ def test_with_redis_alone_writes_that_were_not_lost_are_not_replaced_by_the_file
 
 
 def test_a_server_with_redis_alone_does_not_start_without_it(fleet: Fleet) -> None:
-    with pytest.raises(HPSError, match="none of 1 nodes could be asked"):
+    with pytest.raises(HPSError, match="none of 1 nodes answered"):
         fleet.start(rocks=False)
 
 

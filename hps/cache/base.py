@@ -38,7 +38,7 @@ import numpy.typing as npt
 from hps.errors import DeviceError, InvalidInputError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
-from hps.regions.board import Board, Resident
+from hps.regions.loop_state import DriverWords, LoopState
 from hps.tensors.batch import Batch
 from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec
 
@@ -288,7 +288,7 @@ class LookupGraph(ABC):
 class BatchDriver(ABC):
     """Answers the requests that front processes post, as long as all their keys are resident, without the interpreter.
 
-    A request of which any key is missing is handed over whole, as is every one that a driver does not answer: the owner's
+    A request of which any key is missing is handed over whole, as is every one that a driver does not answer: the engine's
     threads then look it up as any other.
     """
 
@@ -296,7 +296,7 @@ class BatchDriver(ABC):
         """Make the fronts' regions readable and writable for the device, once, before `run`."""
 
     @abstractmethod
-    def resident(self, cache: "EmbeddingCache") -> Resident | None:
+    def resident(self, cache: "EmbeddingCache") -> DriverWords | None:
         """Return what the loop needs to know of a cache; None if it cannot answer from it."""
 
     def leave(self, cache: "EmbeddingCache") -> None:  # noqa: B027 - optional
@@ -304,7 +304,7 @@ class BatchDriver(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Answer until the board stops. Blocks; called once, on a thread of its own."""
+        """Answer until it is stopped. Blocks; called once, on a thread of its own."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Give back what `prepare` took. Called once, when `run` has returned and nobody reads the regions any more."""
@@ -390,8 +390,8 @@ class EmbeddingCache(ABC):
         raise NotImplementedError
 
     @classmethod
-    def batches(cls, board: Board) -> BatchDriver:
-        """Return a driver that answers what fronts post to a board, and leaves to Python what it cannot answer."""
+    def batches(cls, loop_state: LoopState) -> BatchDriver:
+        """Return a driver that answers requests of frontends, and hands over to Python those that it cannot answer."""
         raise NotImplementedError
 
     @classmethod

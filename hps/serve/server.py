@@ -45,7 +45,7 @@ from hps.serve.reload import compare
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.5
 _OWN_KEEP_ALIVE_S: Final = 3600  # of fronts
-_HEAPS: Final = 8  # of an owner: threads that fetch and load take memory at the same time
+_HEAPS: Final = 8  # of an engine: threads that fetch and load take memory at the same time
 
 logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
@@ -90,7 +90,7 @@ def serve(
         ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
         MissingDependencyError: what gRPC needs is not installed.
         HPSError: the databases could not be opened, or no model could be loaded, for a reason that does not pass by itself.
-        SystemExit: the same in the process of the owner, which has reported it.
+        SystemExit: the same in the process of the engine, which has reported it.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
@@ -150,7 +150,7 @@ def serve(
                 return own(listener, grpc_place.getsockname()[:2])
     supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
-        if code > 1:  # of an error, which the owner has reported
+        if code > 1:  # of an error, which the engine has reported
             raise SystemExit(code)
         return code == 0
     return own(None, None, supervisor.shared, supervisor.url)
@@ -236,11 +236,11 @@ class Server:
             configuration, loopback = self._app.lifecycle.configuration, self._app.authorization.loopback
             if (shared := self._shared) is None:
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hps-"))
-                shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
+                shared = share(configuration.service, 1, str(Path(directory) / "engine.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
                 self.front = Front(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
-            with suppress(FileNotFoundError):  # of an owner that has died
+            with suppress(FileNotFoundError):  # of an engine that has died
                 os.unlink(shared.path)
             own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             own.bind(shared.path)

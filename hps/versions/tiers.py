@@ -14,7 +14,7 @@ from hps.ground.registry import implementation
 from hps.ground.rows import row_kernels
 from hps.models.loading.table_load import LoadTargets
 from hps.models.sources import ModelSources
-from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
+from hps.regions.loop_state import ENGINE_KERNELS, FRONTEND_KERNELS
 from hps.scoring.packing import gather
 from hps.statistics.metrics import Metrics
 from hps.stores.away import AwayDatabase
@@ -126,6 +126,6 @@ def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) 
 
 
 def served_kernels(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
-    """Return the numba kernels of all that clients of a service may ask for: `kernels_of`, and those of fronts and owner."""
-    found = [*kernels_of(configuration, cache_class), *cache_class.batch_kernels(), *FRONT_KERNELS, *OWNER_KERNELS, gather]
+    """Return the numba kernels of all that clients of a service may ask for: `kernels_of`, and those of fronts and engine."""
+    found = [*kernels_of(configuration, cache_class), *cache_class.batch_kernels(), *FRONTEND_KERNELS, *ENGINE_KERNELS, gather]
     return list(dict.fromkeys(found))

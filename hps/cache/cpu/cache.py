@@ -29,7 +29,7 @@ from hps.ground.memory.capacity import Need, available_memory, by_what, check_fi
 from hps.ground.rows import decode
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.ground.threads.thread_pool import POOL
-from hps.regions.board import Board
+from hps.regions.loop_state import LoopState
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling
 from hps.tensors.batch import Batch, check_host_arrays
@@ -90,10 +90,10 @@ class NumpyCache(EmbeddingCache):
         return (run,)
 
     @classmethod
-    def batches(cls, board: Board) -> BatchDriver:
+    def batches(cls, loop_state: LoopState) -> BatchDriver:
         from hps.cache.cpu.batches import NumpyBatches  # it reads our tables
 
-        return NumpyBatches(board)
+        return NumpyBatches(loop_state)
 
     @classmethod
     def room_for(

@@ -53,7 +53,7 @@ from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, on_de
 from hps.cache.cuda.links import CudaPinner
 from hps.errors import DeviceError
 from hps.ground.kernels.numba_kernels import compile_kernels
-from hps.regions.board import Board, Resident
+from hps.regions.loop_state import DriverWords, LoopState
 from hps.types import IndexArray
 
 _log = logging.getLogger(__name__)
@@ -173,8 +173,8 @@ class _StreamLane:
 class CupyBatches(BatchDriver):
     """Answers from CuPy caches; see `BatchDriver`."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, loop_state: LoopState) -> None:
+        self._loop_state = loop_state
         self._pinned: list[int] = []  # addresses of regions
         self._in_place = False
         self._lanes: list[_StreamLane] = []
@@ -200,15 +200,15 @@ class CupyBatches(BatchDriver):
         compile_kernels(run)
         pinner = CudaPinner(0)
         try:
-            for place, memory in enumerate(self._board.memories):
+            for place, memory in enumerate(self._loop_state.memories):
                 pinner.pin(memory.address, memory.size)
                 self._pinned.append(memory.address)
-                self._board.shift(place, _device_address(memory.address) - memory.address)
+                self._loop_state.shift(place, _device_address(memory.address) - memory.address)
             self._in_place = True
         except DeviceError as error:
             _log.warning("the GPU does not read the memory of the fronts in place, which makes lookups slower: %s", error)
 
-    def resident(self, cache: EmbeddingCache) -> Resident | None:
+    def resident(self, cache: EmbeddingCache) -> DriverWords | None:
         if not isinstance(cache, CupyCache) or not self._in_place:
             return None
         memory, device_id = cache.memory, cache.device_id
@@ -241,7 +241,7 @@ class CupyBatches(BatchDriver):
                 bins = link.present.bins_per_row if link.present is not None else 0.0
                 attached = [link.where, link.where, default, int(link.authoritative), int(np.float32(bins).view(np.uint32))]
             tables.append([buckets, rows, pairs, shape.units(kind), *packed, *attached, kernels.staged_words(shape, kind)])
-        return Resident(tables, own)
+        return DriverWords(tables, own)
 
     def _add_lanes(self, device_id: int) -> None:
         with on_device(device_id):
@@ -259,11 +259,11 @@ class CupyBatches(BatchDriver):
         self._held.pop(id(cache), None)
 
     def run(self) -> None:
-        board, lanes = self._board, len(self._words)
+        loop_state, lanes = self._loop_state, len(self._words)
         requests = np.zeros((lanes, BATCH_REQUESTS, REQUEST_COLUMNS), np.int64)
         segments = np.zeros((lanes, BATCH_SEGMENTS, SEGMENT_COLUMNS), np.int64)
         runtime.setDevice(0)
-        arrays = (board.regions, board.deployments, board.tables, board.state, board.jobs)
+        arrays = (loop_state.regions, loop_state.deployments, loop_state.tables, loop_state.state, loop_state.handed_over)
         run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.workers import PeriodicTask
-from hps.regions.board import Board
+from hps.regions.loop_state import LoopState
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
@@ -84,10 +84,10 @@ class CupyCache(EmbeddingCache):
         self._copies: PeriodicTask | None = None
 
     @classmethod
-    def batches(cls, board: Board) -> BatchDriver:
+    def batches(cls, loop_state: LoopState) -> BatchDriver:
         from hps.cache.cuda.batches import CupyBatches  # it reads our tables
 
-        return CupyBatches(board)
+        return CupyBatches(loop_state)
 
     @classmethod
     def batch_kernels(cls) -> Sequence[Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""The ASGI application of the owner: what fronts pass on to it. Rows take the shortest path, everything else FastAPI's.
+"""The ASGI application of the engine: what fronts pass on to it. Rows take the shortest path, everything else FastAPI's.
 
 FastAPI is imported by the first request for it: a service starts in less time, and its fronts hold nothing of it.
 """
@@ -86,7 +86,7 @@ class Application:
             CallThreads(1, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("report", "text")
         )
         self.link = FrontLink(lifecycle)
-        self._statistics.fronts, self._statistics.serials = self.link.figures, self.link.serials
+        self._statistics.fronts, self._statistics.deployment_ids = self.link.figures, self.link.deployment_ids
         self._metrics = HTTPMetrics(
             self._refusals,
             lambda: lifecycle.settled,

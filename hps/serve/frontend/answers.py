@@ -8,8 +8,8 @@ from hps.serve.protocol.open_inference import AnswerLayout
 
 HEAD_ROOM: Final = 768
 """Bytes before the JSON part of an answer, for its HTTP head."""
-ASIDE_ROOM: Final = 2048
-"""Bytes for what the owner writes aside."""
+SCRATCH_ROOM: Final = 2048
+"""Bytes for what the engine writes to the scratch."""
 
 
 class EncodedAnswer(NamedTuple):
@@ -31,7 +31,7 @@ class Plan:
     """What all binary requests with the same JSON part have in common. *Immutable.*
 
     Attributes:
-        descriptor: header and segments; its serial is missing.
+        descriptor: header and segments; the id of the deployment is missing.
         keys_at, keys_bytes: where the binary part of the request goes.
         text: JSON part of the answer.
         vectors_at: of the vectors, or scores, that follow it.

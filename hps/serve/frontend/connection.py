@@ -49,8 +49,8 @@ class Connection(asyncio.BufferedProtocol):
     """One connection. *Used only by its event loop.*
 
     Requests are served one at a time, in order: what follows stays in the buffer, and is not read once that is full. Keys of
-    binary requests are received in the slot that the owner reads. Room in the buffer beyond the first 8 KB is counted as memory
-    held for the client, and given back with the request.
+    binary requests are received in the slot that the engine reads. Room in the buffer beyond the first 8 KB is counted as
+    memory held for the client, and given back with the request.
     """
 
     def __init__(self, front: Front) -> None:
@@ -445,7 +445,7 @@ class Connection(asyncio.BufferedProtocol):
                 lines = [*head.lines, (b"x-request-id", served.id)]  # of several, the last counts
                 request = forwarded(head.method, head.target, lines, body, self.client, self.certificate)
                 self._body = None
-                self.front.owner.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
+                self.front.engine.ask(self, request, head_only=head.method == "HEAD", chosen=self._chosen)
         except Exception as error:  # noqa: BLE001 - answered
             self.refuse(error)
 
@@ -595,7 +595,7 @@ class Connection(asyncio.BufferedProtocol):
     def relayed(self, keeps_alive: bool) -> None:
         self._upstream, self._proxied = None, False
         self._closing = self.closes_after or not keeps_alive
-        self._status = 0  # counted by the owner's application
+        self._status = 0  # counted by the engine's application
         self._pump()
 
     def unrelayed(self, began: bool) -> None:
@@ -607,7 +607,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._proxied = False
         try:
-            answer = self.front.without_owner(self._head)
+            answer = self.front.answer_without_engine(self._head)
         except HPSError as error:
             answer = self.front.error_answer(error, self.client, self._head, self._served)
         self.answer(answer)

@@ -1,4 +1,4 @@
-"""Whether the owner answers lookups, for all calls of a front that watch it."""
+"""Whether the engine answers lookups, for all calls of a front that watch it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -12,18 +12,18 @@ _PATH: Final = "/v2/health/ready"
 _QUESTION: Final = forwarded("GET", _PATH.encode(), [(b"host", b"hps")], b"", "")
 
 
-class OwnerHealth:
-    """Asks the owner once a second while anybody watches, however many do. *One event loop.*
+class EngineHealth:
+    """Asks the engine once a second while anybody watches, however many do. *One event loop.*
 
     Args:
-        check_ready: raises if the owner does not answer lookups of this front, before it is asked at this path.
+        check_ready: raises if the engine does not answer lookups of this front, before it is asked at this path.
 
     Attributes:
         watchers: how many watch.
     """
 
-    def __init__(self, owner: EngineConnections, check_ready: Callable[[str], None]) -> None:
-        self._owner = owner
+    def __init__(self, engine: EngineConnections, check_ready: Callable[[str], None]) -> None:
+        self._engine = engine
         self._check_ready = check_ready
         self._ready: bool | None = None  # not asked yet
         self._changed = asyncio.Event()
@@ -31,15 +31,15 @@ class OwnerHealth:
         self.watchers = 0
 
     async def is_ready(self) -> bool:
-        """Ask the owner now."""
+        """Ask the engine now."""
         try:
             self._check_ready(_PATH)
-            return (await self._owner.answer_of(_QUESTION))[0] == 200
+            return (await self._engine.answer_of(_QUESTION))[0] == 200
         except HPSError:
             return False
 
     async def watch(self) -> AsyncGenerator[bool, None]:
-        """Yield whether the owner is ready: at once, and when it changes. Close the iterator in the end."""
+        """Yield whether the engine is ready: at once, and when it changes. Close the iterator in the end."""
         self.watchers += 1
         if self._polls is None:
             self._polls = asyncio.get_running_loop().create_task(self._poll())

@@ -16,9 +16,9 @@ from hps.configuration.load import ServiceConfig
 from hps.errors import HPSError, NotReadyError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
-from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontDescriptors
+from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
@@ -34,11 +34,11 @@ _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
 _LEAST_ORDER: Final = 12  # of slots: 4 KB
-_OWNER_EPOCH: Final = layout.OWNER_EPOCH // 8
+_ENGINE_EPOCH: Final = layout.ENGINE_EPOCH // 8
 _CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
 """Serial, flags, segments, and place and size of what is beside them, of a request that names no deployment."""
 MOST_PENDING: Final = RING // 2
-"""Maximum number of lookups that the owner works on for one front."""
+"""Maximum number of lookups that the engine works on for one front."""
 
 
 class Slots:
@@ -153,7 +153,7 @@ class EngineExchange:
     def __init__(
         self, number: int, shared: FrontDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
     ) -> None:
-        compile_kernels(*FRONT_KERNELS)
+        compile_kernels(*FRONTEND_KERNELS)
         self._number = number
         self.region = layout.map_region(shared.regions[number])
         self._event = shared.events[number]
@@ -186,7 +186,7 @@ class EngineExchange:
         self._loop.remove_reader(self._event)
 
     def look(self, now: float) -> None:
-        """Follow the owner, and refuse what has waited too long.
+        """Follow the engine, and refuse what has waited too long.
 
         Args:
             now: time of `time.monotonic`.
@@ -202,7 +202,7 @@ class EngineExchange:
             if lookup.requester is requester:
                 requester.refuse(self._no_slot())
 
-    # -- the owner --------------------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> None:
         """Request empty rings from the engine; pending lookups are posted again once it has them."""
@@ -211,7 +211,7 @@ class EngineExchange:
         self._tail = 0
         self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
         store_word(region.address + layout.SUBMITTED, 0)
-        store_word(region.address + layout.FRONT_EPOCH, self._epoch)
+        store_word(region.address + layout.FRONTEND_EPOCH, self._epoch)
         self._wake_engine()
 
     def _wake_engine(self) -> None:
@@ -219,7 +219,7 @@ class EngineExchange:
 
     def _follow_engine(self) -> None:
         """Follow an engine that has started our epoch, or is another process."""
-        epoch = self.region[layout.OWNER_EPOCH]
+        epoch = self.region[layout.ENGINE_EPOCH]
         if self._connected:
             if epoch != self._epoch:
                 _log.warning(
@@ -277,7 +277,7 @@ class EngineExchange:
 
         Raises:
             RequestError: 413, no slot is as large.
-            NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
+            NotReadyError: the slab is not this front's: an engine may still write answers of the front before it.
         """
         if not self._connected:
             self._require_engine()
@@ -317,15 +317,15 @@ class EngineExchange:
             self._require_engine()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
-        serial = lookup.version.serials[lookup.device]
+        deployment_id = lookup.version.deployment_ids[lookup.device]
         if plan is not None:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
-            self.region.longs[slot >> 3] = serial
+            self.region.longs[slot >> 3] = deployment_id
             if lookup.shared is not None:
                 self.segments.read(lookup.shared, self.keys_of(lookup))
         elif placed is not None:
-            placed.write(self.region, slot, serial)
+            placed.write(self.region, slot, deployment_id)
         now = time.perf_counter_ns()
         lookup.posted_ns = now
         lookup.due = lookup.due or now * 1e-9 + self.settings.request_timeout_s
@@ -358,7 +358,7 @@ class EngineExchange:
 
     def _woken(self) -> None:
         os.eventfd_read(self._event)
-        if not self._connected or self.region.longs[_OWNER_EPOCH] != self._epoch:
+        if not self._connected or self.region.longs[_ENGINE_EPOCH] != self._epoch:
             self._follow_engine()
         self._drain()
         if not self._spinning:
@@ -425,7 +425,7 @@ class EngineExchange:
     def _read_scratch(self, lookup: Lookup) -> Any:
         """Read what the engine has written to the scratch of a slot."""
         at, words = lookup.slot >> 3, self.region.words
-        start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
+        start, size = int(words[at + layout.SCRATCH // 8]), int(words[at + layout.SCRATCH_USED // 8])
         if not 0 < size <= self.region.size:
             return None
         return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))

@@ -1,4 +1,4 @@
-"""A front process: reads what clients ask, posts lookups to the owner, and sends its answers."""
+"""A front process: reads what clients ask, posts lookups to the engine, and sends its answers."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ from hps.regions import layout
 from hps.regions.layout import FrontDescriptors, Memory
 from hps.regions.sharing import body_bytes
 from hps.serve.frontend.connections import UNREAD_S, ClientConnection, Connections
-from hps.serve.frontend.engine_health import OwnerHealth
+from hps.serve.frontend.engine_health import EngineHealth
 from hps.serve.frontend.exchange import EngineExchange
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
@@ -89,7 +89,7 @@ class Front:
 
     Args:
         number: which of the fronts it is.
-        shared: what all fronts share with the owner; each has its share of the limits.
+        shared: what all fronts share with the engine; each has its share of the limits.
         configuration: has the settings of the service until the page has others.
         connect: makes the protocol of a new connection over HTTP.
         spins: whether to spin while lookups are under way, rather than sleep.
@@ -114,7 +114,7 @@ class Front:
         self._connect = connect
         self._fronts = len(shared.regions)
         settings = self.settings = configuration.service
-        self.published = Published(Memory(shared.page, writable=False), self._follow)
+        self.published = Published(Memory(shared.snapshot, writable=False), self._follow)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
         self.leaving = False
         self.refusals = Refusals()
@@ -129,12 +129,12 @@ class Front:
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
         self.new_id = new_ids()
-        self.owner = EngineConnections(shared.path, self.exchange.away)
-        self.owner_health = OwnerHealth(self.owner, self.check_ready)
+        self.engine = EngineConnections(shared.path, self.exchange.away)
+        self.engine_health = EngineHealth(self.engine, self.check_ready)
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         region = self.exchange.region
-        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.TEXT_AT)
         if found is not None and are_figures(found[1]):  # those of the front before it
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
@@ -197,7 +197,7 @@ class Front:
         if self.authorization.asks or certificate:
             self.authorize(head.headers, certificate, served, target)
         if target is None:
-            if not 0 <= head.length <= SMALL_BYTES:  # the owner checks rights, but no memory is held for strangers before
+            if not 0 <= head.length <= SMALL_BYTES:  # the engine checks rights, but no memory is held for strangers before
                 scope = {**self._scope(head, client), "server": server, CERTIFICATE: certificate}
                 self.authorization.check(scope, head.headers, served.identity)
             return
@@ -213,11 +213,11 @@ class Front:
 
         Raises:
             RequestError: it is refused.
-            NotReadyError: the owner has not said yet which tokens there are.
+            NotReadyError: the engine has not said yet which tokens there are.
         """
         identity = served.identity = self.authorization.find(headers, certificate)
         if target is None:
-            self.authorization.count(identity)  # its rights are checked by the owner
+            self.authorization.count(identity)  # its rights are checked by the engine
             return
         if self.published.version < 0:
             raise NotReadyError(f"the parameter server is not ready: {self.published.blocked}")
@@ -321,8 +321,8 @@ class Front:
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 
-    def without_owner(self, head: Head | None) -> HTTPAnswer:
-        """Answer a request that the owner's application did not take.
+    def answer_without_engine(self, head: Head | None) -> HTTPAnswer:
+        """Answer a request that the engine's application did not take.
 
         Raises:
             NotReadyError: the request needs it.
@@ -333,9 +333,9 @@ class Front:
         raise NotReadyError(self.exchange.away())
 
     def check_ready(self, path: str) -> None:
-        """Check, before the owner is asked whether it or a model is ready, that it answers lookups of this front.
+        """Check, before the engine is asked whether it or a model is ready, that it answers lookups of this front.
 
-        The owner's application speaks for its models, and not for the way from here to them. While it is blocked, it says why
+        The engine's application speaks for its models, and not for the way from here to them. While it is blocked, it says why
         and how far it is.
 
         Raises:
@@ -454,7 +454,7 @@ class Front:
 
     def publish(self) -> None:
         """Publish the figures."""
-        layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.TEXT_AT)
 
     def _publish_often(self) -> None:
         self.publish()
@@ -525,7 +525,7 @@ class Front:
         for tick in self._ticks.values():
             tick.cancel()
         self.exchange.close()
-        self.owner.close()
+        self.engine.close()
         self.publish()
         if self._spans is not None:
             self._spans.close()

@@ -162,7 +162,7 @@ class GrpcCall:
         self.front.check_ready(path)
         headers = [(b"host", b"hps"), *(line for line in self.headers.items() if not line[0].startswith(_NOT_FORWARDED))]
         request = forwarded(method, path.encode(), headers, body, self.client, self.certificate)
-        return await self.front.owner.answer_of(request)
+        return await self.front.engine.answer_of(request)
 
     async def request_json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Request JSON from the engine's application.

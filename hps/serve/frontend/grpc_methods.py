@@ -63,7 +63,7 @@ async def _live(call: GrpcCall, request: Any) -> Any:
 
 
 async def _ready(call: GrpcCall, request: Any) -> Any:
-    return {"ready": await call.front.owner_health.is_ready()}
+    return {"ready": await call.front.engine_health.is_ready()}
 
 
 async def _model_ready(call: GrpcCall, request: Any) -> Any:
@@ -159,14 +159,14 @@ def _status(*, ready: bool) -> bytes:
 async def _check(call: GrpcCall, data: bytes) -> bytes:
     if not _checked_service(data):
         raise RequestError(404, f"got an unknown service, expected one of {', '.join(_SERVICES)}")
-    return _status(ready=await call.front.owner_health.is_ready())
+    return _status(ready=await call.front.engine_health.is_ready())
 
 
 async def _watch(call: GrpcCall, data: bytes) -> AsyncGenerator[bytes, None]:
     known = _checked_service(data)
     if not known:
         yield _serialized(_HealthResponse(status="SERVICE_UNKNOWN"))
-    async with aclosing(call.front.owner_health.watch()) as found:  # until the client ends the call
+    async with aclosing(call.front.engine_health.watch()) as found:  # until the client ends the call
         async for ready in found:
             if known:
                 yield _status(ready=ready)

@@ -1,4 +1,4 @@
-"""Passes requests other than lookups on to the owner's application, over a socket of its own."""
+"""Passes requests other than lookups on to the engine's application, over a socket of its own."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def forwarded(
     client: str,
     certificate: Sequence[str] = (),
 ) -> bytes:
-    """Return a request as the owner's application gets it."""
+    """Return a request as the engine's application gets it."""
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target)]
     lines += [b"%s: %s" % line for line in headers if line[0] not in _HOP_BY_HOP]
     if certificate:
@@ -60,7 +60,7 @@ def forwarded(
 
 
 class Upstream(asyncio.Protocol):
-    """A connection to the owner's application. *Used only by its event loop.*"""
+    """A connection to the engine's application. *Used only by its event loop.*"""
 
     def __init__(self, pool: "EngineConnections") -> None:
         self._pool = pool
@@ -128,10 +128,10 @@ class Upstream(asyncio.Protocol):
 
 
 class _WholeAnswer:
-    """Collects an answer of the owner's application. *One request.*
+    """Collects an answer of the engine's application. *One request.*
 
     Args:
-        away: returns why there is no owner.
+        away: returns why there is no engine.
     """
 
     def __init__(self, away: Callable[[], str]) -> None:
@@ -160,11 +160,11 @@ class _WholeAnswer:
 
 
 class EngineConnections:
-    """Connections to the owner's application. *One per event loop.*
+    """Connections to the engine's application. *One per event loop.*
 
     Args:
         path: of its unix socket.
-        away: returns why there is no owner.
+        away: returns why there is no engine.
     """
 
     def __init__(self, path: str, away: Callable[[], str]) -> None:
@@ -189,7 +189,7 @@ class EngineConnections:
         """Send a request, and return the status and the body of its answer.
 
         Raises:
-            RequestError: 503, the owner's application is not there.
+            RequestError: 503, the engine's application is not there.
         """
         answer = _WholeAnswer(self._away)
         self.ask(answer, request, head_only=False, chosen=answer.chosen)

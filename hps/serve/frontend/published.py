@@ -1,4 +1,4 @@
-"""What the owner publishes to a front: models, their versions, and settings."""
+"""What the engine publishes to a front: models, their versions, and settings."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
 from hps.types import TableSpec
 
-_VERSION_WORD: Final = layout.PAGE_VERSION // 8
+_VERSION_WORD: Final = layout.SNAPSHOT_AT // 8
 
 
 class LookupTarget(NamedTuple):
@@ -48,18 +48,18 @@ def lookup_target(path: str) -> LookupTarget | None:
 
 @dataclass(eq=False, slots=True)
 class FrontVersion:
-    """A version of a model that the owner answers. *Immutable*, but for the turns and counts.
+    """A version of a model that the engine answers. *Immutable*, but for the turns and counts.
 
     Attributes:
         tables: its tables.
-        serials: by device, what descriptors call it.
+        deployment_ids: by device, what descriptors call it.
         counts: of Triton's statistics.
         turn: which device is next.
         devices: which take turns: those that are not lost; if all are, all.
     """
 
     tables: ModelTables
-    serials: dict[int, int]
+    deployment_ids: dict[int, int]
     counts: InferenceCounts
     turn: int = 0
     devices: tuple[int, ...] = field(init=False)
@@ -69,14 +69,14 @@ class FrontVersion:
 
     def leave_out(self, lost: Collection[int]) -> None:
         """Give no turn to devices that are lost, while there are others."""
-        self.devices = tuple(device for device in self.serials if device not in lost) or tuple(self.serials)
+        self.devices = tuple(device for device in self.deployment_ids if device not in lost) or tuple(self.deployment_ids)
 
     def device(self, device: int | None) -> int:
         """Return the device that answers; None: the next one.
 
         Raises:
             UnknownDeviceError: the model is not deployed there.
-            NotReadyError: the owner has no room for the deployment.
+            NotReadyError: the engine has no room for the deployment.
         """
         devices = self.devices
         if device is None and devices:
@@ -84,14 +84,14 @@ class FrontVersion:
             return devices[self.turn % len(devices)]
         if not devices:
             raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
-        if device not in self.serials:
-            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.serials)}"
+        if device not in self.deployment_ids:
+            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.deployment_ids)}"
             raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
         return device
 
 
 class Published:
-    """Follows the owner's page. *One event loop.*
+    """Follows the engine's page. *One event loop.*
 
     Args:
         page: memory of the page.
@@ -119,7 +119,7 @@ class Published:
         """Read the snapshot if it has changed."""
         if self.written[0] == self.version:
             return
-        found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
+        found = layout.read_text(self._page, 0, layout.MOST_SNAPSHOT_BYTES)
         if found is None or found[0] == self.version:
             return
         self.version, page = found
@@ -129,26 +129,26 @@ class Published:
         for name, versions in page["models"].items():
             models[name] = {}
             for number, one in versions.items():
-                serials = {int(device): serial for device, serial in one["serials"]}
+                deployment_ids = {int(device): deployment_id for device, deployment_id in one["deployment_ids"]}
                 version = self._models.get(name, {}).get(number)
-                if version is None or version.serials != serials:
+                if version is None or version.deployment_ids != deployment_ids:
                     tables = tuple(TableSpec(**table) for table in one["tables"])
-                    counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
+                    counts = self.counts.setdefault(counted_as(name, number, deployment_ids), InferenceCounts())
                     network = _network(name, one["network"], tables) if one.get("network") else None
                     known = ModelTables(name, tables, number, one["keys_per_sample"], network)
-                    version = FrontVersion(known, serials, counts)
+                    version = FrontVersion(known, deployment_ids, counts)
                 version.leave_out(one["lost"])
                 models[name][number] = version
         gone = {version.tables for versions in self._models.values() for version in versions.values()}
         self._models = models
         if gone - {version.tables for versions in models.values() for version in versions.values()}:
             clear_caches()  # their entries would keep what is known of versions that nobody asks for again
-        if not self.blocked:  # a new owner begins without models
+        if not self.blocked:  # a new engine begins without models
             self.counts = {
                 key: one.counts
                 for name, versions in models.items()
                 for number, one in versions.items()
-                if (key := counted_as(name, number, one.serials)) in self.counts
+                if (key := counted_as(name, number, one.deployment_ids)) in self.counts
             }
 
     def version_of(self, target: LookupTarget) -> FrontVersion:

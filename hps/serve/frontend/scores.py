@@ -1,8 +1,8 @@
 """Requests for scores as a front posts them: a description of their tensors, and the tensors, in a slot.
 
-The description (`hps.scoring.packing`) follows the header of the slot and ends where the room for what the owner writes aside
-begins. Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read
-from, and scores are sent from where the owner wrote them.
+The description (`hps.scoring.packing`) follows the header of the slot and ends where the scratch starts, to which the engine
+writes. Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read
+from, and scores are sent from where the engine wrote them.
 """
 
 import struct
@@ -14,7 +14,7 @@ import numpy as np
 from hps.ground.http1 import answer_head
 from hps.regions.layout import HEADER_BYTES, SCORED, Memory, tensors_at
 from hps.scoring.packing import describe
-from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
+from hps.serve.frontend.answers import HEAD_ROOM, SCRATCH_ROOM, EncodedAnswer, Plan
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
@@ -34,11 +34,11 @@ _JSON_SHARE: Final = 6  # text of a number, in bytes a byte
 
 
 def _descriptor(description: bytes) -> tuple[bytes, int]:
-    """Return the head of a slot, whose serial is missing, and where its tensors begin."""
-    aside = up(HEADER_BYTES + len(description), 8)
+    """Return the head of a slot, without the id of the deployment, and where its tensors begin."""
+    scratch = up(HEADER_BYTES + len(description), 8)
     head = bytearray(HEADER_BYTES)
-    _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, ASIDE_ROOM)
-    return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + ASIDE_ROOM)
+    _WORDS.pack_into(head, 0, 0, SCORED, 0, scratch, SCRATCH_ROOM)
+    return bytes(head) + description.ljust(scratch - HEADER_BYTES), tensors_at(scratch + SCRATCH_ROOM)
 
 
 def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwork, max_keys: int) -> Plan | None:
@@ -103,7 +103,7 @@ class PlacedScores:
         self._memory: Memory | None = None
         self._slot = 0
 
-    def write(self, memory: Memory, slot: int, serial: int) -> None:
+    def write(self, memory: Memory, slot: int, deployment_id: int) -> None:
         """Write descriptor and tensors to a slot."""
         self._memory, self._slot = memory, slot
         view, start = memory.view, slot + self._begin
@@ -111,7 +111,7 @@ class PlacedScores:
             if array.nbytes:
                 view[start + at : start + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
         view[slot : slot + len(self._descriptor)] = self._descriptor
-        memory.longs[slot >> 3] = serial
+        memory.longs[slot >> 3] = deployment_id
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         """Encode the answer, whose outputs are in the slot."""

@@ -169,7 +169,7 @@ class Segments:
         self._open: dict[tuple[int, int], int] = {}
 
     def follow(self, published: Sequence[Mapping[str, Any]]) -> None:
-        """Take the regions that the owner has published; close the segments of others."""
+        """Take the regions that the engine has published; close the segments of others."""
         self._regions = {
             one["name"]: Region(one["name"], one["key"], one["offset"], one["byte_size"], tuple(one["identity"]))
             for one in published

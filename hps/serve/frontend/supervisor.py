@@ -1,4 +1,4 @@
-"""The parent of front processes and the owner: starts them, replaces those that die, and passes signals on."""
+"""The parent of front processes and the engine: starts them, replaces those that die, and passes signals on."""
 
 import ctypes
 import logging
@@ -19,8 +19,8 @@ from hps.errors import ConfigError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.memory.capacity import available_processors
 from hps.regions import layout
-from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
+from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.regions.sharing import share
 from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Front
@@ -44,7 +44,7 @@ class Supervisor:
         grpc_port: port for gRPC; None: none.
 
     Attributes:
-        shared: what fronts and owner share.
+        shared: what fronts and engine share.
         url: address of the service.
     """
 
@@ -62,14 +62,14 @@ class Supervisor:
             self._grpc_address = self._grpc_place.getsockname()[:2]
             _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
-        path = str(Path(self._directory.name) / "owner.sock")
+        path = str(Path(self._directory.name) / "engine.sock")
         self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
-        self._page = Memory(self.shared.page, writable=False)
-        self._children: dict[int, int] = {}  # process: number of the front, -1 for the owner
+        self._page = Memory(self.shared.snapshot, writable=False)
+        self._children: dict[int, int] = {}  # process: number of the front, -1 for the engine
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
         self._stopping = ""
-        self._told: set[bool] = set()  # whether the fronts (False) and the owner (True) were told to stop
+        self._told: set[bool] = set()  # whether the fronts (False) and the engine (True) were told to stop
         self._drains = False
         self._began = 0.0
         self._code = 0
@@ -79,8 +79,8 @@ class Supervisor:
         return available_processors() >= _CORES_TO_SPIN
 
     def run(self) -> int | None:
-        """Serve until a signal stops the service or the owner ends. Returns its exit code; None in the owner's process."""
-        compile_kernels(*FRONT_KERNELS)
+        """Serve until a signal stops the service or the engine ends. Returns its exit code; None in the engine's process."""
+        compile_kernels(*FRONTEND_KERNELS)
         for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(one, self._on_signal)
         due: dict[int, float] = dict.fromkeys((-1, *range(self._fronts)), 0.0)
@@ -106,7 +106,7 @@ class Supervisor:
     # -- children ---------------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> bool:
-        """Start a front or the owner; return True in the process of the owner."""
+        """Start a front or the engine; return True in the process of the engine."""
         self._started[number] = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -135,9 +135,9 @@ class Supervisor:
                 if nth != number:
                     os.close(region)
                     os.close(event)
-            page = read_only(shared.page)
-            os.close(shared.page)
-            where = number, replace(shared, page=page), self._configuration
+            page = read_only(shared.snapshot)
+            os.close(shared.snapshot)
+            where = number, replace(shared, snapshot=page), self._configuration
             front = Front(*where, connect=Connection, spins=self._spins, loopback=self._loopback)
             if self._grpc_address is not None:
                 from hps.serve.frontend.grpc_server import GrpcServer  # of an extra, and not before the fork
@@ -176,7 +176,7 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(status)
         if number < 0:
             for region in self.shared.regions:  # not mapped for long: fronts that are forked would have it, too
-                Memory(region)[layout.OWNER_EPOCH] = 0
+                Memory(region)[layout.ENGINE_EPOCH] = 0
             for event in self.shared.events:
                 os.eventfd_write(event, 1)
         if self._stopping:
@@ -184,9 +184,9 @@ class Supervisor:
                 self._code = code if code >= 0 else 1
             return None
         if number < 0 and code >= 0:  # it says itself why
-            self._stopping, self._code = "the owner has ended", code
+            self._stopping, self._code = "the engine has ended", code
             return None
-        what = f"front {number}" if number >= 0 else "the owner of the tiers"
+        what = f"front {number}" if number >= 0 else "the engine process"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         long = time.monotonic() - self._started[number] > _LONGEST_PAUSE_S
         pause = _FIRST_PAUSE_S if long else min(_LONGEST_PAUSE_S, 2 * self._pauses.get(number, _FIRST_PAUSE_S / 2))
@@ -199,19 +199,19 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._tell_owner(signal.SIGHUP)
+            self._signal_engine(signal.SIGHUP)
         elif not self._stopping:
             self._stopping, self._drains = signal.Signals(number).name, number == signal.SIGTERM
         else:
             self._drains = False
 
-    def _tell_owner(self, number: int) -> None:
+    def _signal_engine(self, number: int) -> None:
         for child, one in self._children.items():
             if one < 0:
                 with suppress(ProcessLookupError):
                     os.kill(child, number)
 
-    def _tell_fronts(self, number: int) -> None:
+    def _signal_frontends(self, number: int) -> None:
         for child, one in self._children.items():
             if one >= 0:
                 with suppress(ProcessLookupError):
@@ -219,11 +219,11 @@ class Supervisor:
 
     def _begin_stop(self) -> float:
         """Turn not ready; return when the fronts stop listening."""
-        self._tell_fronts(signal.SIGUSR1)
-        self._tell_owner(signal.SIGUSR1)
+        self._signal_frontends(signal.SIGUSR1)
+        self._signal_engine(signal.SIGUSR1)
         self._began, drain_s = time.monotonic(), 0.0
         if self._drains and any(child < 0 for child in self._children.values()):
-            found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
+            found = layout.read_text(self._page, 0, layout.MOST_SNAPSHOT_BYTES)
             page = found[1] if found else {}
             if not page.get("blocked", "starting"):
                 drain_s = page["settings"]["drain_s"]
@@ -241,11 +241,11 @@ class Supervisor:
             if False not in self._told:
                 self._told.add(False)
                 _log.info("%s: no longer listening, after %.1f s", self._stopping, now - self._began)
-                self._tell_fronts(signal.SIGTERM)
+                self._signal_frontends(signal.SIGTERM)
         elif self._children and True not in self._told:
             self._told.add(True)
             _log.info("requests have ended, after %.1f s", now - self._began)
-            self._tell_owner(signal.SIGTERM)
+            self._signal_engine(signal.SIGTERM)
         if now > stop_at + _STOP_S:
             for child in self._children:
                 with suppress(ProcessLookupError):

@@ -31,9 +31,9 @@ Header = tuple[bytes, bytes]
 JSON: Header = (b"content-type", b"application/json")
 BINARY: Header = (b"content-type", b"application/octet-stream")
 CLIENT = b"hps-client"
-"""Header by which a front tells the owner's application the address of the client."""
+"""Header by which a front tells the engine's application the address of the client."""
 CLIENT_CERTIFICATE = b"hps-client-certificate"
-"""Header by which a front tells the owner's application the names in the client's certificate, a JSON list."""
+"""Header by which a front tells the engine's application the names in the client's certificate, a JSON list."""
 DEFERRED_KEYS = b"x-deferred-keys"
 """Header of an answer in which that many keys got the default vector and are fetched in the background."""
 

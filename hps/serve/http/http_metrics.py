@@ -146,7 +146,7 @@ _OF_FRONTS: Final = (
     ("hps_http_cached_bytes", "Memory of what is remembered of requests.", "cached_bytes"),
 )
 _OF_LOOPS: Final = {
-    "hps_owner_batches": "Batches that the owner's loop answered.",
+    "hps_owner_batches": "Batches that the engine's loop answered.",
     "hps_owner_handed_over": "Lookups that the loop left to service.lookup_threads.",
     "hps_owner_malformed": "Lookups of fronts that were refused because their descriptor was malformed.",
     "hps_owner_wakes": "How often the loop woke from sleep.",
@@ -167,9 +167,9 @@ def are_figures(found: Mapping[str, Any]) -> bool:
         return False
 
 
-def counted_as(model: str, version: str, serials: Mapping[int, int]) -> str:
+def counted_as(model: str, version: str, deployment_ids: Mapping[int, int]) -> str:
     """Return the name of a deployment's counts: a version that is deployed again begins anew."""
-    return f"{model}\0{version}\0{next(iter(serials.values()), 0)}"
+    return f"{model}\0{version}\0{next(iter(deployment_ids.values()), 0)}"
 
 
 @dataclass(slots=True, eq=False)
@@ -224,16 +224,16 @@ class InferenceStatistics:
 
     Attributes:
         fronts: returns the figures of all fronts.
-        serials: returns by device how fronts name a deployment.
+        deployment_ids: returns by device how fronts name a deployment.
     """
 
     def __init__(self) -> None:
         self.fronts: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
-        self.serials: Callable[[Deployment], Mapping[int, int]] = lambda deployment: {}
+        self.deployment_ids: Callable[[Deployment], Mapping[int, int]] = lambda deployment: {}
 
     def of(self, deployment: Deployment) -> InferenceCounts:
         """Return the counts of a version."""
-        name = counted_as(deployment.config.model, deployment.version, self.serials(deployment))
+        name = counted_as(deployment.config.model, deployment.version, self.deployment_ids(deployment))
         counted = [InferenceCounts(*front["inference"][name]) for front in self.fronts() if name in front["inference"]]
         return reduce(InferenceCounts.plus, counted, InferenceCounts())
 

@@ -1,6 +1,6 @@
 """Segments of shared memory that clients on this machine register, by Triton's system shared memory extension.
 
-The owner's application keeps the registry and publishes it; each front opens a segment when a request first names it. Segments
+The engine's application keeps the registry and publishes it; each front opens a segment when a request first names it. Segments
 are read and written with `preadv` and `pwritev`, never mapped: a client that shrinks its segment gets an error, and no process
 of ours a SIGBUS.
 

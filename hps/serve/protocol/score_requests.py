@@ -7,7 +7,7 @@ in microseconds, is how long the scores are of use. With the parameter `vectors:
 (`open_inference.py`), as it is if its inputs are named like those of a lookup, and not all like the network's.
 
 Where a network has free sizes or guards, what can be told of the shapes is checked with the JSON part: requests that are
-refused for it reach no queue. Of others the owner checks the shapes.
+refused for it reach no queue. Of others the engine checks the shapes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +136,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
 
 
 def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
-    """Return the number of samples that an input has, which the owner compares with the others."""
+    """Return the number of samples that an input has, which the engine compares with the others."""
     rows = []
     for name, one in network.features_by_name.items():
         if name not in shapes or one.first != -1:

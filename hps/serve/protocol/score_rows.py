@@ -57,7 +57,7 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
     arrays = _Rows(network.signature, user, items).arrays()
     samples = len(items)
     sizes: Mapping[str, int] = {}
-    if network.signature.is_sized:  # of others the owner checks the shapes
+    if network.signature.is_sized:  # of others the engine checks the shapes
         read = read_request(network.signature, arrays, network.max_samples, network.model)
         samples, sizes = read.samples, read.sizes
     keys = count_keys({name: one.shape for name, one in arrays.items()}, network)

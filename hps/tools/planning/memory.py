@@ -17,7 +17,7 @@ from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
-from hps.regions.layout import MOST_PAGE_BYTES, SLAB
+from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.stores.base import Database
 from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
@@ -190,10 +190,10 @@ def front_needs(settings: ServiceConfig, on_cuda: bool, processors: int | None =
         processors: of the machine, for the default number of fronts; by default those that this process may use.
     """
     processes = default_fronts(processors) if settings.fronts is None else settings.fronts
-    fronts = processes or 1  # without processes one front runs in the owner
+    fronts = processes or 1  # without processes one frontend runs in the engine process
     held = [
         Need("pinned" if on_cuda else "ram", "keys and vectors of lookups", fronts * (SLAB + slab_bytes(settings, fronts))),
-        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_PAGE_BYTES),
+        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_SNAPSHOT_BYTES),
     ]
     if processes:
         held.insert(0, Need("ram", f"the parent and {processes} front processes", (1 + processes) * _FRONT_BYTES))

@@ -23,7 +23,7 @@ PROOFS = {  # what the source of the answer has, and no other definition
     "Where does a new version take over?": ("self.serving = {**self.serving, name: deployment}",),
     "What keeps an old vector from overwriting a newer one?": ("self.is_current(token)", "yield allowed"),
     "Where do I add a configuration key of a model?": ("sparse_files: ", "gpucacheper: ", "hit_rate_threshold: "),
-    "What happens when the engine process dies?": ("os.waitstatus_to_exitcode(", "OWNER_EPOCH] = 0"),
+    "What happens when the engine process dies?": ("os.waitstatus_to_exitcode(", "ENGINE_EPOCH] = 0"),
 }
 
 

@@ -27,20 +27,13 @@ from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
-from hps.tensors.bags import Bags, pooled_batch
-from hps.tensors.batch import (
-    Batch,
-    as_host_keys,
-    as_host_vectors,
-    concatenated_batch,
-    named_batch,
-    refuse_repeated_tables,
-    table_batch,
-)
+from hps.tensors.array_checks import as_host_keys, as_host_vectors
+from hps.tensors.bags import Bags
+from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.collection import StatisticsCollector
-from hps.versions.deployment import Deployment, StoredRow, repeated_after_takeover
+from hps.versions.deployment import Deployment, StoredRow, retry_after_takeover
 from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
@@ -200,7 +193,7 @@ class HPS:
             UnknownModelError, UnknownVersionError: it is not deployed.
         """
         self.model(model_name, version)
-        self.live.hold(model_name, version, holder)
+        self.live.retain(model_name, version, holder)
 
     def versions(self, model_name: str) -> list[VersionInfo]:
         """Return the versions of a model that are in service, kept, or still in use by lookups.
@@ -221,7 +214,7 @@ class HPS:
     def lookup(
         self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
     ) -> tuple[FloatArray, BoolArray]: ...
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup(
         self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
     ) -> FloatArray | tuple[FloatArray, BoolArray]:
@@ -253,7 +246,7 @@ class HPS:
         self._answer(deployment, deployment.session(device_id), batch, began)
         return vectors if found is None else (vectors, found)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_tables(
         self,
         tables: Mapping[str, Any] | Mapping[int, Any],
@@ -289,7 +282,7 @@ class HPS:
             return vectors, dict(zip(tables, batch.founds, strict=True))
         return vectors
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_fromdlpack(
         self,
         keys: Any,
@@ -331,7 +324,7 @@ class HPS:
         self._answer(deployment, session, batch, began, wait=wait)
         return batch.founds[0] if return_found else None
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_concatenated(
         self,
         keys: Any,
@@ -369,7 +362,7 @@ class HPS:
         self._answer(deployment, session, batch, began, wait=wait)
         return found
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_pooled(
         self,
         tables: Mapping[str, Bags] | Mapping[int, Bags],
@@ -404,7 +397,7 @@ class HPS:
         self._answer(deployment, session, batch, began, wait=wait)
         return dict(zip(tables, batch.outs, strict=True)) if out is None else out
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def capture(
         self, keys: Any, out_tensor: Any, model_name: str, table_id: int | str | None = None, device_id: int = 0
     ) -> CapturedLookup:
@@ -434,7 +427,7 @@ class HPS:
 
         return CapturedLookup(partial(self.model, model_name), record)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def prepare(
         self,
         tables: Mapping[str, Any] | Mapping[int, Any],
@@ -470,7 +463,7 @@ class HPS:
         """
         return PreparedLookup(partial(self.model, model_name), self._answer, device_id, tables, out, return_found)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def prefetch(self, keys: Any, model_name: str, table_id: int | str, device_id: int | None = None) -> int:
         """Load vectors into the embedding cache ahead of requests, such as the items of the next hours.
 
@@ -490,7 +483,7 @@ class HPS:
         deployment = self.model(model_name)
         return deployment.prefetch(deployment.table_index(table_id), as_host_keys(keys), device_id)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def score(
         self, model_name: str, inputs: Mapping[str, Any], device_id: int | None = None, *, version: str | None = None
     ) -> Scores:
@@ -620,7 +613,7 @@ class HPS:
         flat = as_host_keys(keys)
         return self._modify(model_name, version, lambda one: one.delete(one.table_index(table_id), flat))
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def _modify(self, model_name: str, version: str | None, modify: Callable[[Deployment], None]) -> str:
         """Modify a version; retry if another version took over meanwhile."""
         while True:
@@ -633,7 +626,7 @@ class HPS:
             if not taken_over:
                 return deployment.version
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def row(self, key: int, model_name: str, table_id: int | str, *, version: str | None = None) -> StoredRow:
         """Return the stored row of a key: vector, tier and time of writing. For debugging; not counted as a lookup.
 
@@ -727,7 +720,7 @@ class HPS:
 
     def pin(self, model_name: str) -> DesiredVersion | None:
         """Return the version that a roll-back or a deployment pinned a model to, if any."""
-        return self.catalog.pins.shown(model_name)
+        return self.catalog.pins.known(model_name)
 
     def change_fleet(self, model_name: str, change: FleetChange, version: str | None = None) -> ServingDocument:
         """Change what every replica serves of a model: write the `serving.json` beside its versions.
@@ -811,7 +804,7 @@ class HPS:
         """
         return self._reconciler.reconcile(progress)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
         """Reload the vectors of all resident keys, in place, on every device of a model; returns when done.
 

@@ -22,7 +22,7 @@ from hps.errors import CapacityError, ModelFileError
 from hps.ground.key_sets import KeySet
 from hps.ground.memory.capacity import available_memory
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
-from hps.models.loading.read_ahead import whole_rows
+from hps.models.loading.read_ahead import read_rows
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.stores.base import Database
@@ -37,7 +37,7 @@ MOST_DELTAS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTable:
+class ResidentTable:
     """A place in this process that may hold the rows of a version. *Immutable.*
 
     Attributes:
@@ -69,7 +69,7 @@ class TableSource:
     place: str
     checks: Mapping[str, FileCheck] = field(default_factory=dict)
     base: "TableSource | None" = None
-    held: HeldTable | None = None
+    held: ResidentTable | None = None
     log_start: Mapping[str, str] = field(default_factory=dict)
 
     def chain(self) -> "list[TableSource]":
@@ -99,7 +99,7 @@ class DeltaModel:
     base: SparseModel
     deltas: tuple[Delta, ...]
     fingerprints: tuple[str, ...]
-    held: tuple[HeldTable | None, ...]
+    held: tuple[ResidentTable | None, ...]
 
     @property
     def place(self) -> str:
@@ -131,10 +131,10 @@ class DeltaModel:
     def chunk_rows(self) -> int:
         return self.base.chunk_rows
 
-    def may_change_unseen(self) -> bool:
-        """As `OpenedFile.may_change_unseen`, of any file."""
+    def is_open_for_writing(self) -> bool:
+        """As `OpenedFile.is_open_for_writing`, of any file."""
         files = (self.base, *(one for delta in self.deltas for one in (delta.changed, delta.deleted) if one))
-        return any(file.may_change_unseen() for file in files)
+        return any(file.is_open_for_writing() for file in files)
 
     def verify(self) -> None:
         """As `SparseModel.verify`, for all files but those of deleted keys, which are read completely first."""
@@ -193,7 +193,7 @@ class BaseRows:
     level: int
     chunks: Callable[[], Iterator[tuple[KeyArray, FloatArray]]]
     checksum: str
-    still_counts: Callable[[], bool]
+    is_current: Callable[[], bool]
 
 
 class Merge:
@@ -230,7 +230,7 @@ class Merge:
                 self.checksum = _digest(self.checksum, of_deleted[i], self._last_read)[:16]
 
     def _read(self, model: SparseModel) -> Iterator[tuple[KeyArray, FloatArray]]:
-        self._last_read = yield from whole_rows(model)
+        self._last_read = yield from read_rows(model)
 
 
 def first_rows(chunks: Chunks, rows: int) -> Chunks:

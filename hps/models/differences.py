@@ -16,7 +16,7 @@ from hps.ground.hashing import mix
 from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
 from hps.models.files import CHUNK_BYTES, SparseModel
-from hps.models.loading.read_ahead import whole_rows
+from hps.models.loading.read_ahead import read_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _void: Any = types.void
@@ -45,7 +45,7 @@ def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatAr
         ModelFileError: the files changed, cannot be read, or are not those that were written.
     """
     model.verify()
-    yield from Merge(model).chunks() if isinstance(model, DeltaModel) else whole_rows(model)
+    yield from Merge(model).chunks() if isinstance(model, DeltaModel) else read_rows(model)
 
 
 def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Difference, None, None]:

@@ -69,9 +69,9 @@ class OpenedFile:
         if now != self.version:
             raise changed(self.path, self.version, now)
 
-    def may_change_unseen(self) -> bool:
+    def is_open_for_writing(self) -> bool:
         """Return whether the file may change without getting another version, because a process has it open for writing."""
-        return self.filesystem.is_local and self.filesystem.may_change_unseen(self.path, self.version)
+        return self.filesystem.is_local and self.filesystem.is_open_for_writing(self.path, self.version)
 
     def check_content(self, crc32: str) -> None:
         """Compare the CRC-32 of the content with the expected one, if known."""
@@ -149,7 +149,7 @@ class SparseModel:
         return max(self.parallel_reads * min(self.keys.filesystem.part_bytes, CHUNK_BYTES) // CHUNK_BYTES, 2)
 
     @property
-    def is_summed(self) -> bool:
+    def has_checksum(self) -> bool:
         """Whether `version.json` has a checksum for `check_content`."""
         return bool(self.keys.crc32 or self.vectors.crc32)
 
@@ -162,9 +162,9 @@ class SparseModel:
         self.keys.check_content(checksum[:8])
         self.vectors.check_content(checksum[8:])
 
-    def may_change_unseen(self) -> bool:
-        """As `OpenedFile.may_change_unseen`, of any file."""
-        return self.keys.may_change_unseen() or self.vectors.may_change_unseen()
+    def is_open_for_writing(self) -> bool:
+        """As `OpenedFile.is_open_for_writing`, of any file."""
+        return self.keys.is_open_for_writing() or self.vectors.is_open_for_writing()
 
     def check_format(self) -> None:
         """Look at the first keys, since keys of 4 bytes fit vectors of twice the width. Sizes tell .npy files of vectors.

@@ -21,7 +21,7 @@ from typing import Any
 
 from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, ModelFileError, ModelFileNotFoundError
-from hps.models.deltas import MOST_DELTAS, HeldTable, TableSource
+from hps.models.deltas import MOST_DELTAS, ResidentTable, TableSource
 from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, below, read_json, read_manifest, within
 from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
@@ -167,7 +167,7 @@ def version_files(
     return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network)
 
 
-def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
+def read_log_starts(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
     """Read each table's positions in the log of updates from a `version.json` beside the tables' directories; empty without it.
 
     For versions whose directories are configured one by one; the rest of the file does not apply to them. A file that cannot be
@@ -188,7 +188,7 @@ def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tup
 def table_sources(
     version: str,
     find: Callable[[str], VersionFiles | None],
-    held: Callable[[str], Sequence[HeldTable]] = lambda version: (),
+    held: Callable[[str], Sequence[ResidentTable]] = lambda version: (),
 ) -> tuple[TableSource, ...]:
     """Follow the chain of versions that a version changes.
 

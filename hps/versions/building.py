@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, SharedRows, StaticTables, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
@@ -82,7 +82,7 @@ def load_deployment(
     try:
         reports = []
         for table, load in zip(tables, loads, strict=True):
-            load.make_way()
+            load.drop_conflicting_tables()
             chain.open_table(table, volatile=opens)
             reports.append(load.run())
         fingerprints = tuple(report.fingerprint for report in reports)
@@ -164,23 +164,24 @@ def reconfigure(there: Deployment, config: ModelConfig) -> Deployment:
 
 
 def _mark_complete(deployment: Deployment) -> None:
-    """Tell static caches that hold every row that they do.
+    """Mark static caches that hold every row as complete.
 
     A cache holds no key that the authoritative database lacks, and the hash map above holds the rows of that one unless a write
     to it has failed. So equal numbers are equal sets.
     """
     chain, tables = deployment.chain, deployment.tables
-    if not any(cache.static for cache in deployment.caches):
+    static = [cache for cache in deployment.caches if isinstance(cache, StaticTables) and cache.static]
+    if not static:
         return
     with chain.settled(tables):
         if chain.failed_above:
             return
         rows = [chain.databases[0].size(chain.databases[0].stored(table).tag) for table in tables]
-        for cache in deployment.caches:
+        for cache in static:
             resident = [cache.stats(index).resident_rows for index in range(len(tables))]
-            if cache.static and resident == rows:
-                cache.tell_complete(complete=True)
-            elif cache.static:
+            if resident == rows:
+                cache.mark_complete(complete=True)
+            else:
                 _log.info(
                     "model %r: %d of its %d rows are not resident on device %d; lookups read them from host memory",
                     deployment.config.model,
@@ -227,7 +228,7 @@ def _sessions(
         _log.warning("model %r: %s", config.model, not_shared(config, reason))
     capacities = cache_capacities(config, rows, sharing)
     sessions: dict[int, Session] = {}
-    shared: EmbeddingCache | None = None
+    shared: SharedRows | None = None
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
@@ -235,7 +236,7 @@ def _sessions(
                 continue
             if shared is None:
                 cache = cache_class.create(tables, capacities, device_id, is_static(config), sharing)
-                shared = cache if sharing.device_ids else None
+                shared = cache if sharing.device_ids and isinstance(cache, SharedRows) else None
             else:
                 cache = shared.on(device_id)
             paths = _miss_paths(config, cache, chain)
@@ -244,7 +245,7 @@ def _sessions(
             if not sharing.device_ids:
                 _fill_all(cache, fill, fraction)
         if shared is not None:  # only now: miss paths are chosen for an empty cache
-            _fill_all(shared.leader, fill, fraction)
+            _fill_all(leader_of(shared), fill, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
@@ -282,7 +283,7 @@ class _FromFiles:
 
     def __init__(self, tables: Sequence[TableSpec], reports: Sequence[LoadReport], chain: DatabaseChain) -> None:
         self._tables, self._reports, self._chain = tables, reports, chain
-        self._stale = [report.differs or report.model.may_change_unseen() for report in reports]
+        self._stale = [report.differs or report.model.is_open_for_writing() for report in reports]
         self._looked = [False] * len(reports)  # checked for repeated keys; once, as all caches hold equally many rows
 
     def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
@@ -299,7 +300,8 @@ def _fill(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: flo
     """Warm a table of a cache from a database that holds every row: the authoritative one, or a hash map like it."""
     if chain.databases:
         table = cache.tables[index]
-        database = chain.databases[0 if cache.static and not chain.failed_above else -1]
+        is_static_cache = isinstance(cache, StaticTables) and cache.static
+        database = chain.databases[0 if is_static_cache and not chain.failed_above else -1]
         warm_up(cache, index, table, DatabaseRows(database, table), fraction)
 
 

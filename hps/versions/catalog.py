@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from hps.configuration.load import Configuration, DenseConfig, ModelConfig, ServiceConfig, load_configuration
 from hps.configuration.models import check_tables
 from hps.errors import ConflictError, HPSError, ModelFileError, UnknownModelError, UnknownVersionError
-from hps.models.deltas import HeldTable, TableSource, fingerprints_of
+from hps.models.deltas import ResidentTable, TableSource, fingerprints_of
 from hps.models.files import joint_fingerprint
 from hps.models.manifest import within
 from hps.models.network_files import NetworkFiles
@@ -19,14 +19,14 @@ from hps.models.repository import (
     explain_no_models,
     list_models,
     list_versions,
-    log_starts_beside,
     network_of,
+    read_log_starts,
     table_sources,
     version_files,
 )
 from hps.models.sources import ModelSources
 from hps.versions.desired import DesiredVersion
-from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, following
+from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, next_document
 from hps.versions.pins import Pins
 
 
@@ -92,7 +92,7 @@ class ModelCatalog:
             except HPSError as error:
                 problems[name] = error
         # The repository of a fleet's model may be away: an empty mount point looks like a removed model.
-        away = {name: model for name, model in (self._found or {}).items() if self.fleet.shown(name) and name not in problems}
+        away = {name: model for name, model in (self._found or {}).items() if self.fleet.known(name) and name not in problems}
         self._found, self.problems = {**away, **found}, problems
 
     def explain_no_models(self, wanted: Sequence[str] = ()) -> str:
@@ -139,7 +139,9 @@ class ModelCatalog:
         """
         return sorted(self._files(self.model(name))[0], key=int)
 
-    def version(self, name: str, version: str, held: Callable[[str], Sequence[HeldTable]] = lambda version: ()) -> ModelVersion:
+    def version(
+        self, name: str, version: str, held: Callable[[str], Sequence[ResidentTable]] = lambda version: ()
+    ) -> ModelVersion:
         """Return one version of a model.
 
         Args:
@@ -156,9 +158,9 @@ class ModelCatalog:
             known = ", ".join(sorted(versions, key=int)) or "none"
             raise UnknownVersionError(f"deploying model {name!r}: got version {version[:40]!r}, expected one of {known}")
 
-        def held_or_loaded(number: str) -> Sequence[HeldTable]:
+        def held_or_loaded(number: str) -> Sequence[ResidentTable]:
             tables = model.model_copy(update={"version": number}).tables
-            return held(number) or [HeldTable(table) for table in tables]
+            return held(number) or [ResidentTable(table) for table in tables]
 
         known_files: dict[str, VersionFiles] = {}
 
@@ -267,7 +269,7 @@ class ModelCatalog:
         versions = self.versions(name)
 
         def change(known: ServingDocument | None) -> ServingDocument:
-            return following(known, by, version, serving, versions, model.version_policy)
+            return next_document(known, by, version, serving, versions, model.version_policy)
 
         return self.fleet.write(name, model.version_path, change)
 
@@ -291,7 +293,7 @@ class ModelCatalog:
         if not self._followed:
             return set(files), files.__getitem__
         return set(files), lambda version: replace(
-            files[version], updates=log_starts_beside(files[version].sparse_files, self._sources)
+            files[version], updates=read_log_starts(files[version].sparse_files, self._sources)
         )
 
 
@@ -300,10 +302,10 @@ def absent_models(service: ServiceConfig, catalog: ModelCatalog) -> str:
     names = catalog.names
     if absent := sorted({*service.load_models} - {"*", *names}):
         return catalog.explain_no_models(absent)
-    return "" if names or may_be_empty(service) else catalog.explain_no_models()
+    return "" if names or can_be_empty(service) else catalog.explain_no_models()
 
 
-def may_be_empty(service: ServiceConfig) -> bool:
+def can_be_empty(service: ServiceConfig) -> bool:
     """Whether a service is ready without any model: it says so, or clients load its models."""
     return service.allow_empty or (service.model_control_mode == "explicit" and not service.load_models)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.engine.refresh import RefreshReport
@@ -30,7 +30,7 @@ from hps.errors import (
 from hps.ground.memory.heap import trim_heap
 from hps.ground.rows import decode, encode
 from hps.ground.threads.open_calls import OpenCalls
-from hps.models.deltas import HeldTable
+from hps.models.deltas import ResidentTable
 from hps.models.files import joint_fingerprint
 from hps.models.loading.warm_up import last_rows
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
@@ -171,11 +171,11 @@ class Deployment:
         dense = self.config.dense
         return () if dense is None or dense.allow_stale_copy else tuple(dense.stale_copies)
 
-    def held_tables(self) -> list[HeldTable]:
+    def resident_tables(self) -> list[ResidentTable]:
         """Location of each table, for a version that modifies it."""
         whole = [database for database in self.chain.databases if database.in_process][-1:]
         return [
-            HeldTable(
+            ResidentTable(
                 table,
                 whole[0] if whole and whole[0].size(whole[0].stored(table).tag) == rows else None,
                 fingerprint,
@@ -191,7 +191,7 @@ class Deployment:
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The embedding caches, each once; of devices that share rows, the one that stands for them all."""
-        return list(dict.fromkeys(cache.leader for cache in self.device_caches))
+        return list(dict.fromkeys(map(leader_of, self.device_caches)))
 
     @property
     def device_caches(self) -> list[EmbeddingCache]:
@@ -378,7 +378,8 @@ class Deployment:
     def _changing(self, index: int) -> Iterator[None]:
         with ExitStack() as stack:
             for cache in self._all_caches():
-                stack.enter_context(cache.changing(index))
+                if isinstance(cache, HostTableReads):
+                    stack.enter_context(cache.changing(index))
             yield
 
     def _all_caches(self) -> list[EmbeddingCache]:
@@ -464,7 +465,7 @@ def log_positions(
     return tuple({} if start is None else chain.follow_log(table) for table, start in zip(tables, starts, strict=True))
 
 
-def repeated_after_takeover(call: _Call) -> _Call:
+def retry_after_takeover(call: _Call) -> _Call:
     """Retry a call that a retired version refused, as long as the serving versions have changed since it began.
 
     Args:

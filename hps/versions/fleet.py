@@ -98,7 +98,7 @@ class FleetStatus:
     age_s: float | None
 
 
-def following(
+def next_document(
     known: ServingDocument | None,
     by: FleetChange,
     version: str | None,
@@ -203,7 +203,7 @@ class Fleet:
             raise reading.error
         return reading.document
 
-    def shown(self, model: str) -> ServingDocument | None:
+    def known(self, model: str) -> ServingDocument | None:
         """Return the last known document of a model, without reading any file."""
         reading = self._readings.get(model)
         return None if reading is None else reading.document
@@ -272,7 +272,7 @@ class Fleet:
             DatabaseError: the kept copy cannot be removed.
         """
         reading = self._readings.get(model, _Reading())
-        if not isinstance(reading.error, _GoneError):
+        if not isinstance(reading.error, _DeletedDocumentError):
             raise ConflictError(
                 f"changing model {model!r}: its {SERVING} says what the fleet serves: {reading.document}; change it for all "
                 f"replicas (--fleet)"
@@ -290,7 +290,7 @@ class Fleet:
             if {document.version, document.previous} & {*document.withdrawn}:
                 found.append(f"model {model!r}: its {SERVING} withdraws what it serves: {document}")
             kept = self._from_disk(model)
-            if kept is not None and kept.number > document.number and self.shown(model) is document:
+            if kept is not None and kept.number > document.number and self.known(model) is document:
                 found.append(f"model {model!r}: the kept {SERVING} has number {kept.number}, the known one {document.number}")
         return found
 
@@ -308,7 +308,7 @@ class Fleet:
                     raise
         if found is None:
             if before.document is not None:
-                raise _GoneError(
+                raise _DeletedDocumentError(
                     f"reading {path}: it is gone; the last one said {before.document}, which stays. Write it again (`hps "
                     "deploy MODEL --version V --fleet`), or let this replica leave the fleet (`hps unpin MODEL`)"
                 )
@@ -337,7 +337,7 @@ class Fleet:
                     error.version
                     if isinstance(error, _InvalidError)
                     else ""
-                    if isinstance(error, _GoneError)
+                    if isinstance(error, _DeletedDocumentError)
                     else before.version
                 )
                 reading = replace(before, error=error, version=seen)
@@ -356,18 +356,18 @@ class Fleet:
             _log.warning("model %r: what the fleet serves is not known to be current: %s", model, error)
         if reading.document is not None and reading.document != known:
             _log.info("model %r: the fleet serves %s", model, reading.document)
-            self._keep(model)
+            self._store(model)
         return reading
 
-    def _keep(self, model: str) -> None:
+    def _store(self, model: str) -> None:
         """Write the known document to disk; the newest one is there when every thread has returned."""
-        while (document := self.shown(model)) is not None:
+        while (document := self.known(model)) is not None:
             try:
                 self._kept.write(model, document.model_dump(mode="json"))
             except OSError as error:
                 _log.error("model %r: keeping the %s beside the persistent database failed: %s", model, SERVING, error)
                 return
-            if self.shown(model) is document:
+            if self.known(model) is document:
                 return
 
     def _from_disk(self, model: str) -> ServingDocument | None:
@@ -379,7 +379,7 @@ class Fleet:
             return None
 
 
-class _GoneError(ModelFileNotFoundError):
+class _DeletedDocumentError(ModelFileNotFoundError):
     """The document was there before and is not any more."""
 
 

@@ -50,15 +50,15 @@ _MOST_REMEMBERED = 256
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """First and longest pause before retrying a model that could not be deployed. Each failure doubles the pause."""
 
-_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, UpdateLogError, NotReadyError)
-_STAYS = (DatabaseCorruptError, TableWidthError)
+_TRANSIENT = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, UpdateLogError, NotReadyError)
+_PERMANENT = (DatabaseCorruptError, TableWidthError)
 _OF_VERSIONS = (UnknownVersionError, ModelFileError)  # a publisher may put other files there, or those that are away back
 
 REFRESHING = "refreshing"
 """A change requested over the network that leaves the versions alone; one per model at a time."""
 
 VersionState = Literal["serving", "available", "kept", "retiring"]
-ComingState = Literal["wanted", "loading", "failed", "serving"]
+LifecycleState = Literal["wanted", "loading", "failed", "serving"]
 Wanted: TypeAlias = tuple[ModelConfig, tuple[tuple[str, str], ...]]
 """What a model's policy selects: its entry, and the numbers and fingerprints of the versions."""
 
@@ -85,16 +85,16 @@ class VersionInfo:
     stale_copies: tuple[str, ...] = ()
 
 
-def may_pass(error: BaseException, *, versioned: bool = False) -> bool:
+def is_transient(error: BaseException, *, versioned: bool = False) -> bool:
     """Return True if what failed may succeed later without another configuration or program.
 
     Args:
         versioned: its files are versions that somebody publishes, in a repository or a model's `version_path`, and not files
             that the configuration names one by one.
     """
-    if isinstance(error, _STAYS):
+    if isinstance(error, _PERMANENT):
         return False
-    return isinstance(error, _MAY_PASS) or (versioned and isinstance(error, _OF_VERSIONS))
+    return isinstance(error, _TRANSIENT) or (versioned and isinstance(error, _OF_VERSIONS))
 
 
 def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
@@ -127,12 +127,12 @@ class Failure:
     cause: str
     count: int
     due: float
-    may_pass: bool
+    is_transient: bool
     wanted: Wanted | None = None
 
 
 @dataclass(frozen=True)
-class ModelLife:
+class ModelLifecycle:
     """A model that serves or that the service waits for. *Immutable*, except the tables of a running load.
 
     Attributes:
@@ -146,7 +146,7 @@ class ModelLife:
     """
 
     name: str
-    state: ComingState
+    state: LifecycleState
     tables: list[LoadingTable]
     waiting: str
     failure: Failure | None
@@ -186,13 +186,13 @@ class _Model:
         return self.change.doing if self.change is not None and self.change.under_way else ""
 
     @property
-    def coming(self) -> ComingState:
+    def coming(self) -> LifecycleState:
         if self.doing == "deploying":
             return "loading"
         return "wanted" if self.failure is None else "failed"
 
     @property
-    def is_gone(self) -> bool:
+    def is_unused(self) -> bool:
         return not (self.versions or self.doing or self.wanted or self.failure or self.deployed)
 
     @property
@@ -291,7 +291,7 @@ class LiveModels:
         """Return the versions kept for a roll-back, in the order of their replacement."""
         return [one for one, state in self.versions(name) if state == "kept"]
 
-    def hold(self, name: str, version: str, holder: object) -> None:
+    def retain(self, name: str, version: str, holder: object) -> None:
         """Keep a version available, whatever is deployed, while `holder` lives; it retires with the next change after that.
 
         Raises:
@@ -303,19 +303,19 @@ class LiveModels:
 
     # -- models to come -----------------------------------------------------------------------------------------------------
 
-    def want(self, model: ModelConfig) -> None:
+    def expect(self, model: ModelConfig) -> None:
         """Wait until a model serves with this entry, and reset its failures."""
         with self._changed:
             self._counted.begin(model.model)
             known = self._models.setdefault(model.model, _Model())
             known.wanted, known.failure = model, None
 
-    def give_up(self, name: str) -> None:
+    def stop_expecting(self, name: str) -> None:
         """Stop waiting for a model."""
         with self._changed:
             if name in self._models:
                 self._models[name].wanted = None
-                self._forget_gone(name)
+                self._forget_if_unused(name)
 
     def due(self) -> dict[str, float]:
         """Return the awaited models that are due for a retry, and the times, by the clock."""
@@ -326,21 +326,21 @@ class LiveModels:
                 if model.wanted
                 and not model.doing
                 and name not in self.serving
-                and (model.failure is None or model.failure.may_pass)
+                and (model.failure is None or model.failure.is_transient)
             }
 
-    def models(self) -> list[ModelLife]:
+    def models(self) -> list[ModelLifecycle]:
         """Return the models that serve or are awaited."""
         with self._changed:
             known = {**self._models, **{name: _Model() for name in self.serving if name not in self._models}}
-            return [self._life(name, one) for name, one in known.items() if one.wanted or name in self.serving]
+            return [self._lifecycle(name, one) for name, one in known.items() if one.wanted or name in self.serving]
 
     def failure(self, name: str) -> Failure | None:
         """Return the failure of a model's last deployment, if any."""
         with self._changed:
             return self._models[name].failure if name in self._models else None
 
-    def failed(self, name: str, error: BaseException, *, known: bool = True) -> None:
+    def record_failure(self, name: str, error: BaseException, *, known: bool = True) -> None:
         """Record a failed deployment and schedule a retry. A model that is neither known nor awaited is forgotten."""
         with self._changed:
             model = self._models.setdefault(name, _Model())
@@ -349,7 +349,7 @@ class LiveModels:
             failures = 1 + (model.failure.count if model.failure else 0)
             pause = min(self.first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
             pause *= random.uniform(0.75, 1.0)  # spread the retries of replicas that failed together
-            passes = may_pass(error, versioned=model.wanted is not None and bool(model.wanted.version_path))
+            passes = is_transient(error, versioned=model.wanted is not None and bool(model.wanted.version_path))
             model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, passes)
             model.failures += 1
 
@@ -365,7 +365,7 @@ class LiveModels:
             model = self._models[name]
             model.deployed, model.failure = wanted, None
 
-    def differs(self, name: str, wanted: Wanted) -> bool:
+    def needs_deployment(self, name: str, wanted: Wanted) -> bool:
         """Whether to deploy what a model's policy selects: it is new, or failed and is due for a retry.
 
         A failure with other files does not delay it.
@@ -386,7 +386,7 @@ class LiveModels:
         with self._changed:
             for name in [name for name in self._models if name not in names]:
                 self._models[name].failure = self._models[name].deployed = None
-                self._forget_gone(name)
+                self._forget_if_unused(name)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -429,7 +429,7 @@ class LiveModels:
     def finish_change(self, change: Change, error: BaseException | None = None) -> None:
         change.end(error)
         with self._changed:
-            self._forget_gone(change.model)
+            self._forget_if_unused(change.model)
             self._changed.notify_all()
 
     @contextmanager
@@ -504,7 +504,7 @@ class LiveModels:
             model.versions = [version for version in model.versions if version.deployment not in (deployment, kept)]
             model.versions.append(_Version(deployment, "available" if stands else "serving"))
             # Lookups read `serving` without a lock, once each: a new dict in one store is what makes the takeover a single
-            # step, and what `repeated_after_takeover` compares by identity. The old deployment is closed only afterwards, so
+            # step, and what `retry_after_takeover` compares by identity. The old deployment is closed only afterwards, so
             # that a lookup which still found it here either runs to its end on it, or is refused and finds the new one.
             if not stands:
                 self.serving = {**self.serving, name: deployment}
@@ -625,13 +625,13 @@ class LiveModels:
         self._closed, self.serving, self._models = True, {}, {}
         return held
 
-    def _life(self, name: str, model: _Model) -> ModelLife:
+    def _lifecycle(self, name: str, model: _Model) -> ModelLifecycle:
         failure, load = model.failure, model.load
-        state: ComingState = "serving" if name in self.serving else model.coming
+        state: LifecycleState = "serving" if name in self.serving else model.coming
         names = [table.table_name for table in model.wanted.tables] if model.wanted else []
         tables = list(load.tables.values()) if load is not None and state != "wanted" else list(map(LoadingTable, names))
-        again = state == "failed" and failure is not None and failure.may_pass
-        return ModelLife(
+        again = state == "failed" and failure is not None and failure.is_transient
+        return ModelLifecycle(
             name,
             state,
             tables,
@@ -646,14 +646,14 @@ class LiveModels:
         if self._closed:
             raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
 
-    def _forget_gone(self, name: str) -> None:
+    def _forget_if_unused(self, name: str) -> None:
         model = self._models.get(name)
         if model is None or not model.is_counted:
             self._counted.end(name)
         elif model.versions and not model.doing:  # else further tables may be coming
             versions = (version.deployment.config for version in model.versions)
             self._counted.narrow(name, {table for config in versions for table in config.embedding_table_names})
-        if model is not None and model.is_gone:
+        if model is not None and model.is_unused:
             del self._models[name]
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
@@ -680,5 +680,5 @@ class LiveModels:
                 model.versions = [version for version in model.versions if version.deployment is not deployment]
                 if tables == "keep" and deployment.chain.databases:  # otherwise its tables are gone
                     model.versions.append(_Version(deployment, "kept"))
-                self._forget_gone(name)
+                self._forget_if_unused(name)
             self._changed.notify_all()

@@ -37,7 +37,7 @@ class Pins:
             self._known[model] = _read(self._kept, model)
         return self._known[model]
 
-    def shown(self, model: str) -> DesiredVersion | None:
+    def known(self, model: str) -> DesiredVersion | None:
         """Return the pin of a model for display. One that cannot be read is shown as none: no version of it is deployed."""
         try:
             return self.of(model)

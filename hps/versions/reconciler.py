@@ -19,7 +19,7 @@ from hps.errors import (
     UnknownVersionError,
 )
 from hps.ground.progress import Progress
-from hps.models.deltas import HeldTable
+from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
 from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
@@ -29,7 +29,7 @@ from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
 from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
-from hps.versions.live_models import LiveModels, Wanted, may_pass
+from hps.versions.live_models import LiveModels, Wanted, is_transient
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, surplus
 
@@ -39,7 +39,7 @@ _NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "
 
 def _refuses(error: Exception) -> bool:
     """Whether a version failed for what it holds, so that only another one can serve."""
-    return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not may_pass(error)
+    return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not is_transient(error)
 
 
 class _SupersededError(ConflictError):
@@ -112,8 +112,8 @@ class Reconciler:
                 return
             if version is None or pin:
                 self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
-            if self._catalog.fleet.shown(name) is not None:
-                if self._catalog.pins.shown(name) is not None:
+            if self._catalog.fleet.known(name) is not None:
+                if self._catalog.pins.known(name) is not None:
                     self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
             elif not pin:
                 self._log_pin(name, served[-1][0])
@@ -142,7 +142,7 @@ class Reconciler:
                         self._catalog.read_document(name)
                     chosen = self._catalog.to_serve(name, pinned=not pin, without=refused) if version is None else [version]
                     if not errors:
-                        change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
+                        change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.known(name))
                     others = chosen if version is None else []
                     for number in chosen:
                         fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
@@ -152,7 +152,7 @@ class Reconciler:
                     if not errors:
                         if isinstance(error, _SupersededError):
                             raise
-                        self._live.failed(name, error, known=known)
+                        self._live.record_failure(name, error, known=known)
                     errors.append(error)
                     asked = version is not None or pin
                     if asked or not chosen or name in self._live.serving or not _refuses(error):
@@ -215,7 +215,7 @@ class Reconciler:
         with self._live.changing(name, "undeploying"), counted:
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
-            if version is not None and (pin := self._catalog.pins.shown(name)) is not None and pin.version == version:
+            if version is not None and (pin := self._catalog.pins.known(name)) is not None and pin.version == version:
                 self._catalog.pins.end(name)
             if version is None:
                 self._live.drop_kept(name, self._live.kept(name), "release")
@@ -268,7 +268,7 @@ class Reconciler:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            if (wanted := self._wanted(name)) is not None and self._live.differs(name, wanted):
+            if (wanted := self._wanted(name)) is not None and self._live.needs_deployment(name, wanted):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
@@ -277,7 +277,7 @@ class Reconciler:
         A version that does not exist yet, or cannot be examined, leaves the model as it is.
         """
         for name in [life.name for life in self._live.models()]:
-            document = self._catalog.fleet.shown(name)
+            document = self._catalog.fleet.known(name)
             if document is None or self._live.change_of(name):
                 continue
             new = self._tried.get(name) != document.number
@@ -285,7 +285,7 @@ class Reconciler:
                 self._live.forget_failure(name)  # of what the fleet served before
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
-                if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
+                if wanted is not None and (self._live.failure(name) is None or self._live.needs_deployment(name, wanted)):
                     yield name, False
             self._tried[name] = document.number  # after the caller has tried: until then it is pending
 
@@ -316,7 +316,7 @@ class Reconciler:
 
     def fleet(self, name: str) -> FleetStatus | None:
         """Return whether this replica follows the serving document of a model; None if it has none."""
-        document = self._catalog.fleet.shown(name)
+        document = self._catalog.fleet.known(name)
         if document is None:
             return None
         deployment, failure = self._live.serving.get(name), self._live.failure(name)
@@ -332,7 +332,7 @@ class Reconciler:
     def chosen_by(self, name: str, serving: str) -> str:
         """Describe what other than the policy chose the serving version of a model; empty if nothing did."""
         status = self.fleet(name)
-        desired = self._catalog.pins.shown(name) if status is None else status.document.desired
+        desired = self._catalog.pins.known(name) if status is None else status.document.desired
         reason = f"; {status.reason}" if status is not None and status.reason else ""
         return "" if desired is None else desired.describe(serving) + reason
 
@@ -345,7 +345,7 @@ class Reconciler:
             except HPSError as error:
                 found.append(f"model {name!r}: what is desired is unknown: {error}")
                 continue
-            document = self._catalog.fleet.shown(name)
+            document = self._catalog.fleet.known(name)
             if document is not None and desired.source != "fleet":
                 found.append(f"model {name!r}: the fleet serves {document}, but {desired} is desired")
         return found
@@ -367,7 +367,7 @@ class Reconciler:
 
     def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
         """End a load whose version the fleet does not serve any more, before it takes over."""
-        document = self._catalog.fleet.shown(name)
+        document = self._catalog.fleet.known(name)
         if document is not None and document != chosen_by:
             raise _SupersededError(f"deploying model {name!r}: meanwhile the fleet serves {document}")
 
@@ -391,7 +391,7 @@ class Reconciler:
                 versions to keep are chosen from those in service.
         """
         beside = bool(chosen) and version != chosen[-1]
-        wanted = self._catalog.version(name, version, partial(self._held_tables, name))
+        wanted = self._catalog.version(name, version, partial(self._resident_tables, name))
         config = wanted.config
         if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
             raise ConflictError(
@@ -509,9 +509,9 @@ class Reconciler:
             return there.renewed(there.config)
         return reconfigure(there, config)
 
-    def _held_tables(self, name: str, version: str) -> list[HeldTable]:
+    def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:
         """Return the tables of a version that is in service or kept."""
-        found = (one.held_tables() for one, _ in self._live.versions(name) if one.version == version)
+        found = (one.resident_tables() for one, _ in self._live.versions(name) if one.version == version)
         return next(found, [])
 
     def _drop_rest(self, name: str, kept: Sequence[Deployment], config: ModelConfig, loading: Sequence[TableSpec] = ()) -> None:

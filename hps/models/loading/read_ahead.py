@@ -66,7 +66,7 @@ def chunk_ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[in
     return ((start, min(start + model.chunk_rows, last)) for start in range(first, last, model.chunk_rows))
 
 
-def whole_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
+def read_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
     """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:

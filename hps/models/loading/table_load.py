@@ -175,7 +175,7 @@ class TableLoad:
         """Rows of the files; an upper bound for a delta."""
         return self._model.rows
 
-    def make_way(self) -> None:
+    def drop_conflicting_tables(self) -> None:
         """Drop tables that cannot be opened for these files: those of another width, and with `force` all, also damaged ones.
 
         A width that the files fit replaces rows that were loaded from other files, as another version does; rows of unknown
@@ -212,7 +212,7 @@ class TableLoad:
         """
         started = time.monotonic()
         databases = self._targets.load
-        self.make_way()
+        self.drop_conflicting_tables()
         for database in self._targets.keep:
             self._check_kept(database)
         for database in databases:
@@ -222,7 +222,7 @@ class TableLoad:
         differs = authority is not None and self._differs(authority)
         if not all(self._is_whole(record) for record in records):
             self._verify()  # before a database loses what it has
-        self._watched = self._model.may_change_unseen()
+        self._watched = self._model.is_open_for_writing()
         whole = authority is not None and self._is_whole(authority.load_record(self._tag_in(authority)))
         if self._watched and whole and not self._targets.force:
             differs = True  # the files may be others by now than those that it holds
@@ -271,7 +271,7 @@ class TableLoad:
         else:
             self._model.check_format()
             checksum = self._counted(self._model, 0, self._model.rows)
-            if self._model.is_summed:
+            if self._model.has_checksum:
                 self._model.check_content(checksum)
         self._check_finite()
 
@@ -469,7 +469,7 @@ class TableLoad:
                     rows = self._encoded(keys, vectors)
                     feed.add(0, keys, vectors, vectors if feed.is_exact else rows)
                     self._progress.advance(self._tag, keys.size)
-            if base is None or base.still_counts():
+            if base is None or base.is_current():
                 break
             _log.info("Table: %s; its base was modified while it was copied; reading the base's files.", self._tag)
             self._empty(database)
@@ -482,7 +482,7 @@ class TableLoad:
         self._progress.finish(self._tag)
 
     def _check_at_rest(self, model: DeltaModel) -> None:
-        if model.may_change_unseen():
+        if model.is_open_for_writing():
             raise ModelFileChangedError(
                 f"reading {model.place}: its files, or those of a version that it changes, are open for writing; load it when "
                 "the writer is done"
@@ -500,8 +500,8 @@ class TableLoad:
                     continue
                 if (record := self._unmodified_record(database, base)) and record.fingerprint == fingerprint:
                     chunks = partial(self._vectors_in, database, base, model.chunk_rows)
-                    still_counts = partial(self._is_unmodified, database, base.tag, record)
-                    return BaseRows(level, chunks, record.checksum, still_counts)
+                    is_current = partial(self._is_unmodified, database, base.tag, record)
+                    return BaseRows(level, chunks, record.checksum, is_current)
             elif held.database is not None and held.fingerprint == fingerprint:
                 base = held.database.stored(held.table)
                 if base.row_dtype != database.stored(self._table).row_dtype or not _is_open(held.database, base.tag):
@@ -544,11 +544,11 @@ class TableLoad:
             ModelFileError: they are not those of `version.json`.
         """
         try:
-            if model.may_change_unseen() or self._watched:
+            if model.is_open_for_writing() or self._watched:
                 for (_, load), feed in zip(targets, feeds, strict=True):
                     if not self._watched or self._checksum(model, feed.first_summed_row, load.last_row) != feed.record.checksum:
                         raise changed(model.place, "at the opening")
-            if model.is_summed:
+            if model.has_checksum:
                 whole = (feed for (_, load), feed in zip(targets, feeds, strict=True) if load.last_row == model.rows)
                 sums = next((feed.record.checksum for feed in whole if not feed.first_summed_row), "")
                 model.check_content(sums or self._checksum(model, 0, model.rows))
@@ -608,7 +608,7 @@ class TableLoad:
                 self._remember(database, record)  # so that a start that keeps the rows refuses a partial load
         if isinstance(model, DeltaModel):
             return LoadFeed(database, self._table, record, model.rows, counts=False)
-        sums = self._watched or model.is_summed
+        sums = self._watched or model.has_checksum
         return LoadFeed(database, self._table, record, load.last_row, sums=sums)
 
     def _keys(self, rows: int, base: BaseRows | None) -> Iterator[KeyArray]:

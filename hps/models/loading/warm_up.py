@@ -72,7 +72,7 @@ class DatabaseRows:
             return rows
         return encode(f"reading table {self.place}", decode(rows, stored.dim, stored.row_dtype), row_dtype, keys)
 
-    def may_change_unseen(self) -> bool:
+    def is_open_for_writing(self) -> bool:
         """Modifications do not matter: they reach caches, too."""
         return False
 

@@ -37,6 +37,7 @@ from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.batch import Batch
 from hps.versions.deployment import Deployment
+from hps.versions.tiers import batch_answers
 
 _log = logging.getLogger(__name__)
 _FOLLOW_S: Final = 0.1
@@ -92,7 +93,7 @@ class _Served:
         if not ended:
             for driver in self._drivers:
                 if self._session is not None:
-                    driver.leave(self._session.cache)
+                    driver.release(self._session.cache)
             for loop_state in self._loop_states:
                 loop_state.release(self.deployment_id)
         return True
@@ -171,7 +172,7 @@ class FrontLink:
     def _open(self, server: HPS) -> None:
         """Start to answer lookups of a parameter server. Its models are added later."""
         self._server = server
-        self._drivers = [server.cache_class.batches(loop_state) for loop_state in self._loop_states]
+        self._drivers = [batch_answers(server.cache_class).batches(loop_state) for loop_state in self._loop_states]
         for nth, driver in enumerate(self._drivers):
             driver.prepare()
             self._loops.append(new_thread(f"batches-{nth}", driver.run))

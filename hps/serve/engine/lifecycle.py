@@ -19,9 +19,9 @@ from hps.ground.progress import FailureProgress, LogProgress, Progress, time_tex
 from hps.ground.threads.workers import new_thread
 from hps.parameter_server import HPS
 from hps.serve.engine.readiness import Readiness
-from hps.versions.catalog import absent_models, may_be_empty
+from hps.versions.catalog import absent_models, can_be_empty
 from hps.versions.changes import cause_of
-from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, is_transient
 from hps.versions.tiers import choose_cache, served_kernels
 
 _T = TypeVar("_T")
@@ -112,7 +112,7 @@ class Lifecycle:
         self.states = Readiness(lambda: self.live)
         for model in configuration.models if self._owned else ():
             if self._loads(model.model):
-                self.live.want(model)
+                self.live.expect(model)
         self._found: set[str] = set()  # names that the catalog has had when models were looked for
         self._broken: set[str] = set()  # names whose entries in the repository were wrong when models were looked for
         self._absent: set[str] = set()  # names that `load_models` has, and the catalog has not
@@ -128,7 +128,7 @@ class Lifecycle:
     def settled(self) -> bool:
         """Whether lookups are answered for every model that has not failed, and for one at least."""
         blocked = self.leaving or self._blocked or self.unpublished() or self.live.refused()
-        some = self.live.serving or not self._owned or may_be_empty(self.configuration.service)
+        some = self.live.serving or not self._owned or can_be_empty(self.configuration.service)
         return not blocked and bool(some) and (self._all_tried or not self.states.summary())
 
     @property
@@ -341,7 +341,7 @@ class Lifecycle:
         elif change is not None:
             server.catalog.add(change)
             if change.model not in server.models and self._loads(change.model):
-                server.live.want(change)
+                server.live.expect(change)
 
     def _next_poll(self) -> float:
         """Return the time of the next poll, jittered so that replicas do not poll together."""
@@ -381,14 +381,14 @@ class Lifecycle:
         """Call until it succeeds, with rising pauses; raise what does not pass by itself.
 
         Args:
-            versioned: see `may_pass`.
+            versioned: see `is_transient`.
         """
         pause_s = self._first_retry_s
         while True:
             try:
                 return call()
             except HPSError as error:
-                if not may_pass(error, versioned=versioned):
+                if not is_transient(error, versioned=versioned):
                     raise
                 pause_s *= random.uniform(0.75, 1.0)
                 _log.error("%s; trying again in %s", error, time_text(pause_s))
@@ -402,7 +402,7 @@ class Lifecycle:
         known = {life.name for life in server.live.models()}
         for name in names:
             if self._loads(name) and name not in known | self._found:  # what others have undeployed stays so
-                server.live.want(server.catalog.model(name))
+                server.live.expect(server.catalog.model(name))
         self._found.update(names)
         self._broken = {name for name in server.catalog.problems if self._loads(name)} | (self._broken & {*names})
         self._absent = {*self.configuration.service.load_models} - {"*", *names}
@@ -413,7 +413,7 @@ class Lifecycle:
         if not self._owned or self._blocked:
             return ""
         known = {life.name for life in self.live.models()}
-        if self._absent - known or not (known or may_be_empty(self.configuration.service)):
+        if self._absent - known or not (known or can_be_empty(self.configuration.service)):
             return self._lack or "no model is in service"
         return ""
 
@@ -454,10 +454,10 @@ class Lifecycle:
             if server.live.failure(name) is before:  # it did not begin
                 if isinstance(error, ConflictError):
                     return None
-                server.live.failed(name, error)
+                server.live.record_failure(name, error)
             cause, bug = cause_of(error)
             again = "not trying again: the cause does not pass by itself"
-            if (failure := server.live.failure(name)) and failure.may_pass:
+            if (failure := server.live.failure(name)) and failure.is_transient:
                 again = f"trying again in {time_text(max(0.0, failure.due - time.monotonic()))}"
             _log.error("loading model %s failed: %s; %s", name, cause, again, exc_info=bug)
             return error
@@ -465,7 +465,7 @@ class Lifecycle:
         return None
 
     def _undeploy(self, server: HPS, name: str) -> None:
-        server.live.give_up(name)
+        server.live.stop_expecting(name)
         started = time.monotonic()
         try:
             if name in server.models:
@@ -487,7 +487,7 @@ class Lifecycle:
 
 def _may_pass(live: LiveModels, errors: Iterable[str]) -> bool:
     """Return True if one of these models, none of which could be loaded, is tried again."""
-    return any((failure := live.failure(name)) is not None and failure.may_pass for name in errors)
+    return any((failure := live.failure(name)) is not None and failure.is_transient for name in errors)
 
 
 def _all_failed(errors: dict[str, Exception]) -> BaseException:

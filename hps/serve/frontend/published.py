@@ -9,8 +9,7 @@ from hps.errors import NotReadyError, UnknownDeviceError, UnknownModelError, Unk
 from hps.ground.memory.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
-from hps.scoring.features import Output
-from hps.scoring.signature import signature_of
+from hps.scoring.signature import Output, signature_of
 from hps.serve.http.http_metrics import InferenceCounts, counted_as
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE

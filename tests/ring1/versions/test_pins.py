@@ -90,7 +90,7 @@ def test_a_damaged_pin_is_an_error_until_it_ends_and_is_shown_as_none(kept: Kept
     for _ in range(2):
         with pytest.raises(hps.DatabaseCorruptError, match="hps unpin"):
             pins.of("m")
-        assert pins.shown("m") is None
+        assert pins.known("m") is None
     pins.end("m")
     assert pins.of("m") is Pins(kept).of("m") is None
 

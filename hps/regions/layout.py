@@ -99,7 +99,7 @@ FORMAT: Final = zlib.crc32(
 
 
 @dataclass(frozen=True, slots=True)
-class FrontDescriptors:
+class FrontendDescriptors:
     """File descriptors of what engine and frontends share. *Immutable.*
 
     Attributes:

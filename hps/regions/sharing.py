@@ -5,7 +5,7 @@ from typing import Final
 
 from hps.configuration.load import ServiceConfig
 from hps.ground.memory.capacity import available_processors
-from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB, FrontDescriptors, create_region, shared_memory
+from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB, FrontendDescriptors, create_region, shared_memory
 
 _MOST_BY_DEFAULT: Final = 16  # all share one engine, and each has a slab of at least 64 MB
 _LEAST_SLAB_BYTES: Final = 64 << 20
@@ -33,7 +33,7 @@ def body_bytes(settings: ServiceConfig, fronts: int) -> int:
     return max(least, settings.max_held_bytes // fronts - slab_bytes(settings, fronts))
 
 
-def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> FrontDescriptors:
+def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> FrontendDescriptors:
     """Create what frontends share with the engine.
 
     Args:
@@ -42,7 +42,7 @@ def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> Fron
     """
     size = SLAB + slab_bytes(settings, fronts)
     flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-    return FrontDescriptors(
+    return FrontendDescriptors(
         tuple(create_region(f"hps-frontend-{nth}", size) for nth in range(fronts)),
         tuple(os.eventfd(0, flags) for _ in range(fronts)),
         shared_memory("hps-snapshot", MOST_SNAPSHOT_BYTES),

@@ -24,7 +24,7 @@ from hps.ground.threads.workers import new_thread
 from hps.parameter_server import HPS
 from hps.regions import layout
 from hps.regions.exchange import H_DEPLOYMENT_ID, H_FLAGS, H_SCRATCH, H_SCRATCH_BYTES
-from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontendDescriptors, Memory
 from hps.regions.loop_state import ENGINE_KERNELS, HandedOverRequest, LoopState
 from hps.scoring.batching import ScoreCall
 from hps.scoring.packing import PackedRequest
@@ -111,7 +111,7 @@ class _Served:
                     self._session.count_answered(*tally)
 
 
-class FrontLink:
+class FrontendLink:
     """Connects a parameter server to the frontends. *Thread-safe.*
 
     Attributes:
@@ -144,7 +144,7 @@ class FrontLink:
         lifecycle.on_block.append(self.publish)
         lifecycle.unpublished = self._unpublished
 
-    def connect(self, descriptors: FrontDescriptors) -> None:
+    def connect(self, descriptors: FrontendDescriptors) -> None:
         """Map the memory shared with the frontends, and publish that nothing is answered yet."""
         compile_kernels(*ENGINE_KERNELS)
         self._memories = [layout.map_region(region) for region in descriptors.regions]

@@ -31,7 +31,7 @@ class Engine:
         if not self.answers:
             raise NotReadyError(path)
 
-    async def answer_of(self, request: bytes) -> tuple[int, bytes]:
+    async def fetch_answer(self, request: bytes) -> tuple[int, bytes]:
         assert request.startswith(b"GET /v2/health/ready HTTP/1.1\r\n")
         self.asked += 1
         await asyncio.sleep(0)

@@ -128,9 +128,9 @@ async def test_a_frontend_is_ready_to_no_client_before_its_engine_answers_lookup
 
     def yes(client, *_, **__):
         client.relay(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-        client.relayed(True)
+        client.finish_relay()
 
-    monkeypatch.setattr(front.engine, "ask", yes)
+    monkeypatch.setattr(front.engine, "forward", yes)
     service, model = "/inference.GRPCInferenceService/", pb.ModelReadyRequest(name="m").SerializeToString()
     calls = [(f"{service}ServerReady", b""), (f"{service}ModelReady", model), ("/grpc.health.v1.Health/Check", b"")]
     answers = lambda: asyncio.gather(*(channel.unary_unary(path)(request) for path, request in calls))  # noqa: E731
@@ -158,11 +158,11 @@ async def test_metadata_of_which_one_alone_may_be_is_refused_where_there_are_two
 async def test_binary_metadata_is_not_forwarded_to_the_engine(front, engine, channel, port, /, monkeypatch):
     sent = []
 
-    async def answer_of(request):
+    async def fetch_answer(request):
         sent.append(request)
         return 200, b"{}"
 
-    monkeypatch.setattr(front.engine, "answer_of", answer_of)
+    monkeypatch.setattr(front.engine, "fetch_answer", fetch_answer)
     metadata = (("x-more-bin", b"\r\n\r\nGET / HTTP/1.1\r\n"), ("x-plain", "y"))
     await channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")(b"", metadata=metadata)
     [request] = sent

@@ -10,7 +10,7 @@ import pytest
 from hps.errors import HPSError
 from hps.ground.memory import bounded_cache
 from hps.ground.memory.bounded_cache import cached_bytes, clear_caches, size_of
-from hps.serve.frontend.grpc_calls import _answer_of
+from hps.serve.frontend.grpc_calls import _cached_answer
 from hps.serve.frontend.lookups import read_cached, read_lookup
 from hps.serve.frontend.shared_memory import _cached_moves, translate
 from hps.serve.protocol import row_writes
@@ -78,7 +78,7 @@ def answer_all() -> None:
     outputs = [
         {"name": f"{number}", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}} for number in range(60)
     ]
-    _answer_of(json.dumps({"model_name": "m", "model_version": "1", "id": "x" * CLOSE, "outputs": outputs}).encode())
+    _cached_answer(json.dumps({"model_name": "m", "model_version": "1", "id": "x" * CLOSE, "outputs": outputs}).encode())
 
 
 HOSTILE = {

@@ -13,11 +13,12 @@ import hps
 from hps.configuration.load import ServiceConfig, load_dense
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
 from hps.scoring.batching import ScoreCall
+from hps.scoring.features import Output
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import describe, read_description
 from hps.scoring.scorer import Scorer
-from hps.scoring.signature import Output, signature_of
-from hps.serve.engine.batches import FrontLink
+from hps.scoring.signature import signature_of
+from hps.serve.engine.batches import FrontendLink
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.scores import PlacedScores
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
@@ -75,7 +76,7 @@ class Engine:
         served = SimpleNamespace(deployment=SimpleNamespace(scores=self), device=0)
         loop_state = SimpleNamespace(memories=[self.memory])
         job = SimpleNamespace(place=0, slot=slot, header=np.array([1, 0, 0, scratch, scratch_bytes, 0]))
-        FrontLink._score(self, served, loop_state, job, 0)  # type: ignore[arg-type]
+        FrontendLink._score(self, served, loop_state, job, 0)  # type: ignore[arg-type]
         return self.completed[-1][0]
 
     def score_posted(self, slot: int) -> int:

@@ -23,14 +23,14 @@ SLAB_BYTES = 1 << 17
 DIMS, MOST_KEYS = (4, 1, 1 << 40), (1000, 1 << 62, 1 << 62)
 FRONT = RegionFront(SLAB_BYTES, guarded=True)  # a read beside the region ends the process
 END = FRONT.memory.size
-BOARD = LoopState([FRONT.memory], [FRONT.event], -1, -1, 0)
-DEPLOYMENT_ID = BOARD.add(
+LOOP_STATE = LoopState([FRONT.memory], [FRONT.event], -1, -1, 0)
+DEPLOYMENT_ID = LOOP_STATE.add(
     [table for dim, most in zip(DIMS, MOST_KEYS, strict=True) for table in tables_of(dim, max_keys=most)],
     resident=None,
 )
-OTHER = BOARD.add(tables_of(1), resident=None)
-ENDED = BOARD.add(tables_of(1, 1, 1, 1), resident=None)
-BOARD.end(ENDED)
+OTHER = LOOP_STATE.add(tables_of(1), resident=None)
+ENDED = LOOP_STATE.add(tables_of(1, 1, 1, 1), resident=None)
+LOOP_STATE.retire(ENDED)
 HEADER, SEGMENTS = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -91,7 +91,7 @@ def expected_of(slot, header, rows):
 
 def read(slot):
     HEADER[:], SEGMENTS[:] = 0, 0
-    return read_handed_over(BOARD.regions, 0, slot, BOARD.deployments, BOARD.tables, HEADER, SEGMENTS)
+    return read_handed_over(LOOP_STATE.regions, 0, slot, LOOP_STATE.deployments, LOOP_STATE.tables, HEADER, SEGMENTS)
 
 
 def write(slot, header, rows):

@@ -35,8 +35,8 @@ NAMES = ("user", "item", "word")
 TABLES = tuple(TableSpec("m", name, dim, 0.0, MOST_KEYS) for name, dim in zip(NAMES, DIMS, strict=True))
 MODEL = ModelTables("m", TABLES)
 FRONT = RegionFront(4 << 20)
-BOARD = LoopState([FRONT.memory], [FRONT.event], -1, -1, 0)
-DEPLOYMENT_ID = BOARD.add(TABLES, None)
+LOOP_STATE = LoopState([FRONT.memory], [FRONT.event], -1, -1, 0)
+DEPLOYMENT_ID = LOOP_STATE.add(TABLES, None)
 DEPLOYMENT = SimpleNamespace(dims=DIMS, tables=TABLES)
 SLOT = SLAB + 8192
 
@@ -54,7 +54,7 @@ def found_of(keys):
 def read(slot=SLOT):
     """Read a descriptor as the engine does; return its header and segments."""
     header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
-    assert read_handed_over(BOARD.regions, 0, slot, BOARD.deployments, BOARD.tables, header, segments) == 0
+    assert read_handed_over(LOOP_STATE.regions, 0, slot, LOOP_STATE.deployments, LOOP_STATE.tables, header, segments) == 0
     return header, segments[: header[H_SEGMENTS]].tolist()
 
 

@@ -13,11 +13,10 @@ import hps
 from hps.configuration.load import ServiceConfig, load_dense
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
 from hps.scoring.batching import ScoreCall
-from hps.scoring.features import Output
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import describe, read_description
 from hps.scoring.scorer import Scorer
-from hps.scoring.signature import signature_of
+from hps.scoring.signature import Output, signature_of
 from hps.serve.engine.batches import FrontendLink
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.scores import PlacedScores

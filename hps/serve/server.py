@@ -297,7 +297,7 @@ class Server:
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
-            self._app.look_at_tokens()
+            self._app.poll_tokens()
             if self._app.lifecycle.failure is not None and self._stopping is None:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled and self._app.link.answers_clients:

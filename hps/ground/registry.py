@@ -30,19 +30,12 @@ _CORE = install_hint()
 
 
 class BuiltIn(NamedTuple):
-    """A built-in implementation.
+    """A built-in implementation."""
 
-    Attributes:
-        target: `module:attribute`.
-        hint: how to install what it needs, if the import fails.
-        section: for a database: the configuration section that may select it.
-        spellings: other spellings of the configuration value, including HugeCTR's.
-    """
-
-    target: str
-    hint: str = _CORE
-    section: str = ""
-    spellings: tuple[str, ...] = ()
+    target: str  # `module:attribute`
+    hint: str = _CORE  # how to install what it needs, if the import fails
+    section: str = ""  # configuration section that may select a database
+    spellings: tuple[str, ...] = ()  # other configuration values, including HugeCTR's
 
 
 IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {

@@ -18,7 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
 from hps.configuration.tokens import WatchedTokens, published
-from hps.errors import HPSError
 from hps.serve.engine.batches import FrontendLink
 from hps.serve.engine.call_threads import CallThreads
 from hps.serve.engine.history import History
@@ -31,8 +30,6 @@ from hps.serve.http.http_answer import (
     CLIENT,
     CLIENT_CERTIFICATE,
     HTTPAnswer,
-    OverloadedError,
-    RequestError,
     error_answer,
     release_frames,
 )
@@ -40,7 +37,7 @@ from hps.serve.http.http_metrics import DISCONNECTED, HTTPMetrics, InferenceStat
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.targets import row_target
 from hps.serve.logs.changes import log_change, request_line
-from hps.serve.logs.lines import RecentProblems, fields
+from hps.serve.logs.lines import RecentProblems
 from hps.serve.logs.requests import POLLED, SERVED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 
@@ -227,15 +224,8 @@ class Application:
         served: Served = scope[SERVED]
         served.failed(error)
         request_id = served.id.decode()
-        if isinstance(error, OverloadedError):
-            self._refusals.refuse(error.reason, error, request_id)
-        elif isinstance(error, RequestError) and error.status in (401, 403):
-            client = scope["client"][0] if scope.get("client") else "an unknown address"
-            self._refusals.deny(error.status, client, f"{request_line(scope)}: {error}", request_id)
-        if not isinstance(error, HPSError | MemoryError):
-            _log.error(
-                "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
-            )
+        client = scope["client"][0] if scope.get("client") else "an unknown address"
+        self._refusals.record_error(error, request_line(scope), client, request_id)
         answer = error_answer(error, request_id)
         release_frames(error)  # for errors that a frame of their own traceback holds, or that outlive their request
         return answer

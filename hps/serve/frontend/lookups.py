@@ -33,12 +33,7 @@ _WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedRequest:
-    """The parsed JSON part of a request to a version of a model. *Immutable*, and shared by requests.
-
-    Attributes:
-        lookup, scores: the parsed request; one of them is None.
-        plan: its layout in a slot; None if the body has to be decoded.
-    """
+    """The parsed JSON part of a request to a version of a model. *Immutable*, and shared by requests."""
 
     # This is the only memo of a frontend. Its key is everything that decides the entry: the text, the keys per table if an
     # input states them, the tables, and the limit on keys. Rights depend on the head, and are checked for each request.
@@ -46,8 +41,8 @@ class CachedRequest:
     # thousand entries may be a megabyte or a gigabyte.
 
     lookup: ReadRequest | None
-    scores: ScoreHeader | None = None
-    plan: Plan | None = None
+    scores: ScoreHeader | None = None  # exactly one of both is set
+    plan: Plan | None = None  # None if the body has to be decoded
 
 
 def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> CachedRequest:

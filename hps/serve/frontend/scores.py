@@ -73,13 +73,7 @@ def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
 
 
 class PlacedScores:
-    """A request for scores without a plan, laid out for a slot. *One request.*
-
-    Attributes:
-        size: bytes of the slot.
-        keys: number of keys.
-        held_bytes: upper bound on the text of its answer.
-    """
+    """A request for scores without a plan, laid out for a slot. *One request.*"""
 
     wants_report = False
 
@@ -96,9 +90,9 @@ class PlacedScores:
             at = up(at + array.nbytes, _ALIGNED)
         self._outputs, end = _outputs(header, up(at + HEAD_BYTES, _ALIGNED))
         self._descriptor, self._begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
-        self.size = up(self._begin + end, _ALIGNED)
+        self.size = up(self._begin + end, _ALIGNED)  # of the slot
         binary = all(binary for _, binary in header.outputs)
-        self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])
+        self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])  # upper bound on the text of its answer
         self._memory: Memory | None = None
         self._slot = 0
 

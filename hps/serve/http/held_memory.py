@@ -45,10 +45,7 @@ class HeldMemory:
             limits = f"expected at most {limit} (from service.max_held_bytes)"
             raise RequestError(413, f"{what}: it takes up to {size} bytes of memory, {limits}; send fewer keys at once")
         if self.held + self.kept + size > limit:
-            raise self.full(what, limit)
+            held = f"other requests hold {self.held + self.kept} bytes, expected at most {limit} (from service.max_held_bytes)"
+            raise OverloadedError("memory", f"{what}: {held}; send the request again later")
         self.held += size
         return size
-
-    def full(self, what: str, limit: int) -> OverloadedError:
-        held = f"other requests hold {self.held + self.kept} bytes, expected at most {limit} (from service.max_held_bytes)"
-        return OverloadedError("memory", f"{what}: {held}; send the request again later")

@@ -219,12 +219,7 @@ class InferenceCounts:
 
 
 class InferenceStatistics:
-    """The counts of every serving version, added over the frontends. *Thread-safe.*
-
-    Attributes:
-        frontends: returns the figures of all frontends.
-        deployment_ids: returns the ids of a deployment by device.
-    """
+    """The counts of every serving version, added over the frontends. *Thread-safe.*"""
 
     def __init__(self) -> None:
         self.frontends: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()

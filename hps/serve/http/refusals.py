@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Iterator
 
+from hps.errors import HPSError
 from hps.ground.log_limits import OnceAMinute
+from hps.serve.http.http_answer import OverloadedError, RequestError
 from hps.serve.logs.lines import fields
 from hps.statistics.prometheus import Family, family, label_text
 
@@ -45,9 +47,15 @@ class Refusals:
         self.aborted[reason] += 1
         _log.warning(ABORTED[reason], client, what)
 
-    def deny(self, status: int, client: str, what: str, request_id: str | None) -> None:
-        """Log a request without the right token. It is counted by route and status, as every request."""
-        _log.warning("answering %d to %s: %s", status, client, what, extra=fields(request_id=request_id))
+    def record_error(self, error: Exception, request: str, client: str, request_id: str) -> None:
+        """Count and log an error with which a request ends: a limit, missing rights, or a bug."""
+        if isinstance(error, OverloadedError):
+            self.refuse(error.reason, error, request_id)
+        elif isinstance(error, RequestError) and error.status in (401, 403):
+            details = fields(request_id=request_id)
+            _log.warning("answering %d to %s: %s", error.status, client, f"{request}: {error}", extra=details)
+        if not isinstance(error, HPSError | MemoryError):
+            _log.error("serving %s failed unexpectedly", request, exc_info=error, extra=fields(request_id=request_id))
 
     def families(self) -> Iterator[Family]:
         for name, text, counts in (

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps.serve.frontend import grpc_server
 from hps.serve.frontend.grpc_server import GrpcServer
-from hps.serve.frontend.supervisor import reserve
+from hps.serve.frontend.supervisor import bind
 from hps.testing.waiting import wait_until_async
 from tests.servers.front_service import DIM, vectors_of
 from tests.servers.http2_peer import DATA, HEADERS, PREFACE, RESET, Frame, call_headers, frame, message, settings
@@ -46,7 +46,7 @@ def is_clean(front):
 async def serving(directory):
     """A frontend that serves gRPC, its engine, a channel to it, and its port."""
     async with playing(directory) as (_, front, engine):
-        with reserve("127.0.0.1", 0) as place:
+        with bind("127.0.0.1", 0, shared=True) as place:
             port = place.getsockname()[1]
             front.grpc = GrpcServer(front, place.getsockname())
             await front.grpc.start()

@@ -211,7 +211,7 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Giv
 def _unfulfilled(signature: Signature, given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
     """Say which guard refuses a request, and the input whose size it is about."""
     known = {**sizes, SAMPLES: samples}
-    refusing = [guard for guard in signature.guards if not guard.holds(known)]
+    refusing = [guard for guard in signature.guards if not guard.is_met(known)]
     guard = next((one for one in refusing if SAMPLES not in one.names), refusing[0])  # samples may be added
     got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
     which = "1 sample" if samples == 1 else f"{samples} samples"

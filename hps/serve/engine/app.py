@@ -25,7 +25,6 @@ from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.engine.routes.pages import OPEN_PATHS
 from hps.serve.engine.routes.rows import RowRoutes
 from hps.serve.http.authorization import CERTIFICATE, Authorization
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import (
     CLIENT,
     CLIENT_CERTIFICATE,
@@ -34,6 +33,7 @@ from hps.serve.http.http_answer import (
     release_frames,
 )
 from hps.serve.http.http_metrics import DISCONNECTED, HTTPMetrics, InferenceStatistics
+from hps.serve.http.memory_budget import MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.targets import row_target
 from hps.serve.logs.changes import log_change, request_line
@@ -76,7 +76,7 @@ class Application:
         self.authorization = Authorization(settings)
         self._tokens: WatchedTokens | None = None
         self._statistics = InferenceStatistics()
-        self._memory = memory = HeldMemory(settings.max_held_bytes)
+        self._memory = memory = MemoryBudget(settings.max_held_bytes)
         self._refusals = Refusals()
         self._rows = RowRoutes(lifecycle, settings, memory)
         self._reports, self._texts = (

@@ -31,7 +31,6 @@ from hps.serve.frontend.published import LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
 from hps.serve.http.authorization import CERTIFICATE, Authorization
-from hps.serve.http.held_memory import SMALL_BYTES, HeldMemory
 from hps.serve.http.http_answer import (
     JSON,
     HTTPAnswer,
@@ -40,6 +39,7 @@ from hps.serve.http.http_answer import (
     release_frames,
 )
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figures
+from hps.serve.http.memory_budget import SMALL_BYTES, MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
 from hps.serve.http.targets import row_target
@@ -113,7 +113,7 @@ class Frontend:
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
         self.draining = False  # each answer tells its client to reconnect
         self.refusals = Refusals()
-        self.memory = HeldMemory(settings.max_held_bytes)
+        self.memory = MemoryBudget(settings.max_held_bytes)
         self.connections = Connections(settings.max_connections)
         self.authorization = Authorization(settings, share=1 / self._frontends)
         self.authorization.loopback = loopback
@@ -185,7 +185,7 @@ class Frontend:
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
-        if self.authorization.asks or certificate:
+        if self.authorization.requires_tokens or certificate:
             self.authorize(head.headers, certificate, served, target)
         if target is None:
             if not 0 <= head.length <= SMALL_BYTES:  # the engine checks rights, but too late for a large body
@@ -405,7 +405,7 @@ class Frontend:
             "cpu_ns": time.process_time_ns(),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
-            "held_bytes": self.memory.held + self.memory.kept + self.exchange.slots.used,
+            "held_bytes": self.memory.used + self.memory.kept + self.exchange.slots.used,
             "cached_bytes": cached_bytes(),
         }
 

@@ -76,7 +76,7 @@ class GrpcCall:
         self.reserve_bytes(size, "reading the headers", spare=True)
         self._metadata_bytes = size
         frontend.published.poll()
-        if frontend.authorization.asks or self.certificate:
+        if frontend.authorization.requires_tokens or self.certificate:
             served = frontend.served()
             try:
                 frontend.authorize(headers, self.certificate, served, LookupTarget(self.head.path, "") if infers else None)
@@ -107,12 +107,12 @@ class GrpcCall:
 
     def count_answer(self, size: int) -> None:
         """Count the memory of an answer until it is sent. It exists already, so only later requests can be refused for it."""
-        self.frontend.memory.held += size
+        self.frontend.memory.used += size
         self._held += size
 
     def release_messages(self) -> None:
         """Release the memory of a stream's message and of its answer."""
-        self.frontend.memory.held -= self._held - self._metadata_bytes
+        self.frontend.memory.used -= self._held - self._metadata_bytes
         self._held = self._metadata_bytes
 
     def cancellation_error(self) -> Exception | None:
@@ -123,7 +123,7 @@ class GrpcCall:
 
     def close(self) -> None:
         """Release the memory of the call."""
-        self.frontend.memory.held -= self._held
+        self.frontend.memory.used -= self._held
         self._held = 0
 
     # -- the engine's application -----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class GrpcLookup:
 
     def reserve_bytes(self, size: int, what: str = "reading the request") -> None:
         memory = self._frontend.memory
-        memory.held -= self._held
+        memory.used -= self._held
         self._held = 0
         if size:
             self._held = memory.reserve(size, what)

@@ -104,7 +104,7 @@ class Upstream(asyncio.Protocol):
         if done:
             self._client = None
             if self._answer.keeps_alive:
-                self._pool.give_back(self)
+                self._pool.release(self)
             else:
                 self.close()
             client.finish_relay()
@@ -201,7 +201,7 @@ class EngineConnections:
         use(upstream)
         upstream.send(client, request, head_only=head_only)
 
-    def give_back(self, upstream: Upstream) -> None:
+    def release(self, upstream: Upstream) -> None:
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(upstream)
         else:

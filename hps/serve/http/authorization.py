@@ -126,7 +126,7 @@ class Authorization:
         bearer, admin = settings.bearer_token, settings.admin_token
         self.guarded = bool(bearer or settings.tokens_path)  # lookups need a token or a known certificate
         self._by_rights = bool(admin or settings.tokens_path)
-        self.asks = bool(bearer or admin or settings.tokens_path)  # some requests need one
+        self.requires_tokens = bool(bearer or admin or settings.tokens_path)  # some requests need one
         self._by_digest: dict[bytes, Identity] = {}
         self._by_certificate: dict[str, Identity] = {}
         before, self._buckets = self._buckets, {}
@@ -234,7 +234,7 @@ class Authorization:
         self.check_lookup(headers, certificate)
         if forwarded := next((name for name in FORWARDED if name in headers), None):
             raise _forbidden(f"got the header {forwarded.decode()!r}: without an admin token, proxies change nothing; {_CURE}")
-        if (origin := headers.get(b"origin")) is not None and origin.lower() not in _own_origins(scope):
+        if (origin := headers.get(b"origin")) is not None and origin.lower() not in _server_origins(scope):
             raise _forbidden(f"got Origin {origin[:120].decode('latin-1')!r}: pages of other origins change nothing; {_CURE}")
         return f"{client} (loopback)"
 
@@ -243,7 +243,7 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def _own_origins(scope: Scope) -> set[bytes]:
+def _server_origins(scope: Scope) -> set[bytes]:
     """Return the origins of this server's own pages."""
     # By fixed names: any other name may resolve to this address, too (DNS rebinding).
     port = (scope.get("server") or ("", 0))[1]

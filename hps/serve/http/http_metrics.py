@@ -102,7 +102,7 @@ class HTTPMetrics:
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
-    def held(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
         """Return the number of frontends, and the sums of their gauges."""
         frontends = self.frontends()
         return {"fronts": len(frontends), **{name: sum(figures[name] for figures in frontends) for _, _, name in _GAUGES}}

@@ -37,15 +37,15 @@ class Refusals:
         self.refused = dict.fromkeys(REFUSED, 0)
         self.aborted = dict.fromkeys(ABORTED, 0)
 
-    def refuse(self, reason: str, what: object, request_id: str | None = None) -> None:
+    def refuse(self, reason: str, details: object, request_id: str | None = None) -> None:
         """Count a request that is refused with 503 because of a limit, one of `REFUSED`, and log the details."""
         self.refused[reason] += 1
-        _log.warning(REFUSED[reason], what, extra=fields(request_id=request_id))
+        _log.warning(REFUSED[reason], details, extra=fields(request_id=request_id))
 
-    def abort(self, reason: str, client: str, what: str) -> None:
+    def abort(self, reason: str, client: str, details: str) -> None:
         """Count a connection that is aborted for one of the reasons of `ABORTED`, and log the details."""
         self.aborted[reason] += 1
-        _log.warning(ABORTED[reason], client, what)
+        _log.warning(ABORTED[reason], client, details)
 
     def record_error(self, error: Exception, request: str, client: str, request_id: str) -> None:
         """Count and log an error with which a request ends: a limit, missing rights, or a bug."""

@@ -131,6 +131,6 @@ def spans_of(configuration: Configuration) -> RequestSpans | None:
         spans = RequestSpans(configuration)
         return None if spans.disabled else spans
     except ImportError as error:
-        what = "no traces are sent to service.otlp_endpoint"  # the endpoint may contain a password
-        _log.warning("%s: %s; install the exporter: %s", what, error, install_hint("otel"))
+        message = "no traces are sent to service.otlp_endpoint: %s; install the exporter: %s"  # it may contain a password
+        _log.warning(message, error, install_hint("otel"))
         return None

@@ -287,8 +287,8 @@ def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> 
             worst = int(np.argmax(np.abs(decoded.astype(np.float64) - vector)))
             raise InvalidInputError(
                 f"{what}: the elements of {where}, up to {abs(vector[place]):.3g}, are too small for row_dtype {row_dtype}: "
-                f"element {worst}, {vector[worst]:.3g}, would be {decoded[worst]:.3g}. Store the table as bfloat16 or float32, or "
-                "write such rows as 0"
+                f"element {worst}, {vector[worst]:.3g}, would be {decoded[worst]:.3g}. Store the table as bfloat16 or float32, "
+                "or write such rows as 0"
             )
         raise InvalidInputError(
             f"{what}: got {vector[place]} as element {place} of {where}, which row_dtype {row_dtype} cannot hold; correct it, "

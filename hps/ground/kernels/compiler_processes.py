@@ -68,7 +68,7 @@ class CompilerProcesses:
                     pipe.close()  # type: ignore[union-attr]
 
     def start(self, take: Callable[[], str | None], done: Callable[[str], None]) -> None:
-        """Start the processes. Their threads call `take` for the next kernel to compile, and `done` with each that is compiled."""
+        """Start the processes; threads call `take` for the next kernel to compile, and `done` with each that is compiled."""
         for _ in range(self._count):
             with contextlib.suppress(OSError):  # no memory or no process left: the caller compiles alone
                 process = subprocess.Popen(

@@ -67,7 +67,7 @@ _declared: "dict[int, _Kernel]" = {}
 
 
 def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a kernel that runs without the GIL, and is compiled by `compile_kernels` for one signature of numba types.
+    """Make a function a kernel of one signature of numba types, which runs without the GIL; `compile_kernels` compiles it.
 
     An argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
     """

@@ -191,7 +191,7 @@ def test_the_share_within_a_budget_is_the_largest(tmp_path):
 
 
 def of_fronts(service, processors=4, on_cuda=False):
-    return [one.need for one in memory.front_needs(ServiceConfig(**service), on_cuda, processors)]
+    return [one.need for one in memory.frontend_needs(ServiceConfig(**service), on_cuda, processors)]
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def of_fronts(service, processors=4, on_cuda=False):
 )
 def test_fronts_are_planned_with_what_the_table_of_the_docs_says(processors, fronts, held_mb):
     processes, *held = of_fronts({}, processors)
-    assert (processes.what, processes.size_bytes) == (f"the parent and {fronts} front processes", (fronts + 1) * (65 << 20))
+    assert (processes.what, processes.size_bytes) == (f"the parent and {fronts} frontend processes", (fronts + 1) * (65 << 20))
     overhead = fronts * (1 << 18) + (16 << 20)
     assert sum(need.size_bytes for need in held) == (held_mb << 20) + overhead
 
 
 def test_configured_fronts_count_and_not_processors_and_slabs_are_pinned_for_a_gpu():
-    assert of_fronts({"fronts": 3}, 64)[0].what == "the parent and 3 front processes"
+    assert of_fronts({"fronts": 3}, 64)[0].what == "the parent and 3 frontend processes"
     slab, held = of_fronts({"fronts": 0}, 64)
     assert slab.size_bytes + held.size_bytes == (1 << 30) + (1 << 18) + (16 << 20)
     for on_cuda in (False, True):

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from hps.serve.engine.call_threads import CallThreads
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import RequestError
+from hps.serve.http.memory_budget import MemoryBudget
 from hps.testing.waiting import PATIENCE_S, wait_until_async
 from tests.servers.on_loop import beside
 
@@ -18,7 +18,7 @@ from tests.servers.on_loop import beside
 @asynccontextmanager
 async def calls(_, threads=2, timeout_s=PATIENCE_S, max_waiting=100):
     """Threads, which must end, and what ends the calls that wait for it."""
-    made = CallThreads(threads, timeout_s, HeldMemory(1 << 20), max_waiting, "lookup")
+    made = CallThreads(threads, timeout_s, MemoryBudget(1 << 20), max_waiting, "lookup")
     yield made, threading.Event()
     assert await asyncio.to_thread(made.close, PATIENCE_S)
 
@@ -212,7 +212,7 @@ async def test_close_lets_waiting_calls_end_and_says_when_it_could_not(threads, 
 
 
 def test_a_result_after_the_event_loop_ended_is_dropped():
-    threads, release = CallThreads(1, PATIENCE_S, HeldMemory(1 << 20), 10, "lookup"), threading.Event()
+    threads, release = CallThreads(1, PATIENCE_S, MemoryBudget(1 << 20), 10, "lookup"), threading.Event()
 
     async def main():
         (call,) = await begun(threads, release)

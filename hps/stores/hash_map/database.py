@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from hps.errors import DatabaseCorruptError, TableWidthError, UnknownTableError
 from hps.ground.kernels.numba_kernels import compile_kernels
-from hps.ground.memory.capacity import Need, available_memory, by_what, check_fits
+from hps.ground.memory.capacity import Need, available_memory, by_purpose, check_fits
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.stores.base import (
@@ -174,7 +174,7 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         self._check_open()
         check_fits(
             "hash map: making room for tables",
-            by_what(self._needs(tables)),
+            by_purpose(self._needs(tables)),
             *available_memory(),
             "undeploy models or versions, give the process more memory, or bound the tables with overflow_margin",
         )

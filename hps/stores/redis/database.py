@@ -95,7 +95,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self._uses_after = 0.0  # none are recorded before this time
         if self._overflow.records_uses:
             self._uses = WorkQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
-            self._uses.end_with(self)
+            self._uses.stop_with(self)
 
     @classmethod
     def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:

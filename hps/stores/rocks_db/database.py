@@ -419,7 +419,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         view: directory.View | None = self._opened_in_view(engine)
         records = LoadRecords(engine)
         try:
-            with self._calls.alone(self._close_timeout_s), self._tables_lock:
+            with self._calls.exclusive(self._close_timeout_s), self._tables_lock:
                 for tag in self._tables:
                     before = self._records.get(tag)
                     if before is None or before.modified or before != records.get(tag):
@@ -470,9 +470,9 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         return [
             *needs,
             Need("disk", "RocksDB's own files", _DATABASE_BYTES),
-            Need("disk", _MERGED, max([size for *_, size in sizes], default=0), passing=True),
+            Need("disk", _MERGED, max([size for *_, size in sizes], default=0), temporary=True),
             Need("ram", "RocksDB's indices and filters", int(read)),
-            Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, passing=True),
+            Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, temporary=True),
         ]
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
@@ -565,7 +565,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             directory.check_room(self.path, logs + _ROOM_BYTES)
         except OSError as error:
             raise database_error(str(error), "reopening the database after a failed write", self.path) from error
-        with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
+        with self._calls.exclusive(_DRAIN_TIMEOUT_S), self._tables_lock:
             _log.warning("%s refuses writes since one failed: reopening it", self.path)
             self._engine.close()
             self._open()
@@ -576,7 +576,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
-                f"{self._calls.under_way}; close it again when they have ended"
+                f"{self._calls.running}; close it again when they have ended"
             )
         with self._recovering, self._tables_lock:
             if self._released:

@@ -1,4 +1,4 @@
-"""Checks the invariants of all that a parameter server holds: for administrators, soaks and tests. Lookups go on meanwhile."""
+"""Checks the invariants of all caches and databases of a parameter server, during lookups: for administrators and tests."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Checkable(Protocol):
 
 
 def check_tiers(live: LiveModels, timeout_s: float, others: Mapping[str, Checkable] = MappingProxyType({})) -> list[str]:
-    """Check the caches and databases of all versions in service that can be checked; return what is wrong with them.
+    """Check the caches and databases of all versions in service; return a sentence for each broken invariant.
 
     A check that exceeds the limit is reported and abandoned together with its thread.
 

@@ -26,7 +26,7 @@ from hps.cache.integrity import check_keys_of_sets, hashes_of
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
-from hps.ground.memory.capacity import Need, available_memory, by_what, check_fits, machine_memory
+from hps.ground.memory.capacity import Need, available_memory, by_purpose, check_fits, machine_memory
 from hps.ground.rows import decode
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.ground.threads.thread_pool import POOL
@@ -126,7 +126,7 @@ class NumpyCache(StaticTables, BatchAnswers):
     ) -> None:
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
-            by_what(cls.room_for(tables, capacity_rows, static)),
+            by_purpose(cls.room_for(tables, capacity_rows, static)),
             *available_memory(),
             "lower gpucacheper, undeploy models or versions, or give the process more memory",
         )

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.models.files import SparseModel, extended
+from hps.models.files import SparseModel, extend_checksum
 from hps.types import FloatArray, KeyArray
 
 _READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
@@ -70,7 +70,7 @@ def read_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None
     """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:
-        Their checksum; see `extended`.
+        Their checksum; see `extend_checksum`.
 
     Raises:
         ModelFileError: the files changed, cannot be read, or are not those that were written.
@@ -78,7 +78,7 @@ def read_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None
     checksum = 16 * "0"
     with closing(read_ahead(model, chunk_ranges(model, 0, model.rows))) as chunks:
         for _, keys, vectors in chunks:
-            checksum = extended(checksum, keys, vectors)
+            checksum = extend_checksum(checksum, keys, vectors)
             yield keys, vectors
     model.check_content(checksum)
     return checksum

@@ -317,7 +317,7 @@ def test_deleted_keys_that_were_copied_in_part_are_refused(versions: Versions) -
 
 def test_a_delta_without_its_manifest_does_not_pass_for_a_whole_version(versions: Versions) -> None:
     (Path(versions.place) / "2" / "version.json").unlink()
-    with pytest.raises(ModelFileError, match=r"2/item/deleted: got the changes of a version, expected a whole table"):
+    with pytest.raises(ModelFileError, match=r"2/item/deleted: got the changes of a version, expected a complete table"):
         versions.load("2", [MemoryDatabase()])
 
 

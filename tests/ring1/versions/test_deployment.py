@@ -25,7 +25,7 @@ from hps.versions.deployment import retry_after_takeover
 from hps.versions.preflight import preflight
 from hps.versions.tiers import choose_cache, kernels_of, open_databases, served_kernels, why_unavailable
 from tests.servers.running_service import document_of, model_of
-from tests.tables.resident_tables import held_tags
+from tests.tables.held_tables import held_tags
 
 KEYS = np.arange(10)
 DIMS = {"a": 4, "b": 8}

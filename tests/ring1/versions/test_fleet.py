@@ -392,7 +392,7 @@ def test_a_change_between_the_look_and_the_decision_is_noticed(one: Replica, two
 
     with monkeypatch.context() as patch:
         patch.setattr(fleet_module, "read_small_file", read)
-        with pytest.raises(hps.ConflictError, match="it was changed just now; see what it says"):
+        with pytest.raises(hps.ConflictError, match="it was changed just now; read it"):
             one.write("2", 12)
     assert one.read() == "3"
 

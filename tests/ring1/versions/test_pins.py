@@ -37,11 +37,11 @@ def test_the_last_pin_of_each_model_outlasts_a_restart_until_it_ends(kept: KeptF
     assert pins.pin("m", "2", "rollback") == pinned("2", "rollback")
     pins.pin("other", "7", "deploy")
     for one in (pins, Pins(kept)):
-        assert one.of("m") == one.shown("m") == pinned("2", "rollback")
+        assert one.of("m") == one.known("m") == pinned("2", "rollback")
         assert one.of("other") == pinned("7", "deploy")
     pins.end("m")
     for one in (pins, Pins(kept)):
-        assert (one.of("m"), one.shown("m")) == (None, None)
+        assert (one.of("m"), one.known("m")) == (None, None)
         assert one.of("other") is not None
     kept.write("m", GOOD)
     pin = Pins(kept).of("m")

@@ -18,7 +18,7 @@ from tests.ring1.versions.test_pins import Make, served, write
 from tests.ring1.versions.test_pins import document as document  # fixtures
 from tests.ring1.versions.test_pins import home as home
 from tests.servers.running_service import document_of, model_of
-from tests.tables.resident_tables import held_tags
+from tests.tables.held_tables import held_tags
 
 
 def states(server: hps.HPS) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from hps.versions.building import reconfigure
 from hps.versions.deployment import Deployment
 from tests.fakes.paused_lookup import PausedBatch, paused_lookup
 from tests.servers.running_service import document_of, model_of
-from tests.tables.resident_tables import held_tags
+from tests.tables.held_tables import held_tags
 
 DIMS = {"user": 4, "item": 7}
 KEYS = np.arange(1000)

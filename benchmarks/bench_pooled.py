@@ -26,7 +26,7 @@ from benchmarks.harness import ALPHA, HOTNESS, Report, gpu_facts, ideal_hit_rate
 from benchmarks.served import document, model
 from hps.cache.cuda.cache import CupyCache
 from hps.models.writer import write_sparse_model
-from hps.tensors.bags import pooled_batch
+from hps.tensors.batch import pooled_batch
 from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import TableSpec
 
@@ -234,7 +234,7 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
     figures = time_calls(whole, 100).as_us("call_")
 
     def launch(batch: Any) -> None:
-        lookup.begin(batch)
+        lookup.start(batch)
         lookup.launch_pool("pool")
 
     # what the device does of it; the streams of the tensors are those that work is captured on

@@ -27,32 +27,25 @@ from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
-from hps.tensors.bags import Bags, pooled_batch
-from hps.tensors.batch import (
-    Batch,
-    as_host_keys,
-    as_host_vectors,
-    concatenated_batch,
-    named_batch,
-    refuse_repeated_tables,
-    table_batch,
-)
+from hps.tensors.array_checks import as_host_keys, as_host_vectors
+from hps.tensors.bags import Bags
+from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.collection import StatisticsCollector
-from hps.versions.deployment import Deployment, StoredRow, repeated_after_takeover
+from hps.versions.deployment import Deployment, StoredRow, retry_after_takeover
 from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
 from hps.versions.index import IndexEntry, version_index
-from hps.versions.integrity import check_tiers
+from hps.versions.integrity import Checkable, check_tiers
 from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.pins import PINS, Pins
 from hps.versions.reconciler import Reconciler
 from hps.versions.tiers import choose_cache, kernels_of, open_database, open_databases
-from hps.versions.volatile_tier import VolatileTier, load_again
+from hps.versions.volatile_tier import VolatileTier, reload_table
 
 _log = logging.getLogger(__name__)
 _EXIT_WAIT_S = 5.0  # limit for a load still running at interpreter exit
@@ -107,6 +100,7 @@ class HPS:
         self.metrics = Metrics()
         self.cache_class = choose_cache(self.config.device)
         self.live = LiveModels(counted=self.metrics.models)
+        self.checked: dict[str, Checkable] = {}  # further parts that `check` covers, by name
         self._closing = threading.Lock()
         self.closed = False
         self._recorder: KeyRecorder | None = None
@@ -145,7 +139,7 @@ class HPS:
         if self._chain.volatile is None or self._chain.volatile.in_process:  # only a shared one needs supervision
             return None
         open_volatile = partial(open_database, self.config.volatile_db)
-        tier = VolatileTier(self._chain, self.live, targets, open_volatile, partial(load_again, self.catalog, targets))
+        tier = VolatileTier(self._chain, self.live, targets, open_volatile, partial(reload_table, self.catalog, targets))
         tier.start()
         return tier
 
@@ -199,7 +193,7 @@ class HPS:
             UnknownModelError, UnknownVersionError: it is not deployed.
         """
         self.model(model_name, version)
-        self.live.hold(model_name, version, holder)
+        self.live.retain(model_name, version, holder)
 
     def versions(self, model_name: str) -> list[VersionInfo]:
         """Return the versions of a model that are in service, kept for a roll-back, or still used by lookups.
@@ -220,7 +214,7 @@ class HPS:
     def lookup(
         self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
     ) -> tuple[FloatArray, BoolArray]: ...
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup(
         self, h_keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
     ) -> FloatArray | tuple[FloatArray, BoolArray]:
@@ -252,7 +246,7 @@ class HPS:
         self._answer(deployment, deployment.session(device_id), batch, start_ns)
         return vectors if found is None else (vectors, found)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_tables(
         self,
         tables: Mapping[str, Any] | Mapping[int, Any],
@@ -288,7 +282,7 @@ class HPS:
             return vectors, dict(zip(tables, batch.founds, strict=True))
         return vectors
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_fromdlpack(
         self,
         keys: Any,
@@ -330,7 +324,7 @@ class HPS:
         self._answer(deployment, session, batch, start_ns, wait=wait)
         return batch.founds[0] if return_found else None
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_concatenated(
         self,
         keys: Any,
@@ -368,7 +362,7 @@ class HPS:
         self._answer(deployment, session, batch, start_ns, wait=wait)
         return found
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def lookup_pooled(
         self,
         tables: Mapping[str, Bags] | Mapping[int, Bags],
@@ -403,7 +397,7 @@ class HPS:
         self._answer(deployment, session, batch, start_ns, wait=wait)
         return dict(zip(tables, batch.outs, strict=True)) if out is None else out
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def capture(
         self, keys: Any, out_tensor: Any, model_name: str, table_id: int | str | None = None, device_id: int = 0
     ) -> CapturedLookup:
@@ -433,7 +427,7 @@ class HPS:
 
         return CapturedLookup(partial(self.model, model_name), record)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def prepare(
         self,
         tables: Mapping[str, Any] | Mapping[int, Any],
@@ -469,7 +463,7 @@ class HPS:
         """
         return PreparedLookup(partial(self.model, model_name), self._answer, device_id, tables, out, return_found)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def prefetch(self, keys: Any, model_name: str, table_id: int | str, device_id: int | None = None) -> int:
         """Load vectors into the embedding cache ahead of requests, such as the items of the next hours.
 
@@ -489,7 +483,7 @@ class HPS:
         deployment = self.model(model_name)
         return deployment.prefetch(deployment.table_index(table_id), as_host_keys(keys), device_id)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def score(
         self, model_name: str, inputs: Mapping[str, Any], device_id: int | None = None, *, version: str | None = None
     ) -> Scores:
@@ -576,6 +570,7 @@ class HPS:
         """
         recorder = KeyRecorder(path, rate=rate, max_bytes=max_bytes, hash_keys=hash_keys, outcomes=self.metrics.trace_keys)
         before, self._recorder = self._recorder, recorder
+        self.live.notify_watchers()
         if before is not None:
             before.close()
         return recorder
@@ -621,7 +616,7 @@ class HPS:
         flat = as_host_keys(keys)
         return self._modify(model_name, version, lambda deployment: deployment.delete(deployment.table_index(table_id), flat))
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def _modify(self, model_name: str, version: str | None, modify: Callable[[Deployment], None]) -> str:
         # A write that races with a deployment may reach only the version that is being replaced, so it is repeated until the
         # version that serves afterwards has it, too.
@@ -635,7 +630,7 @@ class HPS:
             if not was_replaced:
                 return deployment.version
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def row(self, key: int, model_name: str, table_id: int | str, *, version: str | None = None) -> StoredRow:
         """Return the stored row of a key: vector, tier and time of writing. For debugging; not counted as a lookup.
 
@@ -729,7 +724,7 @@ class HPS:
 
     def pin(self, model_name: str) -> DesiredVersion | None:
         """Return the pinned version of a model, if any."""
-        return self.catalog.pins.shown(model_name)
+        return self.catalog.pins.known(model_name)
 
     def change_fleet(self, model_name: str, change: FleetChange, version: str | None = None) -> ServingDocument:
         """Change the version that every replica serves: write the `serving.json` beside the model's versions.
@@ -808,7 +803,7 @@ class HPS:
         """
         return self._reconciler.reconcile(progress)
 
-    @repeated_after_takeover
+    @retry_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
         """Reload the vectors of all resident keys, in place, on every device of a model; returns when done.
 
@@ -861,7 +856,7 @@ class HPS:
             A sentence for each violation, and for what was not checked in time. Concurrent changes may be reported.
         """
         self._require_open()
-        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s)
+        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""

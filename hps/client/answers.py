@@ -28,7 +28,7 @@ from hps.errors import (
     UnknownTableError,
     UnknownVersionError,
 )
-from hps.ground.http1 import AnswerHead, end_of_head
+from hps.ground.http1 import final_head
 from hps.types import BoolArray, FloatArray
 
 _FIRST_BYTES: Final = 2048
@@ -277,16 +277,15 @@ class Answer:
             self._first = larger
 
     def _read_head(self) -> bool:
-        end = end_of_head(self._first, self._have)
-        if not end:
+        if (final := final_head(self._first, self._have)) is None:
             if self._have == len(self._first):
                 self._grow(2 * self._have)
             return False
-        found = AnswerHead(bytes(self._first[: end - 4]))
+        found = final.head
         if found.length < 0:
             raise RemoteError("reading an answer: got chunks, expected a Content-Length; is it hps?")
         self.head = head = found.headers
-        self.status, self._head_bytes, self._body_bytes = found.status, end, found.length
+        self.status, self._head_bytes, self._body_bytes = found.status, final.end, found.length
         self.keeps_alive = found.keeps_alive
         length = b"%d" % found.length
         text = head.get(b"inference-header-content-length", length)

@@ -100,7 +100,7 @@ def _read_number(text: str) -> int | float:
     return int(text) if re.fullmatch(r"[-+]?[0-9]+", text) else float(text)
 
 
-def _whole(value: Any, info: ValidationInfo) -> Any:
+def _integer(value: Any, info: ValidationInfo) -> Any:
     value = _unquoted(value, _read_number, info)
     if isinstance(value, float) and value.is_integer():  # 1e6 is a float to JSON
         return int(value)
@@ -128,14 +128,14 @@ def _as_full_tuple(value: Any) -> Any:
 
 
 Flag: TypeAlias = Annotated[bool, BeforeValidator(_flag)]
-Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Integer: TypeAlias = Annotated[int, BeforeValidator(_integer)]
 Real: TypeAlias = Annotated[float, BeforeValidator(_real), Field(allow_inf_nan=False)]
 ListOf: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
 NonEmptyListOf: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_as_full_tuple)]
 
-Positive: TypeAlias = Annotated[Whole, Field(ge=1, le=INT32_MAX)]
-NonNegative: TypeAlias = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
-Bytes: TypeAlias = Annotated[Whole, Field(ge=1, le=2**63 - 1)]
+Positive: TypeAlias = Annotated[Integer, Field(ge=1, le=INT32_MAX)]
+NonNegative: TypeAlias = Annotated[Integer, Field(ge=0, le=INT32_MAX)]
+Bytes: TypeAlias = Annotated[Integer, Field(ge=1, le=2**63 - 1)]
 Share: TypeAlias = Annotated[Real, Field(ge=0, le=1)]
 Float32: TypeAlias = Annotated[Real, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 Seconds: TypeAlias = Annotated[Real, Field(ge=0, le=1e9)]

@@ -209,7 +209,7 @@ class StructDocument(NamedTuple):
 
     Attributes:
         problems: those that only structs can have, one line each.
-        warnings: what was read in another way than it is written, one sentence each.
+        warnings: a sentence for each value that was read in another way than it is written.
     """
 
     content: dict[str, Any]

@@ -116,7 +116,7 @@ class Document(NamedTuple):
         name: its name in reports.
         content: plain dicts, lists and scalars, with the secrets of the environment.
         problems: problems found so far.
-        warnings: what was read in another way than it is written, one sentence each.
+        warnings: a sentence for each value that was read in another way than it is written.
         path: formats a location in the author's terms.
     """
 
@@ -154,7 +154,7 @@ def document_of_source(source: Source) -> Document:
     if not isinstance(content, dict):
         expected = "an object with the key models" if isinstance(source, str | os.PathLike) else _SOURCES
         raise ConfigError(name, [f"top level: got {shown(content)}, expected {expected}"])
-    origins = _take_secrets(content)
+    origins = _apply_environment(content)
     return Document(name, content, problems, warnings, lambda location: origins.get(location) or path(location))
 
 
@@ -227,7 +227,7 @@ def network_threads() -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
+def _apply_environment(content: dict[str, Any]) -> dict[Location, str]:
     """Put secrets and the trace endpoint of the environment into a document; return their names in reports."""
     origins: dict[Location, str] = {}
     for (section, key), variable in _SECRETS.items():

@@ -31,6 +31,7 @@ from hps.configuration.fields import (
     Flag,
     Float32,
     Ignored,
+    Integer,
     ListOf,
     Name,
     NonEmptyListOf,
@@ -43,7 +44,6 @@ from hps.configuration.fields import (
     Timeout,
     Token,
     Version,
-    Whole,
     check_host,
     choice,
     expected,
@@ -53,7 +53,7 @@ from hps.configuration.fields import (
 )
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
-from hps.ground.registry import IMPLEMENTATIONS, keeps_order
+from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
 from hps.types import ROW_DTYPES, TableSpec
 
 FIRST_VERSION: Final = "1"
@@ -85,9 +85,9 @@ class ServiceConfig(Section):
     model_config = ConfigDict(title="service")
 
     host: Annotated[str, Field(min_length=1), AfterValidator(check_host)] = "127.0.0.1"
-    port: Annotated[Whole, Field(ge=0, le=65535)] = 8000
-    fronts: Annotated[Whole, Field(ge=0, le=256)] | None = None
-    grpc_port: Annotated[Whole, Field(ge=0, le=65535)] | None = None
+    port: Annotated[Integer, Field(ge=0, le=65535)] = 8000
+    fronts: Annotated[Integer, Field(ge=0, le=256)] | None = None
+    grpc_port: Annotated[Integer, Field(ge=0, le=65535)] | None = None
     bearer_token: Token = ""
     admin_token: Token = ""
     tokens_path: str = ""
@@ -98,7 +98,7 @@ class ServiceConfig(Section):
     max_keys_per_request: Positive = 1_000_000
     max_rows_per_write: Positive = 1_000_000
     refuse_nan: Flag = True
-    lookup_threads: Annotated[Whole, Field(ge=1, le=1024)] = 8
+    lookup_threads: Annotated[Integer, Field(ge=1, le=1024)] = 8
     request_timeout_s: Timeout = 10.0
     answer_timeout_s: Timeout = 10.0
     max_connections: Positive = 4096
@@ -107,7 +107,7 @@ class ServiceConfig(Section):
     drain_s: Seconds = 5.0
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    access_log_per_s: Annotated[Whole, Field(ge=0)] = 10
+    access_log_per_s: Annotated[Integer, Field(ge=0)] = 10
     slow_lookup_ms: Annotated[Real, Field(ge=0)] = 0.0
     otlp_endpoint: str = ""
     model_control_mode: ControlMode = "none"
@@ -115,7 +115,7 @@ class ServiceConfig(Section):
     allow_empty: Flag = False
     repository_poll_s: Timeout = 15.0
     triton_metrics: Flag = False
-    shared_memory_bytes: Annotated[Whole, Field(ge=0)] = 0
+    shared_memory_bytes: Annotated[Integer, Field(ge=0)] = 0
 
     @property
     def scheme(self) -> str:
@@ -130,7 +130,7 @@ class ServiceConfig(Section):
 
     @field_validator("max_held_bytes")
     @classmethod
-    def _check_held(cls, value: int, info: ValidationInfo) -> int:
+    def _check_held_bytes(cls, value: int, info: ValidationInfo) -> int:
         least = 2 * info.data.get("max_body_bytes", 0)
         if value < least:
             raise problem(f"got {value}, expected at least {least}, twice max_body_bytes")
@@ -260,7 +260,7 @@ class ModelConfig(Section):
     embedding_cache_type: CacheType = Field(default="dynamic", validate_default=True)
     init_ec: Flag = True
     cache_refresh_percentage_per_iteration: Share = 0.0
-    num_of_worker_buffer_in_pool: Annotated[Whole, Field(ge=1, le=256)] = 1
+    num_of_worker_buffer_in_pool: Annotated[Integer, Field(ge=1, le=256)] = 1
     num_of_refresher_buffer_in_pool: NonNegative = 1
     thread_pool_size: NonNegative = 16
     refresh_delay: Seconds = 0.0
@@ -283,7 +283,7 @@ class ModelConfig(Section):
     max_nonfinite_rows: NonNegative = 0
 
     workspace_timeout_s: Timeout = 1.0
-    insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
+    insert_queue_length: Annotated[Integer, Field(ge=1, le=65536)] = 64
     miss_path: MissPath = "auto"
     index_on_device: Flag = False
     device_sharing: DeviceSharingChoice = "replicate"
@@ -324,7 +324,7 @@ class ModelConfig(Section):
 
     @property
     def reason_against_sharing(self) -> str:
-        """Why the devices share no rows, whatever the machine; empty if GPUs are to share them."""
+        """The reason why devices share no rows on any machine; empty if GPUs share them."""
         if self.device_sharing == "replicate":
             return "device_sharing is replicate"
         if not self.gpucache:
@@ -373,7 +373,7 @@ class ModelConfig(Section):
 
     @field_validator("dense")
     @classmethod
-    def _of_these_tables(cls, value: DenseConfig | None, info: ValidationInfo) -> DenseConfig | None:
+    def _check_dense(cls, value: DenseConfig | None, info: ValidationInfo) -> DenseConfig | None:
         names = info.data.get("embedding_table_names", ())
         most = info.data.get("maxnum_catfeature_query_per_table_per_sample", ())
         if value is not None and len(names) == len(most):
@@ -382,7 +382,7 @@ class ModelConfig(Section):
 
     @field_validator("versions")
     @classmethod
-    def _complete(cls, value: tuple[VersionConfig, ...], info: ValidationInfo) -> tuple[VersionConfig, ...]:
+    def _check_versions(cls, value: tuple[VersionConfig, ...], info: ValidationInfo) -> tuple[VersionConfig, ...]:
         tables, numbers = len(info.data.get("sparse_files", ())), [info.data.get("version", FIRST_VERSION)]
         for index, entry in enumerate(value):
             if tables and len(entry.sparse_files) != tables:
@@ -394,11 +394,11 @@ class ModelConfig(Section):
 
     @field_validator("embedding_cache_type")
     @classmethod
-    def _static_when_forced(cls, value: str, info: ValidationInfo) -> str:
+    def _apply_use_static_table(cls, value: str, info: ValidationInfo) -> str:
         return "static" if info.data.get("use_static_table") else value
 
     @model_validator(mode="after")
-    def _note_what_is_missing(self, info: ValidationInfo) -> Self:
+    def _warn_of_unimplemented(self, info: ValidationInfo) -> Self:
         warnings = notices_of(info).warnings
         if self.embedding_cache_type == "stochastic":
             warnings.append(f"model {self.model}: a stochastic cache fills no database, as in HugeCTR; dynamic does")
@@ -439,37 +439,37 @@ def check_tables(dense: DenseConfig, tables: Mapping[str, int]) -> None:
 
 
 def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
-    """Say why the configuration keeps devices from reading the model's rows in host memory; empty if it does not."""
-    volatile, own = others.get("volatile_db"), model.embedding_cache_type in ("static", "uvm")
+    """Return why devices cannot read the model's rows in host memory; empty if they can."""
+    volatile, resident = others.get("volatile_db"), model.embedding_cache_type in ("static", "uvm")
     if others.get("device") == "cpu":
         return "device is cpu"
     if not model.gpucache:
         return "gpucache is false"
-    if volatile is None or own:  # these have their own hash map
+    if volatile is None or resident:  # these have their own hash map
         return ""
     if volatile.type in ("disabled", "redis_cluster"):
         return f"volatile_db is {volatile.type}, not a hash map in this process"
     if volatile.overflow_margin < UINT64_MAX and volatile.overflow_policy != "evict_random":
-        return f"overflow_policy {volatile.overflow_policy} must note every read of a row"
+        return f"overflow_policy {volatile.overflow_policy} must record every read of a row"
     return ""
 
 
 def _without_misses_by_link(model: ModelConfig) -> str:
-    """Say why devices read none of the model's misses in host memory, whatever its databases; empty if they may."""
+    """Return why devices read no misses in host memory, with any database; empty if they may."""
     if model.embedding_cache_type == "static":
         return "embedding_cache_type is static, whose cache holds every row"
     return "miss_path is copy" if model.miss_path == "copy" else ""
 
 
 def _unfollowable(tiers: list[Any]) -> str:
-    """Say why no database can keep the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
+    """Return why no database can store the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
     if authority is None:
         return "there is no database to keep the updates; configure volatile_db or persistent_db"
     title = authority.model_config["title"]
     if getattr(authority, "read_only", False):
         return f"{title}.read_only does not allow writing them; set it to false"
-    if not keeps_order(authority.type):
+    if not can_follow_updates(authority.type):
         return f"databases of type {authority.type} keep no order of updates ({title}); configure another type"
     return ""
 
@@ -484,7 +484,7 @@ def _repeated(values: Sequence[Any]) -> str | None:
 
 
 class _UnloggedNotices(list[tuple[int, str]]):
-    """Notices that are not logged yet. They do not count when configurations are compared."""
+    """Notices that are not logged yet. Ignored when configurations are compared."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _UnloggedNotices)
@@ -500,7 +500,7 @@ class Configuration(Section):
     device: DeviceChoice = "auto"
     supportlonglong: Flag = True
     fuse_embedding_table: Flag = False
-    fetch_threads: Annotated[Whole, Field(ge=0, le=64)] = 0
+    fetch_threads: Annotated[Integer, Field(ge=0, le=64)] = 0
     volatile_db: VolatileDbConfig = Field(default_factory=lambda: VolatileDbConfig(type="parallel_hash_map"))
     persistent_db: PersistentDbConfig = Field(default_factory=PersistentDbConfig)
     model_source: ModelSourceConfig = Field(default_factory=ModelSourceConfig)

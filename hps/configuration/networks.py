@@ -1,9 +1,9 @@
-"""`models[].dense`: the network that makes scores of a model's vectors, and where each of its inputs comes from.
+"""`models[].dense`: the network that computes scores from a model's vectors, and the source of each of its inputs.
 
     inputs of a request -> (keys programs) -> lookups -> network
 
-An input with a `table` is both: its keys are what a request gives, its vectors are what the network reads. A network that was
-cut out of a module reads `lookups` beside the inputs; their keys are inputs, columns of them, or outputs of keys programs.
+An input with a `table` is both: a request has its keys, the network reads its vectors. A network that was cut out of a module
+also reads `lookups`; their keys are inputs, columns of inputs, or outputs of keys programs.
 """
 
 import json
@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 
 from hps.configuration.fields import (
     Flag,
+    Integer,
     ListOf,
     Name,
     NonEmptyListOf,
@@ -22,7 +23,6 @@ from hps.configuration.fields import (
     Positive,
     Real,
     Timeout,
-    Whole,
     choice,
     expected,
     problem,
@@ -107,7 +107,7 @@ class NetworkInputConfig(Section):
     pooling: Pooling = "none"
     hotness: Positive | None = None
     max_norm: Annotated[Real, Field(gt=0)] | None = None
-    padding_key: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    padding_key: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     dtype: FeatureDtype = "float32"
     shape: Annotated[tuple[int | str, ...], BeforeValidator(_shape)] = (-1,)
     offsets_of: InputName | None = None
@@ -196,7 +196,7 @@ class LookupConfig(Section):
     table: Name
     pooling: Pooling = "none"
     max_norm: Annotated[Real, Field(gt=0)] | None = None
-    padding_key: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    padding_key: Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     keys: SourceConfig
     offsets: SourceConfig | None = None
     weights: SourceConfig | None = None
@@ -217,14 +217,14 @@ class LookupConfig(Section):
         return value
 
     def sources(self) -> Iterator[tuple[str, SourceConfig]]:
-        """Yield what keys, offsets and weights come from, by those names."""
+        """Yield the sources of keys, offsets and weights, by these names."""
         for name in ("keys", "offsets", "weights"):
             if (source := getattr(self, name)) is not None:
                 yield name, source
 
 
 class KeysProgramConfig(Section):
-    """An entry of `models[].dense.keys`: a program, of the network's format, that computes what lookups need of inputs."""
+    """An entry of `models[].dense.keys`: a program, of the network's format, that computes keys of lookups from inputs."""
 
     model_config = ConfigDict(title="models[].dense.keys")
 
@@ -296,9 +296,7 @@ class DenseConfig(Section):
     @field_validator("outputs")
     @classmethod
     def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) < len(value):
-            raise problem("got an output twice, expected each name once")
-        return value
+        return _each_once(value)
 
     @field_validator("sizes")
     @classmethod
@@ -348,7 +346,7 @@ class DenseConfig(Section):
 
     @field_validator("lookups")
     @classmethod
-    def _of_known_sources(cls, value: dict[str, LookupConfig], info: ValidationInfo) -> dict[str, LookupConfig]:
+    def _check_lookups(cls, value: dict[str, LookupConfig], info: ValidationInfo) -> dict[str, LookupConfig]:
         if "inputs" not in info.data or "keys" not in info.data:
             return value
         inputs: Mapping[str, NetworkInputConfig] = info.data["inputs"]
@@ -363,7 +361,7 @@ class DenseConfig(Section):
 
     @field_validator("network_inputs")
     @classmethod
-    def _of_known_inputs(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+    def _check_network_inputs(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
         if value is None or "inputs" not in info.data or "lookups" not in info.data:
             return value
         known = [*info.data["inputs"], *info.data["lookups"]]
@@ -386,7 +384,7 @@ def _has_samples(declared: NetworkInputConfig) -> bool:
 
 
 def _unusable(source: SourceConfig, inputs: Mapping[str, NetworkInputConfig], outputs: list[str]) -> str:
-    """Say what is expected of a source instead; empty if it can be used."""
+    """Return the expected source; empty if this one is usable."""
     if source.output is not None:
         return "" if source.output in outputs else f"outputs of dense.keys: {', '.join(outputs) or 'it has none'}"
     declared = inputs.get(str(source.input))

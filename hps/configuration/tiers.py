@@ -24,6 +24,7 @@ from hps.configuration.fields import (
     Endpoint,
     Expression,
     Flag,
+    Integer,
     ListOf,
     NonNegative,
     Older,
@@ -32,7 +33,6 @@ from hps.configuration.fields import (
     Secret,
     Share,
     Timeout,
-    Whole,
     check_addresses,
     check_place,
     check_redis_addresses,
@@ -163,7 +163,7 @@ class VolatileDbConfig(Section):
     password_path: str = ""
     sentinel_service: str = ""
     sentinel_password: Secret = ""
-    num_partitions: Annotated[Whole, Field(ge=1, le=65536)] = Field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    num_partitions: Annotated[Integer, Field(ge=1, le=65536)] = Field(default_factory=lambda: min(16, os.cpu_count() or 1))
     allocation_rate: Bytes = 256 << 20
     shared_memory_size: Bytes = 16 << 30
     shared_memory_name: str = "hctr_mp_hash_map_database"
@@ -179,7 +179,7 @@ class VolatileDbConfig(Section):
     tls_client_key: TlsFile = "client_key.pem"
     tls_server_name_identification: str = "redis.localhost"
     refresh_time_after_fetch: Older[Flag] = None
-    overflow_margin: Annotated[Whole, Field(ge=1, le=UINT64_MAX)] = UINT64_MAX
+    overflow_margin: Annotated[Integer, Field(ge=1, le=UINT64_MAX)] = UINT64_MAX
     overflow_policy: OverflowPolicy = "evict_random"
     overflow_resolution_target: Share = 0.8
     initialize_after_startup: Flag = True
@@ -216,7 +216,7 @@ class PersistentDbConfig(Section):
     path: Annotated[str, _used_when("type", "rocks_db", check_place)] = Field(
         default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb"))
     )
-    num_threads: Annotated[Whole, Field(ge=1, le=1024)] = 16
+    num_threads: Annotated[Integer, Field(ge=1, le=1024)] = 16
     read_only: Flag = False
     max_get_batch_size: Older[Positive] = None
     max_set_batch_size: Older[Positive] = None
@@ -249,8 +249,8 @@ class ModelSourceConfig(Section):
 
     timeout_s: Timeout = 10.0
     deadline_s: Timeout = 60.0
-    max_attempts: Annotated[Whole, Field(ge=1, le=100)] = 5
-    parallel_reads: Annotated[Whole, Field(ge=1, le=64)] = 8
+    max_attempts: Annotated[Integer, Field(ge=1, le=100)] = 5
+    parallel_reads: Annotated[Integer, Field(ge=1, le=64)] = 8
     s3_endpoint_url: Endpoint = ""
     gcs_endpoint_url: Endpoint = ""
     trust: Flag = False
@@ -263,8 +263,8 @@ class UpdateSourceConfig(Section):
 
     type: UpdateSourceType = "null"
     brokers: Annotated[str, _used_when("type", "kafka_message_queue", check_addresses)] = "127.0.0.1:9092"
-    metadata_refresh_interval_ms: Annotated[Whole, Field(ge=10, le=INT32_MAX)] = 30_000
-    receive_buffer_size: Annotated[Whole, Field(ge=1024, le=INT32_MAX)] = 262_144
+    metadata_refresh_interval_ms: Annotated[Integer, Field(ge=10, le=INT32_MAX)] = 30_000
+    receive_buffer_size: Annotated[Integer, Field(ge=1024, le=INT32_MAX)] = 262_144
     poll_timeout_ms: Positive = 500
     max_batch_size: Positive = 65_536
     failure_backoff_ms: NonNegative = 50

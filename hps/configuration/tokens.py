@@ -1,4 +1,4 @@
-"""The file of named tokens: who may do what, and how often. `docs/security.md` explains it."""
+"""The file of named tokens, with their rights and limits. `docs/security.md` explains it."""
 
 import hashlib
 import logging
@@ -125,10 +125,9 @@ class WatchedTokens:
     """The tokens of a file, which is read again when it changes. *One thread.*
 
     Args:
-        path: of the file.
 
     Attributes:
-        entries: as last read; a wrong file changes nothing, and there are none if it was wrong from the beginning.
+        entries: as last read; an invalid file changes nothing, and leaves none at the start.
     """
 
     def __init__(self, path: str) -> None:
@@ -138,10 +137,10 @@ class WatchedTokens:
         self._read()
 
     def poll(self) -> bool:
-        """Read the file again if it has changed; return whether that worked. Call this twice a second."""
+        """Reload the file if it has changed; return True on success. Call this twice a second."""
         if not self._marks.changed() or not self._read():
             return False
-        _log.info("the tokens were read again: %d names in %s", len(self.entries), self.path)
+        _log.info("the tokens were reloaded: %d names in %s", len(self.entries), self.path)
         return True
 
     def _read(self) -> bool:

@@ -218,7 +218,7 @@ class DatabaseChain:
     the next start.
 
     Embedding caches may read a table of an in-process volatile database in place, and make its rows resident (see
-    `EmbeddingCache.attach`). No older vector stays in a cache:
+    `HostTableReads.attach`). No older vector stays in a cache:
 
     - A modification, also a failed one, runs inside the caches' `changing`, from before the first database is written until the
       caches were updated: rows read before its end are not admitted.
@@ -277,7 +277,7 @@ class DatabaseChain:
             WorkQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
         )
         if self._promotions:
-            self._promotions.end_with(self)
+            self._promotions.stop_with(self)
         self._modification_timeout_s = modification_timeout_s
 
     @property

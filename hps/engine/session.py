@@ -201,6 +201,7 @@ class CachedSession(_TableLimits):
 
     Attributes:
         before_close: called with a timeout when it closes: end what else reads the cache; False if that goes on.
+        on_loss: called once when the device is lost, by the lookup that finds it so.
     """
 
     def __init__(
@@ -234,9 +235,10 @@ class CachedSession(_TableLimits):
             metrics.workspace_timeouts.labels(model),
         )
         self._inserts = WorkQueue("insertion", settings.insert_queue_length, 1, metrics)
-        self._inserts.end_with(self)
+        self._inserts.stop_with(self)
         self._stream_ordered = StreamOrderedLookups(self.tables, cache, settings.stream_order_refusals, metrics)
         self.before_close: list[Callable[[float], bool]] = []
+        self.on_loss: list[Callable[[], object]] = []
         self._without_device = DirectSession(tables, chain, metrics)
         self._databases_complete = settings.databases_complete
         self.lost = False
@@ -330,7 +332,7 @@ class CachedSession(_TableLimits):
             ns: duration of all of them.
         """
         with self._metrics.lock:
-            for one in (self._times.whole, self._times.stages["query"]):
+            for one in (self._times.total, self._times.stages["query"]):
                 one.add_buckets(times, ns)
             self._device.lookups += sum(times)
             for counters, (keys, hits, linked, absent) in zip(self._counters, tables, strict=True):
@@ -356,7 +358,7 @@ class CachedSession(_TableLimits):
     def record(self, batch: Batch) -> RecordedLookup:
         self.check(batch)
         self._stream_ordered.check(batch)
-        return RecordedLookup(self.cache.record(batch, self._enqueue), batch, self._stream_ordered)
+        return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         starts = range(0, keys.size, _PREFETCH_ROWS)
@@ -405,6 +407,8 @@ class CachedSession(_TableLimits):
                 if self._databases_complete
                 else "lookups fail, since no database holds every row",
             )
+            for notify in self.on_loss:
+                notify()
         if not (self._databases_complete and (batch is None or _on_host(batch))):
             raise error
 
@@ -614,7 +618,7 @@ class DirectSession(_TableLimits):
                 counters = self._counters[index]
                 counters.keys += n
                 counters.defaults += absent
-            self._times.whole.add(end - (began_ns or start))
+            self._times.total.add(end - (began_ns or start))
             for stage, ns in stages.items():
                 self._times.stages[stage].add(ns)
         if (trace := current.trace) is not None:

@@ -8,23 +8,32 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from http.client import IncompleteRead
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import google.auth
 import requests
-from google.api_core.exceptions import NotFound, PreconditionFailed, RequestRangeNotSatisfiable
+from google.api_core.exceptions import (
+    GoogleAPICallError,
+    NotFound,
+    PreconditionFailed,
+    RequestRangeNotSatisfiable,
+    RetryError,
+)
 from google.auth.credentials import AnonymousCredentials
-from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
 from google.auth.transport.requests import AuthorizedSession
 from google.cloud.storage import Client
+from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileWriter, replaced, without_secrets
-from hps.filesystems.gcs_errors import FAILURES, gcs_failure, unusable_credentials
+from hps.filesystems.failures import GCS_MEANINGS, GIVE_CREDENTIALS, class_names, translated
 from hps.filesystems.object_store import (
     ObjectAddress,
     ObjectStore,
@@ -32,16 +41,27 @@ from hps.filesystems.object_store import (
     RangeRefusedError,
     range_mismatch,
 )
-from hps.filesystems.retries import ReadTarget, within
+from hps.filesystems.retries import ReadTarget, bounded
 from hps.ground.threads.workers import call_in_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_thread = threading.local()  # `target`: what this thread reads into; `cancel`: ends the upload that it has begun
+_thread = threading.local()  # `target`: buffer that this thread reads into; `cancel`: cancels the upload that it started
 
+_CLIENT_ERRORS = (
+    GoogleAPICallError,
+    RetryError,
+    GoogleAuthError,
+    InvalidResponse,
+    DataCorruption,
+    requests.RequestException,
+    HTTPError,
+    OSError,
+    ValueError,
+)
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _CONNECTIONS = 64  # kept connections; several tables may be loaded at a time
-_RECEIVE_BYTES = 1 << 18  # at a time; a whole part at once takes 4 MB for each reader, and a few percent longer
+_RECEIVE_BYTES = 1 << 18  # at a time; a part at once takes 4 MB for each reader, and a few percent longer
 _AS_BYTES: dict[str, Any] = {"content_type": "application/octet-stream"}
 _PART_BYTES = 8 << 20  # a multiple of 256 KiB, as the service requires
 
@@ -87,21 +107,21 @@ class GcsFileSystem(ObjectStore):
     a failure. Without credentials, public objects can be read.
     """
 
-    client_errors = FAILURES
+    client_errors = _CLIENT_ERRORS
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
         self.client: Any = None
         self.anonymous = False
-        self._once: dict[str, Any] = {"timeout": self.settings.timeout_s, "retry": None}  # per request
+        self._per_request: dict[str, Any] = {"timeout": self.settings.timeout_s, "retry": None}
 
     def create(self, path: str) -> FileWriter:
         return _GcsWriter(self, self._object(path, "writing"))
 
-    def ask_once(self, doing: str, address: ObjectAddress, seconds: float, question: Callable[[], T]) -> T:
-        """Call `question` with a client, on a thread that is abandoned after `seconds`."""
+    def request_once(self, doing: str, address: ObjectAddress, seconds: float, call: Callable[[], T]) -> T:
+        """Call a function with a client, on a thread that is abandoned after `seconds`."""
         self.connect(seconds)
-        return super().ask_once(doing, address, seconds, question)
+        return super().request_once(doing, address, seconds, call)
 
     def connect(self, seconds: float) -> None:
         """Find the endpoint and Application Default Credentials, which may query the metadata server of a cloud machine.
@@ -129,11 +149,11 @@ class GcsFileSystem(ObjectStore):
             return None
 
         try:
-            credentials = within("looking for Google credentials", seconds, self.threads, find)
+            credentials = bounded("looking for Google credentials", seconds, self.threads, find)
         except ModelFileError:
-            raise  # of `within`; it is an OSError, too
+            raise  # of `bounded`; it is an OSError, too
         except (GoogleAuthError, OSError, ValueError) as error:
-            raise unusable_credentials(error) from error
+            raise _unusable_credentials(error) from error
         # Without a lock, because credentials may come over the network; of two found at once, one is kept.
         if self.client is None:
             self.anonymous = credentials is None
@@ -149,10 +169,21 @@ class GcsFileSystem(ObjectStore):
         return gcs_address(uri)
 
     def _failure(self, doing: str, address: ObjectAddress, error: Exception) -> ModelFileError:
-        return gcs_failure(f"{doing} {address.uri}", address.bucket, error, anonymous=self.anonymous)
+        if isinstance(error, RetryError) and isinstance(error.cause, Exception):
+            error = error.cause
+        if isinstance(error, GoogleAuthError):
+            return _unusable_credentials(error)
+        line, answer, response = class_names(error), "", getattr(error, "response", None)
+        if isinstance(response, requests.Response):
+            message, reasons = _message_of(response)
+            answer = f"got HTTP {response.status_code}" + (f" ({message})" if message else "")
+            states = ["upload"] * ("upload_id=" in str(response.url)) + ["anonymous"] * self.anonymous
+            line += " ".join([f" HTTP {response.status_code}", *sorted(reasons), *states])
+        fields = {"answer": answer, "bucket": address.bucket, "cause": _cause(error)}
+        return translated(f"{doing} {address.uri}", line, GCS_MEANINGS, **fields)
 
     def _find(self, address: ObjectAddress) -> FileStatus | None:
-        blob = self.client.bucket(address.bucket).get_blob(address.key, **self._once)
+        blob = self.client.bucket(address.bucket).get_blob(address.key, **self._per_request)
         if blob is None:
             return None
         if blob.content_encoding not in (None, "", "identity"):
@@ -171,7 +202,7 @@ class GcsFileSystem(ObjectStore):
             delimiter="/",
             page_size=most,
             fields="items(name),prefixes,nextPageToken",
-            **self._once,
+            **self._per_request,
         )
         for page in found.pages:
             yield [*(blob.name for blob in page), *found.prefixes]
@@ -187,7 +218,7 @@ class GcsFileSystem(ObjectStore):
                 if_generation_match=int(version) if version else None,
                 raw_download=True,
                 checksum=None,
-                **self._once,
+                **self._per_request,
             )
         except (NotFound, PreconditionFailed, RequestRangeNotSatisfiable) as error:
             raise RangeRefusedError(f"HTTP {error.code}") from error
@@ -198,7 +229,7 @@ class GcsFileSystem(ObjectStore):
         blob = self.blob(address)
         try:
             blob.upload_from_string(
-                content, if_generation_match=int(version or 0), checksum="crc32c", **_AS_BYTES, **self._once
+                content, if_generation_match=int(version or 0), checksum="crc32c", **_AS_BYTES, **self._per_request
             )
         except PreconditionFailed as error:
             raise replaced(address.uri, version) from error
@@ -206,7 +237,40 @@ class GcsFileSystem(ObjectStore):
 
     def _remove(self, address: ObjectAddress) -> None:
         with suppress(NotFound):
-            self.blob(address).delete(**self._once)
+            self.blob(address).delete(**self._per_request)
+
+
+def _unusable_credentials(error: Exception) -> ModelFileError:
+    """Return the error for credentials that do not work.
+
+    It quotes only the first words of Google's library: the rest may be a response that holds a token.
+    """
+    message = str(error.args[0]) if error.args else type(error).__name__
+    message = f"using Google credentials: {message[:300].rstrip('. ')}"
+    if isinstance(error, TransportError) or getattr(error, "retryable", False):
+        return ModelSourceError(f"{message}; check that the host which issues tokens can be reached from here")
+    return ModelFileError(f"{message}; they may be expired or revoked: renew them, or {GIVE_CREDENTIALS}")
+
+
+def _message_of(response: requests.Response) -> tuple[str, set[str]]:
+    """Return message and reasons of a refusal. The libraries' own messages quote the URL, which for an upload is a secret."""
+    try:
+        error: Any = response.json()["error"]
+        reasons = {str(cause["reason"]) for cause in error.get("errors", ())}
+        return str(error.get("message", "")).strip()[:300], reasons
+    except (ValueError, LookupError, TypeError, AttributeError, requests.RequestException):
+        return "", set()
+
+
+def _cause(error: BaseException) -> str:
+    """Return the root cause. The errors above it quote the request, whose query may be a secret."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, IncompleteRead):
+        return f"the body broke off ({error})"
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)[:300]
 
 
 def storage_client(endpoint: str, credentials: Any = None) -> Client:
@@ -221,7 +285,7 @@ def storage_client(endpoint: str, credentials: Any = None) -> Client:
     session.max_redirects = 0
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
-    session.hooks["response"] += [_receive, partial(_keep_upload, session)]
+    session.hooks["response"] += [_receive, partial(_record_upload, session)]
     # `_http` is documented, but may change: pyproject.toml limits the version. Without it the client makes its own session,
     # which lacks these settings.
     options = {"api_endpoint": endpoint, "universe_domain": session.credentials.universe_domain}
@@ -232,14 +296,14 @@ def _receive(answer: requests.Response, **_: Any) -> None:
     """Check the range of an answer, and copy its body: the library does not check, and reads 8 KB at a time, or all at once.
 
     Raises:
-        InvalidHeader: it has other bytes than those that were asked for.
+        InvalidHeader: it has other bytes than the requested ones.
     """
-    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
-    if not asked or answer.status_code not in (200, 206):
+    requested = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
+    if not requested or answer.status_code not in (200, 206):
         return
     try:
         length = int(answer.headers.get("Content-Length", 0))
-        if why := range_mismatch(answer.headers.get("Content-Range", ""), length, int(asked[1]), int(asked[2]) + 1):
+        if why := range_mismatch(answer.headers.get("Content-Range", ""), length, int(requested[1]), int(requested[2]) + 1):
             raise requests.exceptions.InvalidHeader(why)
         for piece in answer.raw.stream(_RECEIVE_BYTES, decode_content=False):
             _thread.target.write(piece)
@@ -248,8 +312,8 @@ def _receive(answer: requests.Response, **_: Any) -> None:
         raise
 
 
-def _keep_upload(session: requests.Session, answer: requests.Response, **_: Any) -> None:
-    """Keep how to cancel an upload, whose URL the library does not tell.
+def _record_upload(session: requests.Session, answer: requests.Response, **_: Any) -> None:
+    """Record how to cancel an upload, whose URL the library does not publish.
 
     https://cloud.google.com/storage/docs/performing-resumable-uploads#cancel-upload
     """
@@ -303,21 +367,21 @@ class _GcsWriter(ObjectWriter):
         return _PART_BYTES
 
     def commit(self) -> None:
-        part = self.take()
+        part = self.take_pending()
 
         def send() -> None:
             self._store.blob(self._address).upload_from_string(part, retry=None, **self._how)
 
         if self._upload is None:
-            self._store.ask("writing", self._address, send)
+            self._store.request("writing", self._address, send)
         else:
             self._put(part)
             if len(part) == _PART_BYTES:
                 self._put(b"")
-            self._store.ask_once("writing", self._address, 2 * self._store.settings.deadline_s, self._upload.result)
+            self._store.request_once("writing", self._address, 2 * self._store.settings.deadline_s, self._upload.result)
 
     def abort(self) -> None:
-        self.take()
+        self.take_pending()
         self._parts.dropped = True
         with suppress(queue.Full):
             self._parts.waiting.put_nowait(b"")
@@ -336,7 +400,7 @@ class _GcsWriter(ObjectWriter):
             blob.upload_from_file(self._parts, retry=retry, **self._how)
         except Exception:
             if cancel := getattr(_thread, "cancel", None):
-                with suppress(*FAILURES):
+                with suppress(*_CLIENT_ERRORS):
                     cancel(timeout=self._store.settings.timeout_s)
             raise
 
@@ -350,4 +414,4 @@ class _GcsWriter(ObjectWriter):
                     return
             upload.result()  # raises the cause of its end
 
-        self._store.ask_once("writing", self._address, self._store.settings.deadline_s, put)
+        self._store.request_once("writing", self._address, self._store.settings.deadline_s, put)

@@ -60,7 +60,7 @@ class HdfsFileSystem(FileSystem):
             raise too_short(path, size, offset, end)
 
         def attempt(target: ReadTarget, seconds: float) -> None:
-            self._connections.ask_once("reading", address, seconds, lambda client: read(client, target))
+            self._connections.request_once("reading", address, seconds, lambda client: read(client, target))
 
         def read(client: Any, target: ReadTarget) -> None:
             reader = client.read(address.path)
@@ -85,7 +85,7 @@ class HdfsFileSystem(FileSystem):
         address = hdfs_address(path, "listing")
         if not self._info("listing", address).isdir:
             raise ModelFileError(f"listing {path}: it is a file, expected a directory")
-        entries: Sequence[Any] = self._connections.ask(
+        entries: Sequence[Any] = self._connections.request(
             "listing", address, lambda client: list(client.list_status(address.path))
         )
         return entries
@@ -99,12 +99,12 @@ class HdfsFileSystem(FileSystem):
 
         HDFS compares no versions. So the new file first takes the name `.<name>.next`, which one writer at a time can have,
         since HDFS renames to an existing name only on demand. A killed writer may leave it: the next one removes it after a
-        minute, by the NameNode's clock. A writer that is held up for half a minute gives up.
+        minute, by the NameNode's clock. A writer that is delayed by half a minute gives up.
         """
         address = hdfs_address(path, "writing")
         directory, _, name = address.path.rpartition("/")
         claim = f"{directory}/.{name[:100]}.next"
-        began = time.monotonic()
+        started = time.monotonic()
         writer = _HdfsWriter(self._connections, address)
         try:
             writer.write(memoryview(content))
@@ -116,21 +116,21 @@ class HdfsFileSystem(FileSystem):
             now = self.status(path).version if self.exists(path) else ""
             if now != version:
                 raise replaced(path, version, now)
-            if time.monotonic() - began > _LONGEST_CLAIM_S:
+            if time.monotonic() - started > _LONGEST_CLAIM_S:
                 raise ModelSourceError(f"writing {path}: HDFS was too slow to exclude other writers; try again")
             seconds = self.settings.timeout_s
-            self._connections.ask_once("writing", address, seconds, lambda client: client.rename(claim, address.path, True))
+            self._connections.request_once("writing", address, seconds, lambda client: client.rename(claim, address.path, True))
         except ModelFileError:
             with suppress(ModelFileError):
-                self._connections.ask("writing", address, lambda client: client.delete(claim, False))
-            if not (written := self.version_holding(path, content)):
+                self._connections.request("writing", address, lambda client: client.delete(claim, False))
+            if not (written := self.version_with_content(path, content)):
                 raise
             return written
         return self.status(path).version
 
     def delete(self, path: str) -> None:
         address = hdfs_address(path, "removing")
-        self._connections.ask("removing", address, lambda client: client.delete(address.path, False))
+        self._connections.request("removing", address, lambda client: client.delete(address.path, False))
 
     def rename(self, path: str, new_path: str) -> None:
         old, new = hdfs_address(path, "renaming"), hdfs_address(new_path, "renaming")
@@ -138,10 +138,10 @@ class HdfsFileSystem(FileSystem):
         if self.exists(new_path):
             raise ModelFileError(f"renaming {path} to {new_path}: it exists; choose another name")
         seconds = self.settings.timeout_s
-        self._connections.ask_once("renaming", old, seconds, lambda client: client.rename(old.path, new.path, False))
+        self._connections.request_once("renaming", old, seconds, lambda client: client.rename(old.path, new.path, False))
 
     def _info(self, doing: str, address: HdfsAddress) -> Any:
-        return self._connections.ask(doing, address, lambda client: client.get_file_info(address.path))
+        return self._connections.request(doing, address, lambda client: client.get_file_info(address.path))
 
     @staticmethod
     def _checked(address: HdfsAddress, version: str, info: Any) -> FileStatus:
@@ -161,7 +161,7 @@ def status_of(doing: str, address: HdfsAddress, info: Any) -> FileStatus:
 class _HdfsWriter(FileWriter):
     """A file under a temporary name. A killed process leaves `.<name>.<random>.tmp` behind.
 
-    Durable in the sense of HDFS: as many DataNodes as there are replicas hold every byte.
+    Durable in the sense of HDFS: as many DataNodes as there are replicas have every byte.
     """
 
     def __init__(self, connections: HdfsConnections, address: HdfsAddress) -> None:
@@ -172,23 +172,26 @@ class _HdfsWriter(FileWriter):
         self._renamed = False
         # An attempt whose answer was lost may have made it.
         options = hdfs_native.WriteOptions(overwrite=True)
-        self._file = self._ask(lambda client: client.create(self._temporary, options))
+        self._file = self._request(lambda client: client.create(self._temporary, options))
 
     def write(self, data: memoryview) -> None:
         data = data.cast("B")
         for start in range(0, len(data), _PIECE_BYTES):
             # A copy: an unanswered call may still hold its argument.
             piece = bytes(data[start : start + _PIECE_BYTES])
-            self._once(partial(self._file.write, piece))
+            self._request_once(partial(self._write_piece, piece))
             self._size_bytes += len(piece)
 
+    def _write_piece(self, piece: bytes, _client: Any) -> None:
+        self._file.write(piece)
+
     def commit(self) -> None:
-        self._once(self._file.close)
+        self._request_once(lambda _client: self._file.close())
         try:
-            self._ask(lambda client: client.rename(self._temporary, self._address.path, True))
+            self._request(lambda client: client.rename(self._temporary, self._address.path, True))
         except ModelFileNotFoundError:
             # An attempt whose answer was lost may have done it; no other process knows the temporary name.
-            info = self._ask(lambda client: client.get_file_info(self._address.path))
+            info = self._request(lambda client: client.get_file_info(self._address.path))
             if info.length != self._size_bytes:
                 raise
         self._renamed = True
@@ -199,11 +202,11 @@ class _HdfsWriter(FileWriter):
         Raises:
             ModelFileChangedError: another writer's file has it.
         """
-        self._once(self._file.close)
+        self._request_once(lambda _client: self._file.close())
         if self._leftover(path):
-            self._ask(lambda client: client.delete(path, False))
+            self._request(lambda client: client.delete(path, False))
         try:
-            self._once_with(lambda client: client.rename(self._temporary, path, False))
+            self._request_once(lambda client: client.rename(self._temporary, path, False))
         except ModelSourceError:
             raise
         except ModelFileError as error:
@@ -216,12 +219,12 @@ class _HdfsWriter(FileWriter):
 
     def _leftover(self, path: str) -> bool:
         """Return whether a killed writer left this file: it is much older than the new one, by the NameNode's clock."""
-        held, mine = self._status(path), self._status(self._temporary)
-        return held is not None and mine is not None and mine.modification_time - held.modification_time > _STALE_CLAIM_MS
+        claim, own = self._status(path), self._status(self._temporary)
+        return claim is not None and own is not None and own.modification_time - claim.modification_time > _STALE_CLAIM_MS
 
     def _status(self, path: str) -> Any:
         try:
-            return self._ask(lambda client: client.get_file_info(path))
+            return self._request(lambda client: client.get_file_info(path))
         except ModelFileNotFoundError:
             return None
 
@@ -229,19 +232,15 @@ class _HdfsWriter(FileWriter):
         if self._renamed:
             return
         with suppress(ModelFileError):
-            self._ask(lambda client: client.delete(self._temporary, False))
+            self._request(lambda client: client.delete(self._temporary, False))
 
-    def _ask(self, question: Callable[[Any], T]) -> T:
-        return self._connections.ask("writing", self._address, question)
+    def _request(self, call: Callable[[Any], T]) -> T:
+        return self._connections.request("writing", self._address, call)
 
-    def _once(self, call: Callable[[], T]) -> T:
-        """Call an operation that cannot be retried, since the number of bytes that arrived is unknown."""
-        return self._once_with(lambda _: call())
-
-    def _once_with(self, question: Callable[[Any], T]) -> T:
-        """Ask HDFS what cannot be asked again, since the first answer may have been lost."""
+    def _request_once(self, call: Callable[[Any], T]) -> T:
+        """Send a request that cannot be retried: if its answer was lost, it may have been executed."""
         seconds = self._connections.settings.timeout_s
         try:
-            return self._connections.ask_once("writing", self._address, seconds, question)
+            return self._connections.request_once("writing", self._address, seconds, call)
         except ModelSourceError as error:
             raise ModelSourceError(f"{error}; nothing was changed: write it again") from error

@@ -11,8 +11,8 @@ import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
-from hps.filesystems.hdfs_errors import hdfs_failure
-from hps.filesystems.retries import MOST_THREADS, UnansweredError, retried, within
+from hps.filesystems.failures import hdfs_failure
+from hps.filesystems.retries import MOST_THREADS, UnansweredError, bounded, retried
 
 T = TypeVar("T")
 
@@ -81,31 +81,31 @@ class HdfsConnections:
         self._unanswered: set[str] = set()
         self._threads = threading.BoundedSemaphore(MOST_THREADS)
 
-    def ask(self, doing: str, address: HdfsAddress, question: Callable[[Any], T]) -> T:
-        """Call `question` with a client of hdfs-native, with retries, each for at most `timeout_s`."""
+    def request(self, doing: str, address: HdfsAddress, call: Callable[[Any], T]) -> T:
+        """Call a function with a client of hdfs-native, with retries, each for at most `timeout_s`."""
 
         def attempt(deadline: float) -> T:
             seconds = min(deadline - time.monotonic(), self.settings.timeout_s)
-            return self.ask_once(doing, address, seconds, question)
+            return self.request_once(doing, address, seconds, call)
 
         return retried(self.settings, attempt)
 
-    def ask_once(self, doing: str, address: HdfsAddress, seconds: float, question: Callable[[Any], T]) -> T:
-        """Call `question` once, for at most `seconds`."""
+    def request_once(self, doing: str, address: HdfsAddress, seconds: float, call: Callable[[Any], T]) -> T:
+        """Call a function once, for at most `seconds`."""
         client = None
 
-        def ask() -> T:
+        def request() -> T:
             nonlocal client
             try:
                 client = self.client(address)
-                return question(client)
+                return call(client)
             except Exception:
                 raise
             except BaseException as error:  # a panic of Rust
                 raise RuntimeError(f"hdfs-native: {error}") from error
 
         try:
-            return within(f"{doing} {address.uri}", seconds, self._threads, ask)
+            return bounded(f"{doing} {address.uri}", seconds, self._threads, request)
         except UnansweredError:
             self.drop(address, client)
             raise

@@ -65,7 +65,7 @@ class LocalFileSystem(FileSystem):
         finally:
             os.close(descriptor)
 
-    def may_change_unseen(self, path: str, version: str) -> bool:
+    def is_open_for_writing(self, path: str, version: str) -> bool:
         """Return whether a process has the file open for writing: stores through a memory map rarely update its times.
 
         Linux grants a read lease only on a file that no process has open, or mapped, for writing. If it grants none at all (to
@@ -119,7 +119,7 @@ class LocalFileSystem(FileSystem):
             with self._locked(path):
                 now = self.status(path).version if self.exists(path) else ""
                 if now != version:
-                    if now and now == self.version_holding(path, content):
+                    if now and now == self.version_with_content(path, content):
                         return now
                     raise replaced(path, version, now)
                 writer.commit()

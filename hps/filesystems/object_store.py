@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
-from hps.filesystems.retries import MOST_THREADS, ReadTarget, fill, retried, share, within
+from hps.filesystems.retries import MOST_THREADS, ReadTarget, bounded, fill, retried, share
 
 _PAGE_NAMES = 1000  # the limit of both services
 _MOST_PAGES = 100
@@ -22,7 +22,7 @@ class ObjectAddress:
     """Address of an object or a prefix. *Immutable.*
 
     Attributes:
-        uri: as given; holds no secrets.
+        uri: as given; without secrets.
         key: object name, decoded, without trailing slashes; empty for the bucket itself.
         region: region in the address, if any.
     """
@@ -110,18 +110,18 @@ class ObjectStore(FileSystem):
     def _remove(self, address: ObjectAddress) -> None:
         """Remove an object, if it exists."""
 
-    def ask(self, doing: str, address: ObjectAddress, question: Callable[[], T]) -> T:
-        """Call `question` with retries, each on a thread that is abandoned at its deadline."""
+    def request(self, doing: str, address: ObjectAddress, call: Callable[[], T]) -> T:
+        """Call a function with retries, each on a thread that is abandoned at its deadline."""
 
         def attempt(deadline: float) -> T:
-            return self.ask_once(doing, address, share(self.settings, deadline), question)
+            return self.request_once(doing, address, share(self.settings, deadline), call)
 
         return retried(self.settings, attempt)
 
-    def ask_once(self, doing: str, address: ObjectAddress, seconds: float, question: Callable[[], T]) -> T:
-        """Call `question` on a thread that is abandoned after `seconds`."""
+    def request_once(self, doing: str, address: ObjectAddress, seconds: float, call: Callable[[], T]) -> T:
+        """Call a function on a thread that is abandoned after `seconds`."""
         try:
-            return within(f"{doing} {address.uri}", seconds, self.threads, question)
+            return bounded(f"{doing} {address.uri}", seconds, self.threads, call)
         except ModelFileError:
             raise
         except self.client_errors as error:
@@ -131,20 +131,20 @@ class ObjectStore(FileSystem):
         """Return whether an object or a prefix of objects exists."""
         address = self._address(path)
 
-        def question() -> bool:
+        def call() -> bool:
             return bool(address.key and self._find(address)) or self._is_directory(address)
 
-        return self.ask("looking for", address, question)
+        return self.request("looking for", address, call)
 
     def status(self, path: str) -> FileStatus:
         address = self._object(path, "opening")
-        return self.ask("opening", address, lambda: self._status("opening", address))
+        return self.request("opening", address, lambda: self._status("opening", address))
 
     def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
         address, end = self._object(path, "reading"), offset + buffer.nbytes
 
         def attempt(target: ReadTarget, seconds: float) -> None:
-            self.ask_once("reading", address, seconds, lambda: self._read(address, offset, end, version, target))
+            self.request_once("reading", address, seconds, lambda: self._read(address, offset, end, version, target))
 
         if buffer.nbytes:
             fill(self.settings, path, buffer, attempt)
@@ -161,15 +161,15 @@ class ObjectStore(FileSystem):
         """Write a small object if it still has a version, by a condition that the store checks."""
         address = self._object(path, "writing")
         try:
-            return self.ask("writing", address, lambda: self._put(address, content, version))
+            return self.request("writing", address, lambda: self._put(address, content, version))
         except ModelFileChangedError:
-            if not (written := self.version_holding(path, content)):
+            if not (written := self.version_with_content(path, content)):
                 raise
             return written
 
     def delete(self, path: str) -> None:
         address = self._object(path, "removing")
-        self.ask("removing", address, lambda: self._remove(address))
+        self.request("removing", address, lambda: self._remove(address))
 
     def _object(self, path: str, doing: str) -> ObjectAddress:
         address = self._address(path)
@@ -189,7 +189,7 @@ class ObjectStore(FileSystem):
 
     def _names(self, path: str) -> set[str]:
         address = self._address(path)
-        return self.ask("listing", address, lambda: self._list(address))
+        return self.request("listing", address, lambda: self._list(address))
 
     def _list(self, address: ObjectAddress) -> set[str]:
         """List the names directly below an address; those of prefixes end with a slash."""
@@ -242,12 +242,12 @@ class ObjectWriter(FileWriter, ABC):
         data = data.cast("B")
         while data:
             if len(self._pending) == self.part_bytes():
-                self._send(self.take())
+                self._send(self.take_pending())
             room = self.part_bytes() - len(self._pending)
             self._pending += data[:room]
             data = data[room:]
 
-    def take(self) -> bytes:
+    def take_pending(self) -> bytes:
         """Return a copy of the pending bytes: an abandoned request may still be sending them."""
         part = bytes(self._pending)
         self._pending.clear()

@@ -80,7 +80,7 @@ class ReadTarget:
         with self._lock:
             if len(piece) > len(self._rest):
                 raise ModelSourceError(
-                    f"reading {self._path}: got more bytes than were asked for; the server does not serve ranges as it should"
+                    f"reading {self._path}: got more bytes than requested; the server does not serve ranges as it should"
                 )
             self._rest[: len(piece)] = piece
             self._rest = self._rest[len(piece) :]
@@ -105,7 +105,7 @@ def fill(settings: ModelSourceConfig, path: str, buffer: memoryview, attempt: Ca
     retried(settings, once)
 
 
-def within(what: str, seconds: float, threads: threading.Semaphore, call: Callable[[], T]) -> T:
+def bounded(what: str, seconds: float, threads: threading.Semaphore, call: Callable[[], T]) -> T:
     """Run a call on its own thread, which is abandoned after `seconds`.
 
     For operations whose client has no timeout: name resolution, sources of credentials, a slow response. The call may keep

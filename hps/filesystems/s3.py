@@ -9,11 +9,13 @@ from urllib.parse import unquote
 
 import boto3.session
 from botocore.config import Config
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileWriter, replaced, without_secrets
+from hps.filesystems.failures import S3_MEANINGS, class_names, translated
 from hps.filesystems.object_store import (
     ObjectAddress,
     ObjectStore,
@@ -22,7 +24,6 @@ from hps.filesystems.object_store import (
     range_mismatch,
 )
 from hps.filesystems.retries import ReadTarget
-from hps.filesystems.s3_errors import FAILURES, error_code, s3_failure
 
 _DEFAULT_REGION = "us-east-1"
 _RECEIVE_BYTES = 1 << 19  # at a time
@@ -92,7 +93,7 @@ class S3FileSystem(ObjectStore):
     profile and, unless the address names one, the region come from boto3's standard chain.
     """
 
-    client_errors = FAILURES
+    client_errors = (ClientError, BotoCoreError, ResponseParserError, OSError, ValueError)
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
@@ -131,7 +132,18 @@ class S3FileSystem(ObjectStore):
         return s3_address(uri)
 
     def _failure(self, doing: str, address: ObjectAddress, error: Exception) -> ModelFileError:
-        return s3_failure(doing, address, self._clients.get(address.region), error)
+        client = self._clients.get(address.region)
+        # Without the user and password of its URL.
+        endpoint = "the endpoint" if client is None else str(client.meta.endpoint_url).rpartition("@")[2].rpartition("://")[2]
+        line, answer, region = class_names(error), "", ""
+        if isinstance(error, ClientError):
+            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            message = " ".join(str(_details(error).get("Message", "")).split())[:200]
+            line = f"HTTP {status} {error_code(error)}"
+            answer = line + (f": {message}" if message else "")
+            region = _region(address, client, error, endpoint)
+        fields = {"endpoint": endpoint, "answer": answer, "region": region, "bucket": address.bucket}
+        return translated(f"{doing} {address.uri}", line, S3_MEANINGS, name=type(error).__name__, **fields)
 
     def _find(self, address: ObjectAddress) -> FileStatus | None:
         client = self.client(address)
@@ -187,6 +199,25 @@ class S3FileSystem(ObjectStore):
         self.client(address).delete_object(Bucket=address.bucket, Key=address.key)
 
 
+def error_code(error: BaseException | None) -> str:
+    """Return S3's error code; digits if a response had no body; empty without a response."""
+    return str(_details(error).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def _details(error: ClientError) -> dict[str, Any]:
+    details: dict[str, Any] = error.response.get("Error", {})
+    return details
+
+
+def _region(address: ObjectAddress, client: Any, error: ClientError, endpoint: str) -> str:
+    """Describe where a bucket is that is not in the region of the request."""
+    headers: dict[str, str] = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    theirs = headers.get("x-amz-bucket-region") or str(_details(error).get("Region", ""))
+    where = f"is in region {theirs}" if theirs else "is in another region, or not here at all"
+    cure = "name it in the address" if address.region else "set AWS_DEFAULT_REGION to it, or give the https address that has it"
+    return f"{where}, {endpoint} was asked as {client.meta.region_name}; {cure}"
+
+
 def _raise_refusal(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: Any) -> None:
     """Raise S3's refusal before botocore tries another region.
 
@@ -216,7 +247,7 @@ class _S3Writer(ObjectWriter):
         return part_bytes(len(self._parts))
 
     def commit(self) -> None:
-        part = self.take()
+        part = self.take_pending()
         if self._upload:
             self._send(part)
             etag = self._complete()
@@ -233,7 +264,7 @@ class _S3Writer(ObjectWriter):
             )
 
     def abort(self) -> None:
-        self.take()
+        self.take_pending()
         if self._upload:
             with suppress(ModelFileError):
                 self._call("abort_multipart_upload", UploadId=self._upload)
@@ -260,12 +291,12 @@ class _S3Writer(ObjectWriter):
             raise
 
     def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        def question() -> dict[str, Any]:
+        def call() -> dict[str, Any]:
             method = getattr(self._store.client(self._address), operation)
             answer: dict[str, Any] = method(Bucket=self._address.bucket, Key=self._address.key, **parameters)
             return answer
 
-        return self._store.ask("writing", self._address, question)
+        return self._store.request("writing", self._address, call)
 
 
 def part_bytes(number: int) -> int:

@@ -5,8 +5,8 @@ perhaps none, and may have `deleted`, int64 keys without a header. The table is 
 keys, then with the changed rows; so a key that is both deleted and changed is present. Of repeated keys the later row counts.
 The other version may be a delta, too.
 
-No row is deleted to make such a table: one pass yields the rows of the oldest version that no later version touches, then
-those of each delta that no later one touches. The touched keys are held in memory meanwhile (13 bytes each).
+No row is deleted to read such a table: one pass yields the rows of the oldest version that no later version touches, then those
+of each delta that no later one touches. It needs memory for the touched keys (13 bytes each).
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from hps.errors import CapacityError, ModelFileError
 from hps.ground.key_sets import KeySet
 from hps.ground.memory.capacity import available_memory
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
-from hps.models.loading.read_ahead import whole_rows
+from hps.models.loading.read_ahead import read_rows
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.stores.base import Database
@@ -37,14 +37,14 @@ MOST_DELTAS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTable:
-    """A place in this process that may hold the rows of a version. *Immutable.*
+class ResidentTable:
+    """A table in this process that may have the rows of a version. *Immutable.*
 
     Attributes:
-        table: the table. For a persistent database it suffices, since the load record tells whether the rows count.
-        database: a volatile database of this process that holds every row and evicts none, if any.
+        table: the table; enough for a persistent database, whose load record tells if the rows are valid.
+        database: a volatile database with every row that evicts none, if any.
         fingerprint: identifies the files loaded into `database`.
-        unmodified: tells whether the rows are unmodified there; called before and after they are copied.
+        unmodified: returns True if `database` has no online writes; called before and after the rows are copied.
     """
 
     table: TableSpec
@@ -60,8 +60,8 @@ class TableSource:
     Attributes:
         place: directory or URI of its sparse model files.
         checks: checks from `version.json`, by file name.
-        base: the same table of the version that the files change; None for a whole table.
-        held: where this process may hold the table of this version; used when it is a base.
+        base: the same table of the version that the files change; None for a complete table.
+        resident: the table of this version in this process, if any; used if it is a base.
         log_start: position in the log of updates of the last message that the rows contain, by partition, as in
             `VersionManifest.updates`.
     """
@@ -69,11 +69,11 @@ class TableSource:
     place: str
     checks: Mapping[str, FileCheck] = field(default_factory=dict)
     base: "TableSource | None" = None
-    held: HeldTable | None = None
+    resident: ResidentTable | None = None
     log_start: Mapping[str, str] = field(default_factory=dict)
 
     def chain(self) -> "list[TableSource]":
-        """Return the versions that make up this one, the whole one first."""
+        """Return the versions that make up this one, the complete one first."""
         return [*(self.base.chain() if self.base else ()), self]
 
 
@@ -93,13 +93,13 @@ class DeltaModel:
         base: files of the version with all rows.
         deltas: changes of the later versions, in order.
         fingerprints: of the base, and of the table after each delta; each covers the versions before it.
-        held: where this process may hold the base, and the table after each delta but the last.
+        resident: in this process, the base, and the table after each delta but the last.
     """
 
     base: SparseModel
     deltas: tuple[Delta, ...]
     fingerprints: tuple[str, ...]
-    held: tuple[HeldTable | None, ...]
+    resident: tuple[ResidentTable | None, ...]
 
     @property
     def place(self) -> str:
@@ -131,10 +131,10 @@ class DeltaModel:
     def chunk_rows(self) -> int:
         return self.base.chunk_rows
 
-    def may_change_unseen(self) -> bool:
-        """As `OpenedFile.may_change_unseen`, of any file."""
-        files = (self.base, *(one for delta in self.deltas for one in (delta.changed, delta.deleted) if one))
-        return any(file.may_change_unseen() for file in files)
+    def is_open_for_writing(self) -> bool:
+        """As `OpenedFile.is_open_for_writing`, of any file."""
+        files = (self.base, *(file for delta in self.deltas for file in (delta.changed, delta.deleted) if file))
+        return any(file.is_open_for_writing() for file in files)
 
     def verify(self) -> None:
         """As `SparseModel.verify`, for all files but those of deleted keys, which are read completely first."""
@@ -145,7 +145,7 @@ class DeltaModel:
 def open_table_files(
     source: str | TableSource, dim: int, *, int32_keys: bool = False, sources: ModelSources
 ) -> SparseModel | DeltaModel:
-    """Find the files of a table and of all versions that make it up, and check their sizes. No row is read.
+    """Find the files of a table and of all its versions, and check their sizes. No row is read.
 
     Raises:
         ModelFileNotFoundError: files of the version, or of one that it changes, do not exist.
@@ -158,20 +158,19 @@ def open_table_files(
     if not rest:
         return base
     deltas, fingerprints = [], [base.fingerprint]
-    for one in rest:
-        rows = open_sparse_model(one.place, dim, int32_keys=int32_keys, sources=sources, checks=one.checks, delta=True)
-        deltas.append(Delta(rows, _open_deleted(one, sources)))
+    for version in rest:
+        rows = open_sparse_model(version.place, dim, int32_keys=int32_keys, sources=sources, checks=version.checks, delta=True)
+        deltas.append(Delta(rows, _open_deleted(version, sources)))
         deleted = deltas[-1].deleted
         fingerprints.append(_digest(fingerprints[-1], rows.fingerprint, deleted.version if deleted else ""))
-    return DeltaModel(base, tuple(deltas), tuple(fingerprints), tuple(one.held for one in (first, *rest[:-1])))
+    return DeltaModel(base, tuple(deltas), tuple(fingerprints), tuple(version.resident for version in (first, *rest[:-1])))
 
 
 def fingerprints_of(tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources) -> tuple[str, ...]:
     """Identify the state of a version's files by their sizes and versions. No row is read.
 
     Returns:
-        32 hexadecimal digits for each table, unchanged until a file of the version or of one that it changes is replaced; those
-        of the tables' load reports.
+        32 hexadecimal digits for each table, unchanged until a file of the version, or of a base, is replaced.
 
     Raises:
         ModelFileError: as of `open_table_files`.
@@ -181,19 +180,19 @@ def fingerprints_of(tables: Sequence[tuple[str | TableSource, int]], sources: Mo
 
 @dataclass(frozen=True, slots=True)
 class BaseRows:
-    """The rows of a base that this process holds. *Immutable.*
+    """The rows of a base in this process. *Immutable.*
 
     Attributes:
         level: number of deltas that they include.
         chunks: reads them.
         checksum: checksum of the rows; empty if unknown.
-        still_counts: tells, after the last chunk, whether the rows are still those of the base's files.
+        is_current: returns True, after the last chunk, if the rows are still those of the base's files.
     """
 
     level: int
     chunks: Callable[[], Iterator[tuple[KeyArray, FloatArray]]]
     checksum: str
-    still_counts: Callable[[], bool]
+    is_current: Callable[[], bool]
 
 
 class Merge:
@@ -230,17 +229,17 @@ class Merge:
                 self.checksum = _digest(self.checksum, of_deleted[i], self._last_read)[:16]
 
     def _read(self, model: SparseModel) -> Iterator[tuple[KeyArray, FloatArray]]:
-        self._last_read = yield from whole_rows(model)
+        self._last_read = yield from read_rows(model)
 
 
 def first_rows(chunks: Chunks, rows: int) -> Chunks:
     """Yield the first `rows` rows, and later rows with the same keys, since the last row of a key counts."""
-    taken, left = KeySet(rows), rows
+    yielded, left = KeySet(rows), rows
     for keys, vectors in chunks:
         if left:
-            taken.add(keys[:left])
+            yielded.add(keys[:left])
             yield keys[:left], vectors[:left]
-        later = taken.contains(keys[left:])
+        later = yielded.contains(keys[left:])
         if later.any():
             yield keys[left:][later], vectors[left:][later]
         left = max(left - keys.size, 0)
@@ -277,13 +276,13 @@ def _touched(delta: Delta) -> tuple[KeySet, str]:
 def _without(touched: Sequence[KeySet], chunks: Iterator[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield the rows whose keys are in none of the sets."""
     for keys, vectors in chunks:
-        gone = np.zeros(keys.size, np.bool_)
-        for one in touched:
-            gone |= one.contains(keys)
-        if not gone.any():
+        excluded = np.zeros(keys.size, np.bool_)
+        for key_set in touched:
+            excluded |= key_set.contains(keys)
+        if not excluded.any():
             yield keys, vectors
-        elif not gone.all():
-            yield keys[~gone], vectors[~gone]
+        elif not excluded.all():
+            yield keys[~excluded], vectors[~excluded]
 
 
 def _open_deleted(source: TableSource, sources: ModelSources) -> OpenedFile | None:

@@ -1,4 +1,4 @@
-"""Finds the differences between two sets of files of a table, so that only these need be published.
+"""Finds the differences between two sets of files of a table, so that only these need to be published.
 
 Vectors are compared by 64-bit digests, so that files can be read sequentially, whatever the order of their rows. Vectors that
 differ in one element never have the same digest; others do with a probability of 2^-64, since each run draws its own digests.
@@ -16,7 +16,7 @@ from hps.ground.hashing import mix
 from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
 from hps.models.files import CHUNK_BYTES, SparseModel
-from hps.models.loading.read_ahead import whole_rows
+from hps.models.loading.read_ahead import read_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _void: Any = types.void
@@ -45,7 +45,7 @@ def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatAr
         ModelFileError: the files changed, cannot be read, or are not those that were written.
     """
     model.verify()
-    yield from Merge(model).chunks() if isinstance(model, DeltaModel) else whole_rows(model)
+    yield from Merge(model).chunks() if isinstance(model, DeltaModel) else read_rows(model)
 
 
 def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Difference, None, None]:
@@ -59,30 +59,30 @@ def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Di
     seed = np.uint64(secrets.randbits(64))
     old_keys, digests = _digests_by_key(old, seed)
     counts = _last_of_each_key(new)
-    gone, row = np.ones(old_keys.size, np.bool_), 0
+    absent, row = np.ones(old_keys.size, np.bool_), 0
     for keys, vectors in rows_of(new):
         order = np.argsort(keys)  # so that consecutive searches touch neighbouring memory
         places = np.empty(keys.size, np.int64)
         places[order] = np.searchsorted(old_keys, keys[order])
         np.minimum(places, max(old_keys.size - 1, 0), out=places)
         known = old_keys[places] == keys
-        gone[places[known]] = False
+        absent[places[known]] = False
         same = known & (digests[places] == _digests(vectors, seed))
         changed = counts[row : row + keys.size] & ~same
         row += keys.size
         yield Difference(keys[changed], vectors[changed], _NO_KEYS, keys.size)
-    deleted = old_keys[gone]
+    deleted = old_keys[absent]
     for low in range(0, deleted.size, CHUNK_BYTES // 8):
-        some = deleted[low : low + CHUNK_BYTES // 8]
-        yield Difference(_NO_KEYS, np.empty((0, new.dim), np.float32), some, 0)
+        part = deleted[low : low + CHUNK_BYTES // 8]
+        yield Difference(_NO_KEYS, np.empty((0, new.dim), np.float32), part, 0)
 
 
 def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.NDArray[np.uint64]]:
     """Return the distinct keys, ascending, and the digest of each key's last row."""
     keys, digests, row = np.empty(model.rows, np.int64), np.empty(model.rows, np.uint64), 0
-    for some, vectors in rows_of(model):
-        keys[row : row + some.size], digests[row : row + some.size] = some, _digests(vectors, seed)
-        row += some.size
+    for chunk, vectors in rows_of(model):
+        keys[row : row + chunk.size], digests[row : row + chunk.size] = chunk, _digests(vectors, seed)
+        row += chunk.size
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     last = _ends_of_runs(keys)
@@ -93,12 +93,12 @@ def _last_of_each_key(model: SparseModel | DeltaModel) -> BoolArray:
     """Mark the last row of each key, in the order of `rows_of`."""
     keys, rows = np.empty(model.rows, np.int64), 0
     if isinstance(model, DeltaModel):
-        chunks = (some for some, _ in rows_of(model))
+        chunks = (chunk for chunk, _ in rows_of(model))
     else:
-        chunks = (some for _, some in model.keys.key_chunks())
-    for some in chunks:
-        keys[rows : rows + some.size] = some
-        rows += some.size
+        chunks = (chunk for _, chunk in model.keys.key_chunks())
+    for chunk in chunks:
+        keys[rows : rows + chunk.size] = chunk
+        rows += chunk.size
     order = np.argsort(keys[:rows], kind="stable")
     last = np.zeros(rows, np.bool_)
     last[order[_ends_of_runs(keys[order])]] = True

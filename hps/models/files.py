@@ -28,8 +28,8 @@ CHUNK_BYTES = 16 << 20
 
 _KEY_BYTES = 8
 _UINT32_KEYS = 1 << 32
-HEAD_BYTES = 4 << 10  # of a file, to recognise other formats by
-_FEWEST_HALVES = 8  # fewer keys may look like anything
+HEAD_BYTES = 4 << 10  # of a file, to recognise other formats
+_FEWEST_HALVES = 8  # fewer keys fit any format
 _NPY = b"\x93NUMPY"
 
 
@@ -69,9 +69,9 @@ class OpenedFile:
         if now != self.version:
             raise changed(self.path, self.version, now)
 
-    def may_change_unseen(self) -> bool:
+    def is_open_for_writing(self) -> bool:
         """Return whether the file may change without getting another version, because a process has it open for writing."""
-        return self.filesystem.is_local and self.filesystem.may_change_unseen(self.path, self.version)
+        return self.filesystem.is_local and self.filesystem.is_open_for_writing(self.path, self.version)
 
     def check_content(self, crc32: str) -> None:
         """Compare the CRC-32 of the content with the expected one, if known."""
@@ -102,7 +102,7 @@ class SparseModel:
 
     @property
     def is_local(self) -> bool:
-        """Whether the files are on this machine."""
+        """True if the files are on this machine."""
         return self.keys.filesystem.is_local
 
     @property
@@ -123,19 +123,18 @@ class SparseModel:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> list[Callable[[], None]]:
-        """Cut the reading of n rows from `start_row` on into calls, which any threads may make in any order.
+        """Split the reading of n rows from `start_row` on into calls, for any threads and in any order.
 
         Args:
-            keys: (n,) int64, C-contiguous, in host memory; filled by all calls, unspecified after an error.
-            vectors: (n, dim) float32, likewise.
+            keys, vectors: C-contiguous, in host memory; filled by all calls, unspecified after an error.
         """
         step = self.keys.filesystem.part_bytes
         parts: list[Callable[[], None]] = []
         arrays: tuple[np.ndarray, np.ndarray] = (keys, vectors)
         for file, row_bytes, array in zip((self.keys, self.vectors), (_KEY_BYTES, 4 * self.dim), arrays, strict=True):
             if array.size:  # a memoryview of nothing cannot be cast
-                whole, offset = array.data.cast("B"), start_row * row_bytes
-                parts += [partial(file.read, offset + low, whole[low : low + step]) for low in range(0, len(whole), step)]
+                view, offset = array.data.cast("B"), start_row * row_bytes
+                parts += [partial(file.read, offset + low, view[low : low + step]) for low in range(0, len(view), step)]
         return parts
 
     @property
@@ -149,12 +148,12 @@ class SparseModel:
         return max(self.parallel_reads * min(self.keys.filesystem.part_bytes, CHUNK_BYTES) // CHUNK_BYTES, 2)
 
     @property
-    def is_summed(self) -> bool:
-        """Whether `version.json` has a checksum for `check_content`."""
+    def has_checksum(self) -> bool:
+        """True if `version.json` has a checksum for `check_content`."""
         return bool(self.keys.crc32 or self.vectors.crc32)
 
     def check_content(self, checksum: str) -> None:
-        """Compare the checksum of all rows, as `extended` computes it, with `version.json`.
+        """Compare the checksum of all rows, as `extend_checksum` computes it, with `version.json`.
 
         Raises:
             ModelFileError: they differ.
@@ -162,12 +161,12 @@ class SparseModel:
         self.keys.check_content(checksum[:8])
         self.vectors.check_content(checksum[8:])
 
-    def may_change_unseen(self) -> bool:
-        """As `OpenedFile.may_change_unseen`, of any file."""
-        return self.keys.may_change_unseen() or self.vectors.may_change_unseen()
+    def is_open_for_writing(self) -> bool:
+        """As `OpenedFile.is_open_for_writing`, of any file."""
+        return self.keys.is_open_for_writing() or self.vectors.is_open_for_writing()
 
     def check_format(self) -> None:
-        """Look at the first keys, since keys of 4 bytes fit vectors of twice the width. Sizes tell .npy files of vectors.
+        """Check that the first keys are not int32: keys of 4 bytes fit vectors of twice the width, so sizes do not tell.
 
         Raises:
             ModelFileError: the files are of another format.
@@ -226,24 +225,24 @@ def open_sparse_model(
     except ModelFileNotFoundError as error:
         raise _missing(filesystem, place, error) from error
     key_bytes, vector_bytes = (file.size_bytes for file in files)
-    or_narrow = ""
+    or_int32 = ""
     if key_bytes and vector_bytes != key_bytes // _KEY_BYTES * dim * 4:
         fits = key_bytes % 4 == 0 and vector_bytes == key_bytes * dim
         heads = [_head(file) for file in files]
         if other := _other_format(place, heads, fits=fits):
             raise ModelFileError(f"opening sparse model {place}: {other}")
-        if fits and _may_be_narrow(heads[0]):
+        if fits and _could_be_int32(heads[0]):
             convert = f"`hps import {place} DESTINATION --format int32_keys` converts them"
-            or_narrow = f"; or, with {dim} float32 each, keys of 4 bytes: {convert}"
+            or_int32 = f"; or, with {dim} float32 each, keys of 4 bytes: {convert}"
     if (key_bytes == 0 and not delta) or key_bytes % _KEY_BYTES:
         raise ModelFileError(
-            f"opening {key_path}: got {key_bytes} bytes, expected {_KEY_BYTES} (an int64) for every row{or_narrow}"
+            f"opening {key_path}: got {key_bytes} bytes, expected {_KEY_BYTES} (an int64) for every row{or_int32}"
         )
     rows = key_bytes // _KEY_BYTES
     if vector_bytes != rows * dim * 4:
         raise ModelFileError(
             f"opening {vector_path}: got {vector_bytes} bytes, expected {rows * dim * 4}: the {rows} keys of {key_path} "
-            f"({key_bytes} bytes) with {dim} float32 each; {_fitting(rows, vector_bytes)}{or_narrow}"
+            f"({key_bytes} bytes) with {dim} float32 each; {_fitting(rows, vector_bytes)}{or_int32}"
         )
     names, meta_bytes = _names(filesystem, place), key_bytes
     if "meta" in names:
@@ -255,8 +254,8 @@ def open_sparse_model(
         )
     if "deleted" in names and not delta:
         raise ModelFileError(
-            f"opening {deleted_path}: got the changes of a version, expected a whole table; say in the version's version.json "
-            "(or in `versions`) which version they change: delta_of"
+            f"opening {deleted_path}: got the changes of a version, expected a complete table; set delta_of in the version's "
+            "version.json (or in `versions`) to the version that they change"
         )
     content = json.dumps([place, rows, dim, [(file.path, file.version) for file in files]])
     fingerprint = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -313,11 +312,9 @@ def open_file(filesystem: FileSystem, path: str, checks: Mapping[str, FileCheck]
     return OpenedFile(filesystem, path, status.version, status.size_bytes, check.crc32 if check else "")
 
 
-def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
-    """Extend the checksum of earlier rows by these rows. The result does not depend on the chunks.
-
-    zlib's CRC-32 takes 4 GB/s, a load 0.3 GB/s.
-    """
+def extend_checksum(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
+    """Extend the checksum of earlier rows by these rows. The result does not depend on the chunks."""
+    # zlib's CRC-32 runs at 4 GB/s, a load at 0.3 GB/s.
     before = int(checksum[:8] or "0", 16), int(checksum[8:] or "0", 16)
     return f"{zlib.crc32(keys.data.cast('B'), before[0]):08x}{zlib.crc32(vectors.data.cast('B'), before[1]):08x}"
 
@@ -331,15 +328,14 @@ def _head(file: OpenedFile) -> bytes:
 
 
 def _other_format(place: str, heads: Sequence[bytes], *, fits: bool = False, certain: bool = False) -> str:
-    """Say that the files of a table are .npy files, or that keys have 4 bytes, and what to do; empty if they seem right.
-
-    Small int64 keys would repeat 0 as int32, and random ones would be negative: they are taken for int32 if those are neither.
+    """Describe the format of .npy files, or of keys of 4 bytes, and the cure; empty if the files seem right.
 
     Args:
-        heads: the beginnings of `key` and `emb_vector`.
-        fits: whether there are as many keys of 4 bytes as vectors.
-        certain: say so of keys only if they also ascend, so that no pair of numbers in one int64 is refused.
+        heads: the first bytes of `key` and `emb_vector`.
+        fits: there are as many keys of 4 bytes as vectors.
+        certain: report only keys that also ascend, so that no pair of numbers in one int64 is refused.
     """
+    # Read as int32, small int64 keys repeat 0 and random ones are negative. Keys that are neither are int32.
     names = [name for name, head in zip(("key", "emb_vector"), heads, strict=True) if head.startswith(_NPY)]
     if names:
         what = f"{' and '.join(names)} are .npy files, expected raw rows"
@@ -347,15 +343,15 @@ def _other_format(place: str, heads: Sequence[bytes], *, fits: bool = False, cer
     halves = np.frombuffer(heads[0][: len(heads[0]) // 4 * 4], "<i4").astype(np.int64)
     if halves.size < _FEWEST_HALVES or halves.min() < 0:
         return ""
-    ascend = bool((np.diff(halves) > 0).all())
-    if not (ascend or (not certain and np.unique(halves).size == halves.size)):
+    ascending = bool((np.diff(halves) > 0).all())
+    if not (ascending or (not certain and np.unique(halves).size == halves.size)):
         return ""
     what = "as many keys of 4 bytes (int32) as vectors" if fits else "keys that are int32"
     return f"got {what}, expected 8 bytes (int64). `hps import {place} DESTINATION --format int32_keys` converts them"
 
 
-def _may_be_narrow(head: bytes) -> bool:
-    """Return True if the first 4-byte numbers of `key` are distinct, as unsigned keys and the halves of hashed keys are."""
+def _could_be_int32(head: bytes) -> bool:
+    """Return True if the first 4-byte numbers of `key` are distinct, like unsigned keys or halves of hashed keys."""
     halves = np.frombuffer(head[: len(head) // 4 * 4], "<u4")
     return bool(np.unique(halves).size == halves.size)
 
@@ -371,7 +367,7 @@ def _names(filesystem: FileSystem, place: str) -> list[str]:
 
 
 def _missing(filesystem: FileSystem, place: str, error: ModelFileNotFoundError) -> ModelFileError:
-    """Make the error that describes what is found instead of both files."""
+    """Return the error that lists the contents of the directory instead of both files."""
     expected = "expected a directory with the files key and emb_vector"
     if not filesystem.exists(place):
         return ModelFileNotFoundError(f"opening sparse model {place}: there is no such directory; {expected}")
@@ -382,9 +378,9 @@ def _missing(filesystem: FileSystem, place: str, error: ModelFileNotFoundError) 
     absent = [name for name in ("key", "emb_vector") if name not in names]
     if not absent:  # a broken link, or a file that was just removed
         return ModelFileNotFoundError(f"opening sparse model {place}: {error}")
-    held = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
+    contents = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
     return ModelFileNotFoundError(
-        f"opening sparse model {place}: {' and '.join(absent)} not found; it holds {held}; {expected}"
+        f"opening sparse model {place}: {' and '.join(absent)} not found; it holds {contents}; {expected}"
     )
 
 

@@ -46,9 +46,9 @@ class VersionManifest(pydantic.BaseModel):
     """The content of `version.json`. *Immutable.*
 
     Attributes:
-        delta_of: the version that this one changes; empty for a whole version.
-        note: text for people.
-        step: step of the training that the rows are of, if known; `hps import --delta-of` continues after it.
+        delta_of: the version that this one changes; empty for a complete version.
+        note: any text.
+        step: training step of the rows, if known; `hps import --delta-of` continues after it.
         files: checks by path relative to the version's directory.
         updates: by directory of a table relative to the version's, the position of the last message that the files contain in
             each partition of the log of updates. A partition is its number, or `<topic>/<number>`.
@@ -78,7 +78,7 @@ class VersionManifest(pydantic.BaseModel):
     def updates_of(self, sparse_file: str) -> Mapping[str, str]:
         """Return the positions of a table; its directory is relative to the version's."""
         below = posixpath.normpath(sparse_file)
-        return next((held for path, held in self.updates.items() if posixpath.normpath(path) == below), {})
+        return next((positions for path, positions in self.updates.items() if posixpath.normpath(path) == below), {})
 
 
 def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
@@ -94,7 +94,7 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
     try:
         return VersionManifest.model_validate(content)
     except pydantic.ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
+        problems = "; ".join(f"{'.'.join(map(str, detail['loc'])) or 'it'}: {detail['msg']}" for detail in error.errors())
         raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, step, files, updates, dense") from error
 
 
@@ -104,7 +104,7 @@ def within(directory: str, name: str) -> str:
 
 
 def below(directory: str, name: str) -> str:
-    """Join the path or URI of a directory and a path in it that somebody else wrote, such as a `version.json`.
+    """Join the path or URI of a directory and an untrusted path in it, such as of a `version.json`.
 
     Raises:
         ModelFileError: the path leads out of the directory.
@@ -133,7 +133,7 @@ def read_small_file(filesystem: FileSystem, path: str, most_bytes: int, *, known
     """Read a small file: its content and version; None if there is none.
 
     Args:
-        known: a version that is not read again; its content is returned empty.
+        known: a version whose content is not read, and returned empty.
     """
     try:
         status = filesystem.status(path)
@@ -155,7 +155,9 @@ def read_json(filesystem: FileSystem, path: str) -> dict[str, Any] | None:
     try:
         read = json.loads(found[0].decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"reading {path}: it is not JSON: {error}; write it whole, and rename it into place") from error
+        raise ModelFileError(
+            f"reading {path}: it is not JSON: {error}; write it completely, and rename it into place"
+        ) from error
     if not isinstance(read, dict):
         raise ModelFileError(f"reading {path}: got {type(read).__name__}, expected a JSON object")
     return read

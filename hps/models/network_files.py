@@ -19,10 +19,9 @@ _NOT_OF_CONTENT = {"dynamic_batching", "max_queue_delay_us", "refuse_nan", "open
 
 @dataclass(frozen=True)
 class NetworkFiles:
-    """Where the network of a version is. *Immutable.*
+    """The location of a version's network. *Immutable.*
 
     Attributes:
-        config: what it is.
         places: path or URI of each of its files, in the order of `config.files`.
         checks: of each file, from `version.json`; empty without it.
     """
@@ -32,16 +31,16 @@ class NetworkFiles:
     checks: tuple[FileCheck | None, ...] = ()
 
     def fingerprint(self, sources: ModelSources) -> str:
-        """Identify the state of the files and of what is said about them; reads no content.
+        """Identify the state of the files and of their configuration; reads no content.
 
         Raises:
             ModelFileError: one is missing, or has another size than `version.json` says.
         """
         files = [[file.path, file.version, file.size_bytes] for file in self._opened(sources)]
-        said = self.config.model_dump(mode="json", exclude=_NOT_OF_CONTENT | {"file"}, exclude_defaults=True)
-        for program in said.get("keys", ()):
+        settings = self.config.model_dump(mode="json", exclude=_NOT_OF_CONTENT | {"file"}, exclude_defaults=True)
+        for program in settings.get("keys", ()):
             del program["file"]
-        content = json.dumps([files, said], sort_keys=True)
+        content = json.dumps([files, settings], sort_keys=True)
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def size_bytes(self, sources: ModelSources) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hps.configuration.networks import DenseConfig
 from hps.errors import HPSError, ModelFileError, ModelFileNotFoundError
-from hps.models.deltas import MOST_DELTAS, HeldTable, TableSource
+from hps.models.deltas import MOST_DELTAS, ResidentTable, TableSource
 from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, below, read_json, read_manifest, within
 from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
@@ -56,7 +56,7 @@ def list_versions(
     if manifest_required is None:
         manifest_required = not filesystem.renames_directories
     if manifest_required:
-        places = {one: at for one, at in places.items() if one in known or filesystem.exists(within(at, MANIFEST))}
+        places = {number: at for number, at in places.items() if number in known or filesystem.exists(within(at, MANIFEST))}
     return places
 
 
@@ -86,12 +86,12 @@ def list_models(place: str, sources: ModelSources) -> dict[str, dict[str, Any] |
 def explain_no_models(
     place: str, sources: ModelSources, wanted: Sequence[str] = (), problems: Mapping[str, HPSError] | None = None
 ) -> str:
-    """Say what was looked for in a repository, and what was found, where there is no model to serve.
+    """Describe what was searched in a repository and what was found, if there is no model to serve.
 
     Args:
-        place: path or URI of the repository; empty: there is none.
-        wanted: names of the models that were looked for; empty: any.
-        problems: errors of models that were left out.
+        place: path or URI of the repository; empty if none is configured.
+        wanted: names of the expected models; empty for any.
+        problems: errors of ignored models.
     """
     what = f"no model {', '.join(wanted)} (service.load_models)" if wanted else "no model to serve"
     if not place:
@@ -104,22 +104,22 @@ def explain_no_models(
     return (
         f"{what}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a model's "
         f"directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct model_repository, or "
-        "put the models there; where that is meant, set service.allow_empty, or serve with --allow-empty"
+        "put the models there; where that is intended, set service.allow_empty, or serve with --allow-empty"
     )
 
 
 def _contents(place: str, sources: ModelSources) -> str:
-    """Describe what a directory holds, and what the directories in it hold."""
+    """List the contents of a directory and of its subdirectories."""
     filesystem, directory = sources.locate(place)
     names = filesystem.directories(directory)
     files = [name for name in filesystem.list(directory) if name not in names]
-    held = [f"{name} ({_some(filesystem.list(within(directory, name)))})" for name in names[:_MOST_SHOWN]]
+    contents = [f"{name} ({_listed(filesystem.list(within(directory, name)))})" for name in names[:_MOST_SHOWN]]
     if not names:
-        return f"no directory; {_some(files)}" if files else "nothing"
-    return f"{len(names)} director{'y' if len(names) == 1 else 'ies'}: {_some(held, len(names))}"
+        return f"no directory; {_listed(files)}" if files else "nothing"
+    return f"{len(names)} director{'y' if len(names) == 1 else 'ies'}: {_listed(contents, len(names))}"
 
 
-def _some(names: Sequence[str], count: int = 0) -> str:
+def _listed(names: Sequence[str], count: int = 0) -> str:
     more = max(count, len(names)) - len(names[:_MOST_SHOWN])
     return ", ".join([*names[:_MOST_SHOWN], *([f"{more} more"] if more else [])]) or "nothing"
 
@@ -131,9 +131,9 @@ class VersionFiles:
     Attributes:
         version: version number.
         sparse_files: directory or URI of each table.
-        delta_of: the version that it changes; None for a whole version.
+        delta_of: the version that it changes; None for a complete version.
         checks, updates: by table, from `version.json`; empty without it.
-        network: its network; None if it has none, or, of a delta, that of its base.
+        network: its network; None if it has none, or if it is a delta and has that of its base.
     """
 
     version: str
@@ -167,7 +167,7 @@ def version_files(
     return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network)
 
 
-def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
+def read_log_starts(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
     """Read each table's positions in the log of updates from a `version.json` beside the tables' directories; empty without it.
 
     For versions whose directories are configured one by one; the rest of the file does not apply to them. A file that cannot be
@@ -188,13 +188,13 @@ def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tup
 def table_sources(
     version: str,
     find: Callable[[str], VersionFiles | None],
-    held: Callable[[str], Sequence[HeldTable]] = lambda version: (),
+    resident: Callable[[str], Sequence[ResidentTable]] = lambda version: (),
 ) -> tuple[TableSource, ...]:
-    """Follow the chain of versions that a version changes.
+    """Locate the tables of a version and of the versions that it changes.
 
     Args:
         find: returns the files of a version; None if it does not exist.
-        held: returns where this process holds the tables of a version, in order; empty if it does not.
+        resident: returns the tables of a version in this process, in order; empty if none.
 
     Returns:
         The source of each table, for `TableLoad` and `fingerprints_of`.
@@ -223,10 +223,16 @@ def table_sources(
         chain.append(found)
         wanted = found.delta_of
     tables: tuple[TableSource, ...] = ()
-    for one in reversed(chain):
-        of_none = [None] * len(one.sparse_files)
+    for part in reversed(chain):
+        of_none = [None] * len(part.sparse_files)
         parts = zip(
-            *(one.sparse_files, one.checks or of_none, tables or of_none, held(one.version) or of_none, one.updates or of_none),
+            *(
+                part.sparse_files,
+                part.checks or of_none,
+                tables or of_none,
+                resident(part.version) or of_none,
+                part.updates or of_none,
+            ),
             strict=True,
         )
         tables = tuple(

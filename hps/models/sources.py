@@ -38,7 +38,7 @@ class ModelSources:
 
     @property
     def trusted(self) -> bool:
-        """Whether files may hold machine code: `model_source.trust`."""
+        """True if files may contain machine code: `model_source.trust`."""
         return self._settings.trust
 
     def locate(self, source: str) -> tuple[FileSystem, str]:
@@ -105,7 +105,7 @@ def _endpoint_within(source: str) -> str:
         return f"; write {inner}" if vendor == _STORES.get(scheme.lower(), ("",))[0] else ""
     if scheme and scheme.lower() not in (*_STORES, "gcs"):
         return ""
-    stores = [_STORES[one] for one in ([{"gcs": "gs"}.get(scheme.lower(), scheme.lower())] if scheme else ["s3", "gs"])]
+    stores = [_STORES[name] for name in ([{"gcs": "gs"}.get(scheme.lower(), scheme.lower())] if scheme else ["s3", "gs"])]
     endpoint = f"{(protocol or 'http').lower()}://{host}{port}"
     return "; set " + ", or ".join(
         f'model_source.{key} to "{endpoint}" and write {name}://{path or "bucket/key"}' for name, key in stores

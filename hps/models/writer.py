@@ -1,4 +1,4 @@
-"""Writes sparse model files: atomically on a local disk, elsewhere so that a part is never taken for the whole."""
+"""Writes sparse model files: atomically on a local disk, elsewhere so that an incomplete model is never loaded."""
 
 import ctypes
 import json
@@ -88,8 +88,8 @@ def write_version(
             `sparse_files`).
         delta_of: the version that this one changes; `tables` then has the changed rows of every table, perhaps none.
         deleted: deleted keys of a delta, (n,) int64, by the same names.
-        note: text for people.
-        step: step of the training that the rows are of, if known.
+        note: any text.
+        step: training step of the rows, if known.
         updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
             and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
             Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
@@ -129,8 +129,10 @@ def write_version(
         else:
             undo.callback(_delete, filesystem, [f"{target}/{name}/{file}" for name in tables for file in _FILES])
         for name, rows in tables.items():
-            gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
-            written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
+            deleted_keys = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
+            written = _write_files(
+                filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=deleted_keys
+            )
             files |= {f"{name}/{file}": check for file, check in written.items()}
         for name, content in contents.items():
             write_file(filesystem, f"{target}/{name}", content)
@@ -169,14 +171,12 @@ def _write_files(
     outdated: Iterable[str] = (),
     deleted: KeyArray | None = None,
 ) -> dict[str, FileCheck]:
-    """Remove the outdated files of a table, then write its files, `key` last; those of a delta if there are deleted keys.
-
-    `deleted` is written first, even if empty: without it, a delta before its `version.json` would be taken for a table.
-    """
+    """Remove the outdated files of a table, then write its files, `key` last; those of a delta if there are deleted keys."""
+    # `deleted` is written first, even if empty: without it, a delta without its `version.json` yet would be read as a table.
     with ExitStack() as undo:
         writers = []
         for name in _FILES[: 2 if deleted is None else 3]:
-            writers.append(_SummedWriter(filesystem.create(f"{place}/{name}"), name))
+            writers.append(_ChecksumWriter(filesystem.create(f"{place}/{name}"), name))
             undo.callback(writers[-1].writer.abort)
         for keys, vectors in _checked(chunks, empty=deleted is not None):
             writers[0].write(keys)
@@ -197,7 +197,7 @@ def _delete(filesystem: FileSystem, paths: Iterable[str]) -> None:
 
 
 @dataclass(slots=True)
-class _SummedWriter:
+class _ChecksumWriter:
     """An unfinished file, with its size and checksum so far. *One thread.*"""
 
     writer: FileWriter
@@ -287,7 +287,7 @@ def _put_in_place(temporary: str, target: str) -> None:
     if exchange and exchange(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
         return
     # The file system cannot exchange names (such as NFS): between these two renames there is no model.
-    aside = f"{temporary}.old"
-    os.rename(target, aside)
+    old = f"{temporary}.old"
+    os.rename(target, old)
     os.rename(temporary, target)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -29,23 +29,23 @@ from hps.ground.progress import Progress
 from hps.ground.registry import install_hint
 from hps.ground.threads.workers import new_thread
 from hps.parameter_server import HPS
-from hps.regions.layout import FrontDescriptors
+from hps.regions.layout import FrontendDescriptors
 from hps.regions.sharing import default_fronts, share
 from hps.serve.engine.app import CLOSE_TIMEOUT_S, Application
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.frontend.connection import Connection
-from hps.serve.frontend.frontend import BACKLOG, Front
+from hps.serve.frontend.frontend import BACKLOG, Frontend
 from hps.serve.frontend.supervisor import Supervisor, reserve, url_of
 from hps.serve.frontend.tls import context_of
 from hps.serve.http.authorization import exposures, is_loopback
-from hps.serve.logs.lines import LogFormat, use
+from hps.serve.logs.lines import LogFormat, configure_logging
 from hps.serve.protocol.score_rows import example_of
 from hps.serve.reload import compare
 
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.5
-_OWN_KEEP_ALIVE_S: Final = 3600  # of fronts
-_HEAPS: Final = 8  # of an owner: threads that fetch and load take memory at the same time
+_FRONTEND_KEEP_ALIVE_S: Final = 3600
+_HEAPS: Final = 8  # of the engine, whose threads fetch and load at the same time
 
 logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
@@ -67,33 +67,28 @@ def serve(
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
 
-    With fronts, this process becomes the parent of the front processes and of one that has the tiers, and returns in both.
+    With frontends, this process becomes the parent of their processes and of the engine's, and returns in both.
 
     Args:
-        host: overrides the configured host.
-        port: overrides the configured port; 0 picks a free one, which is logged.
+        host, port, log_level, log_format, fronts, grpc_port, allow_empty: override the configured ones. Port 0 picks a free
+            one, which is logged; without frontend processes (`fronts` is 0) this process does everything.
         progress: receives loading progress; by default it is logged.
         force: load the model files even if a database already holds them; online updates are lost.
         path: file of the configuration, reread on SIGHUP.
-        log_level: overrides the configured level.
-        log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
-        on_open: receives the parameter server before any model is loaded; what it raises ends the service.
-        fronts: overrides the configured number of front processes; 0: this process does all.
-        grpc_port: overrides the configured port for gRPC; 0 picks a free one, which is logged.
-        allow_empty: overrides whether a service without models is ready.
+        on_open: receives the parameter server before any model is loaded; an exception ends the service.
 
     Returns:
-        Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
-        interpreter from exiting.
+        Whether everything was closed. If not, a thread waits for an unresponsive source or database, and keeps the interpreter
+        from exiting.
 
     Raises:
         ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
-        MissingDependencyError: what gRPC needs is not installed.
-        HPSError: the databases could not be opened, or no model could be loaded, for a reason that does not pass by itself.
-        SystemExit: the same in the process of the owner, which has reported it.
+        MissingDependencyError: the packages for gRPC are not installed.
+        HPSError: the databases could not be opened, or no model could be loaded, and retries would not help.
+        SystemExit: the same in the parent, after the engine has reported it.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
+    configure_logging(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
     host = host or configuration.service.host
     port = configuration.service.port if port is None else port
     if (count := configuration.service.fronts if fronts is None else fronts) is None:
@@ -108,10 +103,10 @@ def serve(
         service = configuration.service.model_copy(update={"allow_empty": allow_empty})
         configuration = configuration.model_copy(update={"service": service})
 
-    def own(
-        place: socket.socket | None,
+    def run_engine(
+        listener: socket.socket | None,
         grpc_address: tuple[str, int] | None = None,
-        shared: FrontDescriptors | None = None,
+        shared: FrontendDescriptors | None = None,
         url: str | None = None,
     ) -> bool:
         if shared is not None:
@@ -120,14 +115,14 @@ def serve(
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)
-        server = Server(app, place, shared, url, grpc_address)
+        server = Server(app, listener, shared, url, grpc_address)
         actions: dict[int, Callable[[], None]] = {
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
             signal.SIGUSR1: lifecycle.leave,
         }
         if shared is not None:
-            actions[signal.SIGINT] = lambda: None  # the parent says when
+            actions[signal.SIGINT] = lambda: None  # the parent handles it
         if path is not None:
             actions[signal.SIGHUP] = partial(server.reload, path, given)
         before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
@@ -145,58 +140,58 @@ def serve(
     if not count:
         with listen(host, port) as listener:
             if grpc_port is None:
-                return own(listener)
-            with reserve(host, grpc_port, "grpc_port") as grpc_place:
-                return own(listener, grpc_place.getsockname()[:2])
+                return run_engine(listener)
+            with reserve(host, grpc_port, "grpc_port") as grpc_reserved:
+                return run_engine(listener, grpc_reserved.getsockname()[:2])
     supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
-        if code > 1:  # of an error, which the owner has reported
+        if code > 1:  # an error, which the engine has reported
             raise SystemExit(code)
         return code == 0
-    return own(None, None, supervisor.shared, supervisor.url)
+    return run_engine(None, None, supervisor.shared, supervisor.url)
 
 
 def _check_grpc() -> None:
-    """Check that the packages are there, without an import: this process may fork fronts, which grpcio does not survive."""
+    """Check that the packages for gRPC are installed."""
+    # Without importing them: this process may fork the frontends, and grpcio's threads do not survive a fork.
     for name in ("grpc", "google.protobuf"):
         try:
             found = find_spec(name) is not None
-        except (ImportError, ValueError):  # no package `google`, or one that is blocked
+        except (ImportError, ValueError):  # no package `google`, or a blocked one
             found = False
         if not found:
             raise MissingDependencyError(f"serving gRPC: there is no package {name!r}; {install_hint('grpc')}")
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the caller."""
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`."""
         yield
 
 
 class Server:
-    """Runs an application under uvicorn, on a unix socket that fronts use, until it is stopped or its loading fails.
+    """Runs an application under uvicorn, on the frontends' unix socket, until it is stopped or its loading fails.
 
     *One per event loop*; `stop` and `reload` may be called from any thread and from signal handlers.
 
     Args:
-        listener: a listening socket; the server closes it. It serves it by a front on its own event loop. None: the fronts are
+        listener: a listening socket, served by a frontend on this event loop, and closed in the end; None if the frontends are
             processes.
-        shared: what it shares with the front processes.
-        url: where clients reach those.
-        grpc_address: where it serves gRPC, beside the other; reserved by `supervisor.reserve`.
+        shared: descriptors shared with the frontend processes.
+        url: address of the frontend processes.
+        grpc_address: address for gRPC of the frontend on this event loop, reserved by `supervisor.reserve`.
 
     Attributes:
-        url: address of the listener.
-        front: the front on this event loop.
+        url: address for clients.
+        frontend: the frontend on this event loop, if any.
     """
 
     def __init__(
         self,
         app: Application,
         listener: socket.socket | None,
-        shared: FrontDescriptors | None = None,
+        shared: FrontendDescriptors | None = None,
         url: str | None = None,
         grpc_address: tuple[str, int] | None = None,
     ) -> None:
@@ -204,7 +199,7 @@ class Server:
         self._listener, self._grpc_address = listener, grpc_address
         self._shared = shared
         self.url = url or ("" if listener is None else url_of(listener, app.lifecycle.configuration.service))
-        self.front: Front | None = None
+        self.frontend: Frontend | None = None
         where = urlsplit(self.url)
         app.address = where.hostname or "", where.port or 0
         app.authorization.loopback = is_loopback(app.address[0])
@@ -219,12 +214,12 @@ class Server:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=_OWN_KEEP_ALIVE_S,
+                timeout_keep_alive=_FRONTEND_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,  # after `_stop` has waited
             )
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told: deque[Callable[[], None]] = deque()  # requests from other threads and signals to the event loop
+        self._calls: deque[Callable[[], None]] = deque()  # from other threads and signals, to run on the event loop
         self._serving: asyncio.Task[None]  # while the event loop runs
         self._stopping: asyncio.Task[None] | None = None
         self._drained, self._forced = asyncio.Event(), asyncio.Event()
@@ -239,66 +234,66 @@ class Server:
                 shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
-                self.front = Front(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
-            with suppress(FileNotFoundError):  # of an owner that has died
+                self.frontend = Frontend(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
+            with suppress(FileNotFoundError):  # the socket of a dead engine
                 os.unlink(shared.path)
-            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            own.bind(shared.path)
-            own.listen(BACKLOG)
-            uvloop.run(self._serve(own))
+            unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            unix.bind(shared.path)
+            unix.listen(BACKLOG)
+            uvloop.run(self._serve(unix))
             if self._shared is None and self._app.closed:  # else a thread may still use it
                 shared.close()
 
     def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
         """Turn not ready, refuse new connections, finish running requests, and stop.
 
-        A second call ends the draining at once; with `force`, a later one ends the wait for running requests.
+        A second call ends the draining at once; a later one with `force` ends the wait for running requests.
 
         Args:
             why: reason for the log.
             drain: keep serving for `service.drain_s` after turning not ready, so that load balancers can switch.
         """
-        self._tell(partial(self._on_stop, why, drain=drain, force=force))
+        self._run_on_loop(partial(self._on_stop, why, drain=drain, force=force))
 
     def reload(self, path: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
         """Reread the configuration, apply the changes that a running service can apply, and log the others.
 
         Args:
-            path: file of the configuration. If it is wrong nothing changes.
-            kept: keys of `service` that stay as they are.
+            path: file of the configuration. If it is invalid nothing changes.
+            kept: keys of `service` that are not changed.
         """
-        self._tell(partial(self._on_reload, path, kept))
+        self._run_on_loop(partial(self._on_reload, path, kept))
 
     @property
     def _settings(self) -> ServiceConfig:
         return self._app.lifecycle.configuration.service
 
-    def _tell(self, action: Callable[[], None]) -> None:
-        self._told.append(action)
+    def _run_on_loop(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
         if self._loop is not None:
             with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._hear)
+                self._loop.call_soon_threadsafe(self._run_calls)
 
-    def _hear(self) -> None:
-        while self._told:
-            self._told.popleft()()
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
-    async def _serve(self, own: socket.socket) -> None:
+    async def _serve(self, unix: socket.socket) -> None:
         count = len(self._app.lifecycle.configuration.models)
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
         for warning in exposures(self._settings, self._app.address[0]):
             _log.warning("%s", warning)
-        serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
-        if self.front is not None and self._listener is not None:
+        serving = self._serving = asyncio.create_task(self._uvicorn.serve([unix]))
+        if self.frontend is not None and self._listener is not None:
             if self._grpc_address is not None:
-                from hps.serve.frontend.grpc_server import GrpcServer  # of an extra
+                from hps.serve.frontend.grpc_server import GrpcServer  # an extra
 
-                self.front.grpc = GrpcServer(self.front, self._grpc_address)
-            await self.front.start(self._listener)
+                self.frontend.grpc = GrpcServer(self.frontend, self._grpc_address)
+            await self.frontend.start(self._listener)
             if self._grpc_address is not None:
                 _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._loop = asyncio.get_running_loop()
-        self._hear()
+        self._run_calls()
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
@@ -307,22 +302,22 @@ class Server:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled and self._app.link.answers_clients:
                 announced = True
-                self._app.link.publish()  # fronts know before anybody who reads the log
+                self._app.link.publish()  # before the log line, which tells readers to send requests
                 self._announce()
             if self._stopping is not None and self._stopping.done():
                 self._stopping.result()
         serving.result()
         if self._stopping is not None:
             await self._stopping
-        if self.front is not None:
-            self.front.close()
+        if self.frontend is not None:
+            self.frontend.close()
 
     def _on_stop(self, why: str, *, drain: bool, force: bool) -> None:
         if self._stopping is None:
             drain_s = self._settings.drain_s if drain and self._app.lifecycle.settled else 0.0
             self._stopping = asyncio.create_task(self._stop(why, drain_s))
         elif not self._drained.is_set():
-            _log.info("%s: the draining ends now", why)
+            _log.info("%s: draining ends now", why)
             self._drained.set()
         elif force:
             self._forced.set()
@@ -330,28 +325,28 @@ class Server:
     async def _stop(self, why: str, drain_s: float) -> None:
         began = time.monotonic()
         self._app.lifecycle.leave()
-        if (front := self.front) is not None:
-            front.leave()
+        if (frontend := self.frontend) is not None:
+            frontend.drain()
             if drain_s:
                 _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._drained.wait(), drain_s)
             self._drained.set()
             _log.info("%s: no longer listening, after %.1f s", why, time.monotonic() - began)
-            stopping = [asyncio.create_task(one) for one in (front.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
+            stopping = [asyncio.create_task(wait) for wait in (frontend.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
             await asyncio.wait(stopping, return_when=asyncio.FIRST_COMPLETED)
-            for one in stopping:
-                one.cancel()
-            _log.info("requests have ended; connections left: %d", len(front.connections.order))
+            for task in stopping:
+                task.cancel()
+            _log.info("requests have ended; connections left: %d", len(frontend.connections.order))
         self._uvicorn.should_exit = True
         await asyncio.wait([self._serving])
         _log.info("stopped, %.1f s after %s", time.monotonic() - began, why)
 
     def _on_reload(self, path: str | os.PathLike[str], kept: Collection[str]) -> None:
         self._reads += 1
-        new_thread("reload", partial(self._read_again, path, kept, self._reads), lasting=False).start()
+        new_thread("reload", partial(self._reread, path, kept, self._reads), lasting=False).start()
 
-    def _read_again(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
+    def _reread(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
         try:
             wanted = load_configuration(path)
             if wanted.service.tokens_path:
@@ -359,17 +354,17 @@ class Server:
         except ConfigError as error:
             _log.error("nothing changes: %s", error)
         else:
-            self._tell(partial(self._take_over, wanted, kept, number))
+            self._run_on_loop(partial(self._apply, wanted, kept, number))
 
-    def _take_over(self, wanted: Configuration, kept: Collection[str], number: int) -> None:
-        if number < self._reads:  # another reload has begun
+    def _apply(self, wanted: Configuration, kept: Collection[str], number: int) -> None:
+        if number < self._reads:  # another reload has started
             return
         lifecycle = self._app.lifecycle
         failed = {model.name for model in lifecycle.states.models() if model.state == "failed"}
         changes = compare(lifecycle.configuration, wanted, failed, kept)
         lifecycle.configuration = changes.configuration
         settings = self._settings
-        use(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
+        configure_logging(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
         self._app.configure(settings)
         self._app.link.publish()
         for line in changes.made:
@@ -377,7 +372,7 @@ class Server:
         for line in changes.refused:
             _log.warning("not changed before a restart: %s", line)
         if not changes.made and not changes.refused:
-            _log.info("the configuration was read again; nothing in it has changed")
+            _log.info("the configuration was reread; nothing in it has changed")
         lifecycle.change(changes.deploy, changes.undeploy)
 
     def _announce(self) -> None:
@@ -402,7 +397,7 @@ def listen(host: str, port: int, key: str = "port") -> socket.socket:
     """Bind and listen; port 0 picks a free one.
 
     Args:
-        key: of the port in the configuration, for errors.
+        key: the port's key in the configuration, for errors.
 
     Raises:
         ConfigError: the address cannot be bound; the message says why.

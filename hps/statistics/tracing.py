@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 STAGES: Final = ("adopt", "wait", "query", "unique", "volatile_db", "persistent_db", "coalesced", "scatter", "insert", "finish")
-"""The stages of a lookup, in the order in which they begin: `wait` for a workspace, the fetches by tier, and `coalesced`, the
+"""The stages of a lookup, in the order in which they start: `wait` for a workspace, the fetches by tier, and `coalesced`, the
 wait for keys that another lookup fetches."""
 
 
@@ -55,7 +55,6 @@ class TableAnswers:
     deferred: int = 0
 
     def add(self, tier: str, hits: int) -> None:
-        """Count keys answered by a tier of `metrics.TIERS`."""
         setattr(self, tier, getattr(self, tier) + hits)
 
 
@@ -72,7 +71,6 @@ class LookupTrace:
     tables: dict[str, TableAnswers] = field(default_factory=dict)
 
     def of(self, table: str) -> TableAnswers:
-        """Return the answers of a table, created on first use."""
         found = self.tables.get(table)
         if found is None:
             found = self.tables[table] = TableAnswers()
@@ -104,10 +102,7 @@ def ended(stage: str, table: str, began_ns: int, keys: int) -> int:
 
 
 class traced:
-    """Trace this thread's lookups within the block: `with traced() as trace:`. *One per thread.*
-
-    Traces do not nest: what the inner one records is missing from the outer one.
-    """
+    """Trace this thread's lookups within the block: `with traced() as trace:`. *One per thread.* Traces do not nest."""
 
     __slots__ = ("_before",)
 

@@ -1,10 +1,11 @@
-"""Checks of callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
+"""Adopts and checks callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
 
 Arrays and tensors are checked once a call, at the entry point. Every check raises `InvalidDtypeError` for a wrong dtype or a
 non-array, and `InvalidInputError` for a wrong shape or place, an array that is not C-contiguous, and a read-only output. Only
 int32 keys are copied, to widen them.
 """
 
+import sys
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy.typing as npt
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import BFLOAT, CAPSULE, FLOAT, INT, UINT, TensorView, adopt
 from hps.types import BoolArray, FloatArray, KeyArray
+
+_INT64 = np.dtype(np.int64)
 
 # -- host arrays -------------------------------------------------------------------------------------------------------
 
@@ -26,7 +29,7 @@ def check_fetch(
     *,
     aligned: bool = False,
 ) -> tuple[KeyArray, FloatArray, BoolArray]:
-    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, begins the message."""
+    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, starts the message."""
     keys = check_keys(doing, keys, aligned=aligned)
     out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True, aligned=aligned)
     return keys, out, check_array(doing, "found", found, np.bool_, (keys.size,), writable=True)
@@ -90,6 +93,57 @@ def check_array(
     return array if type(array) is np.ndarray else np.asarray(array)
 
 
+# -- sequences --------------------------------------------------------------------------------------------------------
+
+
+def as_host_keys(keys: Any) -> KeyArray:
+    """Convert a sequence or array of integers to (n,) int64, C-contiguous, in host memory; copy only if necessary.
+
+    uint64 is taken bit for bit, as HugeCTR's `lookup` does.
+
+    Raises:
+        InvalidDtypeError: they are not integers.
+        InvalidInputError: they are not one-dimensional, or do not fit 64 bits.
+    """
+    if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
+        return keys
+    array = as_host_array(keys, "keys", "a sequence of integers")
+    if array.ndim != 1:
+        raise InvalidInputError(f"reading keys: got shape {array.shape}, expected one dimension; flatten them")
+    if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise InvalidDtypeError(f"reading keys: got dtype {array.dtype}, expected int64 (or another integer type)")
+    if array.dtype == np.uint64:
+        return np.ascontiguousarray(array).view(np.int64)
+    return np.ascontiguousarray(array, np.int64)
+
+
+def as_host_vectors(vectors: Any) -> FloatArray:
+    """Convert an array or nested sequences of numbers to float32, C-contiguous, in host memory; copy only if necessary.
+
+    Raises:
+        InvalidDtypeError: they are not real numbers.
+        InvalidInputError: they are ragged, or cannot be read as an array in host memory (bfloat16, tensors with gradients).
+    """
+    array = as_host_array(vectors, "vectors", "an (n, dim) array of float32 in host memory")
+    if array.dtype.kind not in "fiu":
+        raise InvalidDtypeError(f"reading vectors: got dtype {array.dtype}, expected float32 (or other real numbers)")
+    return np.ascontiguousarray(array, np.float32)
+
+
+def as_host_array(values: Any, label: str, expected: str) -> npt.NDArray[Any]:
+    """Read an array or nested sequences as an array in host memory.
+
+    Raises:
+        InvalidInputError: they are ragged, or not in host memory.
+    """
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InvalidInputError(f"reading {label}: got {type(values).__name__} ({error}), expected {expected}") from error
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +160,7 @@ def as_keys(keys: Any) -> KeyArray:
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
-    return view_as_keys(adopt(keys, what="keys"))
+    return view_as_keys(adopt(keys, label="keys"))
 
 
 def view_as_keys(view: TensorView) -> KeyArray:
@@ -133,7 +187,7 @@ def as_output(out: Any, rows: int, dim: int, *, narrow: bool = False) -> Any:  #
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    return view_as_output(adopt(out, what="output"), rows, dim, narrow=narrow)
+    return view_as_output(adopt(out, label="output"), rows, dim, narrow=narrow)
 
 
 def view_as_output(view: TensorView, rows: int, dim: int, *, narrow: bool = False) -> Any:  # (rows, dim)
@@ -153,13 +207,13 @@ def _array(tensor: Any) -> np.ndarray | None:
         return None
 
 
-def check_key_tensor(view: TensorView, what: str = "keys") -> None:
+def check_key_tensor(view: TensorView, label: str = "keys") -> None:
     """Check a tensor on any device as keys: int64 or int32 (see `view.bits`), C-contiguous."""
     if view.code != INT or view.bits not in (32, 64) or view.lanes != 1:
         hint = "; view the same bits as int64" if (view.code, view.bits) == (UINT, 64) else "; convert them"
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
+        raise InvalidDtypeError(f"adopting {label}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
     if not view.contiguous:
-        _fail_layout(view, what)
+        _fail_layout(view, label)
 
 
 def check_output_tensor(view: TensorView, rows: int, dim: int, *, narrow: bool = False) -> None:
@@ -183,15 +237,51 @@ def check_output_tensor(view: TensorView, rows: int, dim: int, *, narrow: bool =
         )
 
 
-def _check_host(view: TensorView, what: str) -> None:
+def _check_host(view: TensorView, label: str) -> None:
     if not view.on_host:
         raise InvalidInputError(
-            f"adopting {what}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
+            f"adopting {label}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
         )
 
 
-def _fail_layout(view: TensorView, what: str) -> NoReturn:
+def _fail_layout(view: TensorView, label: str) -> NoReturn:
     raise InvalidInputError(
-        f"adopting {what}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
+        f"adopting {label}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
         "contiguous"
     )
+
+
+def size_on_device(tensor: Any) -> int:
+    """Return the size of a tensor in CUDA memory that a CUDA cache reads itself; -1 for any other."""
+    if type(tensor) is cupy_array():
+        return int(tensor.size)
+    return int(tensor.numel()) if getattr(tensor, "is_cuda", False) else -1
+
+
+def cupy_array() -> Any:
+    """Return the type of CuPy's arrays, which are always in CUDA memory; None until CuPy is imported."""
+    return getattr(sys.modules.get("cupy"), "ndarray", None)
+
+
+def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
+    """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself. Also return n."""
+    if on_cuda and type(keys) is not np.ndarray:
+        if (size := size_on_device(keys)) >= 0:
+            return keys, size
+        view = adopt(keys, label="keys")
+        if not view.on_host:
+            return view, view.size
+        flat = view_as_keys(view)
+    else:
+        flat = as_keys(keys)
+    return flat, flat.size
+
+
+def adopt_output(out: Any, rows: int, dim: int, *, on_cuda: bool, narrow: bool = False) -> Any:
+    """Adopt an output: (rows, dim) in host memory, see `as_output`, or the tensor that a CUDA cache writes itself."""
+    if on_cuda and type(out) is not np.ndarray:
+        if size_on_device(out) >= 0:
+            return out
+        view = adopt(out, label="output")
+        return view_as_output(view, rows, dim, narrow=narrow) if view.on_host else view
+    return as_output(out, rows, dim, narrow=narrow)

@@ -16,7 +16,7 @@ As in torch, an element of a maximum is NaN if that of the bag's first vector is
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
@@ -25,18 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.batch import (
-    Batch,
-    Part,
-    adopt_keys,
-    adopt_output,
-    as_host_array,
-    as_host_keys,
-    refuse_repeated_tables,
-    size_on_device,
-)
+from hps.tensors.array_checks import adopt_keys, as_host_array, as_host_keys, size_on_device
 from hps.tensors.dlpack import CAPSULE, adopt
-from hps.types import DeviceArray, TableSpec
+from hps.types import DeviceArray
 
 _EXPECTED = {"offsets": "int64 or int32", "weights": "float32"}
 
@@ -118,64 +109,6 @@ class Pooling:
         return Arithmetic.SUMS if self.weights is None and not self.max_norm else Arithmetic.WEIGHTED_SUMS
 
 
-def pooled_batch(
-    tables: Mapping[Any, Bags],
-    out: Any,
-    table_index: Callable[[Any], int],
-    specs: Sequence[TableSpec],
-    *,
-    on_cuda: bool,
-) -> Batch:
-    """Make a batch of the bags of the tables that a caller names.
-
-    Args:
-        out: by table, (B, dim) float32 each; or one tensor (B, sum of dims), with the columns of the tables in their order;
-            None: new host arrays.
-        table_index: finds a table, or raises.
-
-    Raises:
-        UnknownTableError: raised by `table_index`.
-        InvalidDtypeError, InvalidInputError: a tensor has a wrong dtype or shape; a table is named twice; tables that share one
-            output have different numbers of bags.
-    """
-    found = [(name, table_index(name), bags) for name, bags in tables.items()]
-    width = sum([specs[index].dim for _name, index, _bags in found])
-    shared = None
-    column = 0
-    poolings, sizes, flats, places = [], [], [], []
-    for name, index, bags in found:
-        dim = specs[index].dim
-        if not isinstance(bags, Bags):
-            raise InvalidInputError(f"looking up bags of table {name!r}: got {type(bags).__name__}, expected hps.Bags")
-        keys, n, shape = _keys_of(bags.keys, on_cuda)
-        pooling = pooling_of(name, bags, n, shape, on_cuda)
-        if out is None:
-            place: Any = np.empty((pooling.count, dim), np.float32)
-        elif isinstance(out, Mapping):
-            if name not in out:
-                raise InvalidInputError(f"looking up bags: out has no entry for {name!r}; name an output for every table")
-            place = adopt_output(out[name], pooling.count, dim, on_cuda=on_cuda)
-        else:
-            if shared is None:
-                rows = pooling.count
-                shared = adopt_output(out, rows, width, on_cuda=on_cuda)
-            if pooling.count != rows:
-                raise InvalidInputError(
-                    f"looking up bags: got {pooling.count} bags of table {name!r} and {rows} of {found[0][0]!r}, expected as "
-                    "many of each table, since one tensor takes the vectors of all; or name an output for every table"
-                )
-            on_host = isinstance(shared, np.ndarray)
-            place = shared[:, column : column + dim] if on_host else Part(shared, column, rows * width, width)
-            column += dim
-        poolings.append(pooling)
-        sizes.append(n)
-        flats.append(keys)
-        places.append(place)
-    indexes = [index for _name, index, _bags in found]
-    refuse_repeated_tables(indexes, specs)
-    return Batch(indexes, sizes, flats, places, (), poolings)
-
-
 def input_arrays(name: str, given: Any, dtype: npt.DTypeLike | None = None) -> dict[str, npt.NDArray[Any]]:
     """Make the arrays of an input of a network from what a caller gives for it.
 
@@ -213,7 +146,7 @@ def _input_array(name: str, values: Any, dtype: npt.DTypeLike | None) -> npt.NDA
 
 
 def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") -> None:
-    """Check that numbers of Python fit an integer dtype, which would take their lowest bits."""
+    """Check that Python's numbers fit an integer dtype; the conversion would silently take their lowest bits."""
     if dtype.kind in "iu" and array.size and array.dtype.kind in "iu":
         least, most = int(array.min()), int(array.max())
         if not np.iinfo(dtype).min <= least <= most <= np.iinfo(dtype).max:
@@ -221,14 +154,14 @@ def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") ->
             raise InvalidInputError(f"reading input {name!r}: got {got}, which does not fit {dtype}")
 
 
-def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
-    """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, integer arrays. Return them with their number and shape."""
+def keys_of_bags(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
+    """Adopt keys as `HPS.lookup_tables` does, and return them with their number and shape."""
     if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
         array = as_host_array(keys, "keys", "integers, or as many of them for every bag")
         flat = np.require(as_host_keys(array.reshape(-1)), requirements=["ALIGNED"])
         return flat, flat.size, array.shape
     shape = getattr(keys, "shape", None)
-    return *adopt_keys(keys, on_cuda), adopt(keys, what="keys").shape if shape is None else shape
+    return *adopt_keys(keys, on_cuda), adopt(keys, label="keys").shape if shape is None else shape
 
 
 def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: bool) -> Pooling:
@@ -286,29 +219,29 @@ def _check_offsets(doing: str, offsets: np.ndarray, n: int, include_last: bool) 
         )
 
 
-def _adopted(doing: str, tensor: Any, on_cuda: bool, what: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
+def _adopted(doing: str, tensor: Any, on_cuda: bool, label: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
     """Adopt offsets or weights as a contiguous host array, or as the tensor that a CUDA cache reads; also return the size."""
     if tensor is None:
         return None, 0
     if on_cuda and (size := size_on_device(tensor)) >= 0:
         return tensor, size
-    expected = _EXPECTED[what]
+    expected = _EXPECTED[label]
     if isinstance(tensor, np.ndarray) or not (type(tensor) is CAPSULE or hasattr(tensor, "__dlpack__")):
-        array = as_host_array(tensor, what, expected)
-        if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if what == "weights" else "")):
+        array = as_host_array(tensor, label, expected)
+        if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if label == "weights" else "")):
             array = array.astype(dtypes[0])  # Python's numbers
     else:
-        view = adopt(tensor, what=what)
+        view = adopt(tensor, label=label)
         if not view.on_host:
             if on_cuda:
                 return view, view.size
-            raise InvalidInputError(f"{doing}: got {what} on {view.device_name}, expected host memory; copy them to the CPU")
+            raise InvalidInputError(f"{doing}: got {label} on {view.device_name}, expected host memory; copy them to the CPU")
         if not view.contiguous:
-            raise InvalidInputError(f"{doing}: got {what} with strides {view.strides}, expected them C-contiguous")
+            raise InvalidInputError(f"{doing}: got {label} with strides {view.strides}, expected them C-contiguous")
         if view.dtype_name not in expected.split(" or "):
-            raise InvalidDtypeError(f"{doing}: got {what} of dtype {view.dtype_name}, expected {expected}")
+            raise InvalidDtypeError(f"{doing}: got {label} of dtype {view.dtype_name}, expected {expected}")
         array = view.host_array((view.size,))
     if array.dtype not in dtypes:
-        raise InvalidDtypeError(f"{doing}: got {what} of dtype {array.dtype}, expected {expected}")
+        raise InvalidDtypeError(f"{doing}: got {label} of dtype {array.dtype}, expected {expected}")
     array = np.require(array.reshape(-1), requirements=["C_CONTIGUOUS", "ALIGNED"])
     return array, array.size

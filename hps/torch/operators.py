@@ -32,10 +32,10 @@ from hps.errors import (
     VersionMismatchError,
 )
 from hps.parameter_server import HPS
-from hps.tensors.bags import Bags, Pooling, pooled_batch, pooling_of
-from hps.tensors.batch import Batch, Part, refuse_repeated_tables, table_batch
+from hps.tensors.bags import Bags, Pooling, pooling_of
+from hps.tensors.batch import Batch, Part, pooled_batch, refuse_repeated_tables, table_batch
 from hps.torch.servers import server_of
-from hps.versions.deployment import Deployment, repeated_after_takeover
+from hps.versions.deployment import Deployment, retry_after_takeover
 
 _LIBRARY = torch.library.Library("hps", "DEF")
 # Online updates change the vectors of a key, so torch must not evaluate an operator at compile time, even for constant keys:
@@ -210,7 +210,7 @@ def _remote_rows(
     return torch.from_numpy(vectors).reshape(shape).to(keys.device)
 
 
-@repeated_after_takeover
+@retry_after_takeover
 def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool) -> Tensor:
     start_ns = perf_counter_ns()
     deployment = _deployment(server, model_name, version)
@@ -469,7 +469,7 @@ def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: 
     ]
 
 
-@repeated_after_takeover
+@retry_after_takeover
 def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> list[Tensor]:
     deployment = _deployment(server, call.model_name, call.version)
     features.indices(deployment)
@@ -485,7 +485,7 @@ def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], 
     return parts
 
 
-@repeated_after_takeover
+@retry_after_takeover
 def _uniform_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | None:
     """Look up bags of equal length without weights on a fast path; None for keys that must be checked or converted."""
     keys = call.keys

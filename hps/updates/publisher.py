@@ -57,7 +57,7 @@ class Publisher:
         self._message_bytes, self._rows_per_s = message_bytes, rows_per_s
         self._progress = progress or NoProgress()
         self._now_us, self._clock, self._sleep = now_us, clock, sleep
-        self._begun, self._paced_rows = clock(), 0
+        self._started_at, self._paced_rows = clock(), 0
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._sequence = 0
@@ -95,14 +95,7 @@ class Publisher:
             self._send(partition, keys[rows], vectors[rows], _NO_KEYS)
 
     def delete(self, keys: KeyArray) -> None:
-        """Publish keys whose rows are to be removed; otherwise as `insert`.
-
-        Args:
-            keys: (n,) int64, in host memory.
-
-        Raises:
-            As `insert`.
-        """
+        """Publish keys whose rows are to be removed; otherwise as `insert`."""
         for partition, rows in self._shares(keys, 8):
             self._send(partition, _NO_KEYS, _NO_VECTORS, keys[rows])
 
@@ -141,7 +134,6 @@ class Publisher:
             self.close()
 
     def _shares(self, keys: KeyArray, row_bytes: int) -> Iterator[tuple[Partition, IndexArray]]:
-        """Split rows by partition, in order; yields indices."""
         if keys.dtype != np.int64 or keys.ndim != 1:
             raise InvalidDtypeError(f"publishing to {self._topic}: got keys {keys.dtype} {keys.shape}, expected int64 (n,)")
         step = self._step(row_bytes)
@@ -170,6 +162,7 @@ class Publisher:
         self._wait(rows)
         self._check()
         now_us = self._now_us()
+        # Time alone would repeat or fall back when the clock is set back, and replicas would drop the later change of a key.
         if not sequence:
             sequence = self._sequence = max(now_us, self._sequence + 1)
         value = encode(keys, vectors, deleted, sequence=sequence, time_us=time_us or now_us, dtype=self._dtype)
@@ -189,17 +182,17 @@ class Publisher:
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
-            raise UpdateLogError(f"publishing to {self._topic}: a message was not taken: {failure}") from failure
+            raise UpdateLogError(f"publishing to {self._topic}: a message was refused: {failure}") from failure
 
     def _wait(self, rows: int) -> None:
         """Sleep until the rate allows these rows; at most a second of unused rate carries over."""
         if not self._rows_per_s:
             return
-        ahead = self._begun + self._paced_rows / self._rows_per_s - self._clock()
+        ahead = self._started_at + self._paced_rows / self._rows_per_s - self._clock()
         if ahead > 0:
             self._sleep(ahead)
         elif ahead < -1:
-            self._begun, self._paced_rows = self._clock() - 1, 0
+            self._started_at, self._paced_rows = self._clock() - 1, 0
         self._paced_rows += rows
 
 
@@ -211,9 +204,6 @@ class Republisher(Publisher):
 
         Args:
             number: original partition, modulo the topic's partitions.
-
-        Raises:
-            As `insert`.
         """
         partition, dim = self._partitions[number % len(self._partitions)], changes.vectors.shape[1]
         step = self._step(8 + dim * (4 if self._dtype == "float32" else 2))
@@ -222,8 +212,8 @@ class Republisher(Publisher):
             self._send(partition, keys, vectors, _NO_KEYS, sequence, changes.time_us)
         step = self._step(8)
         for low in range(0, changes.deleted_keys.size, step):
-            some = changes.deleted_keys[low : low + step]
-            self._send(partition, _NO_KEYS, _NO_VECTORS, some, sequence, changes.time_us)
+            deleted = changes.deleted_keys[low : low + step]
+            self._send(partition, _NO_KEYS, _NO_VECTORS, deleted, sequence, changes.time_us)
 
     def mark(self) -> None:
         """End each partition with an empty message that has a new sequence, so that later publishers find a last sequence."""
@@ -231,7 +221,7 @@ class Republisher(Publisher):
             self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with suppress(*(() if kind is None else (UpdateLogError,))):  # also where it is interrupted: what was sent stays
+        with suppress(*(() if kind is None else (UpdateLogError,))):  # also after an interrupt: sent messages stay in the log
             self.mark()
             self.flush()
         self.close()
@@ -266,9 +256,9 @@ def open_publisher(
     """
     configuration = load_configuration(config)
     dims = [
-        dict(zip(one.embedding_table_names, one.embedding_vecsize_per_table, strict=True))
-        for one in configuration.models
-        if one.model == model
+        dict(zip(listed.embedding_table_names, listed.embedding_vecsize_per_table, strict=True))
+        for listed in configuration.models
+        if listed.model == model
     ]
     if dims and table not in dims[0]:
         raise UnknownTableError(f"publishing to {model}.{table}: got table {table!r}, expected one of: {', '.join(dims[0])}")

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, SharedRows, StaticTables, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
@@ -48,10 +48,9 @@ def load_deployment(
     """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
 
     Args:
-        version: version to load.
         tables: its tables, with the slots to use.
-        targets: databases of the chain to load from the model files, and how.
-        follows: says whether a table follows a log of updates.
+        targets: databases of the chain to load from the model files.
+        follows: returns True if a table follows a log of updates.
 
     Raises:
         CapacityError: it does not fit; nothing was loaded.
@@ -76,23 +75,28 @@ def load_deployment(
             network.close()
         raise
     loaded = (*targets.load, *targets.keep)
-    opens = not loaded or chain.volatile in loaded  # else it was away when this deployment began
-    what = f"deploying model {config.model!r}, version {config.version}"
-    _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
+    opens = not loaded or chain.volatile in loaded  # otherwise it was unreachable when this deployment started
+    doing = f"deploying model {config.model!r}, version {config.version}"
+    _log.debug("%s: its %d tables of %d rows fit; loading them", doing, len(tables), sum(rows))
     try:
         reports = []
         for table, load in zip(tables, loads, strict=True):
-            load.make_way()
+            load.drop_conflicting_tables()
             chain.open_table(table, volatile=opens)
             reports.append(load.run())
         fingerprints = tuple(report.fingerprint for report in reports)
-        starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
+        starts = tuple(
+            source.log_start if follows(table) else None for table, source in zip(tables, version.sources, strict=True)
+        )
         positions = log_positions(chain, tables, starts)
         build = partial(_sessions, cache_class, chain, rows, all(report.complete for report in reports))
-        _log.debug("%s: its tables are loaded; building and warming its caches", what)
-        fill = partial(_fill, chain) if config.embedding_cache_type == "static" else _FromFiles(tables, reports, chain).fill
+        _log.debug("%s: its tables are loaded; building and warming its caches", doing)
+        # A static cache takes every row from the hash map, so that `_mark_complete` can compare their numbers. Other caches
+        # take the first rows of the files, as HugeCTR's do.
+        static = config.embedding_cache_type == "static"
+        fill = partial(_warm_from_database, chain) if static else _FileWarmUp(tables, reports, chain).fill
         sessions = build(config, tables, fill)
-        _log.debug("%s: its caches are warm; it takes over", what)
+        _log.debug("%s: its caches are warm; it takes over", doing)
         deployment = Deployment(
             config,
             tables,
@@ -110,24 +114,25 @@ def load_deployment(
     except BaseException:
         if network is not None:
             network.close()
-        for table in tables:  # loaded tables of a model that does not serve
+        for table in tables:
             with suppress(DatabaseError):
                 chain.release_table(table)
         raise
 
 
 def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:
-    """Open the network of a version, before its tables take memory.
+    """Open the network of a version.
 
     Raises:
         CapacityError: it does not fit on a device.
-        HPSError: it is not what the configuration says; see `OpenedNetwork`.
+        HPSError: it does not match the configuration; see `OpenedNetwork`.
     """
     if version.network is None:
         return None
     config = version.config
     devices = () if cache_class.device == "cpu" else config.deployed_device_list
-    fingerprint = version.network.fingerprint(sources)  # of the content or an older one, so that polling finds a newer one
+    # The fingerprint comes first: if the files change between the two reads, it is the older one, and polling finds the newer.
+    fingerprint = version.network.fingerprint(sources)
     contents = version.network.read(sources)
     try:
         return OpenedNetwork(config, version.network.config, contents, fingerprint, devices)
@@ -135,52 +140,52 @@ def _open_network(version: ModelVersion, sources: ModelSources, cache_class: typ
         raise CapacityError(f"deploying model {config.model!r}: {error}") from error
 
 
-def reconfigure(there: Deployment, config: ModelConfig) -> Deployment:
-    """Build caches and sessions with other settings over the tables of a version in service; nothing is loaded.
+def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
+    """Build caches and sessions with other settings over the tables of a deployment in service; nothing is loaded.
 
-    Both deployments answer lookups, and writes through the one in service reach the caches of both. After the takeover, close
-    the old one with `hand over`.
+    Both deployments answer lookups, and writes through the deployment in service reach the caches of both. After the takeover,
+    close the old one with `hand over`.
 
     Args:
-        there: a version whose tables are in a database.
         config: entry with the same tables and cache type.
 
     Raises:
         DatabaseError, DeviceError: a tier failed.
     """
-    successor = there.renewed(config)
-    there.successors.append(successor)
+    successor = current.renewed(config)
+    current.successors.append(successor)
     try:
         for cache in successor.caches:
-            for index, table in enumerate(successor.tables):  # writes that missed the caches while they were warmed
-                successor.chain.settle(table)  # writes that began before these caches were registered, and did not reach them
+            # Writes that started before the caches were registered as successors do not reach them: wait for these writes, then
+            # reload every row that the warm-up may have read before a write.
+            for index, table in enumerate(successor.tables):
+                successor.chain.settle(table)
                 refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
         _mark_complete(successor)
     except BaseException:
-        there.successors.remove(successor)
+        current.successors.remove(successor)
         successor.close("hand over")
         raise
     return successor
 
 
 def _mark_complete(deployment: Deployment) -> None:
-    """Tell static caches that hold every row that they do.
-
-    A cache holds no key that the authoritative database lacks, and the hash map above holds the rows of that one unless a write
-    to it has failed. So equal numbers are equal sets.
-    """
+    """Mark static caches that hold every row as complete."""
+    # A cache has no key that the authoritative database lacks, and the hash map above has the same rows as that database unless
+    # a write to it failed. So equal row counts mean equal sets, and no key needs to be compared.
     chain, tables = deployment.chain, deployment.tables
-    if not any(cache.static for cache in deployment.caches):
+    static = [cache for cache in deployment.caches if isinstance(cache, StaticTables) and cache.static]
+    if not static:
         return
     with chain.settled(tables):
         if chain.failed_above:
             return
         rows = [chain.databases[0].size(chain.databases[0].stored(table).tag) for table in tables]
-        for cache in deployment.caches:
+        for cache in static:
             resident = [cache.stats(index).resident_rows for index in range(len(tables))]
-            if cache.static and resident == rows:
-                cache.tell_complete(complete=True)
-            elif cache.static:
+            if resident == rows:
+                cache.mark_complete(complete=True)
+            else:
                 _log.info(
                     "model %r: %d of its %d rows are not resident on device %d; lookups read them from host memory",
                     deployment.config.model,
@@ -207,7 +212,7 @@ def _sessions(
     """
     if is_direct(config, cache_class):
         return dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, chain.metrics))
-    fill = fill or partial(_fill, chain)
+    fill = fill or partial(_warm_from_database, chain)
     coalescer = FetchCoalescer(chain.fetch, chain.metrics)
     settings = SessionSettings(
         hit_rate_threshold=config.hit_rate_threshold,
@@ -227,7 +232,7 @@ def _sessions(
         _log.warning("model %r: %s", config.model, not_shared(config, reason))
     capacities = cache_capacities(config, rows, sharing)
     sessions: dict[int, Session] = {}
-    shared: EmbeddingCache | None = None
+    shared: SharedRows | None = None
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
@@ -235,16 +240,18 @@ def _sessions(
                 continue
             if shared is None:
                 cache = cache_class.create(tables, capacities, device_id, is_static(config), sharing)
-                shared = cache if sharing.device_ids else None
+                shared = cache if sharing.device_ids and isinstance(cache, SharedRows) else None
             else:
                 cache = shared.on(device_id)
             paths = _miss_paths(config, cache, chain)
-            own = replace(settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths))
-            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, chain.metrics)
+            device_settings = replace(
+                settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths)
+            )
+            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, device_settings, chain.metrics)
             if not sharing.device_ids:
-                _fill_all(cache, fill, fraction)
-        if shared is not None:  # only now: miss paths are chosen for an empty cache
-            _fill_all(shared.leader, fill, fraction)
+                _fill_tables(cache, fill, fraction)
+        if shared is not None:  # after the loop, since miss paths are chosen for an empty cache
+            _fill_tables(leader_of(shared), fill, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
@@ -255,14 +262,14 @@ def _sessions(
     return sessions
 
 
-def _fill_all(cache: EmbeddingCache, fill: Callable[[EmbeddingCache, int, float], None], fraction: float) -> None:
+def _fill_tables(cache: EmbeddingCache, fill: Callable[[EmbeddingCache, int, float], None], fraction: float) -> None:
     for index in range(len(cache.tables)):
         fill(cache, index, fraction)
 
 
 def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain) -> MissPaths:
     """Choose the miss path of each table for an empty cache: reading the hash map in place, or not."""
-    if not config.gpucache:  # else a table would be pinned for a device that caches none of it
+    if not config.gpucache:  # otherwise a table would be pinned for a device that caches none of it
         return MissPaths(stream_order_refusals=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
     try:
         untimed = config.embedding_cache_type in RESIDENT
@@ -277,34 +284,35 @@ def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain
     return paths
 
 
-class _FromFiles:
+class _FileWarmUp:
     """Warms caches from the model files just loaded. *One thread.*"""
 
     def __init__(self, tables: Sequence[TableSpec], reports: Sequence[LoadReport], chain: DatabaseChain) -> None:
         self._tables, self._reports, self._chain = tables, reports, chain
-        self._stale = [report.differs or report.model.may_change_unseen() for report in reports]
-        self._looked = [False] * len(reports)  # checked for repeated keys; once, as all caches hold equally many rows
+        self._stale = [report.differs or report.model.is_open_for_writing() for report in reports]
+        self._checked = [False] * len(reports)  # for repeated keys: once, since all caches have the same capacity
 
     def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
         table, model = self._tables[index], self._reports[index].model
         warmed = warm_up(cache, index, table, model, fraction)
-        if not self._looked[index]:
-            self._looked[index] = True
-            self._stale[index] = self._stale[index] or _warmed_in_part(table, model, warmed, self._chain)
+        if not self._checked[index]:
+            self._checked[index] = True
+            self._stale[index] = self._stale[index] or _has_repeated_keys(table, model, warmed, self._chain)
         if self._stale[index] and self._chain.databases:
             refresh(cache, index, table, self._chain, fraction)
 
 
-def _fill(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: float) -> None:
-    """Warm a table of a cache from a database that holds every row: the authoritative one, or a hash map like it."""
+def _warm_from_database(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: float) -> None:
+    """Warm a table of a cache from a database with every row: the authoritative one, or its copy in a hash map."""
     if chain.databases:
         table = cache.tables[index]
-        database = chain.databases[0 if cache.static and not chain.failed_above else -1]
+        is_static_cache = isinstance(cache, StaticTables) and cache.static
+        database = chain.databases[0 if is_static_cache and not chain.failed_above else -1]
         warm_up(cache, index, table, DatabaseRows(database, table), fraction)
 
 
-def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
-    """Whether later rows repeat keys that a cache was warmed with; the last occurrence is the valid one.
+def _has_repeated_keys(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
+    """Return True if later rows repeat keys that a cache was warmed with; the last occurrence is the valid one.
 
     Raises:
         ModelFileError: they do, and no database has the later rows.
@@ -330,7 +338,9 @@ def _check_room(
     for database in targets.load:
         share = 1.0 if database.persistent else targets.initial_cache_rate
         stored = map(database.stored, tables)
-        database.check_room([(one.tag, one.width, math.ceil(share * count)) for one, count in zip(stored, rows, strict=True)])
+        database.check_room(
+            [(spec.tag, spec.width, math.ceil(share * count)) for spec, count in zip(stored, rows, strict=True)]
+        )
     if cache_class:
         sharing, _reason = usable_sharing(config, cache_class, rows)
         capacities = cache_capacities(config, rows, sharing)

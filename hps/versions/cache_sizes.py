@@ -1,10 +1,10 @@
-"""The caches that a model gets: whether, how large, and how devices share its rows."""
+"""The sizes of a model's caches, and how devices share its rows."""
 
 import logging
 import math
 from collections.abc import Sequence
 
-from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache
+from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache, SharedRows
 from hps.configuration.load import ModelConfig
 from hps.ground.registry import implementation
 
@@ -15,32 +15,35 @@ RESIDENT = ("static", "uvm")
 
 
 def is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
-    """Whether the databases answer without a cache: on the CPU, where they are as fast."""
+    """Return True if the databases answer without a cache: on the CPU, where they are as fast."""
     return cache_class.device == "cpu" and (config.embedding_cache_type in RESIDENT or not config.gpucache)
 
 
 def is_static(config: ModelConfig) -> bool:
-    """Whether the caches of a model are to hold every row."""
+    """Return True if the caches of a model hold every row."""
     return config.embedding_cache_type == "static" and config.gpucache
 
 
 def usable_sharing(
     config: ModelConfig, cache_class: type[EmbeddingCache], rows: Sequence[int]
 ) -> tuple[DeviceSharing, str | None]:
-    """Return how the devices of a model share its rows here, and why they do not share them as configured; None if they do."""
+    """Return how the devices of a model share its rows, and the reason if not as configured."""
     sharing = device_sharing(config, rows) if cache_class.device != "cpu" else ALONE
-    if sharing.device_ids and (reason := cache_class.reason_against_sharing(sharing.device_ids)):
-        return ALONE, reason
-    return sharing, None
+    if not sharing.device_ids:
+        return sharing, None
+    if not issubclass(cache_class, SharedRows):
+        return ALONE, "this cache does not share rows between devices"
+    reason = cache_class.reason_against_sharing(sharing.device_ids)
+    return (sharing if reason is None else ALONE), reason
 
 
 def not_shared(config: ModelConfig, reason: str) -> str:
-    """Say that the devices of a model do not share its rows."""
+    """Describe why the devices of a model do not share its rows."""
     return f"device_sharing {config.device_sharing} is impossible here: {reason}; every device caches by itself (replicate)"
 
 
 def device_sharing(config: ModelConfig, rows: Sequence[int]) -> DeviceSharing:
-    """Return how the devices of a model are to share its rows."""
+    """Return how the devices of a model share its rows according to the configuration."""
     if config.reason_against_sharing:
         return ALONE
     near = tuple(int(NEAR_SHARE * config.gpucacheper * count) for count in rows) if config.device_sharing == "hot" else ()
@@ -56,12 +59,12 @@ def cache_capacities(config: ModelConfig, rows: Sequence[int], sharing: DeviceSh
         return [0] * len(rows)
     if config.embedding_cache_type == "static":
         return [math.ceil(count / STATIC_LOAD) for count in rows]
-    own = [math.ceil(config.gpucacheper * count) for count in rows]
+    sizes = [math.ceil(config.gpucacheper * count) for count in rows]
     if not sharing.device_ids:
-        return own
+        return sizes
     near = sharing.near_rows or (0,) * len(rows)
     devices = len(sharing.device_ids)
-    return [min(count, devices * (one - beside)) for count, one, beside in zip(rows, own, near, strict=True)]
+    return [min(count, devices * (cached - hot)) for count, cached, hot in zip(rows, sizes, near, strict=True)]
 
 
 def index_sizes(config: ModelConfig, rows: Sequence[int]) -> list[int]:

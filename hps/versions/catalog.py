@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from hps.configuration.load import Configuration, DenseConfig, ModelConfig, ServiceConfig, load_configuration
 from hps.configuration.models import check_tables
 from hps.errors import ConflictError, HPSError, ModelFileError, UnknownModelError, UnknownVersionError
-from hps.models.deltas import HeldTable, TableSource, fingerprints_of
+from hps.models.deltas import ResidentTable, TableSource, fingerprints_of
 from hps.models.files import joint_fingerprint
 from hps.models.manifest import within
 from hps.models.network_files import NetworkFiles
@@ -19,14 +19,14 @@ from hps.models.repository import (
     explain_no_models,
     list_models,
     list_versions,
-    log_starts_beside,
     network_of,
+    read_log_starts,
     table_sources,
     version_files,
 )
 from hps.models.sources import ModelSources
 from hps.versions.desired import DesiredVersion
-from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, following
+from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, next_document
 from hps.versions.pins import Pins
 
 
@@ -49,8 +49,8 @@ class ModelCatalog:
     """The models of a configuration and its repository, with their versions. *Thread-safe.*
 
     Attributes:
-        pins: the versions that people chose on this replica in place of the `version_policy`.
-        fleet: the serving documents, which decide for all replicas: a model that has one heeds no pin.
+        pins: the versions chosen on this replica, which override the `version_policy`.
+        fleet: the serving documents, which override pins on all replicas.
         problems: errors of the last scan, by model.
     """
 
@@ -91,12 +91,15 @@ class ModelCatalog:
                 found[name] = load_configuration({"models": [{**entry, "version_path": place}]}).models[0]
             except HPSError as error:
                 problems[name] = error
-        # The repository of a fleet's model may be away: an empty mount point looks like a removed model.
-        away = {name: model for name, model in (self._found or {}).items() if self.fleet.shown(name) and name not in problems}
-        self._found, self.problems = {**away, **found}, problems
+        # An unreachable repository, such as an empty mount point, looks as if its models were removed. A model with a serving
+        # document is therefore kept until the fleet undeploys it.
+        missing = {
+            name: model for name, model in (self._found or {}).items() if self.fleet.known(name) and name not in problems
+        }
+        self._found, self.problems = {**missing, **found}, problems
 
     def explain_no_models(self, wanted: Sequence[str] = ()) -> str:
-        """Say what was looked for, where, and what was found, as there is no model to serve, or none of these names."""
+        """Describe where models were searched and what was found, if none of these names, or no model at all, can be served."""
         return explain_no_models(self._repository, self._sources, wanted, self.problems)
 
     def add(self, model: ModelConfig) -> ModelConfig | None:
@@ -139,12 +142,13 @@ class ModelCatalog:
         """
         return sorted(self._files(self.model(name))[0], key=int)
 
-    def version(self, name: str, version: str, held: Callable[[str], Sequence[HeldTable]] = lambda version: ()) -> ModelVersion:
+    def version(
+        self, name: str, version: str, resident: Callable[[str], Sequence[ResidentTable]] = lambda version: ()
+    ) -> ModelVersion:
         """Return one version of a model.
 
         Args:
-            held: returns the tables of a version that this process holds, in order; empty if it holds none and they may be in
-                a persistent database.
+            resident: returns the tables of a version in this process, in order; empty if none.
 
         Raises:
             UnknownVersionError: the model has no such version.
@@ -156,9 +160,9 @@ class ModelCatalog:
             known = ", ".join(sorted(versions, key=int)) or "none"
             raise UnknownVersionError(f"deploying model {name!r}: got version {version[:40]!r}, expected one of {known}")
 
-        def held_or_loaded(number: str) -> Sequence[HeldTable]:
+        def tables_of(number: str) -> Sequence[ResidentTable]:
             tables = model.model_copy(update={"version": number}).tables
-            return held(number) or [HeldTable(table) for table in tables]
+            return resident(number) or [ResidentTable(table) for table in tables]
 
         known_files: dict[str, VersionFiles] = {}
 
@@ -167,7 +171,7 @@ class ModelCatalog:
                 known_files[number] = find(number)
             return known_files.get(number)
 
-        sources, network = table_sources(version, files, held_or_loaded), network_of(version, files)
+        sources, network = table_sources(version, files, tables_of), network_of(version, files)
         places = tuple(source.place for source in sources)
         dense = None if network is None else network.config
         if dense is not None:
@@ -176,7 +180,7 @@ class ModelCatalog:
         return ModelVersion(config, sources, network)
 
     def _check_network(self, model: ModelConfig, dense: DenseConfig) -> None:
-        """Check that a network, which may be of a `version.json`, has lookups of the model's tables."""
+        """Check that the lookups of a network name the model's tables; it may come from a `version.json`."""
         most = model.maxnum_catfeature_query_per_table_per_sample
         try:
             check_tables(dense, dict(zip(model.embedding_table_names, most, strict=True)))
@@ -196,19 +200,19 @@ class ModelCatalog:
         """Return the fingerprint of all files of a version.
 
         Args:
-            tables: `fingerprints` of it, if they are known.
+            tables: its `fingerprints`, if known.
 
         Raises:
             ModelFileError: as `fingerprints`.
         """
-        own = "" if version.network is None else version.network.fingerprint(self._sources)
-        return joint_fingerprint((*(self.fingerprints(version) if tables is None else tables), own))
+        network = "" if version.network is None else version.network.fingerprint(self._sources)
+        return joint_fingerprint((*(self.fingerprints(version) if tables is None else tables), network))
 
     def desired(self, name: str, *, pinned: bool = True) -> DesiredVersion:
-        """Return which version of a model should serve: as the fleet's document says, else a pin, else its `version_policy`.
+        """Return which version of a model should serve: by the fleet's document, else a pin, else its `version_policy`.
 
         Args:
-            pinned: whether a pin counts.
+            pinned: respect a pin.
 
         Raises:
             DatabaseError: the pin cannot be read.
@@ -224,7 +228,7 @@ class ModelCatalog:
 
         Args:
             pinned: as for `desired`.
-            without: versions that count as gone.
+            without: versions to ignore.
 
         Raises:
             UnknownVersionError: no version is left to choose.
@@ -267,7 +271,7 @@ class ModelCatalog:
         versions = self.versions(name)
 
         def change(known: ServingDocument | None) -> ServingDocument:
-            return following(known, by, version, serving, versions, model.version_policy)
+            return next_document(known, by, version, serving, versions, model.version_policy)
 
         return self.fleet.write(name, model.version_path, change)
 
@@ -284,27 +288,27 @@ class ModelCatalog:
             find = partial(version_files, sparse_files=model.sparse_files, sources=self._sources, dense=model.dense)
             return set(places), lambda version: find(version, places[version])
         files = {
-            one.version: VersionFiles(one.version, one.sparse_files, one.delta_of, network=_network(one.dense))
-            for one in model.versions
+            listed.version: VersionFiles(listed.version, listed.sparse_files, listed.delta_of, network=_network(listed.dense))
+            for listed in model.versions
         }
         files[model.version] = VersionFiles(model.version, model.sparse_files, network=_network(model.dense))
         if not self._followed:
             return set(files), files.__getitem__
         return set(files), lambda version: replace(
-            files[version], updates=log_starts_beside(files[version].sparse_files, self._sources)
+            files[version], updates=read_log_starts(files[version].sparse_files, self._sources)
         )
 
 
 def absent_models(service: ServiceConfig, catalog: ModelCatalog) -> str:
-    """Say why a service has not all the models that it should load at its start; empty if it has."""
+    """Describe which models a service cannot load at its start; empty if none."""
     names = catalog.names
     if absent := sorted({*service.load_models} - {"*", *names}):
         return catalog.explain_no_models(absent)
-    return "" if names or may_be_empty(service) else catalog.explain_no_models()
+    return "" if names or can_be_empty(service) else catalog.explain_no_models()
 
 
-def may_be_empty(service: ServiceConfig) -> bool:
-    """Whether a service is ready without any model: it says so, or clients load its models."""
+def can_be_empty(service: ServiceConfig) -> bool:
+    """Return True if a service is ready without any model: by `allow_empty`, or since clients load its models."""
     return service.allow_empty or (service.model_control_mode == "explicit" and not service.load_models)
 
 

@@ -30,21 +30,21 @@ class LoadingTable:
 
 @dataclass(eq=False)
 class Change:
-    """A change of a model, running or finished, and the `Progress` of its load. One thread makes it, others read.
+    """A change of a model, running or finished, and the `Progress` of its load. One thread writes it, others read it.
 
     Attributes:
         doing: a participle such as `deploying`.
         number: sequence number of the change in this process.
-        what, by: request and client; empty for a change that did not come over the network.
+        what, by: request and client; empty for a local change.
         tables: tables that the change loads, by name.
         version: serving version after the change; empty if none.
         error: reason of the failure; empty otherwise.
         status: HTTP status of the response to its request, once finished.
-        pin: the pin that it made, if any.
+        pin: the pin that it created, if any.
         since: start, in seconds since the epoch.
-        thread: thread that makes the change, if another one began it.
+        thread: thread that makes the change, if another thread started it.
         waiting: what the change waits for, once its tables are loaded; empty if nothing.
-        proceed: called as the load goes on; raises to end it.
+        proceed: called during the load; raises to end it.
     """
 
     model: str
@@ -68,11 +68,11 @@ class Change:
         self._started = self.clock()
         self._ended: float | None = None
         self._lock = threading.Lock()
-        self._rows = 0  # of the versions before the present one
+        self._rows = 0  # of the versions loaded before the current one
 
     @property
     def rows_loaded(self) -> int:
-        """Rows that it has read from files into the databases so far."""
+        """Rows read from files into the databases so far."""
         with self._lock:
             return self._rows + sum(table.load.rows_done for table in self.tables.values() if table.load is not None)
 
@@ -86,13 +86,13 @@ class Change:
         return (self.clock() if self._ended is None else self._ended) - self._started
 
     def expect(self, tables: Iterable[str]) -> None:
-        """Begin the load of these tables."""
+        """Start the load of these tables."""
         rows = self.rows_loaded
         with self._lock:
             self._rows, self.tables = rows, {name: LoadingTable(name) for name in tables}
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        """Begin reading a table. Earlier tables are done, read or not."""
+        """Start reading a table. Earlier tables are done, read or not."""
         self.listener.start(tag, rows, size_bytes)
         with self._lock:
             table = self.tables.setdefault(name := _table_of(tag), LoadingTable(name))
@@ -119,7 +119,7 @@ class Change:
                     table.load.end()
 
     def wait_for(self, what: str) -> None:
-        """Report what the change waits for; empty: nothing any more."""
+        """Report what the change waits for; empty if nothing."""
         self.waiting = what
 
     def end(self, error: BaseException | None = None) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
+from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, leader_of
 from hps.engine.session import Session
 from hps.errors import HPSError
 from hps.ground.threads.pacing import in_turns
@@ -47,14 +47,12 @@ class _Answer:
 class StatisticsCollector:
     """Collects the statistics of a parameter server. *Thread-safe.*
 
-    A background thread queries the databases and devices that need I/O, and exits after one round. A request for statistics
-    starts a round if the last one began at least 15 s ago, and does not wait for it. A source that fails keeps its last
-    figures.
+    A background thread queries the databases and devices that need I/O, once. A request for statistics starts such a round if
+    the last one started at least 15 s ago, and does not wait for it. A source that fails keeps its last figures.
 
     Args:
-        chosen_by: describes what chose the serving version of a model, other than its policy.
+        chosen_by: describes the pin or document that chose the serving version of a model.
         fleet: returns whether a model follows its serving document.
-        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class StatisticsCollector:
             version=__version__,
             started=self._started,
             memory_bytes=resident_bytes(),
-            models=tuple(self.model(one) for one in serving.values()),
+            models=tuple(self.model(deployment) for deployment in serving.values()),
             devices=tuple(self._devices(deployments)),
             queues=self._metrics.queues(),
             updates=lags,
@@ -138,7 +136,7 @@ class StatisticsCollector:
         """Query all databases and devices; return when each has answered or failed."""
         deployments = self._live.all()
         tags = {table.tag for deployment in deployments for table in deployment.tables}
-        with self._lock:  # tags come and go with the versions of models
+        with self._lock:  # forget the tags of versions that are gone
             for known in self._known.values():
                 for gone in known.keys() - tags - {_DEVICE}:
                     del known[gone]
@@ -173,7 +171,7 @@ class StatisticsCollector:
         try:
             self.measure()
         except Exception:  # noqa: BLE001 - logged with its traceback; the next round may do better
-            _log.exception("asking databases and devices for their sizes")
+            _log.exception("querying databases and devices for their sizes")
 
     def _query(self, source: Database | EmbeddingCache, what: str, read: Callable[[], object]) -> None:
         if self._closed:
@@ -200,13 +198,13 @@ class StatisticsCollector:
         return ModelStatistics(
             name=name,
             version=deployment.version,
-            versions=tuple((one.version, state) for one, state in self._live.versions(name)),
+            versions=tuple((deployed.version, state) for deployed, state in self._live.versions(name)),
             since=deployment.since,
             lookups=lookups,
             stages=stages,
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
-            tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
+            tables=tuple(self._table(deployment, index, table) for index, table in enumerate(in_turns(counted, _TABLES))),
             pinned=self._chosen_by(name, deployment.version),
         )
 
@@ -230,7 +228,7 @@ class StatisticsCollector:
         row_bytes = 4 * deployment.tables[index].width
         for place, cache in enumerate(deployment.caches):
             stats, age = self._cache_stats(cache, index)
-            of_devices = (self._cache_stats(one, index)[0] for one in deployment.device_caches if one.leader is cache)
+            of_devices = (self._cache_stats(part, index)[0] for part in deployment.device_caches if leader_of(part) is cache)
             size_bytes = sum(device.size_bytes for device in of_devices if device is not None)
             vector_bytes = None if stats is None else min(size_bytes, row_bytes * stats.capacity_rows)
             yield TierStatistics(

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.engine.refresh import RefreshReport
@@ -30,7 +30,7 @@ from hps.errors import (
 from hps.ground.memory.heap import trim_heap
 from hps.ground.rows import decode, encode
 from hps.ground.threads.open_calls import OpenCalls
-from hps.models.deltas import HeldTable
+from hps.models.deltas import ResidentTable
 from hps.models.files import joint_fingerprint
 from hps.models.loading.warm_up import last_rows
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
@@ -76,7 +76,7 @@ class Deployment:
 
     Attributes:
         tables: its tables, in the order of their ids.
-        sessions: by device id. On the CPU all device ids share one session.
+        sessions: by device id; one for all on the CPU.
         chain: the host tiers that hold its tables.
         rows: row count of each table's files.
         fingerprints: fingerprint of each table's files.
@@ -133,8 +133,8 @@ class Deployment:
         devices = self.devices
         shared = len(set(map(id, self.sessions.values()))) == 1
         self.one_device = devices[0] if shared else None
-        turns = [devices[start:] + devices[:start] for start in range(len(devices))]  # among equals, the first
-        self._turns = cycle(turns)
+        # `min` takes the first of equally busy devices: rotating their order spreads lookups over idle devices.
+        self._turns = cycle([devices[start:] + devices[:start] for start in range(len(devices))])
         settings = RefreshSettings(
             self.config.refresh_interval,
             self.config.refresh_delay,
@@ -150,7 +150,7 @@ class Deployment:
                 self.scores = DeploymentScores(
                     self.network, self.config, self.config.dense, self.tables, self.sessions, counters
                 )
-            except BaseException:  # its network fails: nobody else knows the sessions
+            except BaseException:  # no caller has the sessions yet, so they are closed here
                 self.refresher.stop()
                 for session in dict.fromkeys(self.sessions.values()):
                     session.close(0.0)
@@ -162,22 +162,22 @@ class Deployment:
 
     @property
     def fingerprint(self) -> str:
-        own = "" if self.network is None else self.network.fingerprint
-        return joint_fingerprint((*self.fingerprints, own))
+        network = "" if self.network is None else self.network.fingerprint
+        return joint_fingerprint((*self.fingerprints, network))
 
     @property
     def stale_copies(self) -> tuple[str, ...]:
-        """Tables that take no online writes, which would not reach the copy that the network has of them."""
+        """Tables that accept no online writes, since the network has a copy of them."""
         dense = self.config.dense
         return () if dense is None or dense.allow_stale_copy else tuple(dense.stale_copies)
 
-    def held_tables(self) -> list[HeldTable]:
+    def resident_tables(self) -> list[ResidentTable]:
         """Location of each table, for a version that modifies it."""
-        whole = [database for database in self.chain.databases if database.in_process][-1:]
+        in_process = [database for database in self.chain.databases if database.in_process][-1:]
         return [
-            HeldTable(
+            ResidentTable(
                 table,
-                whole[0] if whole and whole[0].size(whole[0].stored(table).tag) == rows else None,
+                in_process[0] if in_process and in_process[0].size(in_process[0].stored(table).tag) == rows else None,
                 fingerprint,
                 lambda: not self.modified.is_set(),
             )
@@ -190,8 +190,8 @@ class Deployment:
 
     @property
     def caches(self) -> list[EmbeddingCache]:
-        """The embedding caches, each once; of devices that share rows, the one that stands for them all."""
-        return list(dict.fromkeys(cache.leader for cache in self.device_caches))
+        """The embedding caches, each once; the leader of devices that share rows."""
+        return list(dict.fromkeys(map(leader_of, self.device_caches)))
 
     @property
     def device_caches(self) -> list[EmbeddingCache]:
@@ -200,7 +200,7 @@ class Deployment:
 
     @property
     def refuses(self) -> str:
-        """Why lookups on a device fail, whatever they ask for; empty if all are answered."""
+        """Why all lookups on a device fail; empty if they do not."""
         return next(filter(None, (session.refuses for session in self.sessions.values())), "")
 
     @property
@@ -209,9 +209,7 @@ class Deployment:
         return sum(self.config.maxnum_catfeature_query_per_table_per_sample)
 
     def choose_device(self, *tensors: Any) -> int:
-        """Choose a device for a lookup that names none: the tensors' device, else the one with the fewest keys in progress.
-
-        Lost devices come last.
+        """Choose a device for a lookup that names none: the tensors' device, else the least busy one that is not lost.
 
         Only call it if `one_device` is None.
 
@@ -219,8 +217,8 @@ class Deployment:
             tensors: keys and outputs, or mappings of them.
         """
         for tensor in tensors:
-            for one in tensor.values() if isinstance(tensor, Mapping) else (tensor,):
-                if (device := cuda_device_of(one)) in self.sessions:
+            for candidate in tensor.values() if isinstance(tensor, Mapping) else (tensor,):
+                if (device := cuda_device_of(candidate)) in self.sessions:
                     return device
         sessions = self.sessions
         return min(next(self._turns), key=lambda device: (sessions[device].lost, sessions[device].busy))
@@ -239,7 +237,8 @@ class Deployment:
         Raises:
             UnknownDeviceError: the model is not deployed there.
         """
-        if device_id is None:  # as `device` says: a lookup pays for each call
+        # The body of `device`, repeated: this runs for every lookup, which pays for each call.
+        if device_id is None:
             device_id = self.one_device
             if device_id is None:
                 device_id = self.choose_device(*tensors)
@@ -311,7 +310,7 @@ class Deployment:
         """Apply changes of a log to every tier; see `OrderedWrites.apply`. Lookups that start after it returns see the changes.
 
         Args:
-            changes: with float32 vectors, which the table's format can hold; those of deletions are finite.
+            changes: with float32 vectors that fit the table's format; those of deletions are finite.
 
         Returns:
             Number of changes not older than the stored rows.
@@ -378,14 +377,15 @@ class Deployment:
     def _changing(self, index: int) -> Iterator[None]:
         with ExitStack() as stack:
             for cache in self._all_caches():
-                stack.enter_context(cache.changing(index))
+                if isinstance(cache, HostTableReads):
+                    stack.enter_context(cache.changing(index))
             yield
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
 
     def _check_writable(self, doing: str, table: TableSpec) -> None:
-        """Reject a write that the network would contradict, or that would be acknowledged and lost with this deployment."""
+        """Reject a write that the network would contradict, or that would be lost with this deployment."""
         if table.table_name in self.stale_copies:
             raise StaleCopyError(
                 f"{doing}: the network of version {self.version} has a copy of {table.table_name!r}, which online writes do "
@@ -408,8 +408,8 @@ class Deployment:
         """Refuse new lookups, wait for running ones and free the caches.
 
         Args:
-            tables: `keep` leaves its tables in place, `release` frees those in this process's memory, `drop` drops them from
-                every database, `hand over` leaves them to the successor.
+            tables: `keep` leaves the tables in place, `release` frees them in this process, `drop` removes them from every
+                database, `hand over` leaves them to the successor.
 
         Returns:
             False if lookups still run after `DRAIN_S`: the data they read stays, and `close` may be called again.
@@ -430,7 +430,7 @@ class Deployment:
             return True
         if self.network is not None:
             self.network.close()
-            trim_heap()  # of programs and of what was read to load them
+            trim_heap()  # the allocator would keep the memory of the network's files
         try:
             for table in self.tables:
                 self.chain.release_table(table, everywhere=tables == "drop")
@@ -464,8 +464,8 @@ def log_positions(
     return tuple({} if start is None else chain.follow_log(table) for table, start in zip(tables, starts, strict=True))
 
 
-def repeated_after_takeover(call: _Call) -> _Call:
-    """Retry a call that a retired version refused, as long as the serving versions have changed since it began.
+def retry_after_takeover(call: _Call) -> _Call:
+    """Retry a call that a retired version refused, as long as the serving versions have changed since it started.
 
     Args:
         call: a function whose first argument is the parameter server. It looks up the serving version on
@@ -473,7 +473,7 @@ def repeated_after_takeover(call: _Call) -> _Call:
     """
 
     @wraps(call)
-    def repeated(server: Any, *args: Any, **kwargs: Any) -> Any:
+    def retried(server: Any, *args: Any, **kwargs: Any) -> Any:
         while True:
             serving = server.live.serving
             try:
@@ -482,4 +482,4 @@ def repeated_after_takeover(call: _Call) -> _Call:
                 if server.live.serving is serving:
                     raise
 
-    return cast(_Call, repeated)
+    return cast(_Call, retried)

@@ -1,6 +1,6 @@
-"""Which version of a model should serve: one record, whatever says it.
+"""The desired version of a model: one record for its three sources.
 
-Three sources say it: the `version_policy` of the model's entry, a pin of this process (a roll-back, or a deployment by number),
+The sources are the `version_policy` of the model's entry, a pin of this process (a roll-back, or a deployment by number),
 and the serving document of a fleet. A document comes before a pin, and a pin before the policy.
 """
 
@@ -22,10 +22,9 @@ class DesiredVersion:
         version: its number; empty if the model's `version_policy` chooses.
         by: the change that chose it.
         since: time of that change, in seconds since the epoch.
-        source: what says it.
         previous: the version to serve if `version` does not exist; empty if none.
         withdrawn: versions that the policy does not choose.
-        problem: why a restart would not know of it; empty if it would.
+        problem: why it ends with the process; empty if a restart finds it.
     """
 
     version: str = ""
@@ -56,11 +55,11 @@ class DesiredVersion:
         return policy.chosen([number for number in allowed if int(number) <= int(highest)], also=highest)
 
     def allows(self, version: str) -> bool:
-        """Return whether a process that serves this version serves what is desired."""
+        """Return True if a process may serve this version."""
         return version == self.version if self.version else version not in self.withdrawn
 
     def describe(self, serving: str) -> str:
-        """Describe, for people, what other than the `version_policy` chose the serving version; empty if nothing did."""
+        """Describe the pin or document that chose the serving version; empty if the `version_policy` did."""
         if self.source == "policy":
             return ""
         if self.source == "fleet":
@@ -69,7 +68,7 @@ class DesiredVersion:
         return f"{which}{self}" + (f"; {self.problem}" if self.problem else "")
 
     def unmet(self, name: str, versions: Sequence[str], policy: VersionPolicy) -> str:
-        """Say what a model lacks if none of its versions is chosen."""
+        """Describe why no version of a model is chosen, and the cure."""
         got = ", ".join(versions) or "none"
         if self.source == "fleet":
             return (

@@ -12,7 +12,8 @@ import numpy as np
 from hps.engine.session import RecordedLookup
 from hps.errors import ConflictError, InvalidInputError, NotReadyError
 from hps.ground.threads.lifetimes import disown_in_children, refusal
-from hps.tensors.batch import Batch, adopt_keys, kept_batch
+from hps.tensors.array_checks import adopt_keys
+from hps.tensors.batch import Batch, kept_batch
 from hps.types import DeviceArray
 from hps.versions.deployment import Deployment
 
@@ -36,7 +37,7 @@ class CapturedLookup:
         self._recorded: RecordedLookup | None = record(self._deployment)
 
     def replay(self) -> None:
-        """Look up the keys that the tensor holds when the stream reaches the graph. Does not wait.
+        """Look up the keys in the tensor at the time when the stream reaches the graph. Does not wait.
 
         Runs on the current stream of the keys' framework.
 
@@ -74,16 +75,16 @@ class PreparedLookup:
     same outputs. Each thread of a serving loop prepares its own. Runs of different prepared lookups share the model's
     workspaces with all other lookups.
 
-    A run answers as `HPS.lookup_tables` does with the keys that the tensors hold: from the version that serves when it begins,
-    after every `insert` that has returned, complete if the model's lookups are, and it is counted, traced and recorded like
-    them. After another version or other caches have taken over, the next run binds the tensors to these.
+    A run answers as `HPS.lookup_tables` does with the current keys of the tensors: from the version that serves when it starts.
+    It sees every `insert` that has returned, and is counted, traced and recorded. After a takeover, the next run binds the
+    tensors to the new version.
 
     Attributes:
         keys: by table, (n,) int64: the caller's tensors, or buffers that the caller fills.
         vectors: by table, (n, dim) float32: the caller's tensors, or buffers that a run writes.
         found: by table, (n,) bool, True for keys that a tier has; empty without `return_found`.
-        all_keys, all_vectors: the buffers behind `keys` and `vectors`, flat, in the order of the tables; None if any of them
-            is the caller's. One copy fills them for all tables.
+        all_keys, all_vectors: flat buffers behind `keys` and `vectors`, in the order of the tables, so that one copy fills all
+            tables; None if any table has the caller's tensor.
     """
 
     def __init__(
@@ -115,17 +116,17 @@ class PreparedLookup:
         if out is None:
             floats = list(map(operator.mul, counts, self._dims))
             flat, self.all_vectors = _with_buffers(tables, floats, new((sum(floats),), np.float32))
-            self.vectors = {name: one.reshape(-1, dim) for (name, one), dim in zip(flat.items(), self._dims, strict=True)}
+            self.vectors = {name: part.reshape(-1, dim) for (name, part), dim in zip(flat.items(), self._dims, strict=True)}
         else:
             self.vectors = dict(out)
         self.found: Mapping[Any, DeviceArray] = {}
         if with_found:
             self.found, _ = _with_buffers(tables, counts, new((sum(counts),), np.bool_))
-        self._batch = self._bound()
+        self._batch = self._bind()
         disown_in_children(self)
 
     def run(self) -> Mapping[Any, DeviceArray]:
-        """Look up the keys that the tensors hold, and wait for the answer.
+        """Look up the current keys of the tensors, and wait for the answer.
 
         Tensors on the GPU are read and written in the order of the current stream of their framework.
 
@@ -140,7 +141,7 @@ class PreparedLookup:
             InvalidInputError: the serving version has a table with another width.
             TooManyKeysError, WorkspaceTimeoutError, DatabaseError: as `HPS.lookup`; outputs are then unspecified.
         """
-        began = perf_counter_ns()
+        started = perf_counter_ns()
         if not self._running.acquire(False):
             raise ConflictError("running a prepared lookup: another thread is running it; prepare one for each thread")
         try:
@@ -149,9 +150,9 @@ class PreparedLookup:
                     raise refusal(self, "a prepared lookup")
                 deployment = self._serving()
                 if deployment is not self._deployment:
-                    self._follow(deployment)
+                    self._rebind(deployment)
                 try:
-                    self._answer(deployment, self._session, self._batch, began)
+                    self._answer(deployment, self._session, self._batch, started)
                     return self.vectors
                 except NotReadyError:
                     if self._serving() is deployment:
@@ -167,17 +168,17 @@ class PreparedLookup:
         """Refuse every call in a forked child."""
         self._running, self._closed = threading.Lock(), True
 
-    def _follow(self, deployment: Deployment) -> None:
+    def _rebind(self, deployment: Deployment) -> None:
         """Bind the tensors to the version or the caches that have taken over."""
         before = self._deployment, self._session
         self._deployment, self._session = deployment, deployment.session(self._device_id)
         try:
-            self._batch = self._bound()
+            self._batch = self._bind()
         except BaseException:
             self._deployment, self._session = before
             raise
 
-    def _bound(self) -> Batch:
+    def _bind(self) -> Batch:
         deployment, session = self._deployment, self._session
         for name, dim in zip(self.keys, self._dims, strict=True):
             if (now := deployment.dims[deployment.table_index(name)]) != dim:
@@ -199,7 +200,7 @@ class PreparedLookup:
 
 
 def _size_of(given: Any) -> int | None:
-    """Return the number of keys that a caller names; None for a tensor."""
+    """Return the size that a caller requests; None for a tensor."""
     if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
         return None
     if given < 0:
@@ -210,7 +211,7 @@ def _size_of(given: Any) -> int | None:
 def _with_buffers(
     tables: Mapping[Any, Any], sizes: Sequence[int | None], buffer: DeviceArray
 ) -> tuple[dict[Any, DeviceArray], DeviceArray | None]:
-    """Return the tables with a part of a buffer for each size, and the buffer if all of them have one."""
+    """Return the tables with a slice of a buffer for each size, and the buffer if every table has a slice."""
     start, placed = 0, dict(tables)
     for name, size in zip(tables, sizes, strict=True):
         if size is not None:

@@ -1,10 +1,10 @@
-"""What every replica of a fleet should serve: `serving.json`, beside the versions of a model.
+"""The version that every replica of a fleet should serve: `serving.json`, beside the versions of a model.
 
 {"format": 1, "number": 1764050644100000, "version": "2", "previous": "", "withdrawn": ["3"], "by": "rollback",
  "since": 1764050644.1, "writer": "5f0c2a9d41b7"}
 
-Replicas read it at every interval, and keep the last one beside their persistent database. A document that cannot be read, has
-vanished or went back changes nothing.
+Replicas poll it, and keep a copy beside their persistent database. A document that cannot be read, is deleted or has a lower
+number changes nothing: the replica serves on.
 """
 
 import json
@@ -79,15 +79,15 @@ class ServingDocument(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """Whether a replica follows the serving document of a model. *Immutable.*
+    """Whether a replica serves what the serving document of a model says. *Immutable.*
 
     Attributes:
         document: the last known one.
         serving: the serving version; empty if none.
-        follows: whether that is what the document says, and the document is known to be current.
-        pending: whether it is about to follow, or to try.
+        follows: the serving version is that of the document, which is known to be current.
+        pending: a deployment is under way or about to start.
         reason: why it does not follow; empty if it does.
-        age_s: seconds since the document was last read; None if it was not since the start.
+        age_s: seconds since the document was last read; None if never.
     """
 
     document: ServingDocument
@@ -98,7 +98,7 @@ class FleetStatus:
     age_s: float | None
 
 
-def following(
+def next_document(
     known: ServingDocument | None,
     by: FleetChange,
     version: str | None,
@@ -142,10 +142,11 @@ def following(
         previous = ""
     else:
         version, previous = "", ""
-    withdrawn = [one for one in dict.fromkeys(withdrawn) if one != version][-_MOST_WITHDRAWN:]
+    withdrawn = [number for number in dict.fromkeys(withdrawn) if number != version][-_MOST_WITHDRAWN:]
     now = time.time()
     return ServingDocument(
-        # By the clock, so that a document that is written anew after a loss is higher than the lost one.
+        # The time, so that a document written after the file was lost has a higher number than the lost one, which replicas
+        # know.
         number=max(known.number + 1 if known else 1, int(now * 1e6)),
         version=version,
         previous="" if previous in withdrawn else previous,
@@ -162,8 +163,8 @@ class _Reading:
 
     Attributes:
         document: the last valid one; None if there is none.
-        version: version of the file that was seen last, whether valid or not; empty if there was no file.
-        error: why `document` may not be the current one.
+        version: version of the last file, valid or not; empty if there was no file.
+        error: why `document` may be outdated.
         read_at: time of the last successful read, by `time.monotonic`.
     """
 
@@ -185,13 +186,12 @@ class Fleet:
         self._kept = kept or KeptFiles(None, FLEET)
         self._lock = threading.Lock()
         self._readings: dict[str, _Reading] = {}
-        self._places: dict[str, str] = {}
 
     def of(self, model: str, place: str) -> ServingDocument | None:
-        """Return the last known document of a model; reads it if that was never tried. None: the model has none.
+        """Return the last known document of a model, read on the first call; None if it has none.
 
         Args:
-            place: directory of its versions; a model without one has no document.
+            place: directory of its versions; empty if it has none, and so no document.
 
         Raises:
             ModelFileError: it cannot be read, and none is known from before.
@@ -203,23 +203,23 @@ class Fleet:
             raise reading.error
         return reading.document
 
-    def shown(self, model: str) -> ServingDocument | None:
+    def known(self, model: str) -> ServingDocument | None:
         """Return the last known document of a model, without reading any file."""
         reading = self._readings.get(model)
         return None if reading is None else reading.document
 
     def problem(self, model: str) -> str:
-        """Why the last known document may not be the current one; empty if it is."""
+        """Return why the last known document may be outdated; empty if it is current."""
         reading = self._readings.get(model)
         return "" if reading is None or reading.error is None else str(reading.error)
 
     def age_s(self, model: str) -> float | None:
-        """Return the seconds since a document was last read; None if none was in this process."""
+        """Return the seconds since a document was last read; None if never."""
         reading = self._readings.get(model)
         return None if reading is None or reading.read_at is None else max(0.0, time.monotonic() - reading.read_at)
 
     def read(self, model: str, place: str) -> _Reading:
-        """Read the document of a model again. A failure is kept as the reading's `error`."""
+        """Reload the document of a model. A failure becomes the reading's `error`."""
         if model not in self._readings:
             kept = self._from_disk(model)
             with self._lock:
@@ -232,10 +232,10 @@ class Fleet:
         return self._adopt(model, document, version, None)
 
     def write(self, model: str, place: str, change: Callable[[ServingDocument | None], ServingDocument]) -> ServingDocument:
-        """Replace the document of a model, unless somebody else does so at the same time.
+        """Replace the document of a model, unless another writer does so at the same time.
 
         Args:
-            change: returns the new document for the known one.
+            change: returns the new document, given the known one.
 
         Raises:
             ConflictError: another writer was faster, or a newer release wrote it; nothing was written.
@@ -252,7 +252,7 @@ class Fleet:
             if _format_of(content) > _FORMAT:
                 raise ConflictError(f"writing {path}: a newer release of hps wrote it; change the fleet with that release")
         if version != reading.version:
-            raise ConflictError(f"writing {path}: it was changed just now; see what it says, and decide anew")
+            raise ConflictError(f"writing {path}: it was changed just now; read it, and decide anew")
         document = change(reading.document)
         try:
             version = filesystem.replace(path, _text(document), version)
@@ -272,7 +272,7 @@ class Fleet:
             DatabaseError: the kept copy cannot be removed.
         """
         reading = self._readings.get(model, _Reading())
-        if not isinstance(reading.error, _GoneError):
+        if not isinstance(reading.error, _DeletedDocumentError):
             raise ConflictError(
                 f"changing model {model!r}: its {SERVING} says what the fleet serves: {reading.document}; change it for all "
                 f"replicas (--fleet)"
@@ -282,7 +282,7 @@ class Fleet:
             self._readings[model] = _Reading(None, "", None, reading.read_at)
 
     def check_integrity(self) -> list[str]:
-        """Return a sentence for each document that withdraws what it serves, or whose kept copy is a newer one."""
+        """Return a sentence for each document that withdraws its own version, or whose kept copy is newer."""
         found = []
         for model, reading in list(self._readings.items()):
             if (document := reading.document) is None:
@@ -290,7 +290,7 @@ class Fleet:
             if {document.version, document.previous} & {*document.withdrawn}:
                 found.append(f"model {model!r}: its {SERVING} withdraws what it serves: {document}")
             kept = self._from_disk(model)
-            if kept is not None and kept.number > document.number and self.shown(model) is document:
+            if kept is not None and kept.number > document.number and self.known(model) is document:
                 found.append(f"model {model!r}: the kept {SERVING} has number {kept.number}, the known one {document.number}")
         return found
 
@@ -298,17 +298,17 @@ class Fleet:
         """Return the document in the file, and the file's version; None and empty if there is no file."""
         filesystem, directory = self._sources.locate(place)
         path = within(directory, SERVING)
-        for last in (*[False] * (_TRIES - 1), True):
+        known = before.version if before.error is None else ""
+        for attempt in range(1, _TRIES + 1):
             try:
-                known = before.version if before.error is None else ""
                 found = read_small_file(filesystem, path, _MOST_BYTES, known=known)
                 break
             except ModelFileChangedError:
-                if last:
+                if attempt == _TRIES:
                     raise
         if found is None:
             if before.document is not None:
-                raise _GoneError(
+                raise _DeletedDocumentError(
                     f"reading {path}: it is gone; the last one said {before.document}, which stays. Write it again (`hps "
                     "deploy MODEL --version V --fleet`), or let this replica leave the fleet (`hps unpin MODEL`)"
                 )
@@ -333,14 +333,14 @@ class Fleet:
             before = self._readings.get(model, _Reading())
             known = before.document
             if error is not None:
-                seen = (
-                    error.version
-                    if isinstance(error, _InvalidError)
-                    else ""
-                    if isinstance(error, _GoneError)
-                    else before.version
-                )
-                reading = replace(before, error=error, version=seen)
+                # The version that `write` expects: of the invalid file that it may replace, none after a deletion. After a
+                # failed read the file is unknown, so the last version stays.
+                version = before.version
+                if isinstance(error, _InvalidError):
+                    version = error.version
+                elif isinstance(error, _DeletedDocumentError):
+                    version = ""
+                reading = replace(before, error=error, version=version)
             elif known is not None and document is not None and document != known and document.number <= known.number:
                 error = ModelFileError(
                     f"reading {SERVING} of model {model!r}: it went back from number {known.number}, which said {known}, to "
@@ -356,18 +356,19 @@ class Fleet:
             _log.warning("model %r: what the fleet serves is not known to be current: %s", model, error)
         if reading.document is not None and reading.document != known:
             _log.info("model %r: the fleet serves %s", model, reading.document)
-            self._keep(model)
+            self._store(model)
         return reading
 
-    def _keep(self, model: str) -> None:
-        """Write the known document to disk; the newest one is there when every thread has returned."""
-        while (document := self.shown(model)) is not None:
+    def _store(self, model: str) -> None:
+        """Write the known document to disk."""
+        # Two threads may adopt documents in one order and write them in the other: write until the file has the known one.
+        while (document := self.known(model)) is not None:
             try:
                 self._kept.write(model, document.model_dump(mode="json"))
             except OSError as error:
                 _log.error("model %r: keeping the %s beside the persistent database failed: %s", model, SERVING, error)
                 return
-            if self.shown(model) is document:
+            if self.known(model) is document:
                 return
 
     def _from_disk(self, model: str) -> ServingDocument | None:
@@ -379,12 +380,12 @@ class Fleet:
             return None
 
 
-class _GoneError(ModelFileNotFoundError):
-    """The document was there before and is not any more."""
+class _DeletedDocumentError(ModelFileNotFoundError):
+    """The document was deleted."""
 
 
 class _InvalidError(ModelFileError):
-    """The document cannot be understood."""
+    """The document is invalid."""
 
     def __init__(self, message: str, version: str) -> None:
         super().__init__(message)
@@ -406,4 +407,4 @@ def _format_of(content: bytes) -> int:
 def _problems(error: Exception) -> str:
     if not isinstance(error, pydantic.ValidationError):
         return "nested too deeply"
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())[:400]
+    return "; ".join(f"{'.'.join(map(str, detail['loc'])) or 'it'}: {detail['msg']}" for detail in error.errors())[:400]

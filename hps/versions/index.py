@@ -22,7 +22,7 @@ class IndexEntry:
 
     Attributes:
         version: its number; empty if the versions of the model cannot be listed.
-        state: `ready` answers lookups.
+        state: lookups are answered if `ready`.
         reason: why it is not ready; empty if unknown.
     """
 
@@ -41,14 +41,14 @@ def version_index(catalog: ModelCatalog, live: LiveModels) -> list[IndexEntry]:
     catalog.scan()
     names = sorted({*catalog.names, *live.serving})
     problems = {name: problem for name, problem in catalog.problems.items() if name not in names}
-    wrong = [IndexEntry(name, "", "unavailable", str(problem)) for name, problem in sorted(problems.items())]
-    return [entry for name in names for entry in _entries(name, catalog, live)] + wrong
+    invalid = [IndexEntry(name, "", "unavailable", str(problem)) for name, problem in sorted(problems.items())]
+    return [entry for name in names for entry in _entries(name, catalog, live)] + invalid
 
 
 def _entries(name: str, catalog: ModelCatalog, live: LiveModels) -> list[IndexEntry]:
     found: dict[str, tuple[IndexState, str]] = {}
-    for one, state in live.versions(name):
-        found.setdefault(one.version, _STATES[state])
+    for deployment, state in live.versions(name):
+        found.setdefault(deployment.version, _STATES[state])
     loading = live.change_of(name) == "deploying"
     failure = live.failure(name)
     error = "" if failure is None else failure.cause

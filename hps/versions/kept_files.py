@@ -1,4 +1,4 @@
-"""Small files beside the persistent database, which a restart finds again."""
+"""Small files beside the persistent database, which survive a restart."""
 
 import json
 import os
@@ -19,9 +19,9 @@ class KeptFiles:
     """Small JSON files beside the persistent database, one for each model. *Thread-safe.*
 
     Args:
-        directory: directory of the persistent database; None if there is none, and nothing is kept.
-        name: of the directory in it.
-        read_only: whether another process writes there.
+        directory: directory of the persistent database; None if there is none: nothing is stored.
+        name: of the subdirectory.
+        read_only: another process writes there.
     """
 
     def __init__(self, directory: Path | None, name: str, *, read_only: bool = False) -> None:
@@ -48,7 +48,7 @@ class KeptFiles:
             raise DatabaseError(f"reading {self.path(model)} of model {model!r}: {error}") from error
 
     def write(self, model: str, content: Mapping[str, object]) -> None:
-        """Write the file of a model durably, where this process may. Raises `OSError`."""
+        """Write the file of a model durably, unless read-only. Raises `OSError`."""
         if self.directory is None or self.read_only:
             return
         path = self.path(model)

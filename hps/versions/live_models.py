@@ -5,8 +5,8 @@
                  v  |                                v          v
                 failed                              gone     serving (rolled back to, with new caches)
 
-Until a version serves, its model has the state: the version is known only after its files are found. A model has one change
-at a time. A failed model keeps its error and the time of the next try; polling shares this back-off.
+Until a version serves, the state is that of its model, since the version is known only after its files are found. A model has
+one change at a time. A failed model keeps its error and the time of the next try; polling shares this back-off.
 """
 
 import logging
@@ -50,17 +50,17 @@ _MOST_REMEMBERED = 256
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """First and longest pause before retrying a model that could not be deployed. Each failure doubles the pause."""
 
-_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, UpdateLogError, NotReadyError)
-_STAYS = (DatabaseCorruptError, TableWidthError)
-_OF_VERSIONS = (UnknownVersionError, ModelFileError)  # a publisher may put other files there, or those that are away back
+_TRANSIENT = (ModelSourceError, ModelFileChangedError, DatabaseError, UnknownTableError, UpdateLogError, NotReadyError)
+_PERMANENT = (DatabaseCorruptError, TableWidthError)
+_OF_VERSIONS = (UnknownVersionError, ModelFileError)  # a publisher may write missing files, or replace wrong ones
 
 REFRESHING = "refreshing"
 """A change requested over the network that leaves the versions alone; one per model at a time."""
 
 VersionState = Literal["serving", "available", "kept", "retiring"]
-ComingState = Literal["wanted", "loading", "failed", "serving"]
+LifecycleState = Literal["wanted", "loading", "failed", "serving"]
 Wanted: TypeAlias = tuple[ModelConfig, tuple[tuple[str, str], ...]]
-"""What a model's policy selects: its entry, and the numbers and fingerprints of the versions."""
+"""The selection of a model's policy: its entry, and the numbers and fingerprints of the versions."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,15 @@ class VersionInfo:
     stale_copies: tuple[str, ...] = ()
 
 
-def may_pass(error: BaseException, *, versioned: bool = False) -> bool:
-    """Return True if what failed may succeed later without another configuration or program.
+def is_transient(error: BaseException, *, versioned: bool = False) -> bool:
+    """Return True if a failed deployment may succeed later with the same configuration.
 
     Args:
-        versioned: its files are versions that somebody publishes, in a repository or a model's `version_path`, and not files
-            that the configuration names one by one.
+        versioned: its files are published as versions, in a repository or a model's `version_path`.
     """
-    if isinstance(error, _STAYS):
+    if isinstance(error, _PERMANENT):
         return False
-    return isinstance(error, _MAY_PASS) or (versioned and isinstance(error, _OF_VERSIONS))
+    return isinstance(error, _TRANSIENT) or (versioned and isinstance(error, _OF_VERSIONS))
 
 
 def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
@@ -127,17 +126,17 @@ class Failure:
     cause: str
     count: int
     due: float
-    may_pass: bool
+    is_transient: bool
     wanted: Wanted | None = None
 
 
 @dataclass(frozen=True)
-class ModelLife:
+class ModelLifecycle:
     """A model that serves or that the service waits for. *Immutable*, except the tables of a running load.
 
     Attributes:
         state: `serving` if any version is.
-        tables: tables of the last load or the coming one.
+        tables: tables of the last or next load.
         waiting: what the load waits for, once all tables are read; empty if nothing.
         failure: reason of the state `failed`.
         retry_in_s: seconds until the next try; None if there is none.
@@ -146,7 +145,7 @@ class ModelLife:
     """
 
     name: str
-    state: ComingState
+    state: LifecycleState
     tables: list[LoadingTable]
     waiting: str
     failure: Failure | None
@@ -172,11 +171,11 @@ class _Model:
     failure: Failure | None = None
     deployed: Wanted | None = None  # last deployment by policy
     failures: int = 0
-    holders: dict[str, "WeakSet[object]"] = field(default_factory=dict)  # by version: what keeps it in service
+    users: dict[str, "WeakSet[object]"] = field(default_factory=dict)  # by version: objects that keep it in service
 
     @property
-    def held(self) -> set[str]:
-        return {version for version, holders in list(self.holders.items()) if len(holders)}
+    def retained(self) -> set[str]:
+        return {version for version, users in list(self.users.items()) if len(users)}
 
     def of(self, *states: VersionState) -> list[_Version]:
         return [version for version in self.versions if version.state in states]
@@ -186,18 +185,18 @@ class _Model:
         return self.change.doing if self.change is not None and self.change.under_way else ""
 
     @property
-    def coming(self) -> ComingState:
+    def coming(self) -> LifecycleState:
         if self.doing == "deploying":
             return "loading"
         return "wanted" if self.failure is None else "failed"
 
     @property
-    def is_gone(self) -> bool:
+    def is_unused(self) -> bool:
         return not (self.versions or self.doing or self.wanted or self.failure or self.deployed)
 
     @property
     def is_counted(self) -> bool:
-        """Whether its metrics are shown: until it is undeployed."""
+        """Return True if its metrics are shown: until it is undeployed."""
         undeployed = self.change is not None and self.change.doing == "undeploying"
         return bool(self.versions or self.doing or self.wanted or (self.failure and not undeployed))
 
@@ -207,14 +206,14 @@ class LiveModels:
 
     Args:
         serving: serving deployments at the start.
-        counted: told when models begin and end, since their metrics do with them.
+        counted: notified when models start and end, as their metrics do.
         clock: monotonic time in seconds.
 
     Attributes:
-        serving: deployment that answers lookups without a version, by model. Replaced as a whole, never modified.
+        serving: deployment that answers lookups without a version, by model. Replaced, never modified.
         requested: last change requested over the network, by model.
         first_retry_s: first pause of the back-off.
-        watchers: called after the versions in service have changed, by the thread that changes them.
+        watchers: called by the changing thread after the versions in service have changed or a recording has started.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class LiveModels:
         self.requested: dict[str, Change] = {}
         self.first_retry_s = FIRST_RETRY_S
         self._counted = counted or CountedModels()
-        self._models = {name: _Model([_Version(one, "serving")]) for name, one in self.serving.items()}
+        self._models = {name: _Model([_Version(deployment, "serving")]) for name, deployment in self.serving.items()}
         for name in self._models:
             self._counted.begin(name)
         self.watchers: list[Callable[[], None]] = []
@@ -238,7 +237,7 @@ class LiveModels:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called; a change may still be running."""
+        """True after `close`; a change may still be running."""
         return self._closed
 
     # -- versions -----------------------------------------------------------------------------------------------------------
@@ -258,64 +257,65 @@ class LiveModels:
             return serving
         if (deployment := self.deployed(name, version)) is not None:
             return deployment
-        known = ", ".join(one.version for one, state in self.versions(name) if state in ("serving", "available"))
+        known = ", ".join(found.version for found, state in self.versions(name) if state in ("serving", "available"))
         raise UnknownVersionError(f"looking up model {name!r}: got version {version[:40]!r}, deployed: {known}")
 
     def versions(self, name: str) -> list[tuple[Deployment, VersionState]]:
         """Return a model's versions and their states; those in service first, ascending."""
         with self._changed:
             model = self._models.get(name, _Model())
-            found = sorted(model.of("serving", "available"), key=lambda one: int(one.deployment.version))
-            return [(one.deployment, one.state) for one in found + model.of("kept") + model.of("retiring")]
+            found = sorted(model.of("serving", "available"), key=lambda version: int(version.deployment.version))
+            return [(version.deployment, version.state) for version in found + model.of("kept") + model.of("retiring")]
 
     def deployed(self, name: str, version: str) -> Deployment | None:
         """Return the deployment of a version if it is in service."""
         with self._changed:
             found = self._models[name].of("serving", "available") if name in self._models else []
-            return next((one.deployment for one in found if one.deployment.version == version), None)
+            return next((entry.deployment for entry in found if entry.deployment.version == version), None)
 
     def all(self) -> list[Deployment]:
-        return [one for name in list(self._models) for one, state in self.versions(name) if state in ("serving", "available")]
+        found = (version for name in list(self._models) for version in self.versions(name))
+        return [deployment for deployment, state in found if state in ("serving", "available")]
 
     def lost_devices(self) -> dict[str, str]:
         """Return the devices that versions in service have lost, with the error of each."""
-        caches = [cache for one in self.all() for cache in one.device_caches]
+        caches = [cache for deployment in self.all() for cache in deployment.device_caches]
         return {cache.device_name: failure for cache in caches if (failure := cache.failure) is not None}
 
     def refused(self) -> str:
-        """Which models in service refuse all lookups on a device, and why; empty without any."""
-        refusing = {one.config.model: reason for one in self.all() if (reason := one.refuses)}
+        """Describe the models in service that refuse all lookups on a device; empty if none."""
+        refusing = {found.config.model: reason for found in self.all() if (reason := found.refuses)}
         return "; ".join(f"model {model!r}: {reason}" for model, reason in refusing.items())
 
     def kept(self, name: str) -> list[Deployment]:
         """Return the versions kept for a roll-back, in the order of their replacement."""
-        return [one for one, state in self.versions(name) if state == "kept"]
+        return [deployment for deployment, state in self.versions(name) if state == "kept"]
 
-    def hold(self, name: str, version: str, holder: object) -> None:
-        """Keep a version available, whatever is deployed, while `holder` lives; it retires with the next change after that.
+    def retain(self, name: str, version: str, user: object) -> None:
+        """Keep a version available while `user` lives; the next change after that retires it.
 
         Raises:
             UnknownModelError, UnknownVersionError: it is not deployed.
         """
         with self._changed:
             self.find(name, version)
-            self._models[name].holders.setdefault(version, WeakSet()).add(holder)
+            self._models[name].users.setdefault(version, WeakSet()).add(user)
 
     # -- models to come -----------------------------------------------------------------------------------------------------
 
-    def want(self, model: ModelConfig) -> None:
+    def expect(self, model: ModelConfig) -> None:
         """Wait until a model serves with this entry, and reset its failures."""
         with self._changed:
             self._counted.begin(model.model)
             known = self._models.setdefault(model.model, _Model())
             known.wanted, known.failure = model, None
 
-    def give_up(self, name: str) -> None:
+    def stop_expecting(self, name: str) -> None:
         """Stop waiting for a model."""
         with self._changed:
             if name in self._models:
                 self._models[name].wanted = None
-                self._forget_gone(name)
+                self._forget_if_unused(name)
 
     def due(self) -> dict[str, float]:
         """Return the awaited models that are due for a retry, and the times, by the clock."""
@@ -326,21 +326,21 @@ class LiveModels:
                 if model.wanted
                 and not model.doing
                 and name not in self.serving
-                and (model.failure is None or model.failure.may_pass)
+                and (model.failure is None or model.failure.is_transient)
             }
 
-    def models(self) -> list[ModelLife]:
+    def models(self) -> list[ModelLifecycle]:
         """Return the models that serve or are awaited."""
         with self._changed:
             known = {**self._models, **{name: _Model() for name in self.serving if name not in self._models}}
-            return [self._life(name, one) for name, one in known.items() if one.wanted or name in self.serving]
+            return [self._lifecycle(name, model) for name, model in known.items() if model.wanted or name in self.serving]
 
     def failure(self, name: str) -> Failure | None:
         """Return the failure of a model's last deployment, if any."""
         with self._changed:
             return self._models[name].failure if name in self._models else None
 
-    def failed(self, name: str, error: BaseException, *, known: bool = True) -> None:
+    def record_failure(self, name: str, error: BaseException, *, known: bool = True) -> None:
         """Record a failed deployment and schedule a retry. A model that is neither known nor awaited is forgotten."""
         with self._changed:
             model = self._models.setdefault(name, _Model())
@@ -349,7 +349,7 @@ class LiveModels:
             failures = 1 + (model.failure.count if model.failure else 0)
             pause = min(self.first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
             pause *= random.uniform(0.75, 1.0)  # spread the retries of replicas that failed together
-            passes = may_pass(error, versioned=model.wanted is not None and bool(model.wanted.version_path))
+            passes = is_transient(error, versioned=model.wanted is not None and bool(model.wanted.version_path))
             model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, passes)
             model.failures += 1
 
@@ -365,8 +365,8 @@ class LiveModels:
             model = self._models[name]
             model.deployed, model.failure = wanted, None
 
-    def differs(self, name: str, wanted: Wanted) -> bool:
-        """Whether to deploy what a model's policy selects: it is new, or failed and is due for a retry.
+    def needs_deployment(self, name: str, wanted: Wanted) -> bool:
+        """Return True if the versions that a model's policy selects are new, or failed and are due for a retry.
 
         A failure with other files does not delay it.
         """
@@ -374,7 +374,7 @@ class LiveModels:
             model = self._models.get(name)
             if model is None or (failure := model.failure) is None:
                 return model is None or model.deployed != wanted
-            if failure.wanted is None:  # a failed deployment may not know the versions it would have deployed
+            if failure.wanted is None:  # the deployment may have failed before it knew its versions
                 failure = model.failure = replace(failure, wanted=wanted)
             if failure.wanted == wanted:
                 return self._clock() >= failure.due
@@ -386,7 +386,7 @@ class LiveModels:
         with self._changed:
             for name in [name for name in self._models if name not in names]:
                 self._models[name].failure = self._models[name].deployed = None
-                self._forget_gone(name)
+                self._forget_if_unused(name)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -409,8 +409,8 @@ class LiveModels:
         with self._changed:
             self._check_open(doing, name)
             model = self._models.setdefault(name, _Model())
-            asked = self.requested.get(name)
-            if under_way := model.doing or (asked.doing if by and asked is not None and asked.under_way else ""):
+            requested = self.requested.get(name)
+            if under_way := model.doing or (requested.doing if by and requested is not None and requested.under_way else ""):
                 raise ConflictError(f"{doing} model {name!r}: {under_way} it is under way; try again when that has ended")
             self._counted.begin(name)
             change = Change(name, doing, next(self._numbers), what, by, clock=self._clock)
@@ -421,7 +421,7 @@ class LiveModels:
                 change.expect(table.table_name for table in (model.wanted.tables if model.wanted else ()))
             if by:
                 while len(self.requested) >= _MOST_REMEMBERED:
-                    del self.requested[next(other for other, one in self.requested.items() if not one.under_way)]
+                    del self.requested[next(model for model, past in self.requested.items() if not past.under_way)]
                 self.requested.pop(name, None)
                 self.requested[name] = change
             return change
@@ -429,12 +429,12 @@ class LiveModels:
     def finish_change(self, change: Change, error: BaseException | None = None) -> None:
         change.end(error)
         with self._changed:
-            self._forget_gone(change.model)
+            self._forget_if_unused(change.model)
             self._changed.notify_all()
 
     @contextmanager
     def changing(self, name: str, doing: str, progress: Progress | None = None) -> Iterator[Change]:
-        """Change a model exclusively. Continues a change that was begun for this thread.
+        """Change a model exclusively. Continues a change that another thread started for this one.
 
         Args:
             doing: as for `start_change`.
@@ -446,9 +446,9 @@ class LiveModels:
         with self._changed:
             self._check_open(doing, name)
             model = self._models.get(name)
-            begun = model.change if model and model.doing else None
-            if begun is not None and begun.thread is threading.current_thread():
-                change, ends_it, begun.thread = begun, False, None
+            started = model.change if model and model.doing else None
+            if started is not None and started.thread is threading.current_thread():
+                change, ends_it, started.thread = started, False, None
             else:
                 change, ends_it = self.start_change(name, doing), True
         change.listener = progress or NoProgress()
@@ -458,7 +458,7 @@ class LiveModels:
                 drain_s = DRAIN_S if model.of("serving", "available") else 0.0
                 if not self._changed.wait_for(lambda: not model.of("retiring"), drain_s):
                     raise NotReadyError(
-                        f"{doing} model {name!r}: lookups of the deployment before it still run and read its tables; try again "
+                        f"{doing} model {name!r}: lookups of the previous deployment still run and read its tables; try again "
                         "when they have ended, and graphs that captured some are gone"
                     )
             yield change
@@ -472,19 +472,19 @@ class LiveModels:
     def serve(
         self,
         deployment: Deployment,
-        stay: Callable[[list[str]], list[str]],
+        select: Callable[[list[str]], list[str]],
         tables: Fate,
         kept: Deployment | None = None,
         *,
-        beside: bool = False,
+        only_available: bool = False,
     ) -> None:
         """Let a deployment serve its model. Called within a change of the model.
 
         Args:
-            stay: selects the versions to keep available; the others are retired.
+            select: selects the versions to keep available; the others are retired.
             tables: fate of the retired versions' tables, and of those of an earlier deployment of the same version.
-            kept: the same version kept for a roll-back, if any; its tables are in service again.
-            beside: leave the serving version serving, if there is one of another number; this one is available beside it.
+            kept: the deployment kept for a roll-back that this one replaces, if any.
+            only_available: make the deployment available, and let a serving version of another number serve on.
 
         Raises:
             NotReadyError: the parameter server was closed meanwhile.
@@ -494,37 +494,39 @@ class LiveModels:
             self._check_open("deploying", name)
             model = self._models[name]
             before = model.of("serving", "available")
-            held = model.held - {deployment.version}
-            stays = {*stay([*(one.deployment.version for one in before), deployment.version]), *held} - {deployment.version}
+            retained = model.retained - {deployment.version}
+            stays = {*select([*(version.deployment.version for version in before), deployment.version]), *retained} - {
+                deployment.version
+            }
             current = self.serving.get(name)
-            stands = current if beside and current and current.version != deployment.version else None
-            for one in before:
-                if one.deployment is not stands:
-                    one.state = "available" if one.deployment.version in stays else "retiring"
+            unchanged = current if only_available and current and current.version != deployment.version else None
+            for version in before:
+                if version.deployment is not unchanged:
+                    version.state = "available" if version.deployment.version in stays else "retiring"
             model.versions = [version for version in model.versions if version.deployment not in (deployment, kept)]
-            model.versions.append(_Version(deployment, "available" if stands else "serving"))
+            model.versions.append(_Version(deployment, "available" if unchanged else "serving"))
             # Lookups read `serving` without a lock, once each: a new dict in one store is what makes the takeover a single
-            # step, and what `repeated_after_takeover` compares by identity. The old deployment is closed only afterwards, so
+            # step, and what `retry_after_takeover` compares by identity. The old deployment is closed only afterwards, so
             # that a lookup which still found it here either runs to its end on it, or is refused and finds the new one.
-            if not stands:
+            if unchanged is None:
                 self.serving = {**self.serving, name: deployment}
-            model.holders = {version: model.holders[version] for version in model.held}
-            for one in before:
-                if one.state == "retiring" and one.deployment is not deployment:
-                    self._retire_later(name, one.deployment, tables)
-        self._notify()
-        for one in before:
-            if one.state == "available" and one.deployment.version in held:
+            model.users = {version: model.users[version] for version in model.retained}
+            for version in before:
+                if version.state == "retiring" and version.deployment is not deployment:
+                    self._retire_later(name, version.deployment, tables)
+        self.notify_watchers()
+        for version in before:
+            if version.state == "available" and version.deployment.version in retained:
                 _log.warning(
-                    "model %r: version %s takes over, but layers of this process go on with version %s, which stays in memory "
-                    "while they live; make them again for the new version",
+                    "model %r: version %s takes over, but layers of this process still use version %s, which stays in memory "
+                    "while they live; create them again for the new version",
                     name,
                     deployment.version,
-                    one.deployment.version,
+                    version.deployment.version,
                 )
 
     def withdraw(self, name: str, version: str | None) -> list[Deployment]:
-        """Take a model, or one version of it, out of service. Called within a change of the model.
+        """Take a model, or one of its versions, out of service. Called within a change of the model.
 
         Returns:
             The withdrawn deployments, to pass to `retire`.
@@ -537,7 +539,7 @@ class LiveModels:
         with self._changed:
             out = self._models[name].of("serving", "available")
             if version is None:
-                self.serving = {other: one for other, one in self.serving.items() if other != name}
+                self.serving = {model: serving for model, serving in self.serving.items() if model != name}
                 self._models[name].wanted = None
             elif len(out) == 1:
                 raise ConflictError(
@@ -545,18 +547,18 @@ class LiveModels:
                     "another version first"
                 )
             else:
-                left = [one for one in out if one.deployment is not deployment]
-                out = [one for one in out if one.deployment is deployment]
+                remaining = [entry for entry in out if entry.deployment is not deployment]
+                out = [entry for entry in out if entry.deployment is deployment]
                 if self.serving[name] is deployment:
-                    highest = max(left, key=lambda one: int(one.deployment.version))
+                    highest = max(remaining, key=lambda entry: int(entry.deployment.version))
                     highest.state = "serving"
                     self.serving = {**self.serving, name: highest.deployment}
-            for one in out:
-                one.state = "retiring"
-        self._notify()
-        return [one.deployment for one in out]
+            for entry in out:
+                entry.state = "retiring"
+        self.notify_watchers()
+        return [entry.deployment for entry in out]
 
-    def _notify(self) -> None:
+    def notify_watchers(self) -> None:
         for watcher in self.watchers:
             watcher()
 
@@ -571,9 +573,9 @@ class LiveModels:
     def drop_kept(self, name: str, kept: Sequence[Deployment], tables: Fate = "drop") -> None:
         """Drop these kept versions. Called within a change of the model."""
         with self._changed:
-            for one in self._models[name].of("kept"):
-                if one.deployment in kept:
-                    one.state = "retiring"
+            for version in self._models[name].of("kept"):
+                if version.deployment in kept:
+                    version.state = "retiring"
         for deployment in kept:
             self.retire(name, deployment, tables)
 
@@ -599,45 +601,45 @@ class LiveModels:
             return out
 
     def check_integrity(self) -> list[str]:
-        """Return a sentence for each invariant of the states that is broken; none is, whatever runs meanwhile."""
+        """Return a sentence for each broken invariant of the states; safe during changes."""
         with self._changed:
             unknown = self.serving.keys() - self._models.keys()
             found = [f"model {name!r} serves, but has no versions" for name in unknown]
             for name, model in self._models.items():
-                serving = [one.deployment for one in model.of("serving")]
+                serving = [version.deployment for version in model.of("serving")]
                 if serving != ([self.serving[name]] if name in self.serving else []):
-                    versions = [one.version for one in serving]
+                    versions = [deployment.version for deployment in serving]
                     found.append(f"model {name!r}: its lookups are not answered by the version that serves, of {versions}")
                 if model.of("available") and not serving:
-                    found.append(f"model {name!r}: versions are available beside none that serves")
+                    found.append(f"model {name!r}: versions are available, but none serves")
                 deployments = [version.deployment for version in model.versions]
                 if len(set(map(id, deployments))) != len(deployments):
                     found.append(f"model {name!r}: a deployment has two states")
-                numbers = [one.deployment.version for one in model.of("serving", "available")]
+                numbers = [version.deployment.version for version in model.of("serving", "available")]
                 if len(set(numbers)) != len(numbers):
                     found.append(f"model {name!r}: a version is in service twice: {numbers}")
         return found
 
     def disown(self) -> object:
         """In a forked child: forget everything without taking a lock. Returns the parent's models."""
-        held = self._models
+        models = self._models
         self._changed = threading.Condition()
         self._closed, self.serving, self._models = True, {}, {}
-        return held
+        return models
 
-    def _life(self, name: str, model: _Model) -> ModelLife:
+    def _lifecycle(self, name: str, model: _Model) -> ModelLifecycle:
         failure, load = model.failure, model.load
-        state: ComingState = "serving" if name in self.serving else model.coming
+        state: LifecycleState = "serving" if name in self.serving else model.coming
         names = [table.table_name for table in model.wanted.tables] if model.wanted else []
         tables = list(load.tables.values()) if load is not None and state != "wanted" else list(map(LoadingTable, names))
-        again = state == "failed" and failure is not None and failure.may_pass
-        return ModelLife(
+        retries = state == "failed" and failure is not None and failure.is_transient
+        return ModelLifecycle(
             name,
             state,
             tables,
             load.waiting if load is not None and load.under_way else "",
             failure if state == "failed" else None,
-            max(0.0, failure.due - self._clock()) if failure is not None and again else None,
+            max(0.0, failure.due - self._clock()) if failure is not None and retries else None,
             model.failures,
             0.0 if load is None else load.seconds,
         )
@@ -646,18 +648,18 @@ class LiveModels:
         if self._closed:
             raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
 
-    def _forget_gone(self, name: str) -> None:
+    def _forget_if_unused(self, name: str) -> None:
         model = self._models.get(name)
         if model is None or not model.is_counted:
             self._counted.end(name)
         elif model.versions and not model.doing:  # else further tables may be coming
             versions = (version.deployment.config for version in model.versions)
             self._counted.narrow(name, {table for config in versions for table in config.embedding_table_names})
-        if model is not None and model.is_gone:
+        if model is not None and model.is_unused:
             del self._models[name]
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
-        # On a thread of its own: a lookup may run for long, and a captured graph holds its lookup for as long as it lives.
+        # On its own thread: a lookup may run for long, and a captured graph keeps its lookup running for as long as it lives.
         # Until then no other change of the model begins, since the next version could be given the slot of these tables.
         def work() -> None:
             while not self._ended(name, deployment, tables) and not self._closed:
@@ -680,5 +682,5 @@ class LiveModels:
                 model.versions = [version for version in model.versions if version.deployment is not deployment]
                 if tables == "keep" and deployment.chain.databases:  # otherwise its tables are gone
                     model.versions.append(_Version(deployment, "kept"))
-                self._forget_gone(name)
+                self._forget_if_unused(name)
             self._changed.notify_all()

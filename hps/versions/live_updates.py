@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class LiveUpdates:
     """The update feeds of this process, one for each version in service with a table that follows the log. *Thread-safe.*
 
-    A feed starts when its version is loaded, before the version takes over, and stops before the tables are released or kept
-    for a roll-back (`Deployment.close`). It continues when a deployment hands its tables over to a successor.
+    A feed starts when its version is loaded, before the takeover, and stops before the tables are released or kept for a
+    roll-back (`Deployment.close`). It continues when a deployment hands its tables over to a successor.
 
     Raises:
         ConfigError: the log's settings contradict each other, or its client rejects them.
@@ -35,32 +35,32 @@ class LiveUpdates:
         self._settings = settings = configuration.update_source
         self._key_bytes = 8 if configuration.supportlonglong else 4
         tiers = [tier for tier in (configuration.volatile_db, configuration.persistent_db) if tier.type != "disabled"]
-        self._filters = [one for tier in tiers for one in tier.update_filters]
+        self._filters = [pattern for tier in tiers for pattern in tier.update_filters]
         self._feeds: dict[UpdateFeed, Deployment] = {}
-        self._left_out: dict[Deployment, list[UpdateStatus]] = {}
+        self._skipped: dict[Deployment, list[UpdateStatus]] = {}
         self._log_class: type[UpdateLog] | None = None
         if settings.type == "null":
             return
         self._log_class = implementation("update_log", settings.type)
         self._log_class.from_config(settings, "hps.check").close()  # report errors before anything is loaded
         self._metrics = metrics
-        metrics.feeds.add(self._shown)
+        metrics.feeds.add(self._skipped_tables)
         persistent = configuration.persistent_db
-        beside = "" if persistent.type == "disabled" else persistent.path
-        self._dead_letters = DeadLetters.from_config(settings, beside, metrics)
+        directory = "" if persistent.type == "disabled" else persistent.path
+        self._dead_letters = DeadLetters.from_config(settings, directory, metrics)
 
     def follows(self, table: TableSpec) -> bool:
-        """Whether a table follows the log: there is one, and a filter of a configured database matches.
+        """Return True if a log is configured and a filter of a configured database matches the table.
 
         A filter matches any part of the topic or, as in HugeCTR's samples, the full name of the model.
         """
-        names = ((re.search(one, topic_of(table)), re.fullmatch(one, table.model_name)) for one in self._filters)
+        names = ((re.search(each, topic_of(table)), re.fullmatch(each, table.model_name)) for each in self._filters)
         return self._log_class is not None and any(map(any, names))
 
     def start(self, deployment: Deployment) -> UpdateFeed | None:
         """Start the feed of a deployment, which runs until the deployment is closed; None if no table follows the log."""
         tables = self._followed(deployment)
-        self._leave_out(deployment)
+        self._skip_stale_copies(deployment)
         if self._log_class is None or not tables:
             return None
         config = deployment.config
@@ -79,12 +79,12 @@ class LiveUpdates:
         feed.start()
         return feed
 
-    def start_and_wait(self, deployment: Deployment, give_up: Callable[[], bool], report: Callable[[str], None]) -> None:
+    def start_and_wait(self, deployment: Deployment, is_closing: Callable[[], bool], report: Callable[[str], None]) -> None:
         """Call `start`, then wait at most `ready_wait_s` until the tables are no further behind than `ready_lag_s`.
 
         Args:
-            give_up: called repeatedly; an exception that it raises ends the wait.
-            report: called repeatedly with what is waited for, and at the end with an empty text.
+            is_closing: called repeatedly; True, or an exception that it raises, ends the wait.
+            report: called repeatedly with the reason of the wait, and at the end with an empty text.
         """
         feed, settings = self.start(deployment), self._settings
         if feed is None or settings.ready_lag_s is None:
@@ -93,24 +93,24 @@ class LiveUpdates:
         logged: list[str] = []
 
         def wait_on(late: Sequence[UpdateStatus], left_s: float) -> bool:
-            report(text := f"{self._awaited(late)}, at most {left_s:.0f} s more")
+            report(text := f"{self._waiting_text(late)}, at most {left_s:.0f} s more")
             if not logged:
                 logged.append(text)
                 _log.info("model %r: version %s: %s", deployment.config.model, deployment.version, text)
-            return give_up()
+            return is_closing()
 
         try:
             in_time = feed.wait_for_lag(settings.ready_lag_s, settings.ready_wait_s, wait_on)
         finally:
             report("")
-        if not in_time and not give_up():
+        if not in_time and not is_closing():
             _log.warning(
                 "model %r: version %s takes over although its updates are not within ready_lag_s (%g s) after %g s: %s",
                 deployment.config.model,
                 deployment.version,
                 settings.ready_lag_s,
                 settings.ready_wait_s,
-                "; ".join(f"{one.table}: {one.problem or _behind(one)}" for one in feed.status()),
+                "; ".join(f"{status.table}: {status.problem or _lag_text(status)}" for status in feed.status()),
             )
 
     def hand_over(self, deployment: Deployment, successor: Deployment) -> None:
@@ -123,16 +123,16 @@ class LiveUpdates:
             else:
                 self._stop(feed, DRAIN_S)
                 starts = True
-        self._left_out.pop(deployment, None)
+        self._skipped.pop(deployment, None)
         if starts:
             self.start(successor)
         else:
-            self._leave_out(successor)
+            self._skip_stale_copies(successor)
 
     def status(self) -> list[UpdateStatus]:
         """Return the status of each table that follows the log, by model, version and table."""
-        found = [one for feed in list(self._feeds) for one in feed.status()] + self._shown()
-        return sorted(found, key=lambda one: (one.model, int(one.version), one.table))
+        found = [status for feed in list(self._feeds) for status in feed.status()] + self._skipped_tables()
+        return sorted(found, key=lambda status: (status.model, int(status.version), status.table))
 
     def close(self) -> None:
         for feed in list(self._feeds):
@@ -142,36 +142,36 @@ class LiveUpdates:
 
     def disown(self) -> object:
         """In a forked child: drop the feeds, which belong to the parent. Returns them."""
-        held, self._feeds = self._feeds, {}
-        return held
+        feeds, self._feeds = self._feeds, {}
+        return feeds
 
-    def _leave_out(self, deployment: Deployment) -> None:
-        """Report the tables that would follow the log if the network had no copy of them."""
+    def _skip_stale_copies(self, deployment: Deployment) -> None:
+        """Report the tables that do not follow the log since the network has a copy of them."""
         config, topics = deployment.config, {table.name: table.topic for table in self._topics(deployment)}
         if not (names := [name for name in deployment.stale_copies if name in topics]):
             return
         problem = "not followed: the network has a copy, which updates do not reach (dense.stale_copies, allow_stale_copy)"
         _log.warning("updates of model %r, version %s, %s: %s", config.model, config.version, ", ".join(names), problem)
-        self._left_out[deployment] = [
+        self._skipped[deployment] = [
             UpdateStatus(config.model, config.version, name, topics[name], {}, None, None, problem=problem) for name in names
         ]
         deployment.stop_following.append(partial(self._forget, deployment))
 
     def _forget(self, deployment: Deployment, _timeout_s: float) -> bool:
-        self._left_out.pop(deployment, None)
+        self._skipped.pop(deployment, None)
         return True
 
-    def _shown(self) -> list[UpdateStatus]:
-        return [status for statuses in list(self._left_out.values()) for status in statuses]
+    def _skipped_tables(self) -> list[UpdateStatus]:
+        return [status for statuses in list(self._skipped.values()) for status in statuses]
 
-    def _awaited(self, late: Sequence[UpdateStatus]) -> str:
+    def _waiting_text(self, late: Sequence[UpdateStatus]) -> str:
         """Describe what a version waits for before it takes over."""
         first, settings = late[0], self._settings
         if not first.connected or first.lag_s is None:
             address = settings.address if settings.type == "redis_stream" else settings.brokers
             return f"waiting for the update log {address} ({first.problem or 'no answer yet'})"
         tables = f"{first.model}.{first.table}" + (f" and {len(late) - 1} more tables" if len(late) > 1 else "")
-        return f"waiting for the updates of {tables} ({first.problem or _behind(first)})"
+        return f"waiting for the updates of {tables} ({first.problem or _lag_text(first)})"
 
     def _stop(self, feed: UpdateFeed, timeout_s: float) -> bool:
         stopped = feed.stop(timeout_s)
@@ -183,7 +183,7 @@ class LiveUpdates:
         return [table for table in self._topics(deployment) if table.name not in deployment.stale_copies]
 
     def _topics(self, deployment: Deployment) -> list[TableTopic]:
-        """List the tables that have a topic, whether or not they may follow it."""
+        """List the tables with a topic, also those with stale copies."""
         followed = []
         for index, (table, start) in enumerate(zip(deployment.tables, deployment.log_starts, strict=True)):
             if start is not None:
@@ -212,6 +212,6 @@ def topic_of(table: TableSpec) -> str:
     return f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
 
 
-def _behind(status: UpdateStatus) -> str:
+def _lag_text(status: UpdateStatus) -> str:
     lag = "unknown" if status.lag_s is None else f"{status.lag_s:.1f} s"
     return f"lag {lag}, {'an unknown number of' if status.behind is None else status.behind} messages behind"

@@ -1,4 +1,7 @@
-"""Pins: the versions that a roll-back, or a deployment by number, chose. Kept beside the persistent database."""
+"""Pins: versions chosen by a roll-back or a deployment by number, stored beside the persistent database.
+
+Without a pin, polling or a restart would deploy the newest version again, perhaps the one that was just rolled back.
+"""
 
 import json
 import logging
@@ -37,15 +40,15 @@ class Pins:
             self._known[model] = _read(self._kept, model)
         return self._known[model]
 
-    def shown(self, model: str) -> DesiredVersion | None:
-        """Return the pin of a model for display. One that cannot be read is shown as none: no version of it is deployed."""
+    def known(self, model: str) -> DesiredVersion | None:
+        """Return the pin of a model for display; None if it cannot be read."""
         try:
             return self.of(model)
         except DatabaseError:
             return None
 
     def pin(self, model: str, version: str, by: Literal["deploy", "rollback"]) -> DesiredVersion:
-        """Pin a model to the version that has just been put into service. Holds until a restart if it cannot be written."""
+        """Pin a model to its serving version; only until a restart if the pin cannot be written."""
         pin = DesiredVersion(version, by, time.time(), "pin")
         if self._kept.directory is None:
             pin = replace(pin, problem="a restart ends it: no persistent_db keeps it")
@@ -66,11 +69,13 @@ class Pins:
         Raises:
             DatabaseError: its file cannot be removed.
         """
+        # First in memory: if the file cannot be removed, the process serves what was requested, and the error says what a
+        # restart would do.
         self._known[model] = None
         self._kept.remove(model)
 
     def check_integrity(self) -> list[str]:
-        """Return a sentence for each pin that a restart would not find as it is known here."""
+        """Return a sentence for each pin whose file differs from the one in memory."""
         found = []
         for model, pin in list(self._known.items()):
             if pin is None or not pin.problem:

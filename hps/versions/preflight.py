@@ -1,4 +1,4 @@
-"""Opens read-only, in parallel, everything that `hps serve` would open, and reports what cannot be used. Writes nothing.
+"""Opens, read-only and in parallel, all that `hps serve` would open, and reports what cannot be used.
 
 Every place has the same timeout. A check that exceeds it is abandoned together with its thread.
 """
@@ -78,7 +78,7 @@ def _checks(
 
 
 def _remote_places(configuration: Configuration, sources: ModelSources) -> list[str]:
-    """List the directories of model files in object stores and HDFS, and those that cannot be found, each once."""
+    """List the directories of model files in object stores and HDFS, and those that cannot be located."""
 
     def is_local(place: str) -> bool:
         try:
@@ -114,7 +114,7 @@ def _log(configuration: Configuration, tables: Iterable[TableSpec], timeout_s: f
 def _listed(place: str, sources: ModelSources) -> list[CheckResult]:
     filesystem, directory = sources.locate(place)
     count = len(filesystem.list(directory))
-    return [CheckResult("good", place, f"may be listed; it holds {count} entries")]
+    return [CheckResult("good", place, f"can be listed; it has {count} entries")]
 
 
 def _device(configuration: Configuration, tables: Mapping[TableSpec, tuple[int, int]]) -> list[CheckResult]:
@@ -135,15 +135,15 @@ def _room(
     """Find the caches that do not fit on their devices."""
     found = []
     for i, model in enumerate(configuration.models):
-        own = {table: rows for table, (rows, _) in tables.items() if table.model_name == model.model and rows}
-        devices = model.deployed_device_list[: 1 if cache.device == "cpu" else None] if model.gpucache and own else ()
-        sharing, reason = usable_sharing(model, cache, list(own.values()))
+        model_rows = {table: rows for table, (rows, _) in tables.items() if table.model_name == model.model and rows}
+        devices = model.deployed_device_list[: 1 if cache.device == "cpu" else None] if model.gpucache and model_rows else ()
+        sharing, reason = usable_sharing(model, cache, list(model_rows.values()))
         if reason is not None:
             found.append(CheckResult("warning", f"models[{i}].device_sharing", not_shared(model, reason)))
-        capacities = cache_capacities(model, list(own.values()), sharing)
+        capacities = cache_capacities(model, list(model_rows.values()), sharing)
         for device_id in devices:
             try:
-                cache.check_room(list(own), capacities, device_id, is_static(model), sharing=sharing)
+                cache.check_room(list(model_rows), capacities, device_id, is_static(model), sharing=sharing)
             except HPSError as error:
                 found.append(CheckResult("wrong", f"models[{i}].deployed_device_list", str(error)))
     return found

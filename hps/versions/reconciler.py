@@ -1,4 +1,4 @@
-"""Puts into service what is desired: the verbs that change what serves, and the loop that follows what is desired."""
+"""Changes the serving versions: the operations on one model, and the loop that brings up the desired versions."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from hps.errors import (
     UnknownVersionError,
 )
 from hps.ground.progress import Progress
-from hps.models.deltas import HeldTable
+from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
 from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
@@ -28,34 +28,32 @@ from hps.versions.changes import Change
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
-from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
-from hps.versions.live_models import LiveModels, Wanted, may_pass
+from hps.versions.live_models import LiveModels, Wanted, is_transient
 from hps.versions.live_updates import LiveUpdates
-from hps.versions.retention import free_slot, leftovers, surplus
+from hps.versions.retention import free_slot, leftovers, refuse_format_change, refuse_format_in_service, surplus
 
 _log = logging.getLogger(__name__)
 _NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
 
 
-def _refuses(error: Exception) -> bool:
-    """Whether a version failed for what it holds, so that only another one can serve."""
-    return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not may_pass(error)
+def _is_refusal(error: Exception) -> bool:
+    """Return True if a version failed because of its content, so that only another version can serve."""
+    return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not is_transient(error)
 
 
 class _SupersededError(ConflictError):
-    """The serving document changed while what it said was being loaded: no failure of that version."""
+    """The serving document changed during the load of its version: not a failure of that version."""
 
 
 class Reconciler:
-    """Puts into service what is desired, one change per model at a time; `LiveModels` holds the states. *Thread-safe.*
+    """Puts desired versions into service, one change per model at a time; `LiveModels` has the states. *Thread-safe.*
 
-    What is desired of a model is one record, `ModelCatalog.desired`. `bring_up` puts it into service; `roll_back` and
-    `bring_up` with a version change it first. `reconcile` does so for every model that serves something else.
+    `ModelCatalog.desired` is the desired version of a model. `bring_up` puts it into service; `roll_back` and `bring_up` with a
+    version change it first. `reconcile` brings up every model that serves another one.
 
     Args:
         chain: the databases.
-        targets: returns the databases to load from model files, and how; without one that is away.
-        cache_class: class of the embedding caches.
+        targets: returns the reachable databases to load from model files.
     """
 
     def __init__(
@@ -74,10 +72,10 @@ class Reconciler:
         self._targets = targets
         self._cache_class = cache_class
         self._metrics = chain.metrics
-        self._unreadable: dict[str, str] = {}  # models whose files cannot be read, and the error
-        self._tried: dict[str, int] = {}  # by model, number of the last serving document that was followed, or tried
+        self._unreadable: dict[str, str] = {}  # errors of models whose files cannot be read
+        self._tried: dict[str, int] = {}  # by model: number of the last serving document that a deployment was tried for
 
-    # -- the verbs ----------------------------------------------------------------------------------------------------------
+    # -- operations ---------------------------------------------------------------------------------------------------------
 
     def bring_up(
         self,
@@ -90,7 +88,7 @@ class Reconciler:
         remember: bool = True,
         pin: bool = False,
     ) -> None:
-        """Put a version into service, or what is desired; see `HPS.deploy`.
+        """Put a version, by default the desired one, into service; see `HPS.deploy`.
 
         Args:
             entry: replaces the known entry of the model.
@@ -101,20 +99,20 @@ class Reconciler:
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
-            stays = False
+            keeps_entry = False
             try:
                 served = self._serve_chosen(name, version, change, force=force, pin=pin, known=known)
-                stays = remember or not known
+                keeps_entry = remember or not known
             finally:
-                if entry is not None and not stays:
+                if entry is not None and not keeps_entry:
                     self._catalog.restore(name, before)
-            if served is None:  # in place of a refused version, which polling tries again
+            if served is None:  # an older version serves; polling retries the refused one
                 return
             if version is None or pin:
                 self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
-            if self._catalog.fleet.shown(name) is not None:
-                if self._catalog.pins.shown(name) is not None:
-                    self._catalog.pins.end(name)  # else it would count again, unexpectedly, if the model left the fleet
+            if self._catalog.fleet.known(name) is not None:
+                if self._catalog.pins.known(name) is not None:
+                    self._catalog.pins.end(name)  # otherwise it would return if the model left the fleet
             elif not pin:
                 self._log_pin(name, served[-1][0])
             elif version is None:
@@ -127,10 +125,12 @@ class Reconciler:
     ) -> list[tuple[str, str]] | None:
         """Put a version into service, or all that are chosen, and return their numbers and fingerprints.
 
-        If no version of a model serves, as at a start, and a chosen one is refused, what would be chosen without that one goes
-        into service, and the result is None: what served before the bad version came serves again. A conflict with another
-        change, such as a newer serving document, refuses no version: it ends this.
+        Returns:
+            None if a version was refused and the versions chosen without it serve.
         """
+        # After a restart no version serves. If the chosen one is refused, the replica would answer nothing until its publisher
+        # reacts, so the version that served before the bad one was published serves again. While a version serves, it stays.
+        # A conflict with another change, such as a newer serving document, is no refusal.
         refused: list[str] = []
         errors: list[Exception] = []
         try:
@@ -142,7 +142,7 @@ class Reconciler:
                         self._catalog.read_document(name)
                     chosen = self._catalog.to_serve(name, pinned=not pin, without=refused) if version is None else [version]
                     if not errors:
-                        change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.shown(name))
+                        change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.known(name))
                     others = chosen if version is None else []
                     for number in chosen:
                         fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
@@ -152,18 +152,18 @@ class Reconciler:
                     if not errors:
                         if isinstance(error, _SupersededError):
                             raise
-                        self._live.failed(name, error, known=known)
+                        self._live.record_failure(name, error, known=known)
                     errors.append(error)
-                    asked = version is not None or pin
-                    if asked or not chosen or name in self._live.serving or not _refuses(error):
-                        raise errors[0]  # noqa: B904 - the first is the cause
+                    explicit = version is not None or pin
+                    if explicit or not chosen or name in self._live.serving or not _is_refusal(error):
+                        raise errors[0]  # noqa: B904 - the first error is the cause
                     refused.append(chosen[len(served)])
             if errors:
                 why = f"since version {refused[0]} was refused"
                 _log.error("model %r: version %s serves, %s: %s", name, chosen[-1], why, errors[0])
             return None if errors else served
         finally:
-            del errors  # whose tracebacks refer to this frame
+            del errors  # their tracebacks refer to this frame
 
     def roll_back(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
@@ -182,13 +182,13 @@ class Reconciler:
                 self._rolled_back(name, below[-1], fingerprint, change)
                 return
 
-            def stay(versions: list[str]) -> list[str]:
+            def select(versions: list[str]) -> list[str]:
                 return [version for version in versions if version != serving.version]
 
             deployed = kept[-1].renewed(kept[-1].config)
             try:
-                self._updates.start(deployed)  # without waiting: the serving version is worse than late rows
-                self._live.serve(deployed, stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
+                self._updates.start(deployed)  # without waiting: the serving version is worse than late updates
+                self._live.serve(deployed, select, "keep" if serving.config.keep_versions else "drop", kept[-1])
             except BaseException:
                 deployed.close("keep")
                 raise
@@ -215,7 +215,7 @@ class Reconciler:
         with self._live.changing(name, "undeploying"), counted:
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
-            if version is not None and (pin := self._catalog.pins.shown(name)) is not None and pin.version == version:
+            if version is not None and (pin := self._catalog.pins.known(name)) is not None and pin.version == version:
                 self._catalog.pins.end(name)
             if version is None:
                 self._live.drop_kept(name, self._live.kept(name), "release")
@@ -229,35 +229,35 @@ class Reconciler:
                 self._catalog.read_document(life.name)
 
     def reconcile(self, progress: Progress | None, *, documents_only: bool = False) -> dict[str, Exception | None]:
-        """Bring up every model that does not serve what is desired, and take down those that are gone; see `HPS.poll`.
+        """Bring up every model that does not serve its desired version, and take down deleted models; see `HPS.poll`.
 
         Args:
-            documents_only: only those in service or awaited that do not serve what their serving document says, as far as it
-                was read; see `HPS.follow`.
+            documents_only: only models, in service or expected, that do not serve the version of their last read serving
+                document; see `HPS.follow`.
         """
-        # Documents are read and followed by two other threads than polling's. A load takes minutes to hours: whoever waited for
-        # it could not hear that the fleet has gone back meanwhile, which ends the load (`_end_if_superseded`).
+        # Documents are read and followed by two other threads than polling's. A load takes minutes to hours: a thread that
+        # waited for it could not read that the fleet has rolled back meanwhile, which ends the load (`_end_if_superseded`).
         if not documents_only:
             self.read_documents()
         outcome: dict[str, Exception | None] = {}
-        for name, gone in self._not_following() if documents_only else self._differing():
+        for name, deleted in self._not_following() if documents_only else self._differing():
             try:
-                if gone:
+                if deleted:
                     self.take_down(name)
                 else:
                     self.bring_up(name, progress=progress)
                 outcome[name] = None
             except ConflictError as error:
-                _log.debug("polling model %r: it is left for the next time: %s", name, error)
+                _log.debug("polling model %r: retried in the next round: %s", name, error)
             except Exception as error:  # noqa: BLE001 - the other models are not concerned
                 outcome[name] = error
         return outcome
 
     def _differing(self) -> Iterator[tuple[str, bool]]:
-        """Yield each model that differs from the catalog: its name, and whether it is gone.
+        """Yield each model that differs from the catalog: its name, and whether it was deleted.
 
-        A model differs if its entry, the versions that are chosen, or their files have changed since it was last deployed. A
-        pinned model differs only if the pinned version does; an undeployment alone makes no difference. Reads no rows.
+        A model differs if its entry, its chosen versions or their files have changed since it was last deployed; a pinned model
+        only if the pinned version has. An undeployed model does not differ. Reads no rows.
 
         Raises:
             HPSError: the models cannot be listed.
@@ -268,33 +268,34 @@ class Reconciler:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            if (wanted := self._wanted(name)) is not None and self._live.differs(name, wanted):
+            if (wanted := self._wanted(name)) is not None and self._live.needs_deployment(name, wanted):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
-        """Yield each model, in service or awaited, that does not serve what its serving document says.
+        """Yield each model, in service or expected, that does not serve the version of its serving document.
 
-        A version that does not exist yet, or cannot be examined, leaves the model as it is.
+        A version that does not exist yet, or cannot be read, leaves the model as it is.
         """
         for name in [life.name for life in self._live.models()]:
-            document = self._catalog.fleet.shown(name)
+            document = self._catalog.fleet.known(name)
             if document is None or self._live.change_of(name):
                 continue
             new = self._tried.get(name) != document.number
             if new:
-                self._live.forget_failure(name)  # of what the fleet served before
+                self._live.forget_failure(name)  # of the document before
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
-                if wanted is not None and (self._live.failure(name) is None or self._live.differs(name, wanted)):
+                if wanted is not None and (self._live.failure(name) is None or self._live.needs_deployment(name, wanted)):
                     yield name, False
-            self._tried[name] = document.number  # after the caller has tried: until then it is pending
+            # A generator resumes after its caller has tried the deployment: until then the document is pending.
+            self._tried[name] = document.number
 
     def _wanted(self, name: str) -> Wanted | None:
-        """Return the entry, versions and files that are desired of a model; None, with one warning, if unknown."""
+        """Return the entry, versions and files that are desired of a model; None, after one warning, if unknown."""
         try:
             numbers, desired = self._catalog.to_serve(name), self._catalog.desired(name)
             if desired.version and desired.version not in numbers and name in self._live.serving:
-                # Its files are not there: a fleet awaits them, and a pinned version goes on without.
+                # Its files are missing: a fleet waits for them, and a pinned version that serves continues without them.
                 if desired.source == "fleet":
                     raise UnknownVersionError(f"the fleet serves {desired}, and there is no such version (yet)")
                 if self._serves(name, desired):
@@ -316,7 +317,7 @@ class Reconciler:
 
     def fleet(self, name: str) -> FleetStatus | None:
         """Return whether this replica follows the serving document of a model; None if it has none."""
-        document = self._catalog.fleet.shown(name)
+        document = self._catalog.fleet.known(name)
         if document is None:
             return None
         deployment, failure = self._live.serving.get(name), self._live.failure(name)
@@ -330,14 +331,14 @@ class Reconciler:
         return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
 
     def chosen_by(self, name: str, serving: str) -> str:
-        """Describe what other than the policy chose the serving version of a model; empty if nothing did."""
+        """Describe the pin or document that chose the serving version of a model; empty if its policy did."""
         status = self.fleet(name)
-        desired = self._catalog.pins.shown(name) if status is None else status.document.desired
+        desired = self._catalog.pins.known(name) if status is None else status.document.desired
         reason = f"; {status.reason}" if status is not None and status.reason else ""
         return "" if desired is None else desired.describe(serving) + reason
 
     def check_integrity(self) -> list[str]:
-        """Return a sentence for each invariant of the versions that is broken: their states, and what is desired of them."""
+        """Return a sentence for each broken invariant of the states and the desired versions."""
         found = [*self._live.check_integrity(), *self._catalog.pins.check_integrity(), *self._catalog.fleet.check_integrity()]
         for name in self._live.serving:
             try:
@@ -345,7 +346,7 @@ class Reconciler:
             except HPSError as error:
                 found.append(f"model {name!r}: what is desired is unknown: {error}")
                 continue
-            document = self._catalog.fleet.shown(name)
+            document = self._catalog.fleet.known(name)
             if document is not None and desired.source != "fleet":
                 found.append(f"model {name!r}: the fleet serves {document}, but {desired} is desired")
         return found
@@ -353,12 +354,12 @@ class Reconciler:
     # -- the steps ----------------------------------------------------------------------------------------------------------
 
     def _rolled_back(self, name: str, version: str, fingerprint: str, change: Change) -> None:
-        """Pin a model to the version that was rolled back to, so that neither polling nor a restart takes a newer one."""
+        """Pin a model to the version of a roll-back, so that neither polling nor a restart deploys a newer one."""
         self._live.deployed_by_policy(name, (self._catalog.model(name), ((version, fingerprint),)))
         change.pin = self._catalog.pins.pin(name, version, "rollback")
 
     def _refuse_in_fleet(self, name: str, doing: str) -> None:
-        """Refuse to change one replica of a fleet, which would serve something else than the others."""
+        """Refuse to change one replica of a fleet: it would serve another version than the others."""
         if (document := self._catalog.document(name)) is not None:
             raise ConflictError(
                 f"{doing} model {name!r}: its {SERVING} says what every replica serves: {document}. Change it for all of them "
@@ -366,13 +367,13 @@ class Reconciler:
             )
 
     def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
-        """End a load whose version the fleet does not serve any more, before it takes over."""
-        document = self._catalog.fleet.shown(name)
+        """End a load before its version takes over, if the serving document has changed."""
+        document = self._catalog.fleet.known(name)
         if document is not None and document != chosen_by:
             raise _SupersededError(f"deploying model {name!r}: meanwhile the fleet serves {document}")
 
     def _log_pin(self, name: str, served: str) -> None:
-        """Log that a pin, and not the model's policy, chose what serves."""
+        """Log that a pin chose the serving version."""
         pin = self._catalog.pins.of(name)
         if pin is None:
             return
@@ -387,52 +388,53 @@ class Reconciler:
         """Put a version into service, and return the fingerprint of its files.
 
         Args:
-            chosen: all versions that the policy chose; the serving one goes on until the last of them serves. By default, the
+            chosen: all versions that the policy chose; the serving version serves until the last of them does. By default, the
                 versions to keep are chosen from those in service.
         """
-        beside = bool(chosen) and version != chosen[-1]
-        wanted = self._catalog.version(name, version, partial(self._held_tables, name))
+        only_available = bool(chosen) and version != chosen[-1]
+        wanted = self._catalog.version(name, version, partial(self._resident_tables, name))
         config = wanted.config
-        if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
+        if (current := self._live.deployed(name, config.version)) and (difference := _other_tables(current.config, config)):
             raise ConflictError(
-                f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
+                f"deploying model {name!r}: {difference}, which cannot change under the same version; give the files a version "
                 "of their own, or undeploy the model first"
             )
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
-        same_files = there if there and there.fingerprint == fingerprint and not force else None
-        if there and same_files:
-            refuse_format_in_service(there.config, config)
-            same = _same_settings(there.config, config)
-            if same or there.chain.databases:
-                deployed = there if same else self._renewed(there, config)
-                # A modification that runs is in the database and not in the caches yet. Lookups that missed the old caches
-                # have its rows, so no others may take over which hold those from before; nor may one begin until they end.
+        same_files = current if current and current.fingerprint == fingerprint and not force else None
+        if current and same_files:
+            refuse_format_in_service(current.config, config)
+            same = _same_settings(current.config, config)
+            if same or current.chain.databases:
+                deployed = current if same else self._renewed(current, config)
+                # A running modification is in the database and not in the caches yet. Lookups that missed the old caches have
+                # already answered its rows, so caches with the rows before it must not take over; nor may a modification start
+                # before the old lookups have ended.
                 try:
                     change.proceed()
                     with nullcontext() if same else deployed.chain.settled(deployed.tables):
-                        self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
+                        self._live.serve(deployed, lambda versions: versions, "hand over", only_available=only_available)
                         if not same:
-                            there.lookups_ended.wait(DRAIN_S)
+                            current.lookups_ended.wait(DRAIN_S)
                 except BaseException:
-                    if deployed is not there:
-                        there.successors.remove(deployed)
+                    if deployed is not current:
+                        current.successors.remove(deployed)
                         deployed.close("hand over")
                     raise
-                self._updates.hand_over(there, deployed)
+                self._updates.hand_over(current, deployed)
                 return fingerprint
         replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
         try:
             replacing()
         except DatabaseError as error:
-            stays = isinstance(error, (DatabaseCorruptError, TableWidthError))
-            if stays or self._live.deployed(name, config.version) is not there or not self._chain.put_away(str(error)):
+            permanent = isinstance(error, (DatabaseCorruptError, TableWidthError))
+            if permanent or self._live.deployed(name, config.version) is not current or not self._chain.put_away(str(error)):
                 raise
             _log.error("model %r: version %s is deployed without the volatile database: %s", name, config.version, error)
             try:
                 replacing()
             except BaseException:
-                self._chain.take_in()  # it was not the cause
+                self._chain.take_in()  # the volatile database was not the cause
                 raise
         return fingerprint
 
@@ -447,21 +449,23 @@ class Reconciler:
         force: bool,
         chosen: Sequence[str],
     ) -> None:
-        """Load a version, or take one that is kept, and put it into service.
+        """Load a version, or reuse a kept one, and put it into service.
 
         Args:
             there: the deployment in service with the same files and other settings; it has no database.
             change, force, chosen: as for `_put_into_service`.
         """
+        # A version is loaded into tables of its own slot and its caches are warmed before it takes over: the serving version
+        # answers meanwhile, and stays if anything fails. Both need memory at the same time.
         config, version = wanted.config, wanted.config.version
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         kept, targets = self._live.kept(name), self._targets()
-        old = next((one for one in kept if (one.version, one.fingerprint) == (version, fingerprint)), None)
+        old = next((entry for entry in kept if (entry.version, entry.fingerprint) == (version, fingerprint)), None)
         same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
         if old and same and there is None and not force:  # including its online writes
-            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
+            deployed, kept = self._renewed(old, config), [entry for entry in kept if entry is not old]
         else:
-            used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
+            used = {table.slot for deployment, _ in self._live.versions(name) for table in deployment.tables}
             slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
             tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
             if not force:
@@ -479,24 +483,27 @@ class Reconciler:
             change.expect(table.table_name for table in tables)
             try:
                 deployed = load()
-            except CapacityError:  # no load happened, so tables due for removal afterwards can go now
+            except CapacityError:  # nothing was loaded, so the tables to drop afterwards can be dropped now
                 self._drop_rest(name, kept, config, tables)
                 deployed, kept = load(), self._live.kept(name)
         policy = self._catalog.model(name).version_policy
 
-        def stay(versions: list[str]) -> list[str]:
+        def select(versions: list[str]) -> list[str]:
             return [version for version in versions if version in chosen] or policy.chosen(versions, also=version)
 
-        def give_up() -> bool:
-            change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
+        def is_closing() -> bool:
+            change.advance(deployed.tables[0].tag, 0)  # raises if the deployment is aborted, as during the load
             return self._live.closed
 
-        beside = bool(chosen) and version != chosen[-1]
-        fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would be of older rows
+        only_available = bool(chosen) and version != chosen[-1]
+        fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would have older rows
+        # First the feed, so that lookups of the new version do not go back to rows older than those of the serving one; then
+        # the check whether the fleet still wants it; the tables of old versions are dropped last, since until then they may
+        # serve.
         try:
-            self._updates.start_and_wait(deployed, give_up, change.wait_for)
+            self._updates.start_and_wait(deployed, is_closing, change.wait_for)
             change.proceed()
-            self._live.serve(deployed, stay, fate, old, beside=beside)
+            self._live.serve(deployed, select, fate, old, only_available=only_available)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
                 deployed.close("keep" if old else "release")
@@ -509,13 +516,13 @@ class Reconciler:
             return there.renewed(there.config)
         return reconfigure(there, config)
 
-    def _held_tables(self, name: str, version: str) -> list[HeldTable]:
-        """Return the tables of a version that is in service or kept."""
-        found = (one.held_tables() for one, _ in self._live.versions(name) if one.version == version)
+    def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:
+        """Return the tables of a version in service or kept."""
+        found = (deployment.resident_tables() for deployment, _ in self._live.versions(name) if deployment.version == version)
         return next(found, [])
 
     def _drop_rest(self, name: str, kept: Sequence[Deployment], config: ModelConfig, loading: Sequence[TableSpec] = ()) -> None:
-        """Drop tables that are not needed once the version serves; those that cannot be dropped now are retried later.
+        """Drop the tables that are not needed once the version serves; failures are retried later.
 
         Args:
             kept: versions kept for a roll-back, before this version.
@@ -524,15 +531,15 @@ class Reconciler:
         """
         self._live.drop_kept(name, surplus(kept, config.keep_versions))
         versions = self._live.versions(name)
-        live = [table for one, _ in versions for table in one.tables] + list(loading)
-        held = sum(state in ("kept", "retiring") for _, state in versions)
-        for tags in leftovers(config, live, held, self._chain):
+        live = [table for deployment, _ in versions for table in deployment.tables] + list(loading)
+        kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
+        for tags in leftovers(config, live, kept_versions, self._chain):
             self._chain.discard(tags)
 
 
-def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two entries are equal except in how they choose versions."""
-    return one.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
+def _same_settings(entry: ModelConfig, other: ModelConfig) -> bool:
+    """Return True if two entries are equal except in how they choose versions."""
+    return entry.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
 
 
 def _other_tables(there: ModelConfig, config: ModelConfig) -> str:

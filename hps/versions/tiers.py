@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import BatchAnswers, EmbeddingCache
 from hps.configuration.load import Configuration
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.engine.chain import DatabaseChain
@@ -17,8 +17,8 @@ from hps.models.sources import ModelSources
 from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
 from hps.scoring.packing import gather
 from hps.statistics.metrics import Metrics
-from hps.stores.away import AwayDatabase
 from hps.stores.base import Database, PersistentDatabase
+from hps.stores.unavailable import UnavailableDatabase
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.versions.cache_sizes import RESIDENT, is_direct
 
@@ -53,15 +53,16 @@ def why_unavailable(device: str) -> str | None:
 
 
 def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, Callable[[], LoadTargets]]:
-    """Open the persistent and the volatile database. A volatile one that is not the only holder of a row may be away.
+    """Open the persistent and the volatile database.
 
     Returns:
-        The two as a chain, which owns them, and what returns the databases to load, without one that is away.
+        The two as a chain, which owns them, and a function that returns the reachable databases to load.
 
     Raises:
         DatabaseError: one of them cannot be opened; none is left open.
     """
     above, below = configuration.volatile_db, configuration.persistent_db
+    # A volatile database may be unreachable if another tier has every row: lookups do without it until it is back.
     volatile, away = None, ""
     persistent: PersistentDatabase | None = None
     if below.type != "disabled":
@@ -86,7 +87,7 @@ def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[Data
 
 
 def _open_volatile(configuration: Configuration) -> tuple[Database, str]:
-    """Open the volatile database; if it cannot be opened and others hold every row, return a stand-in and why it is away."""
+    """Open the volatile database; if it is unreachable and another tier has every row, return a stand-in and the error."""
     config, models = configuration.volatile_db, configuration.models
     try:
         return open_database(config), ""
@@ -95,7 +96,7 @@ def _open_volatile(configuration: Configuration) -> tuple[Database, str]:
         if configuration.persistent_db.type == "disabled" and not resident:
             raise
         _log.error("starting without the volatile database, which other tiers do without: %s", error)
-        return AwayDatabase(config.type, config.row_dtype, str(error)), str(error)
+        return UnavailableDatabase(config.type, config.row_dtype, str(error)), str(error)
 
 
 def open_database(config: VolatileDbConfig | PersistentDbConfig) -> Database:
@@ -112,8 +113,8 @@ def open_database(config: VolatileDbConfig | PersistentDbConfig) -> Database:
 def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
     """Return the numba kernels of loads, lookups of rows and bags, and changes of rows.
 
-    Those of rarer calls are compiled by the first one, and those of rows in formats that only a repository names when a model
-    of it is deployed.
+    Kernels of rarer calls are compiled by the first call, and those of row formats that only a repository names with the first
+    deployment of such a model.
     """
     found = [*set_kernels(), counted_positions, pool_rows]  # of loads, and of bags without a cache
     for section in (configuration.volatile_db, configuration.persistent_db):
@@ -125,7 +126,24 @@ def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) 
     return list(dict.fromkeys(found))
 
 
+def batch_answers(cache_class: type[EmbeddingCache]) -> type[BatchAnswers]:
+    """Return the class whose driver answers the requests of frontends from caches of a class.
+
+    The driver of the NumPy cache hands every request of another cache over to the engine's threads.
+    """
+    if issubclass(cache_class, BatchAnswers):
+        return cache_class
+    found: type[BatchAnswers] = implementation("cache", "cpu")
+    return found
+
+
 def served_kernels(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
-    """Return the numba kernels of all that clients of a service may ask for: `kernels_of`, and those of fronts and owner."""
-    found = [*kernels_of(configuration, cache_class), *cache_class.batch_kernels(), *FRONT_KERNELS, *OWNER_KERNELS, gather]
+    """Return the numba kernels of a service: `kernels_of`, and those of frontends and engine."""
+    found = [
+        *kernels_of(configuration, cache_class),
+        *batch_answers(cache_class).batch_kernels(),
+        *FRONT_KERNELS,
+        *OWNER_KERNELS,
+        gather,
+    ]
     return list(dict.fromkeys(found))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hps.ground.progress import Progress
-from hps.models.deltas import HeldTable, TableSource
+from hps.models.deltas import ResidentTable, TableSource
 from hps.models.loading.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.repository import VersionFiles, table_sources, version_files
 from hps.models.sources import ModelSources
@@ -18,10 +18,10 @@ from hps.types import FloatArray, KeyArray, TableSpec
 from tests.tables.table_loads import TABLE, content
 
 Rows = tuple[KeyArray, FloatArray]
-Held = Callable[[str], Sequence[HeldTable]]
+Held = Callable[[str], Sequence[ResidentTable]]
 
 
-def nowhere(version: str) -> Sequence[HeldTable]:
+def nowhere(version: str) -> Sequence[ResidentTable]:
     """No version is in any database."""
     return ()
 
@@ -83,9 +83,9 @@ def source_of(place: str, version: str, held: Held, sources: ModelSources) -> Ta
     return source
 
 
-def in_the_database(version: str) -> Sequence[HeldTable]:
+def in_the_database(version: str) -> Sequence[ResidentTable]:
     """Where the table of a version is in a persistent database that has it."""
-    return [HeldTable(spec(version))]
+    return [ResidentTable(spec(version))]
 
 
 def load_version(

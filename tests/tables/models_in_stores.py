@@ -11,7 +11,7 @@ import pytest
 
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem
-from hps.models.deltas import HeldTable
+from hps.models.deltas import ResidentTable
 from hps.models.files import open_sparse_model
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.repository import VersionFiles, list_versions, table_sources, version_files
@@ -97,7 +97,7 @@ class ModelsInStores:
         with closing(RocksDatabase(tmp_path / "rocksdb")) as database:
             targets = LoadTargets((database,), sources=sources)
             TableLoad(base, *table_sources("2", find), targets).run()
-            (source,) = table_sources("10", find, lambda number: [HeldTable(base)] if number == "2" else ())
+            (source,) = table_sources("10", find, lambda number: [ResidentTable(base)] if number == "2" else ())
             TableLoad(delta, source, targets).run()
             assert database.size(delta.tag) == ROWS - 10
             chunks = [(held, vectors) for held, vectors in database.scan(delta.tag, ROWS)]

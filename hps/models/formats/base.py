@@ -43,7 +43,7 @@ class ArraySource(ABC):
     """Files that hold named arrays. *One thread.*
 
     Args:
-        path: the user's local file or directory, for messages.
+        path: local file or directory, for messages.
         files: regular files to read, in order; `path` alone unless it is a directory.
 
     Raises of every operation:
@@ -54,7 +54,7 @@ class ArraySource(ABC):
     """Whether tables of this format commonly use row numbers as keys."""
 
     repeats_are_errors: bool = False
-    """Whether a key that occurs twice is an error, as in shards, where the order of files says nothing."""
+    """Whether a key that occurs twice is an error, as in shards, whose files have no order."""
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
@@ -104,7 +104,7 @@ class ArraySource(ABC):
 
 
 def by_rank(path: str, what: str, parts: Iterable[tuple[re.Match[str], str]]) -> dict[int, str]:
-    """Arrange the files that the ranks of a training wrote by rank, from 0 to the last.
+    """Sort the files of a training by rank, from 0 to the last.
 
     Args:
         what: the table, for messages.

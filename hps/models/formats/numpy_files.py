@@ -109,7 +109,7 @@ class NpzArchive(ArraySource):
 
 
 class NpzShards(ArraySource):
-    """What TorchEasyRec exports with `USE_DISTRIBUTED_EMBEDDING` (`tzrec/utils/export_util.py`): archives by rank.
+    """Archives by rank, which TorchEasyRec exports with `USE_DISTRIBUTED_EMBEDDING` (`tzrec/utils/export_util.py`).
 
     `sparse_embeddings-RR-of-WW.npz` has this rank's rows of each table, which follow those of the rank before, and
     `sparse_dynamic_embedding-RR-of-WW.npz` the members `<table>.keys`, `.values` and `.scores`, if the rank has any. The
@@ -141,8 +141,8 @@ class NpzShards(ArraySource):
         self.repeats_are_errors = len(static) > 1
         for rank, file in static.items():
             with reading(described[rank]), open(described[rank], encoding="utf-8") as stream:
-                tables = {name: _Described.read(one) for name, one in json.load(stream).items()}
-            if rank not in dynamic and (names := [name for name, one in tables.items() if one.dynamic]):
+                tables = {name: _Described.read(table) for name, table in json.load(stream).items()}
+            if rank not in dynamic and (names := [name for name, table in tables.items() if table.dynamic]):
                 raise ModelFileError(
                     f"importing {path}: got no sparse_dynamic_embedding of rank {rank}, which has rows of "
                     f"{', '.join(names[:8])}; copy all files"
@@ -150,8 +150,8 @@ class NpzShards(ArraySource):
             archives = {False: NpzArchive(file, [file])}
             if rank in dynamic:
                 archives[True] = NpzArchive(dynamic[rank][1], [dynamic[rank][1]])
-            for name, one in tables.items():
-                self._add(name, one, archives[one.dynamic])
+            for name, table in tables.items():
+                self._add(name, table, archives[table.dynamic])
         for name, parts in self._parts.items():
             self._refuse_copies(name, [archive.checksum(members[name]) for archive, members in parts])
 
@@ -159,19 +159,19 @@ class NpzShards(ArraySource):
         """Add a rank's rows of a table to the arrays."""
         members = {name: f"{name}.values", f"{name}.keys": f"{name}.keys"} if table.dynamic else {name: name}
         for array, member in members.items():
-            own = archive.array(member)
-            if array == name and table.quantised and own.dtype == "uint8" and len(own.shape) == 2:
-                row_dim(archive.path, member, own.shape[1], "rowwise8", table.dim)
-                own = ArrayInfo(member, own.shape, "rowwise8")
-            if array == name and table.shape is not None and own.shape != table.shape:
+            part = archive.array(member)
+            if array == name and table.quantised and part.dtype == "uint8" and len(part.shape) == 2:
+                row_dim(archive.path, member, part.shape[1], "rowwise8", table.dim)
+                part = ArrayInfo(member, part.shape, "rowwise8")
+            if array == name and table.shape is not None and part.shape != table.shape:
                 raise ModelFileError(
-                    f"importing {archive.path}: got {own}, expected shape {table.shape}, as its .json says; they are of "
+                    f"importing {archive.path}: got {part}, expected shape {table.shape}, as its .json says; they are of "
                     "different exports"
                 )
-            known = self._infos.get(array, ArrayInfo(array, (0, *own.shape[1:]), own.dtype))
-            if (own.shape[1:], own.dtype) != (known.shape[1:], known.dtype):
-                raise ModelFileError(f"importing {archive.path}: got {own}, expected {known} as of the ranks before")
-            self._infos[array] = ArrayInfo(array, (known.shape[0] + own.shape[0], *own.shape[1:]), own.dtype)
+            known = self._infos.get(array, ArrayInfo(array, (0, *part.shape[1:]), part.dtype))
+            if (part.shape[1:], part.dtype) != (known.shape[1:], known.dtype):
+                raise ModelFileError(f"importing {archive.path}: got {part}, expected {known} as of the ranks before")
+            self._infos[array] = ArrayInfo(array, (known.shape[0] + part.shape[0], *part.shape[1:]), part.dtype)
         if table.dynamic and archive.array(f"{name}.keys").shape[0] != archive.array(f"{name}.values").shape[0]:
             raise ModelFileError(
                 f"importing {archive.path}: got {archive.array(f'{name}.keys')} and {archive.array(f'{name}.values')}, "
@@ -180,7 +180,7 @@ class NpzShards(ArraySource):
         self._parts.setdefault(name, []).append((archive, members))
 
     def _refuse_copies(self, name: str, checksums: list[tuple[int, int]]) -> None:
-        """Refuse a table of which each rank has the same rows, since row numbers would go on where they begin again."""
+        """Refuse a table with the same rows in each rank: their row numbers would continue instead of repeating."""
         if f"{name}.keys" not in self._infos and len(checksums) > 1 and len(set(checksums)) == 1 and checksums[0][0]:
             raise ModelFileError(
                 f"importing {self.path}: got the same rows of {name} from every rank, expected a part from each: the table "
@@ -204,10 +204,10 @@ class _Described:
     """A rank's rows of a table, as TorchEasyRec describes them. *Immutable.*
 
     Attributes:
-        dynamic: whether the rows have keys.
+        dynamic: the rows have keys.
         shape: of the stored rows; None if unknown.
         dim: of the vectors; None if unknown.
-        quantised: whether the rows are those of `DIST_QUANT`, rowwise8.
+        quantised: the rows are those of `DIST_QUANT`, rowwise8.
     """
 
     dynamic: bool

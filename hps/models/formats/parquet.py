@@ -1,4 +1,4 @@
-"""Parquet files with a column of keys and columns of lists, and those in which TorchEasyRec writes what changed."""
+"""Parquet files with a column of keys and columns of lists, and the deltas that TorchEasyRec writes in them."""
 
 import os
 import re
@@ -96,7 +96,7 @@ class ParquetFiles(ArraySource):
 
 
 class DeltaParquet(ArraySource):
-    """What TorchEasyRec's `delta_embedding_dump_config` writes at one step (`tzrec/utils/delta_embedding_dump.py`).
+    """Changes that TorchEasyRec's `delta_embedding_dump_config` writes at one step (`tzrec/utils/delta_embedding_dump.py`).
 
     `<prefix>_step_N.parquet`, or one file a rank, `<prefix>_step_N_rank_R_of_W.parquet`. Each row is a key of a table:
     `global_step`, `table_fqn`, `key_id`, `embedding`, `source`. A row whose source is `dynamicemb_evicted` deletes its key; its

@@ -128,7 +128,7 @@ class RawDump(ArraySource):
 
 
 class DynamicembDump(RawDump):
-    """What `DynamicEmbDump` writes into the directory of a collection: of each table, one pair of files a rank."""
+    """Dumps of `DynamicEmbDump`: the directory of a collection with a pair of files for each table and rank."""
 
     def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
         matches = [(match, file) for file in self.files if (match := _DYNAMICEMB.fullmatch(os.path.basename(file)))]
@@ -168,7 +168,7 @@ class DynamicembDump(RawDump):
 
 
 class HugectrDump(RawDump):
-    """What `Model.embedding_dump` writes into the directory of an embedding collection; table N is called `table<N>`."""
+    """Dumps of `Model.embedding_dump`: the directory of an embedding collection; table N is called `table<N>`."""
 
     def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
         there = {os.path.basename(file): file for file in self.files}
@@ -236,7 +236,7 @@ def _check_hugectr_head(file: str, kind: int, number: int) -> None:
 
 
 class SokDump(RawDump):
-    """What `sok.dump` writes: of each table, `<table>-key` and `<table>-weight`. Optimizer states beside them are not read."""
+    """Dumps of `sok.dump`: `<table>-key` and `<table>-weight` of each table. Optimizer states are not read."""
 
     def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
         there = {os.path.basename(file): file for file in self.files}

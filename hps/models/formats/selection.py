@@ -71,8 +71,8 @@ def select(
     arrays, key_info = source.arrays(), None
     if vectors is not None:
         vector_info = source.array(vectors)
-    elif len(own := [info for info in arrays if source.keys_of(info.name)]) == 1:
-        vector_info = source.array(own[0].name)
+    elif len(paired_vectors := [info for info in arrays if source.keys_of(info.name)]) == 1:
+        vector_info = source.array(paired_vectors[0].name)
     else:
         kinds = ("uint8",) if dtype in CLAIMED_LAYOUTS else VECTOR_DTYPES
         floats = [info for info in arrays if len(info.shape) == 2 and info.dtype in kinds]
@@ -135,10 +135,10 @@ def _dim(source: ArraySource, vectors: ArrayInfo, dtype: str, dim: int | None) -
     """Return the elements of a vector, which must be `dim` if that is known."""
     width = vectors.shape[1]
     if dtype in CLAIMED_LAYOUTS:
-        beside = f"{vectors.name}_qscale"
-        if any(info.name == beside for info in source.arrays()):
+        scales = f"{vectors.name}_qscale"
+        if any(info.name == scales for info in source.arrays()):
             raise ModelFileError(
-                f"importing {source.path}: got {beside!r} beside {vectors.name!r}, expected scales and offsets in the rows; "
+                f"importing {source.path}: got {scales!r} beside {vectors.name!r}, expected scales and offsets in the rows; "
                 "save the state of a module without quant_prep_enable_quant_state_dict_split_scale_bias"
             )
         return row_dim(source.path, vectors.name, width, dtype, dim)

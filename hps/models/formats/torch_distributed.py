@@ -133,9 +133,9 @@ class DistributedCheckpoint(ArraySource):
         edges = sorted({0, info.shape[0], *(edge for shard in shards for edge in (shard.rows.start, shard.rows.stop))})
         bands = []
         for start, stop in pairwise(edges):
-            inside = sorted((shard for shard in shards if start in shard.rows), key=lambda one: one.columns.start)
-            ends = [0, *(one.columns.stop for one in inside)]
-            if [one.columns.start for one in inside] != ends[:-1] or ends[-1] != width or stop > info.shape[0]:
+            inside = sorted((shard for shard in shards if start in shard.rows), key=lambda shard: shard.columns.start)
+            ends = [0, *(shard.columns.stop for shard in inside)]
+            if [shard.columns.start for shard in inside] != ends[:-1] or ends[-1] != width or stop > info.shape[0]:
                 raise ModelFileError(
                     f"importing {self.path}: got shards of {name!r} that do not have each element of the rows {start} to "
                     f"{stop - 1} once, expected all shards of one save; save again"
@@ -155,8 +155,8 @@ class DistributedCheckpoint(ArraySource):
                 if shard not in mapped:
                     mapped[shard] = self._mapped(name, shard)
                 into = block[low - start : high - start]
-                some = mapped[shard][low - shard.rows.start : high - shard.rows.start]
-                (into[:, shard.columns.start : shard.columns.stop] if shape else into).copy_(some)
+                part = mapped[shard][low - shard.rows.start : high - shard.rows.start]
+                (into[:, shard.columns.start : shard.columns.stop] if shape else into).copy_(part)
         array: AnyArray = block.view(torch.uint16).numpy() if block.dtype == torch.bfloat16 else block.numpy()
         return array
 
@@ -214,10 +214,10 @@ class _SavedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        some = self._content[self._at : self._at + len(buffer)]
-        buffer[: len(some)] = some
-        self._at += len(some)
-        return len(some)
+        part = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 def _content(archive: AnyArray, member: zipfile.ZipInfo) -> AnyArray:

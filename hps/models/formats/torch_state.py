@@ -45,7 +45,7 @@ class TorchState(ArraySource):
                 f"importing {path}: got more than {_MOST_OBJECTS} tensors and mappings, as a small file can by naming one "
                 "again and again; save the weights alone, torch.save(model.state_dict(), path)"
             )
-        self._tensors = [(name, one) for name, one in found if one is not None]
+        self._tensors = [(name, tensor) for name, tensor in found if tensor is not None]
         for name, tensor in self._tensors:
             self._refuse_repeated_storage(name, tensor)
 
@@ -76,8 +76,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]
         yield name or "tensor", value
     elif isinstance(value, Mapping | list | tuple):
         yield name, None
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(f"{name}.{key}" if name else str(key), one)
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(f"{name}.{key}" if name else str(key), item)
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -89,7 +89,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:
-    """Whether a quantised tensor is what `torch.ao.nn.quantized.EmbeddingBag` saves: a scale and zero point a row."""
+    """Return True for a quantised tensor of `torch.ao.nn.quantized.EmbeddingBag`: a scale and zero point a row."""
     scheme = torch.per_channel_affine_float_qparams
     return tensor.dtype == torch.quint8 and tensor.qscheme() == scheme and tensor.q_per_channel_axis() == 0
 
@@ -103,6 +103,6 @@ def _block(tensor: torch.Tensor, start: int, stop: int) -> AnyArray:
         zeros = tensor.q_per_channel_zero_points()[start:stop].float().numpy(force=True)
         parameters = np.stack([scales, -(zeros * scales)], 1)
         return np.concatenate([codes, parameters.view(np.uint8)], 1)
-    some = tensor[start:stop]
-    array: AnyArray = (some.float() if some.dtype == torch.bfloat16 else some).numpy(force=True)
+    part = tensor[start:stop]
+    array: AnyArray = (part.float() if part.dtype == torch.bfloat16 else part).numpy(force=True)
     return array

@@ -57,15 +57,15 @@ class Checkpoint:
 
     def __init__(self, place: str | os.PathLike[str], file_format: str | None = None, keys: str | None = None) -> None:
         path = _collection_in(local_path(os.fspath(place)))
-        held = [os.path.join(path, name) for name in _entries(path)] if os.path.isdir(path) else [path]
-        if not (os.path.exists(path) and (held or _layout_of(path, file_format))):
+        paths = [os.path.join(path, name) for name in _entries(path)] if os.path.isdir(path) else [path]
+        if not (os.path.exists(path) and (paths or _layout_of(path, file_format))):
             raise ModelFileNotFoundError(
                 f"importing {os.fspath(place)}: there is no such file on this machine, or it is an empty directory; copy a "
                 "remote source first"
             )
         layout = _layout_of(path, file_format)
-        kind = layout or file_format or _format_of(path, held)
-        files = _files_of(path, layout) if layout else [file for file in held if _format(file) == kind] or held
+        kind = layout or file_format or _format_of(path, paths)
+        files = _files_of(path, layout) if layout else [file for file in paths if _format(file) == kind] or paths
         if kind == "npy" and keys is not None and keys.endswith(".npy") and path in files:
             files.append(keys)
         self._files = [open_file(_FILES, file, {}) for file in files]
@@ -162,40 +162,40 @@ def find_tables(
     path = _collection_in(local_path(os.fspath(source)))
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
-    whole = None
+    shared = None
     one_each = os.path.isdir(path) and file_format != "npy" and _layout_of(path, file_format) is None
     if one_each and not any(_format(name) == "npy" for name in _entries(path)):
-        held = _entries(path)  # one table each
+        candidates = _entries(path)  # one table each
     else:
         if vectors is not None:
             raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
-        whole = Checkpoint(path, file_format)
-        held = [name for name in _tables(whole.arrays) if keys is None or not _match(keys, name)]
+        shared = Checkpoint(path, file_format)
+        candidates = [name for name in _tables(shared.arrays) if keys is None or not _match(keys, name)]
     chosen: dict[str, CheckpointTable] = {}
     matches = {
         name: match
-        for name in held
-        if (match := (whole is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name))
+        for name in candidates
+        if (match := (shared is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name))
     }
     for name in in_order(list(matches)):
         match = matches[name]
         table = _table_name(tables, match)
         if table in chosen:
             raise ModelFileError(
-                f"importing {path}: got {name!r} as a second table {table!r}; choose --tables so that what * matches differs"
+                f"importing {path}: got {name!r} as a second table {table!r}; choose --tables so that the matches of * differ"
             )
-        own_keys = keys and reduce(lambda pattern, text: pattern.replace("*", text, 1), match.groups(), keys)
-        one = whole or Checkpoint(os.path.join(path, name), file_format)
-        if delta and whole and whole.arrays.array(name).shape == (0, 0):  # of an unknown width
+        table_keys = keys and reduce(lambda pattern, text: pattern.replace("*", text, 1), match.groups(), keys)
+        checkpoint = shared or Checkpoint(os.path.join(path, name), file_format)
+        if delta and shared and shared.arrays.array(name).shape == (0, 0):  # of an unknown width
             continue
         first = first_key
-        if whole and keys is None and whole.arrays.keys_of(name) is None:
+        if shared and keys is None and shared.arrays.keys_of(name) is None:
             first = first_key or 0
         chosen[table] = CheckpointTable(
-            one, select(one.arrays, own_keys, name if whole else vectors, first, dtype, dim=dim, empty=delta)
+            checkpoint, select(checkpoint.arrays, table_keys, name if shared else vectors, first, dtype, dim=dim, empty=delta)
         )
     if not chosen and not delta:
-        raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(held[:30])}")
+        raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(candidates[:30])}")
     return chosen
 
 
@@ -211,7 +211,7 @@ def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = Non
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a path is a file or a directory with files of a known format."""
+    """Return True for a file, or a directory with files of a known format."""
     if os.path.isfile(path):
         return True
     path = _collection_in(path)
@@ -226,26 +226,28 @@ def tables_pattern(source: str) -> str | None:
     """
     arrays = Checkpoint(source).arrays
     infos = {info.name: info for info in arrays.arrays()}
-    held = {name: infos[name] for name in _tables(arrays)}
+    candidates = {name: infos[name] for name in _tables(arrays)}
     wide = [
-        name for name, info in held.items() if len(info.shape) == 2 and ("float" in info.dtype or info.dtype in VECTOR_DTYPES)
+        name
+        for name, info in candidates.items()
+        if len(info.shape) == 2 and ("float" in info.dtype or info.dtype in VECTOR_DTYPES)
     ]
     named = [name for name in wide if "emb" in name.lower()] or wide
-    one = "vectors" in held or (os.path.isdir(source) and _layout_of(_collection_in(source)) is None)
-    if len(named) < 2 or one:  # one table, perhaps with keys
+    single = "vectors" in candidates or (os.path.isdir(source) and _layout_of(_collection_in(source)) is None)
+    if len(named) < 2 or single:  # one table, perhaps with keys
         return None
     prefix = _common(named)
     suffix = _common([name[len(prefix) :][::-1] for name in named])[::-1]
-    if sum(name.startswith(prefix) and name.endswith(suffix) for name in held) > len(named):
-        listed = ", ".join(list(held)[:12])
+    if sum(name.startswith(prefix) and name.endswith(suffix) for name in candidates) > len(named):
+        listed = ", ".join(list(candidates)[:12])
         raise InvalidInputError(f"importing {source}: got the arrays {listed}, expected --tables 'PATTERN' of those to serve")
     return f"{prefix}*{suffix}"
 
 
 def _common(texts: list[str]) -> str:
     """Find the common prefix of texts, up to a separator, or else up to a number."""
-    begun = os.path.commonprefix(texts)  # noqa: RUF071 - of characters
-    return re.sub(r"(?<=[^a-zA-Z0-9])[a-zA-Z0-9]+$" if re.search("[^a-zA-Z0-9]", begun) else "[0-9]+$", "", begun)
+    prefix = os.path.commonprefix(texts)  # noqa: RUF071 - of characters
+    return re.sub(r"(?<=[^a-zA-Z0-9])[a-zA-Z0-9]+$" if re.search("[^a-zA-Z0-9]", prefix) else "[0-9]+$", "", prefix)
 
 
 def _tables(arrays: ArraySource) -> list[str]:
@@ -256,7 +258,7 @@ def _tables(arrays: ArraySource) -> list[str]:
 
 
 def _collection_in(path: str) -> str:
-    """Return the directory of the embedding collection in a dump of HugeCTR; every other path as it is.
+    """Return the directory of the embedding collection in a dump of HugeCTR; any other path unchanged.
 
     Raises:
         ModelFileError: there are several.

@@ -24,7 +24,7 @@ from hps.models.repository import MODEL_ENTRY
 from hps.models.sources import ModelSources
 
 _SAVED = re.compile(r"(.*?)_?([0-9]+)_sparse_([0-9]+)(?:\.model)?")  # HugeCTR's: prefix, table, iteration
-_WORKSPACES = 4  # lookups at a time: with HugeCTR's 1, every lookup waits for the one before
+_WORKSPACES = 4  # parallel lookups: with HugeCTR's 1, every lookup waits for the previous one
 _DEPTH = 4  # levels of directories to search
 
 
@@ -107,14 +107,14 @@ def discover(place: str) -> Discovery:
     """
     search = _Search()
     root = search.locate(place)
-    if any(search.holds(within(root, name), MODEL_ENTRY) for name in search.directories(root)):
+    if any(search.has(within(root, name), MODEL_ENTRY) for name in search.directories(root)):
         return Discovery((), repository=True)
     models = search.models(root, _DEPTH)
     if not models:
-        held = ", ".join(search.names(root)[:8]) or "nothing"
+        contents = ", ".join(search.names(root)[:8]) or "nothing"
         raise ModelFileError(
-            f"searching {place}: got {held}, expected directories with the files key and emb_vector, at most {_DEPTH} deep, or "
-            "a checkpoint"
+            f"searching {place}: got {contents}, expected directories with files key and emb_vector, at most {_DEPTH} deep, "
+            "or a checkpoint"
         )
     names = [model.name for model in models]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -137,9 +137,9 @@ def relocated(place: str, entry: Mapping[str, Any]) -> FoundModel:
     names = entry.get("embedding_table_names") or [f"sparse_embedding{i}" for i in range(len(files))]
     for name, file in zip(names, files, strict=False):
         parts = str(file).rstrip("/").split("/")
-        beside = [] if posixpath.isabs(str(file)) or ":" in str(file) else [os.path.join(place, str(file))]
-        tries = [str(file), *beside, *(within(place, "/".join(parts[-count:])) for count in range(min(3, len(parts)), 0, -1))]
-        found = next((search.locate(one) for one in tries if search.is_table(search.locate(one))), None)
+        relative = [] if posixpath.isabs(str(file)) or ":" in str(file) else [os.path.join(place, str(file))]
+        tries = [str(file), *relative, *(within(place, "/".join(parts[-count:])) for count in range(min(3, len(parts)), 0, -1))]
+        found = next((search.locate(path) for path in tries if search.is_table(search.locate(path))), None)
         if found is None:
             raise ModelFileError(f"searching for table {name} of {entry.get('model')}: it is in none of {', '.join(tries)}")
         tables.append(FoundTable(str(name), found, *stored_shape(found, search.sources)))
@@ -183,26 +183,26 @@ class _Search:
     def names(self, place: str) -> list[str]:
         return self.sources.locate(place)[0].list(place)
 
-    def holds(self, place: str, name: str) -> bool:
+    def has(self, place: str, name: str) -> bool:
         return self.sources.locate(place)[0].exists(within(place, name))
 
     def is_table(self, place: str) -> bool:
-        return self.holds(place, "key") and self.holds(place, "emb_vector")
+        return self.has(place, "key") and self.has(place, "emb_vector")
 
     def models(self, place: str, depth: int) -> list[FoundModel]:
         """Find the models in a directory and below it."""
         name = name_of(posixpath.basename(place).removesuffix(".model"))
         if self.is_table(place):
             return [FoundModel(name, (FoundTable(name, place, *stored_shape(place, self.sources)),))]
-        below = self.directories(place) if depth else []
-        versions = sorted((one for one in below if VERSION.fullmatch(one)), key=int)
-        held = [self._tables(within(place, version), relative=True) for version in versions]
-        if versions and all(held):
-            return [FoundModel(name, tuple(held[-1]), place, tuple(versions))]
+        directories = self.directories(place) if depth else []
+        versions = sorted((directory for directory in directories if VERSION.fullmatch(directory)), key=int)
+        tables_by_version = [self._tables(within(place, version), relative=True) for version in versions]
+        if versions and all(tables_by_version):
+            return [FoundModel(name, tuple(tables_by_version[-1]), place, tuple(versions))]
         tables = self._tables(place)
         found = [FoundModel(name, tuple(tables))] if tables else []
         places = {table.place for table in tables}
-        others = [within(place, one) for one in below]
+        others = [within(place, directory) for directory in directories]
         return found + [
             model
             for other in others
@@ -214,7 +214,7 @@ class _Search:
         """Find the tables in a directory; with `relative`, the directory may be a table itself."""
         if relative and self.is_table(place):
             return [FoundTable("embedding", ".", *stored_shape(place, self.sources))]
-        names = [one for one in self._in_order(place) if self.is_table(within(place, one))]
+        names = [directory for directory in self._in_order(place) if self.is_table(within(place, directory))]
         graph = self._graph(place)
         latest: dict[tuple[str, int], tuple[int, str]] = {}
         plain = []
@@ -227,8 +227,8 @@ class _Search:
             latest[of] = max(latest.get(of, (-1, "")), (int(saved[3]), name))
         prefixes = {prefix for prefix, _ in latest}
         for (prefix, number), (_, name) in sorted(latest.items()):
-            own = graph[number] if number < len(graph) else f"sparse_embedding{number}"
-            plain.append((own if len(prefixes) == 1 else name_of(f"{prefix}_{own}"), name))
+            graph_name = graph[number] if number < len(graph) else f"sparse_embedding{number}"
+            plain.append((graph_name if len(prefixes) == 1 else name_of(f"{prefix}_{graph_name}"), name))
         return [
             FoundTable(
                 name, directory if relative else within(place, directory), *stored_shape(within(place, directory), self.sources)
@@ -244,7 +244,9 @@ class _Search:
             manifest = None
         written = dict.fromkeys(posixpath.dirname(path) for path in manifest.files) if manifest else {}
         there = self.directories(place)
-        return [one for one in written if one in there] + [one for one in sorted(there, key=natural) if one not in written]
+        return [directory for directory in written if directory in there] + [
+            directory for directory in sorted(there, key=natural) if directory not in written
+        ]
 
     def _graph(self, place: str) -> list[str]:
         """Read the names of the sparse embeddings in HugeCTR's graph of a model, in order; none without a graph."""
@@ -270,4 +272,4 @@ def entries_of(path: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, AttributeError, RecursionError):
         return []
     listed = models if isinstance(models, list) else []
-    return [one for one in listed if isinstance(one, dict) and isinstance(one.get("sparse_files"), list)]
+    return [entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get("sparse_files"), list)]

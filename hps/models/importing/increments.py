@@ -1,11 +1,11 @@
-"""Writes what a trainer dumped after a version as the next version of the model, a delta.
+"""Writes increments of a trainer as the next version of a model, a delta.
 
 A directory of increments has an entry for each, named by its step: `step_1200`, a directory with the files of any format that
 `hps import` reads, or `<prefix>_step_1200.parquet`. They are applied in the order of their steps: of a key that several change,
 the last one counts; a key that one deletes and a later one changes is present.
 
-No file says which steps there should be. Missing ones are found by the interval between steps, by default the most frequent,
-and by the step in the `version.json` of the base.
+No file lists the steps. Missing ones are found by the interval between steps, by default the most frequent, and by the step in
+the `version.json` of the base.
 """
 
 import os
@@ -115,17 +115,17 @@ def import_delta(
     changes = {name: _Changes(name, parts) for name, parts in merged.items()}
 
     def rows(name: str) -> Iterator[tuple[KeyArray, FloatArray]]:
-        for some, vectors in changes[name].chunks():
-            yield some, vectors
-            counts[name] = counts.get(name, 0) + some.size
-            progress.advance(within(place, name), some.size)
+        for chunk, vectors in changes[name].chunks():
+            yield chunk, vectors
+            counts[name] = counts.get(name, 0) + chunk.size
+            progress.advance(within(place, name), chunk.size)
         progress.finish(within(place, name))
 
     write_version(
         place,
         {name: rows(name) for name in merged},
         delta_of=delta_of,
-        deleted={name: one.deleted for name, one in changes.items()},
+        deleted={name: change.deleted for name, change in changes.items()},
         note=f"imported from {os.path.basename(path.rstrip('/'))}"
         + (f", steps {_text(list(increments))}" if increments else ""),
         step=max(increments, default=start),
@@ -135,7 +135,7 @@ def import_delta(
         place,
         tuple(increments),
         {name: counts.get(name, 0) for name in merged},
-        {name: one.deleted.size for name, one in changes.items()},
+        {name: change.deleted.size for name, change in changes.items()},
     )
 
 
@@ -229,7 +229,7 @@ def _by_directory(
     merged: dict[str, list[tuple[int, CheckpointTable]]] = {name: [] for name in dims}
     for number, tables in enumerate(found):
         for name, table in tables.items():
-            directory = next((one for one in (f"{name}.model", name) if one in dims), None)
+            directory = next((directory_name for directory_name in (f"{name}.model", name) if directory_name in dims), None)
             if directory is None:
                 raise ModelFileError(
                     f"importing {path}: got table {name!r}, expected a table of the version that it changes: "
@@ -260,9 +260,9 @@ class _Changes:
         none = np.empty(0, np.int64)
         keys, numbers = [none], [none]
         for number, table in parts:
-            for some in table.deleted():
-                keys.append(some.copy())
-                numbers.append(np.full(some.size, number, np.int64))
+            for chunk in table.deleted():
+                keys.append(chunk.copy())
+                numbers.append(np.full(chunk.size, number, np.int64))
         every, of = np.concatenate(keys), np.concatenate(numbers)
         order = np.argsort(every, kind="stable")  # increments are in order, and remain so for each key
         every, of = every[order], of[order]

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.models.files import SparseModel, extended
+from hps.models.files import SparseModel, extend_checksum
 from hps.types import FloatArray, KeyArray
 
 _READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
@@ -66,11 +66,11 @@ def chunk_ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[in
     return ((start, min(start + model.chunk_rows, last)) for start in range(first, last, model.chunk_rows))
 
 
-def whole_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
+def read_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
     """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:
-        Their checksum; see `extended`.
+        Their checksum; see `extend_checksum`.
 
     Raises:
         ModelFileError: the files changed, cannot be read, or are not those that were written.
@@ -78,7 +78,7 @@ def whole_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], Non
     checksum = 16 * "0"
     with closing(read_ahead(model, chunk_ranges(model, 0, model.rows))) as chunks:
         for _, keys, vectors in chunks:
-            checksum = extended(checksum, keys, vectors)
+            checksum = extend_checksum(checksum, keys, vectors)
             yield keys, vectors
     model.check_content(checksum)
     return checksum

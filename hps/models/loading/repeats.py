@@ -1,7 +1,7 @@
 """Finds keys of the first rows of a model that occur again in later rows.
 
-The last row of a key counts. A tier that holds every row gets it naturally, since the later row replaces the earlier one. A
-tier with only the first rows would answer another vector than the rest of the hierarchy.
+The last row of a key counts. A tier with every row gets it naturally, since the later row replaces the earlier one. A tier
+with only the first rows would answer another vector than the rest of the hierarchy.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class Repeats:
     row: int
 
     def refusal(self, doing: str, holder: str, rows: int) -> ModelFileError:
-        """Make the error for a holder of the first `rows` rows without a database that has the later ones."""
+        """Return the error for a tier with only the first `rows` rows, if no database has the later ones."""
         return ModelFileError(
-            f"{doing}: {self.rows} rows have keys that stand in earlier rows, too, the first in row {self.row}: "
-            f"key {self.key}. The later row counts, but {holder} holds the first {rows} rows only, and no database the others: "
-            "remove the earlier rows, let it hold all rows, or configure persistent_db"
+            f"{doing}: {self.rows} rows have keys of earlier rows, the first in row {self.row}: "
+            f"key {self.key}. The later row counts, but {holder} takes the first {rows} rows only, and no database the others: "
+            "remove the earlier rows, give it room for all rows, or configure persistent_db"
         )
 
 

@@ -1,4 +1,4 @@
-"""Loads the model files of a table, read once, into every database that does not hold them yet."""
+"""Loads the model files of a table, read once, into every database that lacks them."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
-from hps.models.files import SparseModel, extended
+from hps.models.files import SparseModel, extend_checksum
 from hps.models.loading.read_ahead import chunk_ranges, read_ahead
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
@@ -44,9 +44,9 @@ class LoadTargets:
 
     Attributes:
         keep: databases that keep their rows (`initialize_after_startup: false`, `read_only`).
-        initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load, from the first row on.
+        initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load.
         int32_keys: refuse keys outside [0, 2^32) (`supportlonglong: false`).
-        force: empty the databases before loading. The caller empties a shared one, whose rows others may use.
+        force: empty the databases before loading, except shared ones, whose rows others may use.
         max_nonfinite_rows: refuse a table with more rows that have an infinity or NaN.
     """
 
@@ -78,13 +78,12 @@ class LoadReport:
     """The result of a `TableLoad`. *Immutable.*
 
     Attributes:
-        model: the loaded files; for a delta, a database with its rows, if any. A warm-up from it fills a cache with the same
-            version.
+        model: the loaded files, or for a delta a database with its rows, to warm caches from.
         loads: one entry for each loaded database, in order.
-        differs: whether the authority has, or may have, other vectors than the files (it was updated online, kept, or writable
-            by others), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
-            must then be refreshed before it serves.
-        complete: a database holds every row, and evicts none.
+        differs: the authority may have other vectors than the files (it was updated online, kept, or writable by others), or
+            than their first rows (a later row of the same key counts). A cache that is warmed from the files must then be
+            refreshed before it serves.
+        complete: a database has every row and evicts none.
         nonfinite_rows: read rows with an infinity or NaN.
     """
 
@@ -126,17 +125,17 @@ class NonfiniteRows:
 
 
 class TableLoad:
-    """Streams the files of a table, once, into every database that does not hold them yet. *One thread, one use.*
+    """Streams the files of a table, once, into every database that lacks them. *One thread, one use.*
 
-    A persistent database is skipped if it holds exactly these files, continues an interrupted load of them, and is emptied
-    first if it holds another version; rows of unknown origin (HugeCTR's) stay and are overwritten by key. Volatile databases
+    A persistent database is skipped if it has exactly these files, continues an interrupted load of them, and is emptied
+    first if it has another version; rows of unknown origin (HugeCTR's) stay and are overwritten by key. Volatile databases
     get all rows, up to `initial_cache_rate` of their capacity. A load takes the memory of a few chunks for any model.
 
     The persistent database is the authority: if it was modified after its load, or is kept, the volatile databases are filled
     from it instead of the files, whose vectors may be old. The same holds if they get only the first rows and keys of these
     are repeated in later rows, since the last row of a key counts on every tier.
 
-    A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
+    A delta is loaded from its unmodified base in a database of this process, or else from the base's files. It
     fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
 
     The table is opened in each database, also in those to keep.
@@ -144,8 +143,8 @@ class TableLoad:
     Args:
         source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
-        in_service: lookups use the table in a shared database, which lost its rows. It is not opened before it is claimed,
-            since missing keys of an open table would count as absent.
+        in_service: lookups use the table in a shared database, which lost its rows. It is opened only once claimed, since
+            missing keys of an open table would count as absent.
 
     Raises:
         ModelFileError: the files are missing or do not fit.
@@ -166,8 +165,10 @@ class TableLoad:
         self._targets = targets
         self._progress = progress or NoProgress()
         self._nonfinite = NonfiniteRows()
-        self._watched = False  # whether the files may change without another version
-        self._authority = next((one for one in (*targets.load, *targets.keep) if isinstance(one, PersistentDatabase)), None)
+        self._open_for_writing = False  # so the files may change without another version
+        self._authority = next(
+            (database for database in (*targets.load, *targets.keep) if isinstance(database, PersistentDatabase)), None
+        )
         self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
 
     @property
@@ -175,11 +176,10 @@ class TableLoad:
         """Rows of the files; an upper bound for a delta."""
         return self._model.rows
 
-    def make_way(self) -> None:
-        """Drop tables that cannot be opened for these files: those of another width, and with `force` all, also damaged ones.
+    def drop_conflicting_tables(self) -> None:
+        """Drop tables of another width, and with `force` all tables, also damaged ones, so that these files can be loaded.
 
-        A width that the files fit replaces rows that were loaded from other files, as another version does; rows of unknown
-        origin (HugeCTR's) stay unless forced.
+        Rows of another width and of unknown origin (HugeCTR's) stay unless forced.
 
         Raises:
             ModelFileError: the files are not those that were opened: nothing is dropped.
@@ -189,9 +189,9 @@ class TableLoad:
             if isinstance(database, PersistentDatabase) and database.must_drop(
                 stored.tag, stored.width, force=self._targets.force
             ):
-                self._verify()  # before a database loses what it has
+                self._verify()  # before a database loses its rows
                 _log.warning(
-                    "Table: %s; %s drops what it holds, of another width or by force, and loads it anew.",
+                    "Table: %s; %s drops its rows, of another width or by force, and loads them anew.",
                     self._tag,
                     database.kind,
                 )
@@ -212,7 +212,7 @@ class TableLoad:
         """
         started = time.monotonic()
         databases = self._targets.load
-        self.make_way()
+        self.drop_conflicting_tables()
         for database in self._targets.keep:
             self._check_kept(database)
         for database in databases:
@@ -220,30 +220,30 @@ class TableLoad:
         records = [self._record(database) for database in databases]
         authority = self._authority
         differs = authority is not None and self._differs(authority)
-        if not all(self._is_whole(record) for record in records):
-            self._verify()  # before a database loses what it has
-        self._watched = self._model.may_change_unseen()
-        whole = authority is not None and self._is_whole(authority.load_record(self._tag_in(authority)))
-        if self._watched and whole and not self._targets.force:
-            differs = True  # the files may be others by now than those that it holds
-        differs = differs or self._repeats(authority)
-        if authority and whole:
-            self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
+        if not all(self._is_complete(record) for record in records):
+            self._verify()  # before a database loses its rows
+        self._open_for_writing = self._model.is_open_for_writing()
+        complete_before = authority is not None and self._is_complete(authority.load_record(self._tag_in(authority)))
+        if self._open_for_writing and complete_before and not self._targets.force:
+            differs = True  # the files may have changed since the authority loaded them
+        differs = differs or self._has_repeats(authority)
+        if authority and complete_before:
+            self._place_above(authority)  # rows that others loaded from copies of the files need not be loaded again
         copied = authority is not None and (differs or isinstance(self._model, DeltaModel))
-        loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
-        if authority is None and not differs:  # what a shared database had before may have been updated since
-            had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
+        loads = [self._plan(database, record, copied) for database, record in zip(databases, records, strict=True)]
+        if authority is None and not differs:  # rows that a shared database had before may have been updated since
+            had = {id(target): load.first_row > 0 or load.elsewhere for target, load in zip(databases, loads, strict=True)}
             shared = (database for database in (*databases, *self._targets.keep) if database.shared)
             differs = any(had.get(id(database), True) for database in shared)
-        self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
+        self._read_into([pair for pair in zip(databases, loads, strict=True) if pair[1].rows and not pair[1].elsewhere])
         for i, database in enumerate(databases):
             if loads[i].elsewhere and isinstance(database, SharedDatabase):
-                loads[i] = self._awaited(database, loads[i].last_row)
+                loads[i] = self._wait_for_load(database, loads[i].last_row)
         if authority:
-            self._put_above(authority)
+            self._place_above(authority)
         for i, database in enumerate(databases):
             if authority and copied and not database.persistent:
-                loads[i] = self._copied(authority, database, differs)
+                loads[i] = self._copy_from(authority, database, differs)
             self._log_loaded(database, loads[i])
         if not (databases or self._targets.keep):
             self._check_for_caches()
@@ -264,27 +264,27 @@ class TableLoad:
         )
 
     def _check_for_caches(self) -> None:
-        """Read all rows of which caches alone hold some, so that none is served of files that are refused."""
+        """Check all rows of a table without databases, so that caches serve no row of refused files."""
         if isinstance(self._model, DeltaModel):
             for keys, vectors in Merge(self._model).chunks():
                 self._nonfinite.add(keys, vectors)
         else:
             self._model.check_format()
-            checksum = self._counted(self._model, 0, self._model.rows)
-            if self._model.is_summed:
+            checksum = self._checksum(self._model, 0, self._model.rows, count=True)
+            if self._model.has_checksum:
                 self._model.check_content(checksum)
         self._check_finite()
 
     def _complete(self, loads: Sequence[DatabaseLoad]) -> Database | None:
-        """Return a volatile database that holds every row and evicts none, if any."""
-        loaded = [one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows]
-        kept = [database for database in self._targets.keep if database.shared]  # the others begin empty
-        evictless = (
+        """Return a volatile database with every row that evicts none, if any."""
+        loaded = [target for target, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows]
+        kept = [database for database in self._targets.keep if database.shared]  # the others start empty
+        unbounded = (
             database for database in (*loaded, *kept) if database.stats(self._tag_in(database)).capacity_rows >= UNBOUNDED_ROWS
         )
-        return next(evictless, None)
+        return next(unbounded, None)
 
-    def _put_above(self, authority: PersistentDatabase) -> None:
+    def _place_above(self, authority: PersistentDatabase) -> None:
         for database in (*self._targets.load, *self._targets.keep):
             if isinstance(database, SharedDatabase):
                 database.stand_above(self._tag_in(database), authority, self._tag_in(authority))
@@ -331,24 +331,24 @@ class TableLoad:
         if self._checksum(model, 0, model.rows) != record.checksum:
             return record
         record = replace(record, fingerprint=model.fingerprint, source=model.place)
-        self._remember(database, record)
+        self._write_record(database, record)
         return record
 
-    def _is_whole(self, record: LoadRecord | None) -> bool:
+    def _is_complete(self, record: LoadRecord | None) -> bool:
         return record is not None and record.complete and record.fingerprint == self._model.fingerprint
 
     def _differs(self, authority: PersistentDatabase) -> bool:
-        """Whether the persistent database, once loaded or kept, holds other vectors than the files."""
+        """Return True if the persistent database, once loaded or kept, has other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
-        if record is None or not self._is_whole(record):
+        if record is None or not self._is_complete(record):
             return kept
         return record.modified and (kept or not self._targets.force)
 
-    def _repeats(self, authority: Database | None) -> bool:
-        """Whether a volatile database would get first rows whose keys are repeated in later rows.
+    def _has_repeats(self, authority: Database | None) -> bool:
+        """Return True if a volatile database would get first rows whose keys are repeated in later rows.
 
         Raises:
-            ModelFileError: it would, and no database has the later rows.
+            ModelFileError: no database has these later rows.
         """
         model = self._model
         for database in self._targets.load:
@@ -365,7 +365,7 @@ class TableLoad:
 
     # -- plan ---------------------------------------------------------------------------------------------------------
 
-    def _planned(self, database: Database, record: LoadRecord | None, copied: bool) -> DatabaseLoad:
+    def _plan(self, database: Database, record: LoadRecord | None, copied: bool) -> DatabaseLoad:
         """Decide which rows of the files a database still needs; empty it if it holds other files."""
         if database.persistent:
             return DatabaseLoad(database.kind, self._first_row(database, record), self._model.rows)
@@ -390,7 +390,7 @@ class TableLoad:
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
-        # A part that was updated online is neither these files nor whole, and that of a delta is in no order.
+        # Not if it was updated online: it is neither a state of these files nor complete. A delta has no order to continue in.
         if same and not record.modified and isinstance(model, SparseModel):
             _log.info(
                 "Table: %s; continuing an interrupted load of %s at row %d of %d.",
@@ -400,7 +400,7 @@ class TableLoad:
                 model.rows,
             )
             return record.rows_done
-        _log.info("Table: %s; %s holds another state of the model, which is replaced.", self._tag, database.kind)
+        _log.info("Table: %s; %s has another state of the model, which is replaced.", self._tag, database.kind)
         self._empty(database)
         return 0
 
@@ -427,7 +427,7 @@ class TableLoad:
         self._progress.start(self._tag, last - first, (last - first) * model.row_bytes)
         feeds = [self._feed(database, load) for database, load in targets]
         self._nonfinite = NonfiniteRows()
-        self._counted(model, 0, first)  # what an interrupted load left
+        self._checksum(model, 0, first, count=True)  # the rows of an interrupted load
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
                 self._nonfinite.add(keys, vectors)
@@ -469,7 +469,7 @@ class TableLoad:
                     rows = self._encoded(keys, vectors)
                     feed.add(0, keys, vectors, vectors if feed.is_exact else rows)
                     self._progress.advance(self._tag, keys.size)
-            if base is None or base.still_counts():
+            if base is None or base.is_current():
                 break
             _log.info("Table: %s; its base was modified while it was copied; reading the base's files.", self._tag)
             self._empty(database)
@@ -478,11 +478,11 @@ class TableLoad:
         feed.end()
         self._finish(database)
         if database.persistent:
-            self._remember(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
+            self._write_record(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
         self._progress.finish(self._tag)
 
     def _check_at_rest(self, model: DeltaModel) -> None:
-        if model.may_change_unseen():
+        if model.is_open_for_writing():
             raise ModelFileChangedError(
                 f"reading {model.place}: its files, or those of a version that it changes, are open for writing; load it when "
                 "the writer is done"
@@ -491,24 +491,24 @@ class TableLoad:
     def _base_rows(self, model: DeltaModel, database: Database) -> BaseRows | None:
         """Return the rows of the latest base that this process holds unmodified; None if there is none."""
         for level in reversed(range(len(model.deltas))):
-            held, fingerprint = model.held[level], model.fingerprints[level]
-            if held is None:
+            resident, fingerprint = model.resident[level], model.fingerprints[level]
+            if resident is None:
                 continue
             if isinstance(database, PersistentDatabase):
-                base = database.stored(held.table)
+                base = database.stored(resident.table)
                 if base.row_dtype != database.stored(self._table).row_dtype:
                     continue
                 if (record := self._unmodified_record(database, base)) and record.fingerprint == fingerprint:
                     chunks = partial(self._vectors_in, database, base, model.chunk_rows)
-                    still_counts = partial(self._is_unmodified, database, base.tag, record)
-                    return BaseRows(level, chunks, record.checksum, still_counts)
-            elif held.database is not None and held.fingerprint == fingerprint:
-                base = held.database.stored(held.table)
-                if base.row_dtype != database.stored(self._table).row_dtype or not _is_open(held.database, base.tag):
+                    is_current = partial(self._is_unmodified, database, base.tag, record)
+                    return BaseRows(level, chunks, record.checksum, is_current)
+            elif resident.database is not None and resident.fingerprint == fingerprint:
+                base = resident.database.stored(resident.table)
+                if base.row_dtype != database.stored(self._table).row_dtype or not _is_open(resident.database, base.tag):
                     continue
-                chunks = partial(self._vectors_in, held.database, base, model.chunk_rows)
-                if held.unmodified():
-                    return BaseRows(level, chunks, "", held.unmodified)
+                chunks = partial(self._vectors_in, resident.database, base, model.chunk_rows)
+                if resident.unmodified():
+                    return BaseRows(level, chunks, "", resident.unmodified)
         return None
 
     def _encoded(self, keys: KeyArray, vectors: FloatArray) -> RowArray:
@@ -528,7 +528,7 @@ class TableLoad:
         return record if record is not None and record.complete and not record.modified else None
 
     def _is_unmodified(self, database: PersistentDatabase, tag: str, record: LoadRecord) -> bool:
-        """Whether a table still has its record; a modification changes the record before a row."""
+        """Return True if a table still has its record; a modification changes the record before a row."""
         return tag in database.tags() and database.load_record(tag) == record
 
     def _check_unchanged(
@@ -544,13 +544,16 @@ class TableLoad:
             ModelFileError: they are not those of `version.json`.
         """
         try:
-            if model.may_change_unseen() or self._watched:
+            if model.is_open_for_writing() or self._open_for_writing:
                 for (_, load), feed in zip(targets, feeds, strict=True):
-                    if not self._watched or self._checksum(model, feed.first_summed_row, load.last_row) != feed.record.checksum:
+                    if (
+                        not self._open_for_writing
+                        or self._checksum(model, feed.first_summed_row, load.last_row) != feed.record.checksum
+                    ):
                         raise changed(model.place, "at the opening")
-            if model.is_summed:
-                whole = (feed for (_, load), feed in zip(targets, feeds, strict=True) if load.last_row == model.rows)
-                sums = next((feed.record.checksum for feed in whole if not feed.first_summed_row), "")
+            if model.has_checksum:
+                complete = (feed for (_, load), feed in zip(targets, feeds, strict=True) if load.last_row == model.rows)
+                sums = next((feed.record.checksum for feed in complete if not feed.first_summed_row), "")
                 model.check_content(sums or self._checksum(model, 0, model.rows))
         except ModelFileError:
             for database, _ in targets:
@@ -577,21 +580,14 @@ class TableLoad:
             "the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
         )
 
-    def _counted(self, model: SparseModel, first: int, last: int) -> str:
-        """Count the rows of [first, last) that are not finite; return the checksum."""
+    def _checksum(self, model: SparseModel, first: int, last: int, *, count: bool = False) -> str:
+        """Compute the checksum of rows [first, last); with `count`, also count those that are not finite."""
         checksum = ""
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for _, keys, vectors in chunks:
-                self._nonfinite.add(keys, vectors)
-                checksum = extended(checksum, keys, vectors)
-        return checksum
-
-    def _checksum(self, model: SparseModel, first: int, last: int) -> str:
-        """Read rows [first, last) and compute their checksum."""
-        checksum = ""
-        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
-            for _, keys, vectors in chunks:
-                checksum = extended(checksum, keys, vectors)
+                if count:
+                    self._nonfinite.add(keys, vectors)
+                checksum = extend_checksum(checksum, keys, vectors)
         return checksum
 
     def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
@@ -605,17 +601,17 @@ class TableLoad:
             if before is not None:  # the checksum of the interrupted load
                 record = replace(record, checksum=before.checksum)
             else:
-                self._remember(database, record)  # so that a start that keeps the rows refuses a partial load
+                self._write_record(database, record)  # so that a start that keeps the rows refuses a partial load
         if isinstance(model, DeltaModel):
             return LoadFeed(database, self._table, record, model.rows, counts=False)
-        sums = self._watched or model.is_summed
+        sums = self._open_for_writing or model.has_checksum
         return LoadFeed(database, self._table, record, load.last_row, sums=sums)
 
     def _keys(self, rows: int, base: BaseRows | None) -> Iterator[KeyArray]:
-        """Read the keys of the first rows, in chunks that the next one overwrites, for whom they help to place the rows.
+        """Yield the keys of the first rows, so that a hash map can place the rows; the next chunk overwrites them.
 
         Args:
-            base: where a delta's base is, if not in files.
+            base: base of a delta that is not read from files.
         """
         model, level = self._model, base.level if base else 0
         parts = [model] if isinstance(model, SparseModel) else [delta.changed for delta in model.deltas[level:]]
@@ -627,11 +623,11 @@ class TableLoad:
             for _, keys in part.keys.key_chunks(0, min(rows, part.rows)):
                 yield keys
 
-    def _remember(self, database: Database, record: LoadRecord) -> None:
+    def _write_record(self, database: Database, record: LoadRecord) -> None:
         stored = database.stored(self._table)
         database.load_chunk(stored.tag, np.empty(0, np.int64), np.empty((0, stored.width), np.float32), record)
 
-    def _awaited(self, database: SharedDatabase, rows: int) -> DatabaseLoad:
+    def _wait_for_load(self, database: SharedDatabase, rows: int) -> DatabaseLoad:
         """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
         load = DatabaseLoad(database.kind, self._claim_when_free(database, rows), rows)
         if load.rows:
@@ -644,17 +640,17 @@ class TableLoad:
         self._progress.start(self._tag, rows, rows * self._model.row_bytes)
         tag, fingerprint, replaces = self._tag_in(database), self._model.fingerprint, self._authority is not None
         while (first := database.claim_load(tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S, replaces=replaces)) is None:
-            self._progress.advance(self._tag, 0)  # its rows are unknown here, but a progress that raises ends the wait
+            self._progress.advance(self._tag, 0)  # its rows are unknown here; a progress that raises ends the wait
         self._progress.advance(self._tag, first)
         self._progress.finish(self._tag)
         return first
 
-    def _copied(self, authority: Database, database: Database, differs: bool) -> DatabaseLoad:
+    def _copy_from(self, authority: Database, database: Database, differs: bool) -> DatabaseLoad:
         """Fill a volatile database from the persistent one, up to its share of rows."""
         if isinstance(database, SharedDatabase):
             if not differs:  # the rows are exactly those of the files, on which other processes may rely
-                return self._copied_as_files(authority, database)
-            return self._copied_beside_others(authority, database)
+                return self._copy_as_files(authority, database)
+            return self._copy_under_claim(authority, database)
         size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
         limit = self._share(database, size)
         reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
@@ -662,7 +658,7 @@ class TableLoad:
             database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, tag)))
 
-    def _copied_as_files(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
+    def _copy_as_files(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
         """Fill a shared database from the persistent one, under the fingerprint of the files."""
         rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
         first = database.claim_load(tag := self._tag_in(database), fingerprint, rows)
@@ -672,20 +668,22 @@ class TableLoad:
         if first == rows:
             return DatabaseLoad(database.kind, rows, rows)
         record = LoadRecord(fingerprint, 0, rows)  # an interrupted load of another process may have had another order
-        self._copy(authority, database, rows, lambda keys, some: database.load_chunk(tag, keys, some, record))
+        self._copy(authority, database, rows, lambda keys, part: database.load_chunk(tag, keys, part, record))
         database.finish_load(tag)
         return DatabaseLoad(database.kind, 0, rows)
 
-    def _copied_beside_others(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
+    def _copy_under_claim(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
         """Fill a shared database from the persistent one, unless it lacks no rows or another process fills it."""
         rows, tag = self._share(database, authority.size(self._tag_in(authority))), self._tag_in(database)
         if not database.claim_copy(tag, self._model.fingerprint, rows):
             return DatabaseLoad(database.kind, rows, rows)
         outcome: CopyOutcome = "interrupted"
         try:
-            whole: list[bool] = []
-            done = self._copy(authority, database, rows, lambda keys, some: whole.append(database.copy_rows(tag, keys, some)))
-            outcome = "complete" if all(whole) else "refused"
+            accepted: list[bool] = []
+            done = self._copy(
+                authority, database, rows, lambda keys, part: accepted.append(database.copy_rows(tag, keys, part))
+            )
+            outcome = "complete" if all(accepted) else "refused"
         finally:
             database.end_copy(tag, outcome)
         return DatabaseLoad(database.kind, 0, done)
@@ -707,23 +705,23 @@ class TableLoad:
         return done
 
     def _log_loaded(self, database: Database, load: DatabaseLoad) -> None:
-        """Log the lines that HugeCTR's users look for."""
+        """Log the lines that HugeCTR's users search for."""
         rows = self._model.rows
         if database.persistent:
             how = "complete" if load.rows else "all were there"
             _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", self._tag, rows, database.kind, how)
             return
         stats = database.stats(self._tag_in(database))
-        held = f"{stats.rows}, unbounded"
+        size = f"{stats.rows}, unbounded"
         if stats.capacity_rows < UNBOUNDED_ROWS:
-            held = f"{stats.rows} / {stats.capacity_rows} ({100 * stats.rows / max(stats.capacity_rows, 1):.2f}%)"
+            size = f"{stats.rows} / {stats.capacity_rows} ({100 * stats.rows / max(stats.capacity_rows, 1):.2f}%)"
         _log.info(
             "Table: %s; cached %d / %d embeddings in volatile database (%s); load: %s.",
             self._tag,
             load.last_row,
             rows,
             database.kind,
-            held,
+            size,
         )
 
 
@@ -738,13 +736,13 @@ class LoadFeed:
     """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
     Attributes:
-        is_exact: whether the database stores float32 rows of a table with fewer bits.
+        is_exact: the database stores float32 rows of a table with fewer bits.
 
     Args:
-        record: the content before: `rows_done` is the first row to load, `checksum` is of the rows before it.
+        record: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
         sums: compute the checksum also for a database that stores none.
-        counts: whether rows come in the order of the files, so that the record can count them; else it is unchanged.
+        counts: rows come in the order of the files, so that the record can count them.
     """
 
     def __init__(
@@ -766,7 +764,7 @@ class LoadFeed:
         self.first_summed_row = 0 if record.checksum else record.rows_done
         rows = min(database.load_bytes // (8 + 4 * width), _MOST_BATCH_ROWS, last_row - record.rows_done)
         self._keys, self._rows = np.empty(rows, np.int64), np.empty((rows, width), np.float32)
-        self._held = 0
+        self._gathered = 0
 
     def add(
         self,
@@ -779,25 +777,24 @@ class LoadFeed:
 
         Args:
             start: first row of the chunk; chunks come in order, without gaps.
-            keys: (n,) int64, C-contiguous; may be reused afterwards.
-            vectors: (n, dim) float32, C-contiguous, as read: they count in the checksum; may be reused afterwards.
-            rows: (n, width), the same as the table stores them; may be reused afterwards.
+            keys, vectors: as read, C-contiguous; the checksum is theirs. May be reused afterwards.
+            rows: the vectors as the table stores them; may be reused afterwards.
         """
         missing = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
         keys, vectors, rows = keys[missing], vectors[missing], rows[missing]
         if not keys.size:
             return
-        if self._held + keys.size > self._keys.size:
+        if self._gathered + keys.size > self._keys.size:
             self._flush()
         if self._counts:
-            checksum = extended(self.record.checksum, keys, vectors) if self._sums else ""
+            checksum = extend_checksum(self.record.checksum, keys, vectors) if self._sums else ""
             self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
         if keys.size > self._keys.size:
             self._database.load_chunk(self._tag, keys, rows, self.record)
             return
-        held = slice(self._held, self._held + keys.size)
-        self._keys[held], self._rows[held] = keys, rows
-        self._held = held.stop
+        place = slice(self._gathered, self._gathered + keys.size)
+        self._keys[place], self._rows[place] = keys, rows
+        self._gathered = place.stop
 
     def end(self) -> None:
         """Load the gathered rows, and free their memory."""
@@ -805,6 +802,6 @@ class LoadFeed:
         self._keys, self._rows = self._keys[:0].copy(), self._rows[:0].copy()
 
     def _flush(self) -> None:
-        if self._held:
-            self._database.load_chunk(self._tag, self._keys[: self._held], self._rows[: self._held], self.record)
-            self._held = 0
+        if self._gathered:
+            self._database.load_chunk(self._tag, self._keys[: self._gathered], self._rows[: self._gathered], self.record)
+            self._gathered = 0

@@ -57,11 +57,7 @@ class DatabaseRows:
             yield keys, self._formatted(keys, rows, row_dtype)
 
     def read(self, keys: KeyArray, row_dtype: str) -> tuple[KeyArray, RowArray]:
-        """Read rows by their keys, (n,) int64, in a format; return those that are there, with their keys.
-
-        Raises:
-            As `chunks`.
-        """
+        """Read rows by their keys, (n,) int64, in a format; return the found ones, with their keys."""
         rows, found = np.empty((keys.size, self.stored.width), np.float32), np.zeros(keys.size, np.bool_)
         self.database.fetch(self.stored.tag, keys, rows, found)
         return keys[found], self._formatted(keys[found], rows[found], row_dtype)
@@ -72,8 +68,8 @@ class DatabaseRows:
             return rows
         return encode(f"reading table {self.place}", decode(rows, stored.dim, stored.row_dtype), row_dtype, keys)
 
-    def may_change_unseen(self) -> bool:
-        """Modifications do not matter: they reach caches, too."""
+    def is_open_for_writing(self) -> bool:
+        """Return False: modifications of the database reach caches, too."""
         return False
 
 
@@ -102,11 +98,11 @@ def warm_up(
     step = max(_MIN_STEP_ROWS, int(capacity * min(fraction_per_iteration, 1.0)))
     _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
     _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
-    _log.info(  # HugeCTR's words
+    _log.info(  # as HugeCTR logs it
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
     with closing(_chunks(sparse_model, rows, step, cache.host_buffer)) as chunks:
-        for start, keys, some in chunks:
+        for start, keys, rows_read in chunks:
             if start % step == 0:
                 count = min(step, rows - start)
                 _log.info(
@@ -116,8 +112,8 @@ def warm_up(
                     count,
                 )
             if not isinstance(sparse_model, DatabaseRows):
-                some = encode(f"warming up table {table.tag}", some, table.row_dtype, keys)
-            cache.insert(table_index, *last_rows(keys, some))
+                rows_read = encode(f"warming up table {table.tag}", rows_read, table.row_dtype, keys)
+            cache.insert(table_index, *last_rows(keys, rows_read))
     return rows
 
 

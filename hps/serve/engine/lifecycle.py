@@ -19,9 +19,9 @@ from hps.ground.progress import FailureProgress, LogProgress, Progress, time_tex
 from hps.ground.threads.workers import new_thread
 from hps.parameter_server import HPS
 from hps.serve.engine.readiness import Readiness
-from hps.versions.catalog import absent_models, may_be_empty
+from hps.versions.catalog import absent_models, can_be_empty
 from hps.versions.changes import cause_of
-from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, is_transient
 from hps.versions.tiers import choose_cache, served_kernels
 
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ class Lifecycle:
 
     Attributes:
         on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
-        on_block: called when `blocked` has changed.
+        on_change: called when `blocked` or the models to load have changed.
         unpublished: returns which version in service the fronts cannot name, and why; empty if they can name all. Takes a
             model and a version to ask for that one alone.
         configuration: replaced when changes of its file are applied.
@@ -105,14 +105,14 @@ class Lifecycle:
         self._first_retry_s = first_retry_s
         self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
         self.on_open: list[Callable[[HPS], object]] = []
-        self.on_block: list[Callable[[], object]] = []
+        self.on_change: list[Callable[[], object]] = []
         self.unpublished: Callable[..., str] = lambda *version: ""
         self._stopping = threading.Event()
         self.live = LiveModels() if parameter_server is None else parameter_server.live
         self.states = Readiness(lambda: self.live)
         for model in configuration.models if self._owned else ():
             if self._loads(model.model):
-                self.live.want(model)
+                self.live.expect(model)
         self._found: set[str] = set()  # names that the catalog has had when models were looked for
         self._broken: set[str] = set()  # names whose entries in the repository were wrong when models were looked for
         self._absent: set[str] = set()  # names that `load_models` has, and the catalog has not
@@ -128,7 +128,7 @@ class Lifecycle:
     def settled(self) -> bool:
         """Whether lookups are answered for every model that has not failed, and for one at least."""
         blocked = self.leaving or self._blocked or self.unpublished() or self.live.refused()
-        some = self.live.serving or not self._owned or may_be_empty(self.configuration.service)
+        some = self.live.serving or not self._owned or can_be_empty(self.configuration.service)
         return not blocked and bool(some) and (self._all_tried or not self.states.summary())
 
     @property
@@ -188,7 +188,10 @@ class Lifecycle:
 
     def _block(self, reason: str) -> None:
         self._blocked = reason
-        for notify in self.on_block:
+        self._notify()
+
+    def _notify(self) -> None:
+        for notify in self.on_change:
             notify()
 
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
@@ -341,7 +344,8 @@ class Lifecycle:
         elif change is not None:
             server.catalog.add(change)
             if change.model not in server.models and self._loads(change.model):
-                server.live.want(change)
+                server.live.expect(change)
+                self._notify()
 
     def _next_poll(self) -> float:
         """Return the time of the next poll, jittered so that replicas do not poll together."""
@@ -381,14 +385,14 @@ class Lifecycle:
         """Call until it succeeds, with rising pauses; raise what does not pass by itself.
 
         Args:
-            versioned: see `may_pass`.
+            versioned: see `is_transient`.
         """
         pause_s = self._first_retry_s
         while True:
             try:
                 return call()
             except HPSError as error:
-                if not may_pass(error, versioned=versioned):
+                if not is_transient(error, versioned=versioned):
                     raise
                 pause_s *= random.uniform(0.75, 1.0)
                 _log.error("%s; trying again in %s", error, time_text(pause_s))
@@ -402,18 +406,19 @@ class Lifecycle:
         known = {life.name for life in server.live.models()}
         for name in names:
             if self._loads(name) and name not in known | self._found:  # what others have undeployed stays so
-                server.live.want(server.catalog.model(name))
+                server.live.expect(server.catalog.model(name))
         self._found.update(names)
         self._broken = {name for name in server.catalog.problems if self._loads(name)} | (self._broken & {*names})
         self._absent = {*self.configuration.service.load_models} - {"*", *names}
         self._lack = absent_models(self.configuration.service, server.catalog)
+        self._notify()
 
     def _lacking(self) -> str:
         """Why a model that should be in service is neither that nor awaited; empty if none is lacking."""
         if not self._owned or self._blocked:
             return ""
         known = {life.name for life in self.live.models()}
-        if self._absent - known or not (known or may_be_empty(self.configuration.service)):
+        if self._absent - known or not (known or can_be_empty(self.configuration.service)):
             return self._lack or "no model is in service"
         return ""
 
@@ -454,10 +459,10 @@ class Lifecycle:
             if server.live.failure(name) is before:  # it did not begin
                 if isinstance(error, ConflictError):
                     return None
-                server.live.failed(name, error)
+                server.live.record_failure(name, error)
             cause, bug = cause_of(error)
             again = "not trying again: the cause does not pass by itself"
-            if (failure := server.live.failure(name)) and failure.may_pass:
+            if (failure := server.live.failure(name)) and failure.is_transient:
                 again = f"trying again in {time_text(max(0.0, failure.due - time.monotonic()))}"
             _log.error("loading model %s failed: %s; %s", name, cause, again, exc_info=bug)
             return error
@@ -465,7 +470,7 @@ class Lifecycle:
         return None
 
     def _undeploy(self, server: HPS, name: str) -> None:
-        server.live.give_up(name)
+        server.live.stop_expecting(name)
         started = time.monotonic()
         try:
             if name in server.models:
@@ -482,12 +487,13 @@ class Lifecycle:
                 _log.info("loading was stopped: %s", error)
                 return
             self._blocked, self.failure = f"loading failed: {cause}", error
+        self._notify()
         _log.error("loading failed: %s", cause, exc_info=bug)
 
 
 def _may_pass(live: LiveModels, errors: Iterable[str]) -> bool:
     """Return True if one of these models, none of which could be loaded, is tried again."""
-    return any((failure := live.failure(name)) is not None and failure.may_pass for name in errors)
+    return any((failure := live.failure(name)) is not None and failure.is_transient for name in errors)
 
 
 def _all_failed(errors: dict[str, Exception]) -> BaseException:

@@ -7,9 +7,9 @@ from hps.ground.progress import time_text
 from hps.serve.protocol.schemas import ModelState, ModelStatus, TableStatus
 from hps.statistics.prometheus import Family, family, label_text
 from hps.versions.changes import LoadingTable
-from hps.versions.live_models import ComingState, LiveModels, ModelLife
+from hps.versions.live_models import LifecycleState, LiveModels, ModelLifecycle
 
-_STATES: dict[ComingState, ModelState] = {"wanted": "waiting", "loading": "loading", "failed": "failed", "serving": "ready"}
+_STATES: dict[LifecycleState, ModelState] = {"wanted": "waiting", "loading": "loading", "failed": "failed", "serving": "ready"}
 
 
 class Readiness:
@@ -86,7 +86,7 @@ def table_status(table: LoadingTable) -> TableStatus:
     )
 
 
-def _model_status(life: ModelLife) -> ModelStatus:
+def _model_status(life: ModelLifecycle) -> ModelStatus:
     ready = life.state == "serving"
     percent = 100 if ready else sum(table.percent for table in life.tables) // max(1, len(life.tables))
     return ModelStatus(
@@ -99,7 +99,7 @@ def _model_status(life: ModelLife) -> ModelStatus:
     )
 
 
-def _reason(life: ModelLife) -> str:
+def _reason(life: ModelLifecycle) -> str:
     if life.failure is not None:
         again = "" if life.retry_in_s is None else f"; next try in {time_text(life.retry_in_s)}"
         return life.failure.cause + again

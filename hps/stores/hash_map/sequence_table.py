@@ -1,13 +1,12 @@
 """The order of changes to one table of the hash map: the sequence of each row's last change, including deleted rows."""
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 
-from hps.errors import DatabaseTimeoutError
-from hps.stores.base import LogPosition, Partition, RowChanges
+from hps.stores.base import LogPosition, Partition, RowChanges, exclusive
 from hps.stores.hash_map.table import HashMapTable
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
@@ -48,6 +47,8 @@ class SequenceTable:
             self._sequences.fetch(changes.keys, _bits(before), np.zeros(before.size, np.bool_))
             latest: BoolArray = before <= changes.sequences
             made = changes.at(latest)
+            # The sequences first: a lookup never reads them, and an interrupted call must not leave a row that an older change
+            # could still replace. If the rows then fail, the changes that were not made get their former sequences back.
             self._sequences.insert(made.keys, _bits(made.sequences))
             keys, vectors, deleted = made.split()
             try:
@@ -66,22 +67,17 @@ class SequenceTable:
             self._sequences.insert(keys, _bits(np.full(keys.size, self._highest + 1, np.int64)))
 
     def _are_made(self, changes: RowChanges) -> BoolArray:
-        vectors, there = np.empty_like(changes.vectors), np.zeros(changes.keys.size, np.bool_)
-        self._table.fetch(changes.keys, vectors, there)
-        equal = there & (vectors.view(np.uint32) == changes.vectors.view(np.uint32)).all(axis=1)
-        return equal if changes.deleted is None else np.where(changes.deleted, ~there, equal)
+        vectors, found = np.empty_like(changes.vectors), np.zeros(changes.keys.size, np.bool_)
+        self._table.fetch(changes.keys, vectors, found)
+        equal = found & (vectors.view(np.uint32) == changes.vectors.view(np.uint32)).all(axis=1)
+        return equal if changes.deleted is None else np.where(changes.deleted, ~found, equal)
 
-    @contextmanager
-    def _alone(self, doing: str) -> Iterator[None]:
-        if not self._changing.acquire(timeout=self._timeout_s):
-            raise DatabaseTimeoutError(
-                f"hash map: {doing} rows of a table that follows a log: other threads changed it for all of "
-                f"{self._timeout_s} s; write fewer rows at once, or from fewer threads"
-            )
-        try:
-            yield
-        finally:
-            self._changing.release()
+    def _alone(self, doing: str) -> AbstractContextManager[None]:
+        busy = (
+            f"hash map: {doing} rows of a table that follows a log: other threads changed it for all of {self._timeout_s} s; "
+            "write fewer rows at once, or from fewer threads"
+        )
+        return exclusive(self._changing, self._timeout_s, busy)
 
 
 def _bits(sequences: IndexArray) -> FloatArray:

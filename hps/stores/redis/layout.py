@@ -1,6 +1,6 @@
-"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and ours beside them.
+"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and our additional ones.
 
-A table of tag T is cut into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
+A table of tag T is split into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
 hash slot:
 
     hps_et{T/p<i>}v   hash: field = 8 little-endian bytes of a key, value = its vector, raw float32      HugeCTR's
@@ -12,16 +12,16 @@ The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.s
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
 neither reads nor writes `m`.
 
-Where Redis is the authority of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
-big-endian bytes, of keys whose row was deleted or evicted, too, and in the field `h` the highest one that was applied. It
-belongs to an incarnation of the partition, and goes with it.
+If no database below has the rows of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
+big-endian bytes, also of deleted and evicted rows, and in the field `h` the highest applied one. It lasts as long as the
+incarnation of the partition.
 
 Beside the partitions there is one hash of the table itself, in a slot of its own:
 
     hps_et{T}m        hash: dim, num_partitions, loaded (how far which model was loaded), and
                             `log <partition>` (how far that partition of a log of updates was applied)    ours
-    hps_et{T}l        string: who loads it now; expires                                                   ours
-    hps_et{T}u        hash: who uses it, see users.py; expires                                            ours
+    hps_et{T}l        string: the process that loads it; expires                                          ours
+    hps_et{T}u        hash: the processes that use it, see users.py; expires                              ours
 """
 
 import re
@@ -32,7 +32,9 @@ from typing import Final
 import numpy as np
 from redis.crc import key_slot
 
+from hps.errors import DatabaseCorruptError
 from hps.stores.redis.codec import Bytes
+from hps.types import KeyArray
 
 ANY_KEY: Final = b"hps_et{*}?"
 """Pattern of every key of every table."""
@@ -41,34 +43,27 @@ _KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(
 
 @dataclass(frozen=True)
 class KeyPartition:
-    """The keys of one partition. *Immutable.*"""
-
     tag: str
     index: int
 
     @cached_property
     def slot(self) -> int:
-        """The hash slot of these keys."""
         return key_slot(self.values)
 
     @cached_property
     def values(self) -> bytes:
-        """Key of the vectors."""
         return self._key("v")
 
     @cached_property
     def uses(self) -> bytes:
-        """Key of the times or counts of use."""
         return self._key("t")
 
     @cached_property
     def mark(self) -> bytes:
-        """Key of the mark."""
         return self._key("m")
 
     @cached_property
     def sequences(self) -> bytes:
-        """Key of the order of changes."""
         return self._key("s")
 
     def _key(self, kind: str) -> bytes:
@@ -94,17 +89,14 @@ class RedisLayout:
 
     @cached_property
     def about(self) -> bytes:
-        """Key of the table's own hash."""
         return f"hps_et{{{self.tag}}}m".encode()
 
     @cached_property
     def lease(self) -> bytes:
-        """Key of the lease of the loading process."""
         return f"hps_et{{{self.tag}}}l".encode()
 
     @cached_property
     def users(self) -> bytes:
-        """Key of the users of the table."""
         return f"hps_et{{{self.tag}}}u".encode()
 
     @cached_property
@@ -123,3 +115,14 @@ def partition_number(key: bytes) -> int:
     """Return the partition of a key; -1 for the keys of the table itself."""
     found = _KEY.fullmatch(key)
     return int(found["partition"]) if found and found["partition"] else -1
+
+
+def keys_of(fields: list[bytes], key: bytes) -> KeyArray:
+    """Convert fields of the hash `key` to keys of a table."""
+    for field in fields:
+        if len(field) != 8:
+            raise DatabaseCorruptError(
+                f"redis: {key!r}: got a field of {len(field)} bytes, expected the 8 bytes of a key; "
+                "was it written with 32-bit keys, or by another program?"
+            )
+    return np.frombuffer(bytearray().join(fields), np.int64)

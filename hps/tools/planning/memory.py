@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing, EmbeddingCache
+from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing
 from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.errors import ConfigError, HPSError, MissingDependencyError
@@ -162,11 +162,11 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             place = need.place
             if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _is_linked(versions, model, number):
                 place = "pinned"
-            needs.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
+            needs.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.temporary)))
     formats = {version.network.config.format for version in versions if version.network is not None}
     needs += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
     if stored:
-        needs.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
+        needs.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, temporary=True)))
     return needs
 
 
@@ -215,8 +215,8 @@ def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
         fullest = (0, 0)
         for device in devices:
             needs_of_device = [planned.need for planned in needs_here if place != "gpu" or planned.device == device]
-            size = sum(need.size_bytes for need in needs_of_device if not need.passing)
-            fullest = max(fullest, (size, size + sum(need.size_bytes for need in needs_of_device if need.passing)))
+            size = sum(need.size_bytes for need in needs_of_device if not need.temporary)
+            fullest = max(fullest, (size, size + sum(need.size_bytes for need in needs_of_device if need.temporary)))
         totals_.append(Total(place, *fullest, machine.free_bytes.get(place)))
     return totals_
 
@@ -276,7 +276,7 @@ def _gpu_memory(configuration: Configuration) -> list[int]:
     if configuration.device == "cpu":
         return []
     try:
-        cuda: type[EmbeddingCache] = implementation("cache", "cuda")
+        cuda = implementation("cache", "cuda")
     except MissingDependencyError:
         return []
     devices = sorted({device for model in configuration.models for device in model.deployed_device_list})

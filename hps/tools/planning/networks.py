@@ -17,7 +17,7 @@ from hps.errors import HPSError, NetworkError
 from hps.ground.memory.capacity import Need
 from hps.ground.registry import implementation
 from hps.networks.base import Network
-from hps.scoring.deployed import OpenedNetwork, unlooked
+from hps.scoring.deployed import OpenedNetwork, no_lookup
 from hps.scoring.forms import BatchForm, kept_forms, lay_out
 from hps.scoring.scorer import Scorer
 from hps.scoring.signature import Signature, signature_of
@@ -57,7 +57,7 @@ def network_needs(config: ModelConfig, file_bytes: int, on_cuda: bool) -> Iterat
         yield None, Need("ram", "weights", _COPIES.get(dense.format, 1) * file_bytes)
         yield None, Need("ram", "inputs of batches", (staged + vectors) * (len(config.deployed_device_list) if on_cuda else 1))
     copies = 1 + on_device + (dense.format in _REWRITTEN)  # its content, what PyTorch reads, the weights before they are moved
-    yield None, Need("ram", "the network's files", copies * file_bytes, passing=True)
+    yield None, Need("ram", "the network's files", copies * file_bytes, temporary=True)
 
 
 def activation_needs(config: ModelConfig, contents: Mapping[str, bytes], on_cuda: bool) -> Iterator[tuple[int | None, Need]]:
@@ -98,7 +98,7 @@ def _input_bytes(signature: Signature, max_samples: int) -> tuple[int, int]:
         BatchForm(max_samples, 0, (False,) * len(signature.features), tuple(signature.sizes[name] for name in signature.inner))
     ]
     layouts = [lay_out(signature, form, max_samples) for form in forms]
-    return sum(layout.size_bytes for layout in layouts), sum(layout.beside_bytes for layout in layouts)
+    return sum(layout.size_bytes for layout in layouts), sum(layout.buffer_bytes for layout in layouts)
 
 
 def _run_bytes(config: ModelConfig, contents: Mapping[str, bytes]) -> int:
@@ -125,7 +125,7 @@ def _run(config: ModelConfig, contents: Mapping[str, bytes], answer: "Connection
     try:
         opened = OpenedNetwork(config, _dense(config), contents, "", ())
         calls, max_samples = opened.networks[None], config.max_batch_size
-        scorer = Scorer(config.model, config.tables, opened.signature, calls, unlooked)
+        scorer = Scorer(config.model, config.tables, opened.signature, calls, no_lookup)
         numbers = (n for n in range(max_samples, 0, -1) if opened.signature.refused_by(n, opened.signature.sizes) is None)
         run = scorer.prepared_zeros(next(numbers, max_samples))
         gc.collect()

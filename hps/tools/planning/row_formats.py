@@ -44,7 +44,7 @@ def needs_by_format(
     sizes: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for row_dtype in ROW_DTYPES:
         for planned in planned_needs(configuration, [_stored_as(version, row_dtype) for version in versions], on_cuda):
-            if planned.tier not in _TIERS or not planned.need.table or planned.need.passing:
+            if planned.tier not in _TIERS or not planned.need.table or planned.need.temporary:
                 continue
             if planned.device in (None, devices[planned.model, planned.version]):
                 key = planned.model, planned.version, planned.need.table, planned.tier

@@ -84,7 +84,7 @@ class LoadConnection:
 
     def start_request(self, number: int, start_ns: int) -> None:
         self.number, self.start_ns = number, start_ns
-        self.answer = AnswerReader(keeps=True)
+        self.answer = AnswerReader(keep_body=True)
 
     def send(self, parts: Parts) -> bool:
         """Send what the socket accepts. Returns whether the request is sent completely."""

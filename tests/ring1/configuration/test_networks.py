@@ -39,7 +39,7 @@ def problems(said: Any, **more: Any) -> list[str]:
         ({"inputs": {"at": {"request_index": True}}}, ".inputs: got no lookup and no feature, expected at least one"),
         ({"outputs": []}, ".outputs: got an empty list, expected at least one element"),
         ({"outputs": "score"}, '.outputs: got "score", expected a list; write ["score"]'),
-        ({"outputs": ["a", "b", "a"]}, ".outputs: got an output twice, expected each name once"),
+        ({"outputs": ["a", "b", "a"]}, '.outputs: got "a" twice, expected each name once'),
         ({"max_queue_delay_us": -1}, ".max_queue_delay_us: got -1, expected at least 0"),
         ({"max_queue_delay_us": 1_000_001}, ".max_queue_delay_us: got 1000001, expected at most 1000000"),
         ({"dynamic_batching": 1}, ".dynamic_batching: got 1, expected true or false; write true"),

@@ -7,9 +7,9 @@ import pytest
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import hdfs_connections
+from hps.filesystems.failures import hdfs_failure
 from hps.filesystems.hdfs import HdfsFileSystem
 from hps.filesystems.hdfs_connections import HdfsAddress, hdfs_address
-from hps.filesystems.hdfs_errors import hdfs_failure
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
 
     connections = hdfs_connections.HdfsConnections(ModelSourceConfig())
     with pytest.raises(ModelFileError, match="a panic of Rust's"):
-        connections.ask("opening", hdfs_address("hdfs://127.0.0.1:1/key", "opening"), ask)
+        connections.request("opening", hdfs_address("hdfs://127.0.0.1:1/key", "opening"), ask)
 
 
 def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +120,13 @@ def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch)
     address = hdfs_address("hdfs://127.0.0.1:1/key", "opening")
     try:
         with pytest.raises(ModelSourceError, match=r"opening hdfs://127\.0\.0\.1:1/key: no answer .*tried 5 times"):
-            connections.ask("opening", address, ask)
+            connections.request("opening", address, ask)
         assert len(asked) == 3
     finally:
         release.set()
     patient = connections.settings.model_copy(update={"timeout_s": 20.0})
     connections.settings = patient
-    assert connections.ask("opening", address, ask) == "answer"
+    assert connections.request("opening", address, ask) == "answer"
 
 
 def rpc_error(name: str, said: str = "x") -> RuntimeError:

@@ -82,7 +82,7 @@ def test_an_attempt_that_has_ended_writes_no_more(pauses: list[float]) -> None:
     fill(ModelSourceConfig(), "s3://b/key", memoryview(buffer), attempt)
     assert [target.missing for target in targets] == [3, 3, 0]
     for target in targets:
-        with pytest.raises(ModelSourceError, match="got more bytes than were asked for"):
+        with pytest.raises(ModelSourceError, match="got more bytes than requested"):
             target.write(b"x")
     assert buffer == b"oldnew"
 

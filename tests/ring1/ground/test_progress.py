@@ -111,7 +111,7 @@ class Loads:
         self.listener = Listener()
         self.live = LiveModels(clock=clock)
         for model in models(**tables):
-            self.live.want(model)
+            self.live.expect(model)
         self.progress = Readiness(lambda: self.live)
 
     def start(self, name: str) -> Change:
@@ -126,7 +126,7 @@ class Loads:
         if error is None:
             self.serve(change.model)
         else:
-            self.live.failed(change.model, error)
+            self.live.record_failure(change.model, error)
         self.live.finish_change(change, error)
 
     def states(self) -> dict[str, tuple[str, int]]:

@@ -13,7 +13,7 @@ import pytest
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import CapacityError, DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.ground.rows import encode
-from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
+from hps.models.deltas import MOST_DELTAS, ResidentTable, fingerprints_of
 from hps.models.files import HEAD_BYTES
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.loading.warm_up import DatabaseRows, warm_up
@@ -104,7 +104,7 @@ def test_a_delta_takes_no_rows_of_another_format_from_its_base(
     """Rows of float16 are as wide as those of bfloat16, but mean other vectors. The next delta has a base of its format."""
     tables = {one: replace(spec(one), row_dtype=base if one == "1" else row_dtype) for one in ("1", "2", "3")}
     for one, table in tables.items():
-        source = versions.source(one, lambda before: [HeldTable(tables[before])])
+        source = versions.source(one, lambda before: [ResidentTable(tables[before])])
         TableLoad(table, source, LoadTargets((persistent,), sources=versions.sources)).run()
         rows = {key: np.frombuffer(row, np.float32)[None] for key, row in versions.expected(one).items()}
         held = [content(*chunk) for chunk in persistent.scan(table.tag, ROWS + 5)]
@@ -213,7 +213,7 @@ def test_a_base_in_memory_is_copied_if_nothing_modified_it(
     with gates("counted") as (gate,):
         loaded = versions.load("1", [database], root="gate://counted")
         fingerprint = loaded.fingerprint if same_files else "of other files"
-        table = HeldTable(spec("1"), database, fingerprint, lambda: answers.pop(0))
+        table = ResidentTable(spec("1"), database, fingerprint, lambda: answers.pop(0))
         if not there:
             drop(database)
         gate.bytes_read.clear()
@@ -248,7 +248,7 @@ def test_a_cache_is_warmed_with_the_rows_of_the_delta(
     report, expected = versions.load("3", [make()] if make else []), versions.expected("3")
     assert isinstance(report.model, DatabaseRows) == bool(make)
     assert len(expected) <= report.model.rows <= ROWS + CHANGED.size + LATER.rows[0].size
-    assert not report.model.may_change_unseen()
+    assert not report.model.is_open_for_writing()
     cache = NumpyCache([spec("3")], [capacity])
     assert warm_up(cache, 0, spec("3"), report.model, 0.3) == min(cache.stats(0).capacity_rows, report.model.rows)
     keys = np.concatenate([KEYS, NEW])
@@ -317,7 +317,7 @@ def test_deleted_keys_that_were_copied_in_part_are_refused(versions: Versions) -
 
 def test_a_delta_without_its_manifest_does_not_pass_for_a_whole_version(versions: Versions) -> None:
     (Path(versions.place) / "2" / "version.json").unlink()
-    with pytest.raises(ModelFileError, match=r"2/item/deleted: got the changes of a version, expected a whole table"):
+    with pytest.raises(ModelFileError, match=r"2/item/deleted: got the changes of a version, expected a complete table"):
         versions.load("2", [MemoryDatabase()])
 
 

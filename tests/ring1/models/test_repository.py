@@ -12,7 +12,7 @@ from hps.configuration.load import load_dense
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
 from hps.models.manifest import FileCheck, below, read_manifest
-from hps.models.repository import list_models, list_versions, log_starts_beside, table_sources, version_files
+from hps.models.repository import list_models, list_versions, read_log_starts, table_sources, version_files
 from hps.models.sources import ModelSources
 
 
@@ -135,7 +135,7 @@ def test_positions_are_found_beside_directories_that_are_configured_one_by_one(
 ) -> None:
     if manifest:
         put(tmp_path / "1" / "version.json", manifest)
-    assert log_starts_beside([f"{tmp_path}/{place}" for place in places], ModelSources()) == found
+    assert read_log_starts([f"{tmp_path}/{place}" for place in places], ModelSources()) == found
 
 
 def test_the_models_of_a_repository_are_found_and_a_broken_one_hides_no_other(tmp_path: Path, asked: Counter[str]) -> None:

@@ -28,10 +28,10 @@ from hps.errors import (
     ModelFileNotFoundError,
     TableWidthError,
 )
-from hps.models.files import HEAD_BYTES, extended, open_sparse_model
+from hps.models.files import HEAD_BYTES, extend_checksum, open_sparse_model
 from hps.models.loading.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
-from hps.stores.base import LOAD_AGAIN, Database, LoadRecord, TableStats
+from hps.stores.base import LOAD_ADVICE, Database, LoadRecord, TableStats
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import DENSE_ROWS
 from hps.stores.rocks_db.database import RocksDatabase
@@ -109,7 +109,7 @@ def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(
     assert (report.tag, report.model.rows, nothing_to_do(report)) == (TAG, ROWS, False)
     record = record_of(persistent)
     assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
-    assert (record.source, record.size_bytes, record.checksum) == (place, ROWS * ROW_BYTES, extended("", KEYS, VECTORS))
+    assert (record.source, record.size_bytes, record.checksum) == (place, ROWS * ROW_BYTES, extend_checksum("", KEYS, VECTORS))
     assert (progress.told[0], progress.told[-1]) == (("start", TAG, ROWS, ROWS * ROW_BYTES), ("finish", TAG))
     assert progress.advanced == ROWS
     chunks = [("load_chunk", CHUNK_ROWS)] * (ROWS // CHUNK_ROWS) + [("load_chunk", ROWS % CHUNK_ROWS)]
@@ -295,7 +295,7 @@ def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: i
     size = ROWS if batch_rows >= ROWS else max(1, batch_rows // CHUNK_ROWS) * CHUNK_ROWS
     assert set(batches[:-1]) <= {size}
     assert batches[0] == size
-    assert record_of(database).checksum == extended("", KEYS, VECTORS)
+    assert record_of(database).checksum == extend_checksum("", KEYS, VECTORS)
     assert held(database) == FILES
 
 
@@ -482,7 +482,7 @@ def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str, m
             load_table(TABLE, source, [volatile, persistent])
         assert held(volatile) == held(persistent) == FILES
         assert sum(persistent.chunks) == ROWS - stop
-        assert record_of(persistent).checksum == extended("", KEYS, VECTORS)
+        assert record_of(persistent).checksum == extend_checksum("", KEYS, VECTORS)
         assert nothing_to_do(load_table(TABLE, source, [persistent]))
 
 
@@ -728,7 +728,7 @@ def test_a_table_without_the_rows_of_its_record_is_loaded_again(source: str, roc
     rocks.open_table(TAG, DIM)
     rocks.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
     rocks.close()
-    refused = pytest.raises(DatabaseCorruptError, match=r"and none is there.*hps load CONFIG --force")
+    refused = pytest.raises(DatabaseCorruptError, match=r"and it has none.*hps load CONFIG --force")
     with closing(RocksDatabase(rocks.path, num_threads=2)) as database, refused:
         database.open_table(TAG, DIM)
     with closing(RocksDatabase(rocks.path, num_threads=2)) as database:
@@ -813,9 +813,9 @@ def test_what_errors_say_loads_a_table_again(configuration: dict[str, Any], tmp_
             database.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
             if what == "record":
                 database._engine.write({"default": ([b"hps-server/load/" + TAG.encode()], [b"?"])}, {}, "damaging")
-    with pytest.raises(DatabaseError, match=f"{re.escape(LOAD_AGAIN)}"):
+    with pytest.raises(DatabaseError, match=f"{re.escape(LOAD_ADVICE)}"):
         hps.HPS(configuration)
-    arguments = re.findall("`hps (.*)`", LOAD_AGAIN)[0].replace("CONFIG", str(path)).split()
+    arguments = re.findall("`hps (.*)`", LOAD_ADVICE)[0].replace("CONFIG", str(path)).split()
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     with hps.HPS(configuration) as server:

@@ -123,7 +123,7 @@ def test_a_database_that_fails_as_models_are_loaded_does_not_end_the_service(tmp
 
     def slow(server, *arguments, **options):
         if failing and failing.pop():
-            server.live.failed("m", error := hps.DatabaseTimeoutError("Redis is slow"))
+            server.live.record_failure("m", error := hps.DatabaseTimeoutError("Redis is slow"))
             raise error
         deploy(server, *arguments, **options)
 

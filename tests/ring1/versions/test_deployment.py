@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing
+from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing, SharedRows
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.errors import CapacityError
@@ -21,7 +21,7 @@ from hps.statistics.metrics import Metrics
 from hps.stores.base import RowChanges
 from hps.types import CheckResult
 from hps.versions.cache_sizes import cache_capacities, device_sharing, index_sizes, is_direct, is_static, usable_sharing
-from hps.versions.deployment import repeated_after_takeover
+from hps.versions.deployment import retry_after_takeover
 from hps.versions.preflight import preflight
 from hps.versions.tiers import choose_cache, kernels_of, open_databases, served_kernels, why_unavailable
 from tests.servers.running_service import document_of, model_of
@@ -224,7 +224,7 @@ def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_t
 
     def call(value: int) -> Any:
         calls.clear()
-        return repeated_after_takeover(look_up)(server, value)
+        return retry_after_takeover(look_up)(server, value)
 
     assert (call(7), len(calls)) == (8, takeovers + 1)
     with pytest.raises(hps.NotReadyError, match="closed"):
@@ -305,7 +305,7 @@ FILE_ROWS = [100_000, 30]
 REASON = "CUDA device 0 cannot access the memory of device 1"
 
 
-class Apart(NumpyCache):
+class Apart(NumpyCache, SharedRows):
     """A cache of devices that reach each other or do not; it notes what room is asked for."""
 
     device = "cuda"

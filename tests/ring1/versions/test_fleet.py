@@ -15,7 +15,7 @@ from hps.errors import ModelFileChangedError
 from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
 from hps.versions import fleet as fleet_module
-from hps.versions.fleet import Fleet, FleetChange, ServingDocument, following
+from hps.versions.fleet import Fleet, FleetChange, ServingDocument, next_document
 from hps.versions.kept_files import KeptFiles
 from tests.fakes.clock import Clock
 
@@ -78,13 +78,13 @@ CHANGES: list[tuple[str, Any, Any, str, Said]] = [
 def test_a_change_is_followed_by_the_document_that_it_means(
     by: FleetChange, known: Said | None, version: str | None, serving: str, expected: Said
 ) -> None:
-    made = following(known and document(*known), by, version, serving, VERSIONS, LATEST)
+    made = next_document(known and document(*known), by, version, serving, VERSIONS, LATEST)
     assert (said(made), made.by) == (expected, by)
 
 
 def test_a_deployment_without_a_version_takes_the_last_that_the_policy_chooses() -> None:
-    assert following(None, "deploy", None, "", VERSIONS, SPECIFIC).version == "3"
-    assert following(document("", "", ("3",)), "deploy", None, "", VERSIONS, SPECIFIC).version == "1"
+    assert next_document(None, "deploy", None, "", VERSIONS, SPECIFIC).version == "3"
+    assert next_document(document("", "", ("3",)), "deploy", None, "", VERSIONS, SPECIFIC).version == "1"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_change_that_leads_nowhere_is_refused(
     by: FleetChange, known: Said | None, version: str | None, serving: str, versions: list[str], complaint: str
 ) -> None:
     with pytest.raises(hps.UnknownVersionError if by == "deploy" else hps.ConflictError, match=complaint):
-        following(known and document(*known), by, version, serving, versions, LATEST)
+        next_document(known and document(*known), by, version, serving, versions, LATEST)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_numbers_ascend_whatever_the_clock_says(
     monkeypatch: pytest.MonkeyPatch, now: float, known: int | None, number: int
 ) -> None:
     monkeypatch.setattr("hps.versions.fleet.time.time", Clock(now))
-    one, two = (following(known and document("1", number=known), "deploy", "2", "1", VERSIONS, LATEST) for _ in range(2))
+    one, two = (next_document(known and document("1", number=known), "deploy", "2", "1", VERSIONS, LATEST) for _ in range(2))
     assert (one.number, one.since) == (number, now)
     assert one != two, "another writer's"
     assert one == two.model_copy(update={"writer": one.writer})
@@ -135,7 +135,7 @@ def test_numbers_ascend_whatever_the_clock_says(
 @pytest.mark.parametrize("count", [99, 100])
 def test_the_last_hundred_withdrawn_versions_are_remembered(count: int) -> None:
     withdrawn = tuple(str(number) for number in range(10, 10 + count))
-    made = following(document("4", "3", withdrawn), "rollback", None, "4", VERSIONS, LATEST)
+    made = next_document(document("4", "3", withdrawn), "rollback", None, "4", VERSIONS, LATEST)
     assert made.withdrawn == (*withdrawn[count - 99 :], "4")
 
 
@@ -253,7 +253,7 @@ class Replica:
 
     @property
     def shown(self) -> str | None:
-        known = self.fleet.shown("m")
+        known = self.fleet.known("m")
         return None if known is None else known.version
 
     @property
@@ -284,7 +284,7 @@ def test_a_document_is_read_when_it_is_first_asked_for_and_then_when_somebody_sa
     two.write("1", 10)
     assert one.fleet.of("m", one.place) is None
     assert one.read() == "1"
-    assert one.fleet.of("m", one.place) == two.fleet.shown("m")
+    assert one.fleet.of("m", one.place) == two.fleet.known("m")
     assert str(one.fleet.of("m", one.place)) == "version 1 (by deploy, 1970-01-02 00:00:00 UTC)"
     assert str(document(by="unpin")) == "what the version_policy chooses (by unpin, 1970-01-02 00:00:00 UTC)"
 
@@ -392,7 +392,7 @@ def test_a_change_between_the_look_and_the_decision_is_noticed(one: Replica, two
 
     with monkeypatch.context() as patch:
         patch.setattr(fleet_module, "read_small_file", read)
-        with pytest.raises(hps.ConflictError, match="it was changed just now; see what it says"):
+        with pytest.raises(hps.ConflictError, match="it was changed just now; read it"):
             one.write("2", 12)
     assert one.read() == "3"
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hps.configuration.models import VersionPolicy
 from hps.errors import ConflictError, HPSError
-from hps.versions.fleet import FleetChange, ServingDocument, following
+from hps.versions.fleet import FleetChange, ServingDocument, next_document
 from tests.ring1.versions.test_fleet import Replica
 
 VERSIONS = ["1", "2", "3", "4"]
@@ -71,7 +71,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.know(replica)
 
     def know(self, replica: FleetReplica) -> None:
-        known = replica.fleet.shown("m")
+        known = replica.fleet.known("m")
         if known is not None and (replica.known is None or known.number > replica.known.number):
             replica.known = known
 
@@ -87,7 +87,7 @@ class FleetMachine(RuleBasedStateMachine):
 
         def change(known: ServingDocument | None) -> ServingDocument:
             left.append(known.version if known and known.version else "4")
-            return following(known, by, version, "4", VERSIONS, POLICY)
+            return next_document(known, by, version, "4", VERSIONS, POLICY)
 
         try:
             document = replica.fleet.write("m", str(self.place), change)
@@ -101,7 +101,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.written[document.number] = document
         self.old.append(self.file.read_bytes())
         self.know(replica)
-        assert replica.fleet.shown("m") == document
+        assert replica.fleet.known("m") == document
         assert replica.fleet.problem("m") == ""
 
     @rule(first=REPLICA, second=REPLICA, version=st.sampled_from(VERSIONS))
@@ -118,9 +118,9 @@ class FleetMachine(RuleBasedStateMachine):
         inner: list[ServingDocument] = []
 
         def change(known: ServingDocument | None) -> ServingDocument:
-            mine = following(known, "deploy", version, "", VERSIONS, POLICY)
+            mine = next_document(known, "deploy", version, "", VERSIONS, POLICY)
             inner.append(
-                two.fleet.write("m", str(self.place), lambda known: following(known, "deploy", "1", "", VERSIONS, POLICY))
+                two.fleet.write("m", str(self.place), lambda known: next_document(known, "deploy", "1", "", VERSIONS, POLICY))
             )
             return mine
 

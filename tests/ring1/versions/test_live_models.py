@@ -12,7 +12,7 @@ from hps.errors import DatabaseLockedError
 from hps.ground.threads.workers import THREADS
 from hps.statistics.series import Models
 from hps.testing.waiting import wait_until
-from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, may_pass
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels, is_transient
 from tests.fakes.clock import Clock
 from tests.fakes.fake_deployment import ENTRY, FakeDeployment, fake
 
@@ -114,12 +114,12 @@ def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> 
     ],
 )
 def test_what_may_pass_by_itself(error: Exception, of_files: bool, of_versions: bool) -> None:
-    assert (may_pass(error), may_pass(error, versioned=True)) == (of_files, of_versions)
+    assert (is_transient(error), is_transient(error, versioned=True)) == (of_files, of_versions)
     for versioned in (False, True):
         live = LiveModels()
-        live.want(ENTRY.model_copy(update={"version_path": "/shop" if versioned else ""}))
-        live.failed("m", error)
-        assert (live.due() != {}) == may_pass(error, versioned=versioned)
+        live.expect(ENTRY.model_copy(update={"version_path": "/shop" if versioned else ""}))
+        live.record_failure("m", error)
+        assert (live.due() != {}) == is_transient(error, versioned=versioned)
 
 
 PASSING = (hps.ModelSourceError, hps.ModelFileChangedError, hps.DatabaseTimeoutError, hps.UnknownTableError, hps.NotReadyError)
@@ -129,8 +129,8 @@ STAYING = (hps.ModelFileError, hps.DatabaseCorruptError, hps.TableWidthError, hp
 @pytest.mark.parametrize("error", PASSING)
 def test_a_failure_that_may_pass_is_tried_again(error: type[hps.HPSError]) -> None:
     live = LiveModels(clock=Clock(0.0))
-    live.want(ENTRY)
-    live.failed("m", error("no answer"))
+    live.expect(ENTRY)
+    live.record_failure("m", error("no answer"))
     assert 0 < live.due()["m"] <= FIRST_RETRY_S
 
 
@@ -145,8 +145,8 @@ def test_a_failure_that_may_pass_is_tried_again(error: type[hps.HPSError]) -> No
 )
 def test_a_failure_that_stays_is_not_tried_again(error: Exception, cause: str) -> None:
     live = LiveModels()
-    live.want(ENTRY)
-    live.failed("m", error)
+    live.expect(ENTRY)
+    live.record_failure("m", error)
     [life] = live.models()
     assert (life.state, life.failure and life.failure.cause, life.retry_in_s, live.due()) == ("failed", cause, None, {})
 
@@ -157,15 +157,15 @@ def test_polling_pauses_longer_after_each_failure(monkeypatch: pytest.MonkeyPatc
     live = LiveModels(clock=clock)
     wanted = (ENTRY, (("1", "files"),))
     for _ in range(8):
-        live.failed("m", hps.DeviceMemoryError("no room"))
+        live.record_failure("m", hps.DeviceMemoryError("no room"))
         started = clock.now
-        while not live.differs("m", wanted):
+        while not live.needs_deployment("m", wanted):
             clock.now += FIRST_RETRY_S / 2
         pauses.append(clock.now - started)
     assert pauses == [5, 10, 20, 40, 80, 160, LONGEST_RETRY_S, LONGEST_RETRY_S]
-    live.failed("m", hps.DeviceMemoryError("no room"))
-    assert not live.differs("m", wanted)
-    assert live.differs("m", (ENTRY, (("1", "other files"),))), "a change of the files is not delayed"
+    live.record_failure("m", hps.DeviceMemoryError("no room"))
+    assert not live.needs_deployment("m", wanted)
+    assert live.needs_deployment("m", (ENTRY, (("1", "other files"),))), "a change of the files is not delayed"
 
 
 def test_metrics_of_a_model_end_when_nothing_of_it_is_left() -> None:
@@ -175,11 +175,11 @@ def test_metrics_of_a_model_end_when_nothing_of_it_is_left() -> None:
     last.released.clear()
     for deployment in (fake("1"), last):
         serve(live, deployment)
-    live.want(ENTRY.model_copy(update={"model": "waits"}))
+    live.expect(ENTRY.model_copy(update={"model": "waits"}))
     with live.changing("fails", "deploying"):
-        live.failed("fails", hps.ModelFileError("damaged"))
+        live.record_failure("fails", hps.ModelFileError("damaged"))
     with live.changing("unknown", "deploying"):
-        live.failed("unknown", hps.ModelFileError("damaged"), known=False)
+        live.record_failure("unknown", hps.ModelFileError("damaged"), known=False)
         assert counted.has("unknown")
     assert [counted.has(name) for name in ("m", "waits", "fails", "unknown")] == [True, True, True, False]
     with live.changing("m", "undeploying"):
@@ -189,7 +189,7 @@ def test_metrics_of_a_model_end_when_nothing_of_it_is_left() -> None:
     assert counted.has("m")  # the last lookups of version 2 still run
     last.released.set()
     wait_until(lambda: not counted.has("m"), "its metrics end")
-    live.give_up("waits")
+    live.stop_expecting("waits")
     assert not counted.has("waits")
     with live.changing("fails", "undeploying"):
         pass

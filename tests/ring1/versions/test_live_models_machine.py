@@ -37,34 +37,34 @@ class LiveModelsMachine(RuleBasedStateMachine):
         self.kept: list[Any] = []
         self.wanted = False
         self.failures = 0
-        self.may_pass = False
+        self.is_transient = False
 
     # -- what is wanted, and what fails ---------------------------------------------------------------------------------
 
     @rule()
     def want(self) -> None:
-        self.live.want(ENTRY)
+        self.live.expect(ENTRY)
         self.wanted, self.failures = True, 0
 
     @rule()
     def give_up(self) -> None:
-        self.live.give_up("m")
+        self.live.stop_expecting("m")
         self.wanted = False
 
     @precondition(lambda self: not self.held)
-    @rule(may_pass=st.booleans())
-    def fail(self, may_pass: bool) -> None:
-        error = hps.ModelSourceError("no answer") if may_pass else hps.ModelFileError("not a model")
+    @rule(is_transient=st.booleans())
+    def fail(self, is_transient: bool) -> None:
+        error = hps.ModelSourceError("no answer") if is_transient else hps.ModelFileError("not a model")
         change = self.live.start_change("m", "deploying")
-        self.live.failed("m", error)
+        self.live.record_failure("m", error)
         self.live.finish_change(change, error)
         assert change.error == str(error)
-        self.failures, self.may_pass = self.failures + 1, may_pass
+        self.failures, self.is_transient = self.failures + 1, is_transient
         failure = self.live.failure("m")
         assert failure is not None
         pause = min(FIRST_RETRY_S * 2 ** (self.failures - 1), LONGEST_RETRY_S)
         assert 0.75 * pause <= failure.due - self.clock.now <= pause
-        assert (failure.count, failure.may_pass) == (self.failures, may_pass)
+        assert (failure.count, failure.is_transient) == (self.failures, is_transient)
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 1000.0]))
     def wait(self, seconds: float) -> None:
@@ -79,8 +79,8 @@ class LiveModelsMachine(RuleBasedStateMachine):
             self.take_over(fake(version))
             self.live.deployed_by_policy("m", (ENTRY, ((version, "files"),)))
         self.failures = 0
-        assert not self.live.differs("m", (ENTRY, ((version, "files"),)))
-        assert self.live.differs("m", (ENTRY, ((version, "other files"),)))
+        assert not self.live.needs_deployment("m", (ENTRY, ((version, "files"),)))
+        assert self.live.needs_deployment("m", (ENTRY, ((version, "other files"),)))
 
     @precondition(lambda self: not self.held and self.serving and self.kept)
     @rule()
@@ -159,8 +159,8 @@ class LiveModelsMachine(RuleBasedStateMachine):
             return
         assert life.state == ("serving" if self.serving else "failed" if self.failures else "wanted")
         due = self.live.due()
-        assert ("m" in due) == (waits and (not self.failures or self.may_pass))
-        if waits and self.failures and self.may_pass:
+        assert ("m" in due) == (waits and (not self.failures or self.is_transient))
+        if waits and self.failures and self.is_transient:
             assert life.retry_in_s == max(0.0, due["m"] - self.clock.now)
         else:
             assert life.retry_in_s is None

@@ -37,11 +37,11 @@ def test_the_last_pin_of_each_model_outlasts_a_restart_until_it_ends(kept: KeptF
     assert pins.pin("m", "2", "rollback") == pinned("2", "rollback")
     pins.pin("other", "7", "deploy")
     for one in (pins, Pins(kept)):
-        assert one.of("m") == one.shown("m") == pinned("2", "rollback")
+        assert one.of("m") == one.known("m") == pinned("2", "rollback")
         assert one.of("other") == pinned("7", "deploy")
     pins.end("m")
     for one in (pins, Pins(kept)):
-        assert (one.of("m"), one.shown("m")) == (None, None)
+        assert (one.of("m"), one.known("m")) == (None, None)
         assert one.of("other") is not None
     kept.write("m", GOOD)
     pin = Pins(kept).of("m")
@@ -90,7 +90,7 @@ def test_a_damaged_pin_is_an_error_until_it_ends_and_is_shown_as_none(kept: Kept
     for _ in range(2):
         with pytest.raises(hps.DatabaseCorruptError, match="hps unpin"):
             pins.of("m")
-        assert pins.shown("m") is None
+        assert pins.known("m") is None
     pins.end("m")
     assert pins.of("m") is Pins(kept).of("m") is None
 

@@ -12,8 +12,8 @@ from hps.engine.chain import DatabaseChain
 from hps.errors import DatabaseError, ModelFileError, NotReadyError
 from hps.models.loading.table_load import LoadTargets
 from hps.statistics.metrics import Metrics
-from hps.stores.away import AwayDatabase
 from hps.stores.base import Database
+from hps.stores.unavailable import UnavailableDatabase
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from hps.versions import volatile_tier
@@ -35,7 +35,7 @@ class Tier:
 
     def __init__(self, *, away: bool = False, below: bool = True, loads: bool = True, rate: float = 1.0) -> None:
         self.shared, self.persistent = SharedMemoryDatabase(), PersistentMemoryDatabase() if below else None
-        first: Database = AwayDatabase("redis", None, "refused") if away else self.shared
+        first: Database = UnavailableDatabase("redis", None, "refused") if away else self.shared
         self.chain = DatabaseChain(first, self.persistent, metrics=Metrics(), away="refused" if away else "")
         self.chain.open_table(TABLE)
         self.opens: Callable[[], Database] = lambda: self.shared
@@ -90,19 +90,19 @@ def test_a_database_that_is_away_is_taken_in_when_it_can_be_opened(make: Callabl
     one = make(away=True)
     one.opens = refuse
     with pytest.raises(DatabaseError):
-        one.tier.tend()
+        one.tier.poll()
     assert one.tier.degraded == ["redis is away: refused again; it is tried again every 2 s"]
     assert one.chain.databases == [one.persistent]
     one.opens = lambda: one.shared
     one.shared.lacking.add(TABLE.tag)
-    one.tier.tend()
+    one.tier.poll()
     assert one.tier.degraded == []
     assert one.chain.databases == [one.shared, one.persistent]
     assert one.shared.above == [(TABLE.tag, one.persistent)]
     assert (one.shared.size(TABLE.tag), one.shared.ended) == (100, ["complete"])
     one.fetch()
     assert one.hits() == (100, 0)
-    one.tier.tend()
+    one.tier.poll()
     assert len(one.shared.above) == 1, "the token of the database below is renewed once"
 
 
@@ -114,7 +114,7 @@ def test_a_table_that_lacks_rows_is_left_out_and_filled_in_pieces(
     for _ in range(2):
         one.shared.lose(TABLE.tag)
         one.shared.claimed = True
-        one.tier.tend()
+        one.tier.poll()
         assert one.tier.degraded == [
             f"table {TABLE.tag} in the volatile database: it lost its rows, and another process fills it again"
         ]
@@ -122,7 +122,7 @@ def test_a_table_that_lacks_rows_is_left_out_and_filled_in_pieces(
         np.testing.assert_array_equal(one.fetch(), vectors_of(KEYS))
         assert one.hits() == (before[0], before[1] + 100)
         one.shared.claimed = False
-        one.tier.tend()
+        one.tier.poll()
         assert one.shared.copied == [30, 30, 30, 10]
         assert one.tier.degraded == []
         one.fetch()
@@ -133,7 +133,7 @@ def test_a_table_that_lacks_rows_is_left_out_and_filled_in_pieces(
 def test_what_is_filled_is_the_share_of_the_first_load(make: Callable[..., Tier]) -> None:
     one = make(rate=0.25)
     one.shared.lose(TABLE.tag)
-    one.tier.tend()
+    one.tier.poll()
     assert one.shared.size(TABLE.tag) == 25
 
 
@@ -141,14 +141,14 @@ def test_a_table_that_others_have_modified_is_used_as_it_is(make: Callable[..., 
     one = make()
     one.shared.lose(TABLE.tag)
     one.shared.refuses = True
-    one.tier.tend()
+    one.tier.poll()
     assert (one.shared.ended, one.tier.degraded) == (["refused"], [])
 
 
 def test_a_database_that_keeps_its_rows_is_not_filled(make: Callable[..., Tier]) -> None:
     one = make(loads=False)
     one.shared.lose(TABLE.tag)
-    one.tier.tend()
+    one.tier.poll()
     assert (one.shared.ended, one.tier.degraded) == ([], [])
 
 
@@ -168,7 +168,7 @@ def test_rows_that_are_modified_after_the_scan_began_are_copied_as_they_are_now(
             one.chain.delete(TABLE, KEYS[60:61], lambda written: None)
 
     monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
-    one.tier.tend()
+    one.tier.poll()
     expected = {key: vectors_of(KEYS[key : key + 1], key == 50)[0].tolist() for key in KEYS.tolist() if key != 60}
     scanned = one.shared.scan(TABLE.tag, 1000)
     assert {int(key): row.tolist() for keys, rows in scanned for key, row in zip(keys, rows, strict=True)} == expected
@@ -182,10 +182,10 @@ def test_a_copy_that_fails_is_tried_again_and_the_table_stays_left_out(
     with monkeypatch.context() as patch:
         patch.setattr(one.shared, "copy_rows", lambda *arguments: refuse())
         with pytest.raises(DatabaseError):
-            one.tier.tend()
+            one.tier.poll()
     assert (one.shared.ended, one.chain.left_out) == (["interrupted"], [TABLE.tag])
     assert one.tier.degraded
-    one.tier.tend()
+    one.tier.poll()
     assert (one.shared.ended[1:], one.chain.left_out, one.tier.degraded) == (["complete"], [], [])
 
 
@@ -194,19 +194,19 @@ def test_the_end_of_the_process_ends_a_copy(make: Callable[..., Tier]) -> None:
     one.shared.lose(TABLE.tag)
     one.tier.close()
     with pytest.raises(NotReadyError):
-        one.tier.tend()
+        one.tier.poll()
     assert one.shared.ended == ["interrupted"]
 
 
 def test_with_nothing_below_the_files_are_loaded_again_and_the_table_is_not_opened_before(make: Callable[..., Tier]) -> None:
     one = make(below=False)
-    one.tier.tend()
+    one.tier.poll()
     assert one.loaded == []
     one.shared.lose(TABLE.tag)
-    one.tier.tend()
+    one.tier.poll()
     assert (one.loaded, one.shared.ended) == ([0], [])
     one.deployment.log_starts = ({},)
-    one.tier.tend()
+    one.tier.poll()
     assert one.loaded == [0]
     (text,) = one.tier.degraded
     assert "deploy the model with force" in text
@@ -219,11 +219,11 @@ def test_a_database_that_stops_answering_is_said_until_it_answers(
     answers = one.shared.lacks_rows
     monkeypatch.setattr(one.shared, "lacks_rows", lambda tag: refuse())
     with pytest.raises(DatabaseError):
-        one.tier.tend()
+        one.tier.poll()
     one.tier.fill(one.deployment)  # what a refresh asks for goes on without it
     assert one.tier.degraded == ["shared_memory fails: refused again; it is tried again every 2 s"]
     monkeypatch.setattr(one.shared, "lacks_rows", answers)
-    one.tier.tend()
+    one.tier.poll()
     assert one.tier.degraded == []
 
 
@@ -237,7 +237,7 @@ def test_a_database_that_failed_a_deployment_is_taken_in_with_the_tables_that_ca
     assert one.shared.tags() == [TABLE.tag]
     one.deployment.tables, one.deployment.rows, one.deployment.fingerprints = (TABLE, OTHER), (100, 100), ("f", "g")
     one.shared.lacking.add(OTHER.tag)
-    one.tier.tend()
+    one.tier.poll()
     assert (one.chain.away, one.tier.degraded) == ("", [])
     assert one.shared.above == [(OTHER.tag, one.persistent)], "the other table was open all the while"
     assert one.shared.size(OTHER.tag) == 100
@@ -256,14 +256,14 @@ def test_many_tables_are_looked_at_in_turn_and_all_once_one_lacks_rows(
     lacks = one.shared.lacks_rows
     monkeypatch.setattr(one.shared, "lacks_rows", lambda tag: (seen.append(tag), lacks(tag))[1])
     for _ in range(5):
-        one.tier.tend()
+        one.tier.poll()
     assert sorted(seen) == sorted(2 * [table.tag for table in tables])
     one.shared.lose(tables[0].tag)
     one.shared.claimed = True
     for _ in range(3):
-        one.tier.tend()
+        one.tier.poll()
     seen.clear()
-    one.tier.tend()
+    one.tier.poll()
     assert sorted(seen) == sorted(table.tag for table in tables)
 
 
@@ -283,12 +283,12 @@ def test_a_table_whose_files_cannot_be_loaded_again_does_not_keep_others_from_it
     tier = VolatileTier(one.chain, one.live, lambda: LoadTargets((one.shared,)), refuse, load)
     for table in (TABLE, OTHER):
         one.shared.lose(table.tag)
-    tier.tend()
+    tier.poll()
     assert one.loaded == [0, 1]
     (text,) = tier.degraded
     assert text.endswith("it lost its rows, and filling it failed: it is gone")
     one.shared.lacking.clear()
-    tier.tend()
+    tier.poll()
     assert tier.degraded == []
 
 
@@ -307,7 +307,7 @@ def test_a_table_that_is_dropped_while_it_is_filled_ends_its_copy(
             one.live.all = list
 
     monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
-    one.tier.tend()
+    one.tier.poll()
     assert (one.shared.copied, one.shared.ended, one.tier.degraded) == ([30], ["interrupted"], [])
 
 
@@ -329,7 +329,7 @@ def test_a_copy_rests_beside_lookups_and_goes_on_at_once_without_or_when_it_is_a
             wait_until(lambda: one.tier._urgent, "a refresh asks for it")
 
     monkeypatch.setattr(volatile_tier.Pace, "rest", rest)
-    one.tier.tend()
+    one.tier.poll()
     asking.join(PATIENCE_S)
     assert shares == [1.0, volatile_tier._SHARE, volatile_tier._SHARE, 1.0, 1.0, 1.0]
     assert one.shared.size(TABLE.tag) == 100

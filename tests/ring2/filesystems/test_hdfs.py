@@ -118,7 +118,7 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
 ) -> None:
     writer = HdfsFileSystem().create(f"{root}/key")
     writer.write(memoryview(noise(100)))
-    ask_once, lost = hdfs_connections.HdfsConnections.ask_once, []
+    request_once, lost = hdfs_connections.HdfsConnections.request_once, []
 
     def is_renamed() -> bool:
         try:
@@ -126,14 +126,14 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
         except OSError:
             return False
 
-    def ask_and_lose(connections, doing, address, seconds, question):
-        answer = ask_once(connections, doing, address, seconds, question)
+    def request_and_lose(connections, doing, address, seconds, call):
+        answer = request_once(connections, doing, address, seconds, call)
         if not lost and is_renamed():
             lost.append(answer)
             raise UnansweredError(f"{doing} {address.uri}", 1.0)
         return answer
 
-    monkeypatch.setattr(hdfs_connections.HdfsConnections, "ask_once", ask_and_lose)
+    monkeypatch.setattr(hdfs_connections.HdfsConnections, "request_once", request_and_lose)
     writer.commit()
     assert lost
     assert cluster.get("/root/key") == noise(100)
@@ -146,7 +146,7 @@ def test_a_write_that_gets_no_answer_says_that_nothing_was_changed(root: str, mo
         raise UnansweredError("writing", 1.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hdfs_connections.HdfsConnections, "ask_once", unanswered)
+        patch.setattr(hdfs_connections.HdfsConnections, "request_once", unanswered)
         with pytest.raises(ModelSourceError, match=r"no answer .*; nothing was changed: write it again"):
             writer.commit()
     writer.abort()

@@ -109,7 +109,7 @@ def _unload(lifecycle: Lifecycle, name: str) -> str:
     server = lifecycle.server
     with suppress(UnknownModelError):  # as in Triton, silent about a model that is not in service
         server.undeploy(name)
-    server.live.give_up(name)
+    server.live.stop_expecting(name)
     return ""
 
 

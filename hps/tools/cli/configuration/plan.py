@@ -188,7 +188,7 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
     rows = []
     for planned in needs:
         place = planned.need.place if planned.device is None else f"gpu {planned.device}"
-        purpose = f"{planned.need.what} (while loading)" if planned.need.passing else planned.need.what
+        purpose = f"{planned.need.what} (while loading)" if planned.need.temporary else planned.need.what
         rows.append((planned.model, planned.version, planned.tier, purpose, place, size_text(planned.need.size_bytes)))
     screen.print(console.table(("model", "version", "tier", "for", "place"), ("size",), rows))
     screen.print()

@@ -93,7 +93,7 @@ def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "Lo
     No server has the persistent database open meanwhile.
     """
     from hps.models.loading.table_load import TableLoad
-    from hps.versions.format_changes import refuse_format_change
+    from hps.versions.retention import refuse_format_change
 
     model = version.config
     if model.embedding_cache_type == "stochastic":

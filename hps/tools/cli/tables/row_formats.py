@@ -60,12 +60,12 @@ def row_formats_command(
 def _chunks(files: "SparseModel | DeltaModel", progress: "Progress", tag: str) -> Generator[Any, None, None]:
     """Read all rows of a table's files."""
     from hps.models.deltas import DeltaModel
-    from hps.models.loading.read_ahead import whole_rows
+    from hps.models.loading.read_ahead import read_rows
 
     progress.start(tag, files.rows, files.size_bytes)
     parts = [files.base, *(delta.changed for delta in files.deltas)] if isinstance(files, DeltaModel) else [files]
     for part in parts:
-        for keys, vectors in whole_rows(part) if part.rows else ():
+        for keys, vectors in read_rows(part) if part.rows else ():
             yield keys, vectors
             progress.advance(tag, keys.size)
     progress.finish(tag)

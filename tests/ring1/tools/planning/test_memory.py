@@ -31,7 +31,7 @@ def configuration(directory: Path, tables, **model):
 
 
 def planned(config, tier, place, on_cuda=False):
-    return sum(one.size_bytes for one in needs_of(config, tier, on_cuda) if (one.place, one.passing) == (place, False))
+    return sum(one.size_bytes for one in needs_of(config, tier, on_cuda) if (one.place, one.temporary) == (place, False))
 
 
 def needs_of(config, tier=None, on_cuda=False):
@@ -68,7 +68,7 @@ def test_gpu_memory_is_planned_without_one(tmp_path):
     found = {total.place: total for total in totals(needs, machine)}
     assert found["gpu"].size_bytes < 2 * (caches[0].need.size_bytes + 3 * (1 << 21))
     assert found["pinned"].size_bytes > planned(config, "volatile_db", "pinned", on_cuda=True) > 10_000 * 64
-    unpinned = sum(one.need.size_bytes for one in needs if one.need.place == "ram" and not one.need.passing)
+    unpinned = sum(one.need.size_bytes for one in needs if one.need.place == "ram" and not one.need.temporary)
     assert found["ram"].size_bytes == unpinned + found["pinned"].size_bytes
     assert found["gpu"].fits
     assert found["ram"].fits
@@ -123,14 +123,14 @@ def test_what_does_not_fit_is_told_and_the_database_that_loads_the_largest_chunk
     [chunks] = [one.need for one in needs if one.need.what == "chunks of files"]
     assert chunks.size_bytes == 4 * implementation("database", "rocks_db").load_bytes
     assert chunks.size_bytes > 4 * implementation("database", "hash_map").load_bytes
-    assert chunks.passing
+    assert chunks.temporary
 
 
 def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path, monkeypatch):
-    def need(device, size, passing=False):
-        return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, passing=passing), device)
+    def need(device, size, temporary=False):
+        return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, temporary=temporary), device)
 
-    needs = [need(0, 10), need(0, 5), need(1, 20), need(1, 10), need(1, 3, passing=True), need(2, 29)]
+    needs = [need(0, 10), need(0, 5), need(1, 20), need(1, 10), need(1, 3, temporary=True), need(2, 29)]
     for free, fits in ((33, True), (32, False)):
         [total] = totals(needs, Machine({"gpu": free}, {}))
         assert (total.size_bytes, total.peak_bytes, total.fits) == (30, 33, fits)

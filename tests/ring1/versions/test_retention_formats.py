@@ -8,7 +8,7 @@ import pytest
 import hps
 from hps.stores.base import Database
 from hps.types import TableSpec
-from hps.versions.format_changes import refuse_format_change, refuse_format_in_service
+from hps.versions.retention import refuse_format_change, refuse_format_in_service
 from tests.ring1.versions.test_retention import FILES, Disk, SharedMemory, config, tables
 
 INT8, HALF = tables(row_dtype="int8"), tables(row_dtype="float16")

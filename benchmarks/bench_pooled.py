@@ -26,7 +26,7 @@ from benchmarks.harness import ALPHA, HOTNESS, Report, gpu_facts, ideal_hit_rate
 from benchmarks.served import document, model
 from hps.cache.cuda.cache import CupyCache
 from hps.models.writer import write_sparse_model
-from hps.tensors.bags import pooled_batch
+from hps.tensors.batch import pooled_batch
 from hps.tools.cli.tables.sample import sample_chunks, sample_vectors
 from hps.types import TableSpec
 

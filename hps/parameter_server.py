@@ -27,16 +27,9 @@ from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
-from hps.tensors.bags import Bags, pooled_batch
-from hps.tensors.batch import (
-    Batch,
-    as_host_keys,
-    as_host_vectors,
-    concatenated_batch,
-    named_batch,
-    refuse_repeated_tables,
-    table_batch,
-)
+from hps.tensors.array_checks import as_host_keys, as_host_vectors
+from hps.tensors.bags import Bags
+from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.collection import StatisticsCollector
@@ -45,7 +38,7 @@ from hps.versions.desired import DesiredVersion
 from hps.versions.fixed_lookups import CapturedLookup, PreparedLookup
 from hps.versions.fleet import FLEET, Fleet, FleetChange, FleetStatus, ServingDocument
 from hps.versions.index import IndexEntry, version_index
-from hps.versions.integrity import check_tiers
+from hps.versions.integrity import Checkable, check_tiers
 from hps.versions.kept_files import kept_files
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
@@ -106,6 +99,7 @@ class HPS:
         self.metrics = Metrics()
         self.cache_class = choose_cache(self.config.device)
         self.live = LiveModels(counted=self.metrics.models)
+        self.checked: dict[str, Checkable] = {}  # further parts that `check` covers, by name
         self._closing = threading.Lock()
         self.closed = False
         self._recorder: KeyRecorder | None = None
@@ -863,7 +857,7 @@ class HPS:
             A sentence for each that is broken, or that was not checked in time. Changes that run meanwhile may be reported.
         """
         self._require_open()
-        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s)
+        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""

@@ -24,8 +24,8 @@ from hps.parameter_server import HPS
 from hps.serve.http.http_answer import message_of, status_of
 from hps.serve.protocol.request_checks import BAG_OPTIONS, ModelTables, check_counts, check_numkeys
 from hps.serve.protocol.triton_config import entry_changes, tensors_of
+from hps.tensors.array_checks import as_host_keys
 from hps.tensors.bags import Bags
-from hps.tensors.batch import as_host_keys
 from hps.tensors.dlpack import INT, TensorView, adopt, mark_consumed
 from hps.types import DeviceArray
 from hps.versions.catalog import ModelCatalog

@@ -1,6 +1,17 @@
 """The contract of an embedding cache, obeyed by the CuPy cache and by its NumPy twin.
 
-A lookup is an object with a handful of verbs, in this order (`engine/session.py` is the only caller):
+`EmbeddingCache` is what every cache does. A cache may have further capabilities; callers test for them with `isinstance` or
+`issubclass`, once, where the cache is chosen or built.
+
+    EmbeddingCache          looks rows and bags up, takes changes of rows, reports statistics
+    ├── StaticTables        keeps every row of a table resident, and answers absent keys itself (both)
+    ├── BatchAnswers        answers the requests of frontends without the interpreter (both)
+    ├── DeviceMemoryTables  lies in memory of a device, which runs kernels that can be compiled ahead (CuPy)
+    ├── SharedRows          several devices share its rows (CuPy)
+    ├── HostTableReads      reads tables in host memory in place (CuPy)
+    └── StreamOrdered       enqueues lookups on a stream, and captures them in graphs (CuPy)
+
+A lookup is an object with a few methods, called in this order (`engine/session.py` is the only caller):
 
     lookup = cache.create_lookup()              once, for many lookups in sequence
 
@@ -16,7 +27,7 @@ A lookup is an object with a handful of verbs, in this order (`engine/session.py
 A table that is answered asynchronously gets only `scatter`, with nothing found; its distinct keys are fetched in the
 background.
 
-A cache may be *attached* to tables in host memory (`EmbeddingCache.attach`). A query then looks up non-resident keys in the
+A cache may be *attached* to tables in host memory (`HostTableReads.attach`). A query then looks up non-resident keys in the
 table, and admits those that it finds; only keys in neither are left for the steps above. If the host tables are authoritative,
 no key is left, and `lookup.enqueue(batch)` is a complete lookup that does not block.
 
@@ -28,14 +39,14 @@ only when the lookup is finished.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from hps.errors import DeviceError, InvalidInputError
+from hps.errors import DeviceError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
 from hps.regions.board import Board, Resident
@@ -228,6 +239,21 @@ class CacheLookup(ABC):
                 offsets on the device do not begin with 0, decrease, or do not end with n, and outputs are unspecified.
         """
 
+    @abstractmethod
+    def unique(self) -> Sequence[MissedKeys]:
+        """Copy the distinct misses of the last query to the host, for each table with misses."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Deliver the outputs to the caller; a consumer that starts afterwards sees them complete. Idempotent."""
+
+
+class StreamOrderedLookup(CacheLookup):
+    """A lookup that can also run ordered by the stream of its tensors alone. *One per thread.*"""
+
+    __slots__ = ()
+
+    @abstractmethod
     def enqueue(self, batch: Batch, captured: bool = False) -> None:
         """Launch a complete lookup on the one stream of its tensors. Does not block; no `finish` follows.
 
@@ -240,23 +266,14 @@ class CacheLookup(ABC):
         Raises:
             InvalidInputError: a table is not attached, or a tensor is elsewhere; nothing was launched.
         """
-        raise InvalidInputError("looking up without waiting: this cache does not read host memory in place")
 
+    @abstractmethod
     def prepare(self, batch: Batch) -> None:
         """Run a lookup once, and allocate what a capture of `enqueue` with the same batch needs.
 
         Raises:
             InvalidInputError: as for `enqueue`.
         """
-        raise InvalidInputError("capturing a lookup: this cache does not read host memory in place")
-
-    @abstractmethod
-    def unique(self) -> Sequence[MissedKeys]:
-        """Copy the distinct misses of the last query to the host, for each table with misses."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Deliver the outputs to the caller; a consumer that starts afterwards sees them complete. Idempotent."""
 
 
 class StreamCapture(ABC):
@@ -286,28 +303,28 @@ class LookupGraph(ABC):
 
 
 class BatchDriver(ABC):
-    """Answers the requests that front processes post, as long as all their keys are resident, without the interpreter.
+    """Answers the requests of frontends whose keys are all resident, in a loop without the interpreter.
 
-    A request of which any key is missing is handed over whole, as is every one that a driver does not answer: the owner's
-    threads then look it up as any other.
+    A request with a missing key is handed over complete, like every one that the driver does not answer: a thread of the engine
+    then looks it up as any other.
     """
 
     def prepare(self) -> None:  # noqa: B027 - optional
-        """Make the fronts' regions readable and writable for the device, once, before `run`."""
+        """Make the regions of the frontends readable and writable for the device. Called once, before `run`."""
 
     @abstractmethod
     def resident(self, cache: "EmbeddingCache") -> Resident | None:
-        """Return what the loop needs to know of a cache; None if it cannot answer from it."""
+        """Describe a cache to the loop; None if the loop cannot answer from it."""
 
-    def leave(self, cache: "EmbeddingCache") -> None:  # noqa: B027 - optional
+    def release(self, cache: "EmbeddingCache") -> None:  # noqa: B027 - optional
         """Free what `resident` allocated for a cache, after its last request."""
 
     @abstractmethod
     def run(self) -> None:
-        """Answer until the board stops. Blocks; called once, on a thread of its own."""
+        """Answer requests until the loop is stopped. Blocks; called once, on a thread of its own."""
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Give back what `prepare` took. Called once, when `run` has returned and nobody reads the regions any more."""
+        """Undo `prepare`. Called once, when `run` has returned and the regions are no longer read."""
 
 
 class CachePlan(ABC):
@@ -353,10 +370,6 @@ class EmbeddingCache(ABC):
     device_id: int
     """The device that its lookups run on."""
 
-    static: bool = False
-    """The cache is to hold every row: it evicts nothing, an inserted key takes any empty slot, and a lookup makes nothing
-    resident. A key that finds no slot is counted in `CacheStats.unplaced`."""
-
     @property
     def failure(self) -> str | None:
         """The error that made its device unusable for this process; None without one. Every call then fails."""
@@ -376,50 +389,14 @@ class EmbeddingCache(ABC):
         """The device in statistics and messages: `cpu`, or the number of the CUDA device."""
         return "cpu" if self.device == "cpu" else str(self.device_id)
 
-    complete: bool = False
-    """Every row of every table is resident, so keys that are not are absent: lookups give them the default vector."""
-
     @classmethod
     def kernels(cls) -> Sequence[Callable[..., Any]]:
         """Return the numba kernels of lookups and changes, to be compiled at once with those of the databases."""
         return ()
 
     @classmethod
-    def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
-        """Return the numba kernels of the loops of `batches`."""
-        raise NotImplementedError
-
-    @classmethod
-    def batches(cls, board: Board) -> BatchDriver:
-        """Return a driver that answers what fronts post to a board, and leaves to Python what it cannot answer."""
-        raise NotImplementedError
-
-    @classmethod
-    def compile_ahead(
-        cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool, bool]], architecture: str
-    ) -> tuple[int, int]:
-        """Compile the device's kernels for models; needs no device.
-
-        Args:
-            models: dim and row_dtype of the tables of each, and whether they are static, and shared by devices.
-            architecture: compute capability without the dot, as `90`.
-
-        Returns:
-            How many were compiled, and how many were there.
-
-        Raises:
-            InvalidInputError: the compiler does not know the architecture, or the cache has no such kernels.
-        """
-        raise InvalidInputError(f"compiling for sm_{architecture}: the cache {cls.device!r} has no kernels for GPUs")
-
-    @classmethod
     def unavailable_reason(cls) -> str | None:
         """Return why this machine cannot run this cache, for the log; None if it can."""
-        return None
-
-    @classmethod
-    def free_bytes(cls, device_id: int) -> int | None:
-        """Return the memory that caches on a device may still allocate; None if the device has none of its own."""
         return None
 
     @classmethod  # noqa: B027 - optional
@@ -444,11 +421,6 @@ class EmbeddingCache(ABC):
         """
 
     @classmethod
-    def reason_against_sharing(cls, device_ids: Sequence[int]) -> str | None:
-        """Return why these devices cannot share the rows of a cache, for the log; None if they can."""
-        return "this cache does not share rows between devices"
-
-    @classmethod
     @abstractmethod
     def create(
         cls,
@@ -464,78 +436,17 @@ class EmbeddingCache(ABC):
             tables: T tables, in the order of their ids.
             capacity_rows: T row counts, each at least 0, rounded up to full sets. 0 caches nothing.
             device_id: CUDA device; ignored on the CPU.
-            static: see `static`.
-            sharing: devices that share the rows, `device_id` among them; `on` returns the cache of each. `capacity_rows` are
-                those of all devices together, without near rows.
+            static: see `StaticTables`.
+            sharing: see `SharedRows`; `device_id` is one of the devices. `capacity_rows` are those of all devices together,
+                without near rows.
 
         Raises:
             DeviceMemoryError: the tables do not fit; the message lists the need of each table and a size that would fit.
         """
 
-    def on(self, device_id: int) -> "EmbeddingCache":
-        """Return the cache whose lookups run on another of the devices that share the rows. Each is closed by itself."""
-        return self
-
-    @property
-    def leader(self) -> "EmbeddingCache":
-        """The one of the caches with the same rows that stands for them: a change of any changes all."""
-        return self
-
     @abstractmethod
     def create_lookup(self) -> CacheLookup:
         """Allocate the resources of one lookup at a time."""
-
-    def attach(
-        self,
-        table: int,
-        host: HostTable,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        authoritative: bool,
-        index: bool = False,
-    ) -> str | None:
-        """Let lookups read a table in host memory in place.
-
-        Args:
-            table: index of the cached table whose rows it holds.
-            host: pinned by this call.
-            authoritative: keys that it lacks are absent.
-            progress: as for `HostTable.pin`.
-            index: keep a copy of the table's buckets on the device, so that a miss reads only its row in host memory.
-
-        Returns:
-            The reason for the log if it cannot be read in place; the host then answers misses. None on success.
-        """
-        return "this cache does not read host memory in place"
-
-    def detach(self, table: int) -> None:  # noqa: B027 - optional
-        """Leave the misses of a table to the host from now on."""
-
-    def changing(self, table: int) -> AbstractContextManager[None]:
-        """Mark a modification of an attached table's rows, until `update` or `erase` has returned.
-
-        Rows that a lookup read before the end of the block are no longer admitted, so no older vector becomes resident after
-        the modification. Lost devices are left out.
-        """
-        return nullcontext()
-
-    def stream_ordered_counts(self, table: int) -> StreamOrderedCounts:
-        """Return counters of a table's enqueued lookups that have ended. Does not block."""
-        return StreamOrderedCounts(0, 0, 0, 0)
-
-    def capture_of(self, batch: Batch) -> StreamCapture | None:
-        """Return the capture on the stream of a lookup's tensors; None if there is none."""
-        return None
-
-    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> LookupGraph:
-        """Make a graph of what `enqueue` launches for a batch whose tensors are on the device.
-
-        Calls `enqueue` twice, with the tensors as seen from a stream of the cache: first to run, then to be captured.
-
-        Raises:
-            InvalidInputError: a tensor is elsewhere.
-        """
-        raise InvalidInputError("capturing a lookup: this cache does not run on a CUDA device")
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Return host memory that `insert` reads fastest (pinned with CUDA), for bulk work; content unspecified."""
@@ -557,29 +468,6 @@ class EmbeddingCache(ABC):
         The arrays are in host memory (the CuPy cache also accepts device arrays), only read, and not used after return.
         """
 
-    def tell_complete(self, complete: bool) -> None:
-        """Set `complete`. Once this has returned, lookups that run take it into account, too."""
-        self.complete = complete and self.static
-
-    def write(self, table: int, keys: KeyArray, rows: RowArray) -> None:
-        """Show lookups rows that were written below: `update`, or `insert` if the cache is static.
-
-        If one finds no slot, the cache is not complete from then on.
-        """
-        if not self.static:
-            self.update(table, keys, rows)
-            return
-        before = self.stats(table).unplaced if self.complete else 0
-        self.insert(table, keys, rows)
-        if self.complete and self.stats(table).unplaced != before:
-            self.tell_complete(complete=False)
-
-    def drop(self, table: int, keys: KeyArray) -> None:
-        """Make keys non-resident whose rows may exist below: `erase`, and the cache is not complete from then on."""
-        if self.complete:
-            self.tell_complete(complete=False)
-        self.erase(table, keys)
-
     @abstractmethod
     def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
         """Replace the rows of resident keys, as `insert` does; recency does not change."""
@@ -587,6 +475,14 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def erase(self, table: int, keys: KeyArray) -> None:
         """Make keys non-resident."""
+
+    def write(self, table: int, keys: KeyArray, rows: RowArray) -> None:
+        """Apply rows that were written to the databases below."""
+        self.update(table, keys, rows)
+
+    def drop(self, table: int, keys: KeyArray) -> None:
+        """Make keys non-resident whose rows in the databases below are unknown."""
+        self.erase(table, keys)
 
     @abstractmethod
     def dump(self, table: int) -> KeyArray:
@@ -615,3 +511,165 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the device memory. Idempotent."""
+
+
+class StaticTables(EmbeddingCache):
+    """A cache that can keep every row of its tables resident."""
+
+    static: bool = False
+    """The cache was created to keep every row: it evicts nothing, an inserted key takes any empty slot, and a lookup makes
+    nothing resident. A key that finds no slot is counted in `CacheStats.unplaced`."""
+
+    complete: bool = False
+    """Every row of every table is resident, so keys that are not are absent: lookups give them the default vector."""
+
+    def mark_complete(self, complete: bool) -> None:
+        """Set `complete`. Lookups that run see it once this has returned. Ignored unless `static`."""
+        self.complete = complete and self.static
+
+    def write(self, table: int, keys: KeyArray, rows: RowArray) -> None:
+        """Apply rows that were written below: `update`, or `insert` if the cache is static.
+
+        If a row finds no slot, the cache is not complete from then on.
+        """
+        if not self.static:
+            self.update(table, keys, rows)
+            return
+        before = self.stats(table).unplaced if self.complete else 0
+        self.insert(table, keys, rows)
+        if self.complete and self.stats(table).unplaced != before:
+            self.mark_complete(complete=False)
+
+    def drop(self, table: int, keys: KeyArray) -> None:
+        """Make keys non-resident whose rows may exist below. The cache is not complete from then on."""
+        if self.complete:
+            self.mark_complete(complete=False)
+        self.erase(table, keys)
+
+
+class BatchAnswers(ABC):
+    """Answers the requests of frontends without the interpreter."""
+
+    @classmethod
+    @abstractmethod
+    def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
+        """Return the numba kernels of the loops of `batches`."""
+
+    @classmethod
+    @abstractmethod
+    def batches(cls, board: Board) -> BatchDriver:
+        """Return a driver that answers the requests of a loop."""
+
+
+class DeviceMemoryTables(ABC):
+    """Lies in memory of a device, which runs kernels that can be compiled ahead."""
+
+    @classmethod
+    @abstractmethod
+    def free_bytes(cls, device_id: int) -> int | None:
+        """Return the memory that caches on a device may still allocate; None if unknown."""
+
+    @classmethod
+    @abstractmethod
+    def compile_ahead(
+        cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool, bool]], architecture: str
+    ) -> tuple[int, int]:
+        """Compile the device's kernels for models; needs no device.
+
+        Args:
+            models: dim and row_dtype of the tables of each, and whether they are static, and shared by devices.
+            architecture: compute capability without the dot, as `90`.
+
+        Returns:
+            The number of compiled kernels, and of those that had been compiled before.
+
+        Raises:
+            InvalidInputError: the compiler does not know the architecture.
+        """
+
+
+class SharedRows(EmbeddingCache):
+    """A cache whose rows several devices of one process can share. Each device has a cache object of its own."""
+
+    @classmethod
+    @abstractmethod
+    def reason_against_sharing(cls, device_ids: Sequence[int]) -> str | None:
+        """Return why these devices cannot share the rows of a cache, for the log; None if they can."""
+
+    @abstractmethod
+    def on(self, device_id: int) -> "SharedRows":
+        """Return the cache whose lookups run on another of the devices. Each is closed by itself."""
+
+    @property
+    @abstractmethod
+    def leader(self) -> "SharedRows":
+        """The cache that represents all those with the same rows: a change of any changes all."""
+
+
+class HostTableReads(ABC):
+    """Reads tables in host memory in place."""
+
+    @abstractmethod
+    def attach(
+        self,
+        table: int,
+        host: HostTable,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        authoritative: bool,
+        index: bool = False,
+    ) -> str | None:
+        """Let lookups read a table in host memory in place.
+
+        Args:
+            table: index of the cached table whose rows it holds.
+            host: pinned by this call.
+            authoritative: keys that it lacks are absent.
+            progress: as for `HostTable.pin`.
+            index: keep a copy of the table's buckets on the device, so that a miss reads only its row in host memory.
+
+        Returns:
+            The reason for the log if it cannot be read in place; the host then answers misses. None on success.
+        """
+
+    @abstractmethod
+    def detach(self, table: int) -> None:
+        """Leave the misses of a table to the host from now on."""
+
+    @abstractmethod
+    def changing(self, table: int) -> AbstractContextManager[None]:
+        """Mark a modification of an attached table's rows, until `update` or `erase` has returned.
+
+        Rows that a lookup read before the end of the block are no longer admitted, so no older vector becomes resident after
+        the modification. Lost devices are left out.
+        """
+
+
+class StreamOrdered(EmbeddingCache):
+    """A cache whose lookups can run on the stream of their tensors alone, and be captured in CUDA graphs."""
+
+    @abstractmethod
+    def create_lookup(self) -> StreamOrderedLookup: ...
+
+    @abstractmethod
+    def stream_ordered_counts(self, table: int) -> StreamOrderedCounts:
+        """Return counters of a table's enqueued lookups that have ended. Does not block."""
+
+    @abstractmethod
+    def capture_of(self, batch: Batch) -> StreamCapture | None:
+        """Return the capture on the stream of a lookup's tensors; None if there is none."""
+
+    @abstractmethod
+    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> LookupGraph:
+        """Make a graph of what `enqueue` launches for a batch whose tensors are on the device.
+
+        Calls `enqueue` twice, with the tensors as seen from a stream of the cache: first to run, then to be captured.
+
+        Raises:
+            InvalidInputError: a tensor is elsewhere.
+        """
+
+
+def leader_of(cache: EmbeddingCache) -> EmbeddingCache:
+    """Return the cache that represents those with the same rows."""
+    return cache.leader if isinstance(cache, SharedRows) else cache

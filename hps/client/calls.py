@@ -24,9 +24,8 @@ from hps.client.retries import Attempts
 from hps.client.routing import PartAnswer, Parts, Routed, Router, joined
 from hps.client.shared_memory import SharedMemory
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
-from hps.tensors.array_checks import as_output
+from hps.tensors.array_checks import as_host_keys, as_output
 from hps.tensors.bags import Bags
-from hps.tensors.batch import as_host_keys
 from hps.types import BoolArray, FloatArray, KeyArray
 
 Joined: TypeAlias = Callable[[Parts], Any]

@@ -15,9 +15,8 @@ from hps.client.addresses import Address
 from hps.client.answers import DTYPES, Answer, ExpectedAnswer
 from hps.client.shared_memory import Reference, SharedMemory
 from hps.errors import InvalidDtypeError, InvalidInputError, RemoteError
-from hps.tensors.array_checks import as_output
+from hps.tensors.array_checks import as_host_array, as_host_keys, as_host_vectors, as_output
 from hps.tensors.bags import Bags, input_arrays, pooling_of
-from hps.tensors.batch import as_host_array, as_host_keys, as_host_vectors
 from hps.types import FloatArray, Scores
 
 _MOST_FORMS: Final = 256

@@ -218,7 +218,7 @@ class DatabaseChain:
     the next start.
 
     Embedding caches may read a table of an in-process volatile database in place, and make its rows resident (see
-    `EmbeddingCache.attach`). No older vector stays in a cache:
+    `HostTableReads.attach`). No older vector stays in a cache:
 
     - A modification, also a failed one, runs inside the caches' `changing`, from before the first database is written until the
       caches were updated: rows read before its end are not admitted.

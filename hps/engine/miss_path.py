@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, HostTableReads
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
 from hps.engine.session import CachedSession, SessionSettings
@@ -136,7 +136,8 @@ def _refusal(
     if not timed or table.width in timings or not (sample := _sample(chain.databases[0], table)).size:
         return ""
     link = _keys_per_s(cache, chain, index, sample)
-    cache.detach(index)
+    if isinstance(cache, HostTableReads):  # since it was attached
+        cache.detach(index)
     timing = timings[table.width] = Timing(link, _keys_per_s(cache, chain, index, sample))
     if not timing.link_is_faster:
         return str(timing)
@@ -145,6 +146,8 @@ def _refusal(
 
 def _attach(cache: EmbeddingCache, index: int, host: HostTable, *, authoritative: bool, indexed: bool) -> str:
     """Attach a cache to a table, or return why it cannot be. Logs the progress of pinning as often as that of a load."""
+    if not isinstance(cache, HostTableReads):
+        return "this cache does not read host memory in place"
     tag, lines = cache.tables[index].tag, LineLimit(1, _LOG_INTERVAL_S)
     lines.take()  # nothing is logged in the first interval
 

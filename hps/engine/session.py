@@ -330,7 +330,7 @@ class CachedSession(_TableLimits):
             ns: duration of all of them.
         """
         with self._metrics.lock:
-            for one in (self._times.whole, self._times.stages["query"]):
+            for one in (self._times.total, self._times.stages["query"]):
                 one.add_buckets(times, ns)
             self._device.lookups += sum(times)
             for counters, (keys, hits, linked, absent) in zip(self._counters, tables, strict=True):
@@ -356,7 +356,7 @@ class CachedSession(_TableLimits):
     def record(self, batch: Batch) -> RecordedLookup:
         self.check(batch)
         self._stream_ordered.check(batch)
-        return RecordedLookup(self.cache.record(batch, self._enqueue), batch, self._stream_ordered)
+        return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         starts = range(0, keys.size, _PREFETCH_ROWS)
@@ -614,7 +614,7 @@ class DirectSession(_TableLimits):
                 counters = self._counters[index]
                 counters.keys += n
                 counters.defaults += absent
-            self._times.whole.add(end - (began_ns or start))
+            self._times.total.add(end - (began_ns or start))
             for stage, ns in stages.items():
                 self._times.stages[stage].add(ns)
         if (trace := current.trace) is not None:

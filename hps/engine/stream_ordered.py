@@ -5,9 +5,17 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from hps.cache.base import CacheLookup, EmbeddingCache, StreamCapture, StreamOrderedCounts
+from hps.cache.base import (
+    CacheLookup,
+    EmbeddingCache,
+    LookupGraph,
+    StreamCapture,
+    StreamOrdered,
+    StreamOrderedCounts,
+    StreamOrderedLookup,
+)
 from hps.errors import DatabaseError, HPSError, InvalidInputError, NotReadyError
 from hps.statistics.metrics import Metrics
 from hps.tensors.batch import Batch
@@ -28,7 +36,7 @@ class _Need(NamedTuple):
 class _Workspace:
     """A lookup workspace, and the largest lookup of each kind that it has room for."""
 
-    def __init__(self, lookup: CacheLookup) -> None:
+    def __init__(self, lookup: StreamOrderedLookup) -> None:
         self.lookup = lookup
         self._room: dict[tuple[int, ...], _Need] = {}
 
@@ -71,7 +79,7 @@ class StreamOrderedLookups:
         self, tables: Sequence[TableSpec], cache: EmbeddingCache, refusals: Mapping[int, str], metrics: Metrics
     ) -> None:
         self._tables = tables
-        self._cache = cache
+        self._cache = cache if isinstance(cache, StreamOrdered) else None
         self._refusals = refusals
         self._metrics = metrics
         self._dims = [table.dim for table in tables]
@@ -97,7 +105,8 @@ class StreamOrderedLookups:
             InvalidInputError: a table is not attached as authoritative.
             DatabaseError: earlier lookups gave keys of these tables the default vector because they could not be read.
         """
-        if (now := time.monotonic()) >= self._ask_at and self._cache.capture_of(batch) is None:
+        cache = self._cache
+        if cache is not None and (now := time.monotonic()) >= self._ask_at and cache.capture_of(batch) is None:
             self._ask_at = now + _ASK_INTERVAL_S
             self.settle()
         for index in batch.tables:
@@ -128,19 +137,23 @@ class StreamOrderedLookups:
         """
         self._used = True
         need = self._need_of(batch)
-        if (capture := self._cache.capture_of(batch)) is not None:
+        if (capture := self._capable().capture_of(batch)) is not None:
             self._workspace_of(capture, need).lookup.enqueue(batch, captured=True)
             return
         workspace = self._standing_by
         if workspace is None or not workspace.has_room(need):
             self._stand_by(batch, need)
         else:
-            lookup = take()
+            lookup = cast(StreamOrderedLookup, take())  # of the same cache
             try:
                 lookup.enqueue(batch)
             finally:
                 give_back(lookup)
         self.count(batch)
+
+    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> LookupGraph:
+        """Make a graph of a lookup; see `StreamOrdered.record`."""
+        return self._capable().record(batch, enqueue)
 
     def count(self, batch: Batch) -> None:
         """Count the keys of a launched lookup; `settle` counts its hits and misses when it has ended."""
@@ -155,7 +168,7 @@ class StreamOrderedLookups:
             if self._ended or not self._used:  # the cache may be freed, or no lookup ran on it
                 return
             for index, counters in enumerate(self._counters):
-                now = self._cache.stream_ordered_counts(index)
+                now = self._capable().stream_ordered_counts(index)
                 before, self._counted[index] = self._counted[index], now
                 misses = now.misses - before.misses
                 with self._metrics.lock:
@@ -179,6 +192,11 @@ class StreamOrderedLookups:
         with self._counting:
             self._ended = True
         return True
+
+    def _capable(self) -> StreamOrdered:
+        if self._cache is None:
+            raise InvalidInputError("looking up without waiting: this cache does not read host memory in place; use wait=True")
+        return self._cache
 
     def _workspace_of(self, capture: StreamCapture, need: _Need) -> _Workspace:
         with self._lock:
@@ -205,7 +223,7 @@ class StreamOrderedLookups:
         with self._lock:
             self._refuse_if_closed()
             self._reclaim()
-            workspace = self._standing_by or _Workspace(self._cache.create_lookup())
+            workspace = self._standing_by or _Workspace(self._capable().create_lookup())
             workspace.prepare(batch, need)
             self._standing_by = workspace
 

@@ -1,8 +1,7 @@
-"""HTTP/1.1 without I/O, for both sides: the frontends and their proxy, the client and the load generator.
+"""HTTP/1.1 without I/O, for the frontends and their proxy, the client and the load generator.
 
-Heads of requests are read by llhttp (`httptools`), which refuses what two readers could read differently, and checked here for
-what it lets pass: what follows from a head decides where the next request begins. Answers are those of our own servers, or are
-refused: a length or chunks say where each ends.
+Heads of requests are parsed by llhttp (`httptools`), and checked further here. Answers are expected from our own servers, with
+a length or in chunks; others are refused.
 """
 
 import re
@@ -17,7 +16,7 @@ from hps.errors import InvalidInputError, RemoteError
 MAX_HEAD_BYTES: Final = 65_536
 MAX_HEADERS: Final = 128
 _MOST_LENGTH_DIGITS = 19
-_MOST_SIZE_DIGITS = 15  # hexadecimal, of a chunk
+_MOST_SIZE_DIGITS = 15  # hexadecimal digits of a chunk's size
 _ABSOLUTE_FORM = re.compile(rb"^[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*/?(.*)$", re.DOTALL)  # RFC 9112, section 3.2.2
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
 _MOST_LINE = 4096  # of a chunk's size, or of trailers
@@ -42,7 +41,7 @@ _REASONS: Final = {
 
 
 class MalformedRequestError(InvalidInputError):
-    """What a client sent is not HTTP/1.1; its connection closes after the answer."""
+    """A client sent something other than HTTP/1.1; its connection closes after the answer."""
 
 
 _SINGLE: Final = frozenset(
@@ -54,12 +53,14 @@ _SINGLE: Final = frozenset(
 
 
 class Headers(dict[bytes, bytes]):
-    """Headers by name, of several with one name the last. *Immutable.*
+    """Headers by name; of repeated ones, the last. *Immutable.*
 
     Attributes:
-        repeated: name of which there are several, though only one may be: readers could differ over which of them counts.
-            Empty if there is none.
+        repeated: name of a repeated header that must be unique; empty without any.
     """
+
+    # Two readers of one request, such as a proxy and this server, could each take another one of repeated headers: one would
+    # check the rights of a token that the other does not use, or they would disagree where the next request begins.
 
     __slots__ = ("repeated",)
 
@@ -72,8 +73,8 @@ class Headers(dict[bytes, bytes]):
             self.repeated = next((name for name in names if names.count(name) > 1), b"")
 
 
-def given_twice(headers: Headers) -> str:
-    """Return what is wrong with headers of which one is `repeated`."""
+def repeated_header_message(headers: Headers) -> str:
+    """Return the error message for a `repeated` header."""
     return f"reading a request: got the header {headers.repeated.decode('latin-1')!r} twice, expected it once"
 
 
@@ -90,21 +91,21 @@ class Head:
         method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
         headers: with lower-case names.
         lines: all of them, in order.
-        length: of the body in bytes; -1 if it comes in chunks.
-        keeps_alive: whether the client expects the connection to stay.
-        asks_to_stay: whether the answer has to say that it stays: HTTP/1.0 closes by default.
-        expects_continue: whether it waits for our word before it sends the body.
+        length: bytes of the body; -1 if it comes in chunks.
+        keeps_alive: whether the client keeps the connection after the answer.
+        needs_keep_alive: whether the answer needs `Connection: keep-alive`, since HTTP/1.0 closes by default.
+        expects_continue: whether the client waits for 100 Continue before it sends the body.
     """
 
     __slots__ = (
         "_parser",
-        "asks_to_stay",
         "expects_continue",
         "headers",
         "keeps_alive",
         "length",
         "lines",
         "method",
+        "needs_keep_alive",
         "path",
         "target",
     )
@@ -115,12 +116,14 @@ class Head:
         self._parser = parser = httptools.HttpRequestParser(self)
         try:
             parser.feed_data(raw)
-        except httptools.HttpParserUpgrade:  # we speak nothing else, and may ignore the wish
+        except httptools.HttpParserUpgrade:  # a server may ignore the header (RFC 9110, section 7.8)
             pass
         except httptools.HttpParserError as error:
             raise MalformedRequestError(f"reading a request: {error}") from error
         finally:
             del self._parser
+        # llhttp accepts what follows. It is refused because it decides where the next request begins (request smuggling, RFC
+        # 9112, section 11.2), or because nothing here serves it.
         if (version := parser.get_http_version()) not in ("1.0", "1.1"):
             raise MalformedRequestError(f"reading a request: got HTTP/{version}, expected HTTP/1.1")
         if len(self.lines) > MAX_HEADERS:
@@ -130,8 +133,8 @@ class Head:
             raise MalformedRequestError("reading a request: got CONNECT, but this is no proxy")
         self.headers = headers = Headers(self.lines)
         if headers.repeated:
-            raise MalformedRequestError(given_twice(headers))
-        self.asks_to_stay = version == "1.0" and self.keeps_alive
+            raise MalformedRequestError(repeated_header_message(headers))
+        self.needs_keep_alive = version == "1.0" and self.keeps_alive
         if not self.target.startswith(b"/"):
             self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
         path, _, _ = self.target.partition(b"?")
@@ -157,7 +160,7 @@ class Head:
         self.lines.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.keeps_alive = self._parser.should_keep_alive()  # the parser forgets it with the end of the message
+        self.keeps_alive = self._parser.should_keep_alive()  # llhttp resets it at the end of the message
 
 
 def answer_head(
@@ -166,7 +169,7 @@ def answer_head(
     """Return the head of an answer of `size` bytes.
 
     Args:
-        connection: what the header of this name says; empty: there is none.
+        connection: value of the Connection header; default: no such header.
     """
     lines = [b"HTTP/1.1 %d %s" % (status, _REASONS.get(status, b"Error"))]
     lines += map(b"%s: %s".__mod__, headers)
@@ -178,10 +181,10 @@ def answer_head(
 
 
 class Chunks:
-    """Takes a body in chunks apart (RFC 9112, section 7.1). *One request.*
+    """Parses a body in chunks (RFC 9112, section 7.1). *One request.*
 
     Attributes:
-        body: what has arrived so far.
+        body: the bytes received so far.
         done: whether it is complete.
     """
 
@@ -190,12 +193,12 @@ class Chunks:
     def __init__(self) -> None:
         self.body = bytearray()
         self.done = False
-        self._left = 0  # of the chunk, with its line end; 0: a size is next, -1: trailers
+        self._left = 0  # bytes left of the chunk, with its line end; 0: a size follows, -1: trailers follow
         self._line = bytearray()
         self._trailers = 0
 
     def feed(self, data: memoryview) -> int:
-        """Take bytes, and return how many belong to this body.
+        """Parse bytes, and return how many belong to this body.
 
         Raises:
             MalformedRequestError: they are not chunks.
@@ -220,10 +223,10 @@ class Chunks:
                 if len(self._line) > _MOST_LINE:
                     raise MalformedRequestError("reading a chunked body: a line is too long")
                 if end >= 0:
-                    self._take_line()
+                    self._parse_line()
         return at
 
-    def _take_line(self) -> None:
+    def _parse_line(self) -> None:
         line, self._line = bytes(self._line), bytearray()
         if not line.endswith(b"\r\n"):
             raise MalformedRequestError("reading a chunked body: a line does not end with CRLF")
@@ -250,12 +253,12 @@ class AnswerHead:
         raw: the head, without its empty line.
 
     Raises:
-        RemoteError: it is not one of HTTP/1.1, or does not say how long the body is.
+        RemoteError: it is not one of HTTP/1.1, or does not state the length of the body.
 
     Attributes:
         headers: with lower-case names.
-        length: of the body in bytes; -1 if it comes in chunks.
-        keeps_alive: whether the connection stays.
+        length: bytes of the body; -1 if it comes in chunks.
+        keeps_alive: whether the server keeps the connection.
     """
 
     __slots__ = ("headers", "keeps_alive", "length", "status")
@@ -284,7 +287,7 @@ def end_of_head(data: bytes | bytearray, have: int) -> int:
     """Return where the body of an answer begins; 0 if its head has not arrived.
 
     Args:
-        have: how many bytes have arrived.
+        have: number of bytes that have arrived.
 
     Raises:
         RemoteError: it is too long.
@@ -297,23 +300,23 @@ def end_of_head(data: bytes | bytearray, have: int) -> int:
 
 
 class AnswerReader:
-    """Follows one answer to its end. *One exchange.*
+    """Parses one answer. *One exchange.*
 
     Args:
-        head_only: whether it answers HEAD.
-        keeps: whether to keep the body.
+        head_only: whether it answers a HEAD request.
+        keep_body: whether to collect the body in `body`.
 
     Attributes:
         head, raw: None and empty before it has arrived.
-        fed: what the last call of `feed` has found of it; whole heads only.
+        fed: bytes of the answer that the last call of `feed` has added; a head is added when it is complete.
         done: whether the answer is complete.
     """
 
-    def __init__(self, *, head_only: bool = False, keeps: bool = False) -> None:
+    def __init__(self, *, head_only: bool = False, keep_body: bool = False) -> None:
         self.head: AnswerHead | None = None
         self.done = False
         self.body = bytearray()
-        self._head_only, self._keeps = head_only, keeps
+        self._head_only, self._keep_body = head_only, keep_body
         self.raw = self.fed = b""
         self._raw = bytearray()
         self._chunks: Chunks | None = None
@@ -325,7 +328,7 @@ class AnswerReader:
         return self.head is not None and self.head.keeps_alive and not self._head_only
 
     def feed(self, data: bytes) -> bool:
-        """Take bytes; return whether the answer is complete.
+        """Parse bytes; return True if the answer is complete.
 
         Raises:
             RemoteError: they are no answer, or more than one.
@@ -358,6 +361,6 @@ class AnswerReader:
             piece = data
         if used < len(data):
             raise RemoteError("reading an answer: more follows than its head says")
-        if self._keeps:
+        if self._keep_body:
             self.body += piece
         return self.done

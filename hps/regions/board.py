@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -24,8 +25,11 @@ from hps.regions.exchange import (
     D_TABLES,
     D_TIMES,
     DEPLOYMENT_COLUMNS,
+    EPOCH,
     EVENT,
+    HEAD,
     HEADER_WORDS,
+    IN_FLIGHT,
     JOBS_EVENT,
     JOBS_HEAD,
     LENGTH,
@@ -44,6 +48,7 @@ from hps.regions.exchange import (
     T_MAX_KEYS,
     T_OWN,
     TABLE_COLUMNS,
+    TAIL,
     WAKES,
     arm,
     complete_job,
@@ -52,13 +57,14 @@ from hps.regions.exchange import (
     read_job,
     store_word,
 )
-from hps.regions.layout import BEGUN_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, Memory
+from hps.regions.layout import BEGUN_EPOCH, COMPLETED, FRONT_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, SUBMITTED, TAKEN, Memory
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from hps.types import IndexArray, TableSpec
 
 FRONT_KERNELS: Final = (post, completions, arm, store_word, to_float16, to_bfloat16)
 OWNER_KERNELS: Final = (read_job, complete_job, store_word)
 _MOST_TABLES = 1 << 14
+_READINGS = 20  # of a region that is checked while its loop runs
 
 
 class Tally(NamedTuple):
@@ -245,6 +251,42 @@ class Board:
         event = complete_job(self.regions, job.place, job.slot)
         if event >= 0:
             os.eventfd_write(event, 1)
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each invariant that is broken: of the rings of each region, and the tables of deployments."""
+        findings, end = [], 0
+        with self._lock:
+            known = [(tables, row) for row, tables in enumerate(self._rows) if tables is not None]
+            for tables, row in sorted(known, key=lambda entry: entry[0].start):
+                words = self.deployments[row]
+                if tables.start < end:
+                    findings.append(f"deployment {row}: its tables overlap those of another")
+                end = tables.stop
+                if words[D_SERIAL] and (words[D_FIRST], words[D_TABLES]) != (tables.start, len(tables)):
+                    findings.append(f"deployment {row}: its tables are {tables}, but descriptors are checked by others")
+        return findings + [finding for place in range(len(self.memories)) if (finding := self._region_finding(place))]
+
+    def _region_finding(self, place: int) -> str:
+        # The loop counts while these words are read, so that they may not fit together: a finding is one that stays.
+        finding = ""
+        for _ in range(_READINGS):
+            words, memory = self.regions[place], self.memories[place]
+            completed, taken, under_way = int(words[HEAD]), int(words[TAIL]), int(words[IN_FLIGHT])
+            posted = memory[SUBMITTED] - taken
+            if words[EPOCH] == 0 or words[EPOCH] != memory[FRONT_EPOCH]:
+                return ""
+            if not 0 <= under_way <= RING or taken - completed != under_way:
+                finding = f"{taken} slots were taken and {completed} completed, but {under_way} are under way"
+            elif memory[COMPLETED] != completed or memory[TAKEN] != taken:
+                finding = (
+                    f"{completed} of {taken} slots are completed, but the region has {memory[COMPLETED]} of {memory[TAKEN]}"
+                )
+            elif not 0 <= posted <= RING:
+                finding = f"{posted} slots are posted and not taken, expected 0 to {RING}"
+            else:
+                return ""
+            time.sleep(0.001)
+        return f"region {place}: {finding}"
 
     def stop(self) -> None:
         """End the loop."""

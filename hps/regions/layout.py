@@ -31,6 +31,7 @@ import fcntl
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,12 +40,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hps.errors import HPSError
+from hps.ground.version import __version__
+
 LINE: Final = 64
 RING: Final = 2048
 """Places of a ring, a power of two; a front has at most so many slots under way."""
 
 # Byte offsets in a region. Each control word has a cache line of its own.
 SUBMITTED, TAKEN, COMPLETED, FRONT_SLEEPS, OWNER_SLEEPS, FRONT_EPOCH, OWNER_EPOCH, BEGUN_EPOCH = (LINE * i for i in range(8))
+FORMAT_AT: Final = 8 * LINE
 SUBMISSIONS: Final = 4096
 COMPLETIONS: Final = SUBMISSIONS + 8 * RING
 FIGURES: Final = COMPLETIONS + 8 * RING
@@ -83,8 +88,16 @@ PAGE_TEXT: Final = 2 * LINE
 MOST_PAGE_BYTES: Final = 1 << 24
 
 
+# All processes of a service are forked from one, so they agree on this layout. That would end with the first process that is
+# started otherwise, or that imports this module after an upgrade on disk: offsets of one build read by another are wrong
+# vectors. So a region carries the format of its creator, which is derived from the numbers above and needs no upkeep.
+FORMAT: Final = zlib.crc32(
+    repr((__version__, sorted((name, value) for name, value in globals().items() if isinstance(value, int)))).encode()
+)
+
+
 @dataclass(frozen=True, slots=True)
-class FrontDescriptors:
+class FrontendDescriptors:
     """What the owner and the fronts share, as file descriptors. *Immutable.*
 
     Attributes:
@@ -148,6 +161,28 @@ def shared_memory(name: str, size: int) -> int:
     with suppress(OSError):  # a kernel without seals: a process that broke in could then end the owner by SIGBUS
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor
+
+
+def create_region(name: str, size: int) -> int:
+    """Make the region of a frontend, and return its file descriptor."""
+    descriptor = shared_memory(name, size)
+    Memory(descriptor)[FORMAT_AT] = FORMAT
+    return descriptor
+
+
+def map_region(descriptor: int) -> Memory:
+    """Map a region that `create_region` made.
+
+    Raises:
+        HPSError: another build of hps made it.
+    """
+    memory = Memory(descriptor)
+    if (found := memory[FORMAT_AT]) != FORMAT:
+        raise HPSError(
+            f"mapping memory that frontends and engine share: got format {found:#x} of another build of hps, expected "
+            f"{FORMAT:#x} of {__version__}; restart the service"
+        )
+    return memory
 
 
 def read_only(descriptor: int) -> int:

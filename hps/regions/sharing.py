@@ -5,7 +5,7 @@ from typing import Final
 
 from hps.configuration.load import ServiceConfig
 from hps.ground.memory.capacity import available_processors
-from hps.regions.layout import MOST_PAGE_BYTES, SLAB, FrontDescriptors, shared_memory
+from hps.regions.layout import MOST_PAGE_BYTES, SLAB, FrontendDescriptors, create_region, shared_memory
 
 _MOST_BY_DEFAULT: Final = 16  # one owner answers all of them, and each has a slab of at least 64 MB
 _LEAST_SLAB_BYTES: Final = 64 << 20
@@ -33,7 +33,7 @@ def body_bytes(settings: ServiceConfig, fronts: int) -> int:
     return max(least, settings.max_held_bytes // fronts - slab_bytes(settings, fronts))
 
 
-def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> FrontDescriptors:
+def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> FrontendDescriptors:
     """Make what fronts share with the owner.
 
     Args:
@@ -42,8 +42,8 @@ def share(settings: ServiceConfig, fronts: int, path: str, spin_ns: int) -> Fron
     """
     size = SLAB + slab_bytes(settings, fronts)
     flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-    return FrontDescriptors(
-        tuple(shared_memory(f"hps-front-{nth}", size) for nth in range(fronts)),
+    return FrontendDescriptors(
+        tuple(create_region(f"hps-front-{nth}", size) for nth in range(fronts)),
         tuple(os.eventfd(0, flags) for _ in range(fronts)),
         shared_memory("hps-page", MOST_PAGE_BYTES),
         (os.eventfd(0, flags),),

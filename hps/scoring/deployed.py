@@ -20,11 +20,11 @@ from hps.ground.registry import implementation
 from hps.ground.threads.open_calls import OpenCalls
 from hps.networks.base import Network
 from hps.scoring.batching import Batcher, ScoreCall
-from hps.scoring.features import Feature, Output, ScoreInputs, read_request
+from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
 from hps.scoring.scorer import Outputs, Request, Scorer
-from hps.scoring.signature import Signature, signature_of
+from hps.scoring.signature import Feature, Output, Signature, signature_of
 from hps.statistics.scores import ScoreCounters
 from hps.tensors.batch import Batch
 from hps.types import TableSpec

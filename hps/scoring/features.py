@@ -15,97 +15,19 @@ request.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hps.configuration.networks import SAMPLES
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.ground.sizes import SizeExpression
-from hps.networks.base import NetworkTensor
+from hps.scoring.signature import Feature, Signature
 from hps.tensors.bags import input_arrays
 from hps.types import KeyArray
 
-if TYPE_CHECKING:
-    from hps.scoring.signature import Signature
-
 OFFSETS: Final = ".offsets"
 WEIGHTS: Final = ".weights"
-_NONE: Final = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """An input of a request. *Immutable.*
-
-    Attributes:
-        table: index of the table of a lookup; -1 for others.
-        hotness: keys of a sample; None: one for vectors of keys, any number where they are pooled.
-        combiner: how vectors are pooled; empty: they are not.
-        dtype: of a feature.
-        shape: of a feature without its first size; a string is a named size, or an expression of sizes.
-        per_request: whether a request may give it once.
-        index: whether it is the request index.
-        max_keys: most keys of a lookup of the table.
-        first: first size of a feature: -1 for the samples, or as in `shape`.
-        offsets_of: place of the input that its offsets are of; -1: it has none.
-    """
-
-    name: str
-    table: int = _NONE
-    hotness: int | None = None
-    combiner: str = ""
-    dtype: str = "float32"
-    shape: tuple[int | str, ...] = ()
-    per_request: bool = False
-    index: bool = False
-    max_keys: int = 0
-    first: int | str = -1
-    offsets_of: int = _NONE
-
-    @property
-    def is_lookup(self) -> bool:
-        return self.table != _NONE
-
-    @property
-    def bags(self) -> bool:
-        """Whether bags of any size are allowed."""
-        return bool(self.combiner) and self.hotness is None
-
-    @property
-    def drops_first(self) -> bool:
-        """Whether its offsets end with the number of keys: of later requests of a batch the first one is dropped."""
-        return self.offsets_of != _NONE and isinstance(self.first, str)
-
-    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return its shape in a request of these sizes; of keys, one key a sample where any number is allowed."""
-        if self.is_lookup:
-            return sizes[SAMPLES], self.hotness or 1
-        first = sizes[SAMPLES] if self.first == -1 else self.first
-        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in (first, *self.shape))
-
-    def tensor(self) -> NetworkTensor:
-        """Return what a network gets of a feature."""
-        sizes = (self.first, *self.shape)
-        return NetworkTensor(self.name, self.dtype, tuple(-1 if isinstance(size, str) else size for size in sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An output of a network. *Immutable.*
-
-    Attributes:
-        shape: of one sample; a string is an expression of named sizes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of one sample of a request of these sizes."""
-        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in self.shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +69,7 @@ class ScoreInputs:
 
 
 def read_request(
-    signature: "Signature",
+    signature: Signature,
     arrays: Mapping[str, npt.NDArray[Any]],
     max_samples: int,
     model: str,
@@ -286,7 +208,7 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Giv
         )
 
 
-def _unfulfilled(signature: "Signature", given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
+def _unfulfilled(signature: Signature, given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
     """Say which guard refuses a request, and the input whose size it is about."""
     known = {**sizes, SAMPLES: samples}
     refusing = [guard for guard in signature.guards if not guard.holds(known)]
@@ -350,7 +272,7 @@ def _samples(
     features: Sequence[Feature],
     given: Sequence[Given],
     most: int,
-    signature: "Signature",
+    signature: Signature,
     sizes: Mapping[str, int],
 ) -> int:
     """Find the number of samples that all inputs agree on."""
@@ -373,7 +295,7 @@ def _samples(
     return samples
 
 
-def _solved(doing: str, signature: "Signature", given: Sequence[Given], sizes: Mapping[str, int]) -> int:
+def _solved(doing: str, signature: Signature, given: Sequence[Given], sizes: Mapping[str, int]) -> int:
     """Find the number of samples from an expression of it, such as `2*samples`."""
     for place, axis, size in signature.derived:
         if SAMPLES in size.names:

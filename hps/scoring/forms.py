@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hps.configuration.networks import SAMPLES
-from hps.scoring.features import Feature
-from hps.scoring.signature import NetworkLookup, Signature, Source
+from hps.scoring.signature import Feature, NetworkLookup, Signature, Source
 
 _ALIGNED = 64
 _LEAST = 16

@@ -11,8 +11,8 @@ from hps.networks.base import Tensor
 from hps.scoring.merging import Keys, Merged
 from hps.scoring.runner import Runner, index_of
 from hps.scoring.signature import NetworkLookup, Source
-from hps.tensors.bags import Bags, pooled_batch
-from hps.tensors.batch import named_batch
+from hps.tensors.bags import Bags
+from hps.tensors.batch import named_batch, pooled_batch
 from hps.types import KeyArray
 
 

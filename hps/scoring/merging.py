@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hps.scoring.features import Feature, Given, ScoreInputs
+from hps.scoring.features import Given, ScoreInputs
 from hps.scoring.packing import PackedRequest
-from hps.scoring.signature import Signature
+from hps.scoring.signature import Feature, Signature
 from hps.types import KeyArray
 
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from hps.errors import HPSError, NetworkError
 from hps.networks.base import Tensor
-from hps.scoring.features import Output, ScoreInputs
+from hps.scoring.features import ScoreInputs
 from hps.scoring.general import NewBatches
 from hps.scoring.kept import KeptBatches
 from hps.scoring.merging import merge, merged_sizes, padded
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import PackedRequest
 from hps.scoring.runner import Outputs, Runner
-from hps.scoring.signature import Signature
+from hps.scoring.signature import Output, Signature
 from hps.tensors.batch import Batch
 from hps.types import KeyArray, TableSpec
 

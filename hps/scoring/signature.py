@@ -15,13 +15,86 @@ import numpy as np
 from hps.configuration.networks import SAMPLES, DenseConfig, SourceConfig
 from hps.ground.sizes import SizeCondition, SizeExpression
 from hps.networks.base import NetworkTensor
-from hps.scoring.features import Feature
 from hps.tensors.bags import Bags
 from hps.types import TableSpec
 
+_NO_PLACE: Final = -1
 _MOST_FULFILLED: Final = 10_000
 _MOST_PADDING: Final = 2
 _MOST_TRIED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """An input of a request. *Immutable.*
+
+    Attributes:
+        table: index of the table of a lookup; -1 for others.
+        hotness: keys of a sample; None: one for vectors of keys, any number where they are pooled.
+        combiner: how vectors are pooled; empty: they are not.
+        dtype: of a feature.
+        shape: of a feature without its first size; a string is a named size, or an expression of sizes.
+        per_request: whether a request may give it once.
+        index: whether it is the request index.
+        max_keys: most keys of a lookup of the table.
+        first: first size of a feature: -1 for the samples, or as in `shape`.
+        offsets_of: place of the input that its offsets are of; -1: it has none.
+    """
+
+    name: str
+    table: int = _NO_PLACE
+    hotness: int | None = None
+    combiner: str = ""
+    dtype: str = "float32"
+    shape: tuple[int | str, ...] = ()
+    per_request: bool = False
+    index: bool = False
+    max_keys: int = 0
+    first: int | str = -1
+    offsets_of: int = _NO_PLACE
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.table != _NO_PLACE
+
+    @property
+    def bags(self) -> bool:
+        """Whether bags of any size are allowed."""
+        return bool(self.combiner) and self.hotness is None
+
+    @property
+    def drops_first(self) -> bool:
+        """Whether its offsets end with the number of keys: of later requests of a batch the first one is dropped."""
+        return self.offsets_of != _NO_PLACE and isinstance(self.first, str)
+
+    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape in a request of these sizes; of keys, one key a sample where any number is allowed."""
+        if self.is_lookup:
+            return sizes[SAMPLES], self.hotness or 1
+        first = sizes[SAMPLES] if self.first == -1 else self.first
+        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in (first, *self.shape))
+
+    def tensor(self) -> NetworkTensor:
+        """Return what a network gets of a feature."""
+        sizes = (self.first, *self.shape)
+        return NetworkTensor(self.name, self.dtype, tuple(-1 if isinstance(size, str) else size for size in sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of a network. *Immutable.*
+
+    Attributes:
+        shape: of one sample; a string is an expression of named sizes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def shape_with(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of one sample of a request of these sizes."""
+        return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in self.shape)
 
 
 class Source(NamedTuple):

@@ -29,16 +29,16 @@ from hps.ground.progress import Progress
 from hps.ground.registry import install_hint
 from hps.ground.threads.workers import new_thread
 from hps.parameter_server import HPS
-from hps.regions.layout import FrontDescriptors
+from hps.regions.layout import FrontendDescriptors
 from hps.regions.sharing import default_fronts, share
 from hps.serve.engine.app import CLOSE_TIMEOUT_S, Application
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.frontend.connection import Connection
-from hps.serve.frontend.frontend import BACKLOG, Front
+from hps.serve.frontend.frontend import BACKLOG, Frontend
 from hps.serve.frontend.supervisor import Supervisor, reserve, url_of
 from hps.serve.frontend.tls import context_of
 from hps.serve.http.authorization import exposures, is_loopback
-from hps.serve.logs.lines import LogFormat, use
+from hps.serve.logs.lines import LogFormat, configure_logging
 from hps.serve.protocol.score_rows import example_of
 from hps.serve.reload import compare
 
@@ -67,7 +67,7 @@ def serve(
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
 
-    With fronts, this process becomes the parent of the front processes and of one that has the tiers, and returns in both.
+    With fronts, this process becomes the parent of the frontend processes and of one that has the tiers, and returns in both.
 
     Args:
         host: overrides the configured host.
@@ -78,7 +78,7 @@ def serve(
         log_level: overrides the configured level.
         log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
         on_open: receives the parameter server before any model is loaded; what it raises ends the service.
-        fronts: overrides the configured number of front processes; 0: this process does all.
+        fronts: overrides the configured number of frontend processes; 0: this process does all.
         grpc_port: overrides the configured port for gRPC; 0 picks a free one, which is logged.
         allow_empty: overrides whether a service without models is ready.
 
@@ -93,7 +93,7 @@ def serve(
         SystemExit: the same in the process of the owner, which has reported it.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
+    configure_logging(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
     host = host or configuration.service.host
     port = configuration.service.port if port is None else port
     if (count := configuration.service.fronts if fronts is None else fronts) is None:
@@ -111,7 +111,7 @@ def serve(
     def own(
         place: socket.socket | None,
         grpc_address: tuple[str, int] | None = None,
-        shared: FrontDescriptors | None = None,
+        shared: FrontendDescriptors | None = None,
         url: str | None = None,
     ) -> bool:
         if shared is not None:
@@ -183,20 +183,20 @@ class Server:
     Args:
         listener: a listening socket; the server closes it. It serves it by a front on its own event loop. None: the fronts are
             processes.
-        shared: what it shares with the front processes.
+        shared: what it shares with the frontend processes.
         url: where clients reach those.
         grpc_address: where it serves gRPC, beside the other; reserved by `supervisor.reserve`.
 
     Attributes:
         url: address of the listener.
-        front: the front on this event loop.
+        frontend: the frontend on this event loop.
     """
 
     def __init__(
         self,
         app: Application,
         listener: socket.socket | None,
-        shared: FrontDescriptors | None = None,
+        shared: FrontendDescriptors | None = None,
         url: str | None = None,
         grpc_address: tuple[str, int] | None = None,
     ) -> None:
@@ -204,7 +204,7 @@ class Server:
         self._listener, self._grpc_address = listener, grpc_address
         self._shared = shared
         self.url = url or ("" if listener is None else url_of(listener, app.lifecycle.configuration.service))
-        self.front: Front | None = None
+        self.frontend: Frontend | None = None
         where = urlsplit(self.url)
         app.address = where.hostname or "", where.port or 0
         app.authorization.loopback = is_loopback(app.address[0])
@@ -239,7 +239,7 @@ class Server:
                 shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
-                self.front = Front(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
+                self.frontend = Frontend(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
             with suppress(FileNotFoundError):  # of an owner that has died
                 os.unlink(shared.path)
             own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -289,12 +289,12 @@ class Server:
         for warning in exposures(self._settings, self._app.address[0]):
             _log.warning("%s", warning)
         serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
-        if self.front is not None and self._listener is not None:
+        if self.frontend is not None and self._listener is not None:
             if self._grpc_address is not None:
                 from hps.serve.frontend.grpc_server import GrpcServer  # of an extra
 
-                self.front.grpc = GrpcServer(self.front, self._grpc_address)
-            await self.front.start(self._listener)
+                self.frontend.grpc = GrpcServer(self.frontend, self._grpc_address)
+            await self.frontend.start(self._listener)
             if self._grpc_address is not None:
                 _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._loop = asyncio.get_running_loop()
@@ -314,8 +314,8 @@ class Server:
         serving.result()
         if self._stopping is not None:
             await self._stopping
-        if self.front is not None:
-            self.front.close()
+        if self.frontend is not None:
+            self.frontend.close()
 
     def _on_stop(self, why: str, *, drain: bool, force: bool) -> None:
         if self._stopping is None:
@@ -330,19 +330,19 @@ class Server:
     async def _stop(self, why: str, drain_s: float) -> None:
         began = time.monotonic()
         self._app.lifecycle.leave()
-        if (front := self.front) is not None:
-            front.leave()
+        if (frontend := self.frontend) is not None:
+            frontend.drain()
             if drain_s:
                 _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._drained.wait(), drain_s)
             self._drained.set()
             _log.info("%s: no longer listening, after %.1f s", why, time.monotonic() - began)
-            stopping = [asyncio.create_task(one) for one in (front.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
+            stopping = [asyncio.create_task(one) for one in (frontend.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
             await asyncio.wait(stopping, return_when=asyncio.FIRST_COMPLETED)
             for one in stopping:
                 one.cancel()
-            _log.info("requests have ended; connections left: %d", len(front.connections.order))
+            _log.info("requests have ended; connections left: %d", len(frontend.connections.order))
         self._uvicorn.should_exit = True
         await asyncio.wait([self._serving])
         _log.info("stopped, %.1f s after %s", time.monotonic() - began, why)
@@ -369,7 +369,7 @@ class Server:
         changes = compare(lifecycle.configuration, wanted, failed, kept)
         lifecycle.configuration = changes.configuration
         settings = self._settings
-        use(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
+        configure_logging(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
         self._app.configure(settings)
         self._app.link.publish()
         for line in changes.made:

@@ -50,7 +50,7 @@ _MOST_WAITING_KEYS: Final = 1 << 20
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio; unrelated to the hashes of sets and buckets
 _BLOCK: Final = 16
 _NONE: KeyArray = np.empty(0, np.int64)
-_WHOLE: Final = 1 << 64
+_HASHES: Final = 1 << 64
 _MOST_BLOCK_BYTES: Final = 1 << 28
 _MOST_LINE_BYTES: Final = 1 << 16
 _INFLATED_BYTES: Final = 64 << 20
@@ -84,9 +84,9 @@ class KeyTrace:
         if rate >= self.rate:
             return self
         share = rate / self.rate if self.hashed else rate  # the hashes of recorded keys are uniform again
-        kept = sample_hashes(self.keys) < np.uint64(min(int(share * _WHOLE), _WHOLE - 1))
+        chosen = sample_hashes(self.keys) < np.uint64(min(int(share * _HASHES), _HASHES - 1))
         return KeyTrace(
-            self.model, self.table, self.keys[kept], self.lookups[kept], rate, self.seconds, self.hashed, self.asked
+            self.model, self.table, self.keys[chosen], self.lookups[chosen], rate, self.seconds, self.hashed, self.asked
         )
 
 
@@ -100,25 +100,25 @@ def _hash(key: np.int64) -> np.uint64:
 @kernel(int64, read_only(int64[::1]), uint64, int64[::1])
 def _sample(keys: KeyArray, threshold: np.uint64, out: KeyArray) -> int:
     """Write the sampled keys to `out`, as large as `keys`, and return their number."""
-    taken, whole = 0, keys.size // _BLOCK * _BLOCK
-    for start in range(0, whole, _BLOCK):
-        some = 0
+    sampled, end = 0, keys.size // _BLOCK * _BLOCK
+    for start in range(0, end, _BLOCK):
+        matches = 0
         for i in range(_BLOCK):
-            some += int(_hash(keys[start + i]) <= threshold)
-        if some:
+            matches += int(_hash(keys[start + i]) <= threshold)
+        if matches:
             for i in range(_BLOCK):
                 if _hash(keys[start + i]) <= threshold:
-                    out[taken] = keys[start + i]
-                    taken += 1
-    for i in range(whole, keys.size):
+                    out[sampled] = keys[start + i]
+                    sampled += 1
+    for i in range(end, keys.size):
         if _hash(keys[i]) <= threshold:
-            out[taken] = keys[i]
-            taken += 1
-    return taken
+            out[sampled] = keys[i]
+            sampled += 1
+    return sampled
 
 
 @kernel(uint64[::1], read_only(int64[::1]))
-def _hashes(keys: KeyArray) -> npt.NDArray[np.uint64]:
+def _hash_all(keys: KeyArray) -> npt.NDArray[np.uint64]:
     found = np.empty(keys.size, np.uint64)
     for i in range(keys.size):
         found[i] = _hash(keys[i])
@@ -127,8 +127,8 @@ def _hashes(keys: KeyArray) -> npt.NDArray[np.uint64]:
 
 def sample_hashes(keys: KeyArray) -> npt.NDArray[np.uint64]:
     """Return the hash of each key, (n,) uint64, that decides on its sampling: at rate R, hashes below R x 2^64 are sampled."""
-    found: npt.NDArray[np.uint64] = _hashes(np.ascontiguousarray(keys, np.int64))
-    return found
+    hashes: npt.NDArray[np.uint64] = _hash_all(np.ascontiguousarray(keys, np.int64))
+    return hashes
 
 
 def keyed_hashes(keys: KeyArray, secret: bytes) -> KeyArray:
@@ -172,8 +172,7 @@ class KeyRecorder:
     """Records a sample of the keys of lookups in a file. *Thread-safe.*
 
     A lookup pays only for hashing its keys; a background thread writes four times a second. A write error ends the recording,
-    with one log line, and affects no lookup. Keys in device memory are not recorded: reading them would make the lookup wait
-    for the device.
+    with one log line, and affects no lookup. Keys in device memory are not recorded.
 
     Args:
         path: output file; appends to earlier recordings.
@@ -201,7 +200,7 @@ class KeyRecorder:
         compile_kernels(_sample)
         self.path = Path(path)
         self._outcomes = outcomes
-        self._threshold = np.uint64(min(int(rate * _WHOLE), _WHOLE) - 1)
+        self._threshold = np.uint64(min(int(rate * _HASHES), _HASHES) - 1)
         self._max_bytes = max_bytes
         self._secret = secrets.token_bytes(16) if hash_keys else None
         self._numbers = count()
@@ -209,7 +208,7 @@ class KeyRecorder:
         self._waiting: deque[tuple[int, TableSpec, int, KeyArray]] = deque()
         self._waiting_keys = 0
         self._dropped = self._unread = 0
-        self._began_at = 0.0  # time of the first key
+        self._started_at = 0.0  # time of the first key
         self._ended = False
         self._writing = threading.Lock()
         try:
@@ -217,7 +216,7 @@ class KeyRecorder:
             self._write({"version": _VERSION, "rate": rate, "hashed": hash_keys})
         except OSError as error:
             raise ModelFileError(f"recording keys to {path}: {error}; expected a writable file") from error
-        # Not a bound method, which would be weak: an unreferenced recording continues until it is closed.
+        # `PeriodicTask` keeps a bound method weakly, but a recording without references continues until it is closed.
         self._task = PeriodicTask("key-trace", lambda: self._write_waiting(), _WRITE_EVERY_S)
         close_at_exit(self, KeyRecorder.close)
         disown_in_children(self)
@@ -230,7 +229,7 @@ class KeyRecorder:
         if self._waiting_keys > _MOST_WAITING_KEYS:
             self._dropped += sum(batch.sizes)
             return
-        if batch.joined:  # in device memory
+        if batch.joined:  # in device memory: reading them would make the lookup wait for the device
             self._unread += sum(batch.sizes)
             return
         for table, n, keys in zip(batch.tables, batch.sizes, batch.keys, strict=True):
@@ -239,11 +238,11 @@ class KeyRecorder:
                 continue
             scratch = self._room(n)
             try:
-                taken = _sample(keys, self._threshold, scratch)
+                count = _sample(keys, self._threshold, scratch)
             except TypeError:  # unaligned keys
-                taken = _sample(np.array(keys, np.int64), self._threshold, scratch)
-            self._waiting_keys += taken + 8  # 8 for the entry itself; races may miscount slightly
-            self._waiting.append((number, tables[table], n, scratch[:taken].copy() if taken else _NONE))
+                count = _sample(np.array(keys, np.int64), self._threshold, scratch)
+            self._waiting_keys += count + 8  # 8 for the entry itself; races may miscount slightly
+            self._waiting.append((number, tables[table], n, scratch[:count].copy() if count else _NONE))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write the waiting keys, and end the recording. Idempotent."""
@@ -294,9 +293,9 @@ class KeyRecorder:
 
     def _write_keys(self) -> None:
         now = time.monotonic()
-        if not self._began_at and self._waiting:  # earlier time may have gone into loading models
-            self._began_at = now - _WRITE_EVERY_S
-        seconds = now - self._began_at
+        if not self._started_at and self._waiting:  # earlier time may have gone into loading models
+            self._started_at = now - _WRITE_EVERY_S
+        seconds = now - self._started_at
         batches: dict[TableSpec, list[tuple[int, int, KeyArray]]] = {}
         for _ in range(len(self._waiting)):
             number, table, n, keys = self._waiting.popleft()
@@ -306,8 +305,8 @@ class KeyRecorder:
             self._count(outcome, keys_count)
         self._dropped = self._unread = 0
         for table, batch in batches.items():
-            keys = np.concatenate([one for _, _, one in batch])
-            lookups = np.repeat(np.array([number for number, _, _ in batch], np.int64), [one.size for _, _, one in batch])
+            keys = np.concatenate([part for _, _, part in batch])
+            lookups = np.repeat(np.array([number for number, _, _ in batch], np.int64), [part.size for _, _, part in batch])
             asked = sum(n for _, n, _ in batch)
             about = {
                 "model": table.model_name,
@@ -369,11 +368,11 @@ def read_traces(path: str | os.PathLike[str]) -> list[KeyTrace]:
     return [*traces, *_traces(recording, parts)]
 
 
-def _about(line: bytes, data_bytes: int, first: bool, what: str) -> dict[str, Any]:
+def _about(line: bytes, data_bytes: int, first: bool, doing: str) -> dict[str, Any]:
     """Read the line of JSON of a block.
 
     Raises:
-        ModelFileError: no recorder of this release wrote it.
+        ModelFileError: this release cannot have written it.
     """
     try:
         about: Any = json.loads(line) if len(line) <= _MOST_LINE_BYTES else None
@@ -381,7 +380,7 @@ def _about(line: bytes, data_bytes: int, first: bool, what: str) -> dict[str, An
         about = None
     if isinstance(about, dict) and "version" in about and about["version"] != _VERSION:
         raise ModelFileError(
-            f"{what}: got version {about['version']!r:.20}, expected {_VERSION}; read it with the release that wrote it"
+            f"{doing}: got version {about['version']!r:.20}, expected {_VERSION}; read it with the release that wrote it"
         )
     try:
         if "version" in about:
@@ -393,7 +392,7 @@ def _about(line: bytes, data_bytes: int, first: bool, what: str) -> dict[str, An
     except (TypeError, KeyError):
         good = False
     if not good:
-        raise ModelFileError(f"{what} is not one of a recording: got {line[:60]!r} and {data_bytes} bytes")
+        raise ModelFileError(f"{doing} is not one of a recording: got {line[:60]!r} and {data_bytes} bytes")
     return dict(about)
 
 
@@ -455,7 +454,7 @@ def _blocks(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[tuple[byt
 
 
 def _magic_after(file: IO[bytes], at: int) -> bool:
-    """Whether another block may begin after the one at `at`."""
+    """Return whether another block may start after the one at `at`."""
     file.seek(at + 1)
     before = b""
     while data := file.read(1 << 20):

@@ -49,9 +49,9 @@ class TableCounters:
         keys: requested keys, including duplicates.
         hits: keys answered by each tier, in the order of `TIERS`. The embedding cache counts duplicates, and so does a device
             that reads the volatile database; otherwise the databases count distinct keys.
-        misses: keys absent from each tier that was asked.
+        misses: keys absent from each tier that was queried.
         defaults: requested keys, including duplicates, that got the default vector because no tier has them. For deferred keys
-            this is known later; each then counts as often as its table's missing keys did on average in that lookup.
+            this is known later; each then counts as many times as its table's missing keys did on average in that lookup.
         deferred: keys that got the default vector and are fetched in the background (hit rate threshold).
         linked: keys that a device read directly from host memory; also counted as hits of the volatile database.
         inserts: rows promoted or written online to each database; the caches count their own.
@@ -92,10 +92,7 @@ class DeviceCounters:
 
 
 class LiveMethods(Generic[_Method]):
-    """Methods of objects, as long as these live. *Thread-safe.*
-
-    References are weak: threads that hold the metrics must not keep the objects alive.
-    """
+    """Methods of objects, for as long as the objects live. *Thread-safe.*"""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,10 +100,11 @@ class LiveMethods(Generic[_Method]):
 
     def add(self, method: _Method) -> None:
         with self._lock:
+            # Weak references: threads with a reference to the metrics must not keep the objects alive.
             self._methods = [method for method in self._methods if method()] + [WeakMethod(method)]
 
     def __iter__(self) -> Iterator[_Method]:
-        return (method for one in self._methods if (method := one()))
+        return (method for reference in self._methods if (method := reference()))
 
 
 LookupNs: TypeAlias = tuple[int, int, int, int, int]
@@ -116,11 +114,8 @@ LookupNs: TypeAlias = tuple[int, int, int, int, int]
 class LookupTimes:
     """Times of one model's lookups since the start. Change and read them only while holding `Metrics.lock`.
 
-    The times common to every lookup are buffered and sorted into buckets a few hundred at once: adding five times to their
-    buckets takes 2 us, buffering them 0.1 us.
-
     Attributes:
-        whole: total durations.
+        total: total durations.
         stages: one duration per lookup that had the stage, over all its tables.
         recent: buffered `LookupNs` for `fold`.
     """
@@ -128,12 +123,14 @@ class LookupTimes:
     OF_EVERY_LOOKUP: Final = ("adopt", "wait", "query", "finish")
     MOST_RECENT: Final = 256 * (1 + len(OF_EVERY_LOOKUP))
 
-    __slots__ = ("_of_every_lookup", "recent", "stages", "whole")
+    __slots__ = ("_of_every_lookup", "recent", "stages", "total")
 
     def __init__(self) -> None:
-        self.whole = Times()
+        self.total = Times()
         self.stages = {stage: Times() for stage in STAGES}
-        self._of_every_lookup = [self.whole, *(self.stages[stage] for stage in self.OF_EVERY_LOOKUP)]
+        self._of_every_lookup = [self.total, *(self.stages[stage] for stage in self.OF_EVERY_LOOKUP)]
+        # The times that every lookup has are buffered, and sorted into buckets a few hundred at once: adding five times to
+        # their buckets takes 2 us, buffering them 0.1 us.
         self.recent = array("q")
 
     def fold(self) -> None:
@@ -141,23 +138,23 @@ class LookupTimes:
         kinds = len(self._of_every_lookup)
         times = np.array(self.recent, np.int64).reshape(-1, kinds)
         del self.recent[:]
-        size = len(self.whole.bounds_ns) + 1
-        places = np.searchsorted(self.whole.bounds_ns, times) + size * np.arange(kinds)
+        size = len(self.total.bounds_ns) + 1
+        places = np.searchsorted(self.total.bounds_ns, times) + size * np.arange(kinds)
         counts = np.bincount(places.ravel(), minlength=kinds * size).reshape(kinds, size)
-        for one, new, total_ns in zip(self._of_every_lookup, counts.tolist(), times.sum(axis=0).tolist(), strict=True):
-            one.add_buckets(new, total_ns)
+        for series, new, total_ns in zip(self._of_every_lookup, counts.tolist(), times.sum(axis=0).tolist(), strict=True):
+            series.add_buckets(new, total_ns)
 
     def latencies(self) -> tuple[Latency, dict[str, Latency]]:
         """Return the total times, and those of the stages that any lookup had."""
         self.fold()
-        return self.whole.latency(), {stage: one.latency() for stage, one in self.stages.items() if any(one.buckets)}
+        return self.total.latency(), {stage: times.latency() for stage, times in self.stages.items() if any(times.buckets)}
 
 
 class Metrics(Collector):
     """All counters of one parameter server, for Prometheus, `HPS.stats` and the service. *Thread-safe.*
 
     Attributes:
-        models: the models that have series; whoever deploys and undeploys them tells it.
+        models: the models that have series.
         registry: exposes them to prometheus-client.
         lock: guards every `TableCounters`, `DeviceCounters` and `Times`.
         feeds: methods that return how far tables have followed the log of their updates.
@@ -206,7 +203,7 @@ class Metrics(Collector):
             "path",
         )
         self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
-        self.model_changes.labels("", "deploy", "failed")  # seen while it is 0, too
+        self.model_changes.labels("", "deploy", "failed")  # exposed while it is 0, too
         self.trace_keys = self._counter(
             "hps_trace_keys",
             "Keys of a recording: recorded, dropped (its thread was too slow), unread (on a device) or lost (write failed).",
@@ -253,7 +250,6 @@ class Metrics(Collector):
         return self._values[-1]
 
     def table(self, model: str, table: str) -> TableCounters:
-        """Return the counters of a table."""
         return self._tables.of(model, table)
 
     def device(self, model: str, device_id: int | None) -> DeviceCounters:
@@ -261,11 +257,9 @@ class Metrics(Collector):
         return self._devices.of(model, "cpu" if device_id is None else str(device_id))
 
     def lookup_times(self, model: str) -> LookupTimes:
-        """Return the times of a model's lookups."""
         return self._lookups.of(model)
 
     def scores(self, model: str) -> ScoreCounters:
-        """Return the counters of a model's scores."""
         return self._scores.of(model)
 
     def fetch_times(self, model: str, tier: str) -> Times:
@@ -275,12 +269,12 @@ class Metrics(Collector):
     @contextmanager
     def applying(self, tier: str) -> Iterator[None]:
         """Time the application of a batch of online updates to a tier."""
-        began = perf_counter_ns()
+        started = perf_counter_ns()
         try:
             yield
         finally:
             with self.lock:
-                self._applied.of(tier).add(perf_counter_ns() - began)
+                self._applied.of(tier).add(perf_counter_ns() - started)
 
     def observe_visible(self, model: str, table: str, ages_s: npt.NDArray[np.float64], rows: IndexArray) -> None:
         """Count updated rows by their delay from creation until lookups see them.
@@ -341,21 +335,20 @@ class Metrics(Collector):
         self.model_changes.labels(done, change, "done").inc()
 
     def hit_rates(self, model: str) -> dict[str, float]:
-        """Return each tier's hit rate over all tables of a model; without tiers that were not asked."""
+        """Return each tier's hit rate over all tables of a model; without tiers that were not queried."""
         self._settle()
         with self.lock:
             tables = [counters for (name, _), counters in self._tables.items() if name == model]
-            hits = [sum(one.hits[place] for one in tables) for place in range(len(TIERS))]
-            misses = [sum(one.misses[place] for one in tables) for place in range(len(TIERS))]
-        asked = [hit + miss for hit, miss in zip(hits, misses, strict=True)]
-        return {tier: hit / count for tier, hit, count in zip(TIERS, hits, asked, strict=True) if count}
+            hits = [sum(table.hits[place] for table in tables) for place in range(len(TIERS))]
+            misses = [sum(table.misses[place] for table in tables) for place in range(len(TIERS))]
+        return {tier: hit / (hit + miss) for tier, hit, miss in zip(TIERS, hits, misses, strict=True) if hit + miss}
 
     def sums(self) -> tuple[int, int, int, Latency]:
         """Return requested keys, hits and misses of embedding caches, and times of lookups, over all models."""
-        tables = self._read(self._tables, _TABLE, lambda one: (one.keys, one.hits[0], one.misses[0]))
-        keys, hits, misses = (sum(one[place] for _, one in tables) for place in range(3))
-        lookups = self._read(self._lookups, ("model",), lambda one: one.latencies()[0])
-        return keys, hits, misses, reduce(Latency.plus, (one for _, one in lookups), Latency())
+        tables = self._read(self._tables, _TABLE, lambda table: (table.keys, table.hits[0], table.misses[0]))
+        keys, hits, misses = (sum(counts[place] for _, counts in tables) for place in range(3))
+        lookups = self._read(self._lookups, ("model",), lambda times: times.latencies()[0])
+        return keys, hits, misses, reduce(Latency.plus, (latency for _, latency in lookups), Latency())
 
     def counted(self, model: str, tables: Sequence[str]) -> tuple[list[TableCounters], Latency, dict[str, Latency]]:
         """Return a consistent copy of table counters, lookup times and stage times."""
@@ -376,32 +369,35 @@ class Metrics(Collector):
         """Return all metrics as families of the text format."""
         self._settle()
         tables = self._read(self._tables, _TABLE, TableCounters.copy)
-        devices = self._read(self._devices, ("model", "device"), lambda one: one.lookups)
+        devices = self._read(self._devices, ("model", "device"), lambda device: device.lookups)
         lookups = self._read(self._lookups, ("model",), LookupTimes.latencies)
         fetches = self._read(self._fetches, ("model", "tier"), Times.latency)
         visible = self._read(self._visible, _TABLE, Times.latency)
         applied = self._read(self._applied, ("tier",), Times.latency)
-        whole = [(where, one) for where, (one, _) in lookups]
-        stages = [(f'{where},stage="{stage}"', one) for where, (_, by_stage) in lookups for stage, one in by_stage.items()]
-        yield family(
-            "counter", "hps_lookup_keys", "Requested keys with duplicates.", [(where, one.keys) for where, one in tables]
-        )
+        totals = [(labels, total) for labels, (total, _) in lookups]
+        stages = [
+            (f'{labels},stage="{stage}"', times) for labels, (_, by_stage) in lookups for stage, times in by_stage.items()
+        ]
+        keys = [(labels, table.keys) for labels, table in tables]
+        yield family("counter", "hps_lookup_keys", "Requested keys with duplicates.", keys)
         for name, text, counts in (
-            ("hps_hits", "Keys found in a tier.", [(where, one.hits) for where, one in tables]),
-            ("hps_misses", "Keys not found in a tier.", [(where, one.misses) for where, one in tables]),
+            ("hps_hits", "Keys found in a tier.", [(labels, table.hits) for labels, table in tables]),
+            ("hps_misses", "Keys not found in a tier.", [(labels, table.misses) for labels, table in tables]),
         ):
-            by_tier = [(f'{where},tier="{tier}"', n) for where, keys in counts for tier, n in zip(TIERS, keys, strict=True)]
+            by_tier = [
+                (f'{labels},tier="{tier}"', n) for labels, numbers in counts for tier, n in zip(TIERS, numbers, strict=True)
+            ]
             yield family("counter", name, text, by_tier)
         for name, text, attribute in (
             ("hps_default_keys", "Requested keys that no tier has.", "defaults"),
             ("hps_deferred_keys", "Keys answered with the default vector and fetched in the background.", "deferred"),
             ("hps_linked_keys", "Keys that a device read directly from host memory.", "linked"),
         ):
-            yield family("counter", name, text, [(where, getattr(one, attribute)) for where, one in tables])
+            yield family("counter", name, text, [(labels, getattr(table, attribute)) for labels, table in tables])
         yield family("counter", "hps_device_lookups", "Lookups by device.", devices)
-        yield histogram("hps_lookup_seconds", "Duration of a lookup.", whole)
+        yield histogram("hps_lookup_seconds", "Duration of a lookup.", totals)
         yield histogram("hps_lookup_stage_seconds", "Duration of a stage of a lookup, over all its tables.", stages)
-        yield from score_families([(label_text(["model"], labels), one) for labels, one in self._scores.items()])
+        yield from score_families([(label_text(["model"], labels), scores) for labels, scores in self._scores.items()])
         yield histogram("hps_fetch_seconds", "Duration of one fetch from a database.", fetches)
         yield histogram("hps_update_apply_seconds", "Duration of applying one batch of online updates, by tier.", applied)
         yield histogram(
@@ -410,9 +406,11 @@ class Metrics(Collector):
         yield from update_families(self.updates())
         queues = [(label_text(["work"], [work]), waiting) for work, waiting in self.queues().items()]
         yield family("gauge", "hps_background_batches", "Waiting background batches.", queues)
-        compiled = [(label_text(["compiler"], [one]), done) for one, done in COMPILATIONS.all().items()]
-        yield family("counter", "hps_compiled_kernels", "Compiled kernels.", [(one, n) for one, (n, _) in compiled])
-        yield family("counter", "hps_compile_seconds", "Time spent compiling kernels.", [(one, s) for one, (_, s) in compiled])
+        compiled = [(label_text(["compiler"], [compiler]), done) for compiler, done in COMPILATIONS.all().items()]
+        yield family("counter", "hps_compiled_kernels", "Compiled kernels.", [(labels, n) for labels, (n, _) in compiled])
+        yield family(
+            "counter", "hps_compile_seconds", "Time spent compiling kernels.", [(labels, s) for labels, (_, s) in compiled]
+        )
         ended = [(label_text(["thread"], [name]), count) for name, count in THREADS.ended().items()]
         yield family("counter", "hps_threads_ended", "Threads that an error has ended.", ended)
         yield from (value.family() for value in self._values)

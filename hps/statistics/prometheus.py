@@ -1,8 +1,4 @@
-"""Renders metrics in Prometheus' text format.
-
-Samples are lines of text from the start: prometheus-client's objects cost ten times as much, and a server of 8 models with 26
-tables each has 10,000 samples.
-"""
+"""Renders metrics in Prometheus' text format."""
 
 import math
 import threading
@@ -20,6 +16,9 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 class Family(NamedTuple):
     """A metric with its samples as lines of the text format."""
+
+    # Lines, not prometheus-client's objects, which take ten times as long: a server of 8 models with 26 tables each has 10,000
+    # samples.
 
     kind: str
     name: str
@@ -89,12 +88,11 @@ class Values:
         return self._values.of(*values)
 
     def remove(self, *values: str) -> None:
-        """Remove the value for these labels."""
         self._values.remove(*values)
 
     def family(self) -> Family:
         """Return all values as a family."""
-        return family(*self._of, [(one.labels, one.value) for _, one in self._values.items()])
+        return family(*self._of, [(value.labels, value.value) for _, value in self._values.items()])
 
 
 def expose(families: Iterable[Family], *, openmetrics: bool = False) -> bytes:
@@ -143,7 +141,9 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
         yield family(kind, name, text, [(labels, value) for labels, value in found if value is not None])
     for attribute, name, text in _DEVICE_FIGURES:
         known = [device for device in stats.devices if device.memory_bytes or attribute not in ("memory_bytes", "free_bytes")]
-        yield family("gauge", name, text, [(label_text(["device"], [one.device]), getattr(one, attribute)) for one in known])
+        yield family(
+            "gauge", name, text, [(label_text(["device"], [device.device]), getattr(device, attribute)) for device in known]
+        )
     versions = [
         (label_text(("model", "version", "state"), (model.name, version, state)), 1)
         for model in stats.models
@@ -151,8 +151,8 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
     ]
     yield family("gauge", "hps_model_version", "1 for each version, by state.", versions)
     models = [(label_text(["model"], [model.name]), model) for model in stats.models]
-    workspaces = [(labels, one.workspaces) for labels, one in models]
-    busy = [(labels, one.busy_workspaces) for labels, one in models]
+    workspaces = [(labels, model.workspaces) for labels, model in models]
+    busy = [(labels, model.busy_workspaces) for labels, model in models]
     yield family("gauge", "hps_workspaces", "Maximum number of concurrent lookups.", workspaces)
     yield family("gauge", "hps_busy_workspaces", "Running lookups.", busy)
 
@@ -166,16 +166,16 @@ def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:
         largest: dict[tuple[str, str], float] = {}
         for status in statuses:
             value = getattr(status, attribute)
-            where = status.model, status.table
-            largest[where] = max(largest.get(where, -math.inf), math.inf if value is None else value)
+            table = status.model, status.table
+            largest[table] = max(largest.get(table, -math.inf), math.inf if value is None else value)
         yield family(
             "gauge",
             name,
             text,
-            [(label_text(("model", "table"), where), math.nan if lag == math.inf else lag) for where, lag in largest.items()],
+            [(label_text(("model", "table"), table), math.nan if lag == math.inf else lag) for table, lag in largest.items()],
         )
     connected: dict[tuple[str, str], bool] = {}
     for status in statuses:
         connected[status.model, status.table] = status.connected and connected.get((status.model, status.table), True)
-    tables = [(label_text(("model", "table"), where), value) for where, value in connected.items()]
-    yield family("gauge", "hps_update_connected", "1 while the log brings the messages of a table.", tables)
+    tables = [(label_text(("model", "table"), table), value) for table, value in connected.items()]
+    yield family("gauge", "hps_update_connected", "1 while the messages of a table can be read from the log.", tables)

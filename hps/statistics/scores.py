@@ -15,8 +15,8 @@ class ScoreCounters:
     Attributes:
         requests, samples, batches: of batches that the network answered.
         failures: requests that the network failed, by reason: `network` (an error), `nan`.
-        late: requests whose timeout was over before a batch could take them.
-        refused: requests that were not queued behind a network that hangs.
+        late: requests whose timeout expired before a batch could include them.
+        refused: requests refused because the network hangs.
         lookup_times, network_times: of batches.
     """
 
@@ -45,7 +45,7 @@ class ScoreCounters:
             self.failures[reason] += 1
 
     def count_late(self) -> None:
-        """Count a request that came too late for any batch."""
+        """Count a request that was too late for any batch."""
         with self.lock:
             self.late += 1
 
@@ -56,30 +56,26 @@ class ScoreCounters:
 
 
 def score_families(counted: Iterable[tuple[str, ScoreCounters]]) -> Iterator[Family]:
-    """Return the metric families of scores.
-
-    Args:
-        counted: labels of each model, and its counters.
-    """
+    """Return the metric families of scores, by the labels and counters of each model."""
     figures: list[tuple[str, tuple[int, ...]]] = []
     failures: list[tuple[str, float]] = []
     lookups, networks = [], []
-    for where, one in counted:
-        with one.lock:
-            figures.append((where, (one.requests, one.samples, one.batches, one.late, one.refused)))
-            failures += [(f'{where},reason="{reason}"', count) for reason, count in one.failures.items()]
-            lookups.append((where, one.lookup_times.latency()))
-            networks.append((where, one.network_times.latency()))
+    for labels, scores in counted:
+        with scores.lock:
+            figures.append((labels, (scores.requests, scores.samples, scores.batches, scores.late, scores.refused)))
+            failures += [(f'{labels},reason="{reason}"', count) for reason, count in scores.failures.items()]
+            lookups.append((labels, scores.lookup_times.latency()))
+            networks.append((labels, scores.network_times.latency()))
     for place, (name, text) in enumerate(
         (
             ("hps_score_requests", "Requests for scores that the network answered."),
             ("hps_score_samples", "Samples of these requests."),
             ("hps_score_batches", "Calls of the network for them."),
-            ("hps_score_late_requests", "Requests for scores whose timeout was over before a batch could take them."),
+            ("hps_score_late_requests", "Requests for scores whose timeout expired before a batch could include them."),
             ("hps_score_refused_requests", "Requests for scores refused because a call of the network hangs."),
         )
     ):
-        yield family("counter", name, text, [(where, counts[place]) for where, counts in figures])
+        yield family("counter", name, text, [(labels, counts[place]) for labels, counts in figures])
     yield family("counter", "hps_score_failed_requests", "Requests that the network failed, by error or NaN.", failures)
     yield histogram("hps_score_lookup_seconds", "Duration of the lookups of a batch of scores.", lookups)
     yield histogram("hps_score_network_seconds", "Duration of the network for a batch of scores.", networks)

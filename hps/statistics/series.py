@@ -1,4 +1,4 @@
-"""Which series of a metric exist: those of a model begin and end with it."""
+"""Series of metrics by labels. Series of a model exist from `begin` to `end`."""
 
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -18,8 +18,8 @@ class _Ending(Protocol):
 class Models:
     """The models that have series. *Thread-safe.*
 
-    Without any `begin`, every model has some: parts may be used without a parameter server. The empty name stands for all
-    models that are gone.
+    Without any `begin`, every model has series: parts may be used without a parameter server. The empty name stands for all
+    undeployed models.
     """
 
     def __init__(self) -> None:
@@ -33,20 +33,20 @@ class Models:
             self._names = (self._names or set()) | {name}
 
     def end(self, name: str) -> None:
-        """Remove all series of a model; until it begins again it gets no others, also from threads that still run for it."""
+        """Remove all series of a model. Until the next `begin` it gets no others, even from threads that still run for it."""
         with self.lock:
             self._names = (self._names or set()) - {name}
             for series_ in self.series:
                 series_.end(name)
 
     def narrow(self, name: str, tables: Collection[str]) -> None:
-        """Remove the series of a model's tables that none of its versions has any more."""
+        """Remove the series of a model's other tables, which none of its versions has any more."""
         with self.lock:
             for series_ in self.series:
                 series_.end(name, tables)
 
     def has(self, name: str) -> bool:
-        """Whether a model has series. Called while holding `lock`."""
+        """Return whether a model has series. Called while holding `lock`."""
         return not name or self._names is None or name in self._names
 
 
@@ -54,8 +54,8 @@ class Series(Generic[_T]):
     """Counters by labels. *Thread-safe*; the counters have locks of their own.
 
     Args:
-        names: names of the labels. `model`, or the model of a `tag`, owns the counter.
-        make: makes the counter of new labels.
+        names: names of the labels. A counter ends with its `model`, or the model of its `tag`.
+        make: creates the counter of new labels.
     """
 
     def __init__(self, models: Models, names: Sequence[str], make: Callable[[Labels], _T]) -> None:
@@ -68,12 +68,12 @@ class Series(Generic[_T]):
         models.series.append(self)
 
     def of(self, *labels: str) -> _T:
-        """Return the counter for these labels, made on first use; if their model has ended, one that nobody reads."""
-        found = self._counters.get(labels)
-        if found is not None:
-            return found
+        """Return the counter for these labels, created on first use; a discarded one if their model has ended."""
+        counter = self._counters.get(labels)
+        if counter is not None:
+            return counter
         with self._models.lock:
-            if self._place is None or self._models.has(self._owner(labels)):
+            if self._place is None or self._models.has(self._model_of(labels)):
                 return self._counters.setdefault(labels, self._make(labels))
         return self._make(labels)
 
@@ -88,9 +88,9 @@ class Series(Generic[_T]):
         if self._place is None or (tables and self._table is None):
             return
         for labels in list(self._counters):
-            if self._owner(labels) == model and not (tables and labels[self._table or 0] in tables):
+            if self._model_of(labels) == model and not (tables and labels[self._table or 0] in tables):
                 self.remove(*labels)
 
-    def _owner(self, labels: Labels) -> str:
+    def _model_of(self, labels: Labels) -> str:
         name = labels[self._place or 0]
         return (split_tag(name) or (name,))[0] if self._of_tags else name

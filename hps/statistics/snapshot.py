@@ -101,7 +101,7 @@ class ModelStatistics:
 
     Attributes:
         version: serving version.
-        versions: all versions in service, kept or retiring: `(version, state)`.
+        versions: all versions that are in service, retained or retiring: `(version, state)`.
         since: time the version was put into service, in seconds since the epoch.
         lookups: total times of lookups.
         stages: times of their stages, by name (`tracing.STAGES`).
@@ -150,15 +150,15 @@ class UpdateStatus:
         topic: topic of the log.
         positions: last message applied to every tier, by partition; empty before the first.
         behind: unapplied messages in the log; None if unknown.
-        lag_s: age of the oldest unapplied message, by the log and not by what producers claim; 0 if there is none. While the
-            log cannot be reached, the time since it was last known that nothing was unapplied. None if unknown.
+        lag_s: age of the oldest unapplied message, by the log, not by producers; 0 if there is none. While the log cannot be
+            reached, the time since all messages were known to be applied. None if unknown.
         rows_per_s: rows applied per second, over the last ten seconds.
         rows: rows applied since the start, including repeated ones.
         stale_rows: rows among them that were older than the stored ones, and so had no effect.
         future_times: messages that claimed a time more than a second ahead of this machine's clock.
         dead_letters: messages that could not be applied, by reason.
-        problem: why updates are not applied, or what was lost; empty if there is no problem.
-        connected: whether the log brings the table's messages.
+        problem: why updates are not applied, or which were lost; empty if there is no problem.
+        connected: whether the table's messages can be read from the log.
     """
 
     model: str

@@ -9,7 +9,7 @@ from hps.statistics.snapshot import Latency
 
 _STAGE_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5)
 LOOKUP_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
-"""Bounds in seconds of whole calls."""
+"""Bounds of complete calls in seconds."""
 _BOUNDS = (*_STAGE_BUCKETS, *LOOKUP_BUCKETS)
 LOOKUP_BOUNDS_NS: Final = tuple(round(1e9 * bound) for bound in _BOUNDS)
 """Bounds of the buckets of `LookupTimes`."""
@@ -17,8 +17,6 @@ LOOKUP_BOUNDS_NS: Final = tuple(round(1e9 * bound) for bound in _BOUNDS)
 
 class Times:
     """A histogram of durations. Change it only while holding the lock of its owner.
-
-    A histogram of prometheus-client takes a lock and scans its buckets: 1.2 us per duration; this one takes 0.4 us.
 
     Args:
         bounds_s: bucket bounds, ascending.
@@ -29,6 +27,7 @@ class Times:
         total_ns: sum of the durations.
     """
 
+    # prometheus-client's histogram takes a lock and scans its buckets: 1.2 us per duration. This one takes 0.4 us.
     __slots__ = ("_bounds_s", "bounds_ns", "buckets", "total_ns")
 
     def __init__(self, bounds_s: tuple[float, ...] = _BOUNDS) -> None:

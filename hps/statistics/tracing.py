@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 STAGES: Final = ("adopt", "wait", "query", "unique", "volatile_db", "persistent_db", "coalesced", "scatter", "insert", "finish")
-"""The stages of a lookup, in the order in which they begin: `wait` for a workspace, the fetches by tier, and `coalesced`, the
+"""The stages of a lookup, in the order in which they start: `wait` for a workspace, the fetches by tier, and `coalesced`, the
 wait for keys that another lookup fetches."""
 
 
@@ -104,10 +104,7 @@ def ended(stage: str, table: str, began_ns: int, keys: int) -> int:
 
 
 class traced:
-    """Trace this thread's lookups within the block: `with traced() as trace:`. *One per thread.*
-
-    Traces do not nest: what the inner one records is missing from the outer one.
-    """
+    """Trace this thread's lookups within the block: `with traced() as trace:`. *One per thread.* Traces do not nest."""
 
     __slots__ = ("_before",)
 

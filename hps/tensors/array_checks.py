@@ -5,6 +5,7 @@ non-array, and `InvalidInputError` for a wrong shape or place, an array that is 
 int32 keys are copied, to widen them.
 """
 
+import sys
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy.typing as npt
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import BFLOAT, CAPSULE, FLOAT, INT, UINT, TensorView, adopt
 from hps.types import BoolArray, FloatArray, KeyArray
+
+_INT64 = np.dtype(np.int64)
 
 # -- host arrays -------------------------------------------------------------------------------------------------------
 
@@ -88,6 +91,57 @@ def check_array(
     if writable and not flags.writeable:
         raise InvalidInputError(f"{doing}: {name}: got a read-only array, expected one to write to")
     return array if type(array) is np.ndarray else np.asarray(array)
+
+
+# -- sequences --------------------------------------------------------------------------------------------------------
+
+
+def as_host_keys(keys: Any) -> KeyArray:
+    """Convert a sequence or array of integers to (n,) int64, C-contiguous, in host memory; copy only if necessary.
+
+    uint64 is taken bit for bit, as HugeCTR's `lookup` does.
+
+    Raises:
+        InvalidDtypeError: they are not integers.
+        InvalidInputError: they are not one-dimensional, or do not fit 64 bits.
+    """
+    if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
+        return keys
+    array = as_host_array(keys, "keys", "a sequence of integers")
+    if array.ndim != 1:
+        raise InvalidInputError(f"reading keys: got shape {array.shape}, expected one dimension; flatten them")
+    if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise InvalidDtypeError(f"reading keys: got dtype {array.dtype}, expected int64 (or another integer type)")
+    if array.dtype == np.uint64:
+        return np.ascontiguousarray(array).view(np.int64)
+    return np.ascontiguousarray(array, np.int64)
+
+
+def as_host_vectors(vectors: Any) -> FloatArray:
+    """Convert an array or nested sequences of numbers to float32, C-contiguous, in host memory; copy only if necessary.
+
+    Raises:
+        InvalidDtypeError: they are not real numbers.
+        InvalidInputError: they are ragged, or cannot be read as an array in host memory (bfloat16, tensors with gradients).
+    """
+    array = as_host_array(vectors, "vectors", "an (n, dim) array of float32 in host memory")
+    if array.dtype.kind not in "fiu":
+        raise InvalidDtypeError(f"reading vectors: got dtype {array.dtype}, expected float32 (or other real numbers)")
+    return np.ascontiguousarray(array, np.float32)
+
+
+def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
+    """Read an array or nested sequences as an array in host memory.
+
+    Raises:
+        InvalidInputError: they are ragged, or not in host memory.
+    """
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InvalidInputError(f"reading {what}: got {type(values).__name__} ({error}), expected {expected}") from error
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -195,3 +249,39 @@ def _fail_layout(view: TensorView, what: str) -> NoReturn:
         f"adopting {what}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
         "contiguous"
     )
+
+
+def size_on_device(tensor: Any) -> int:
+    """Return the size of a tensor in CUDA memory that a CUDA cache reads itself; -1 for any other."""
+    if type(tensor) is cupy_array():
+        return int(tensor.size)
+    return int(tensor.numel()) if getattr(tensor, "is_cuda", False) else -1
+
+
+def cupy_array() -> Any:
+    """Return the type of CuPy's arrays, which are always in CUDA memory; None until CuPy is imported."""
+    return getattr(sys.modules.get("cupy"), "ndarray", None)
+
+
+def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
+    """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself. Also return n."""
+    if on_cuda and type(keys) is not np.ndarray:
+        if (size := size_on_device(keys)) >= 0:
+            return keys, size
+        view = adopt(keys, what="keys")
+        if not view.on_host:
+            return view, view.size
+        flat = view_as_keys(view)
+    else:
+        flat = as_keys(keys)
+    return flat, flat.size
+
+
+def adopt_output(out: Any, rows: int, dim: int, *, on_cuda: bool, narrow: bool = False) -> Any:
+    """Adopt an output: (rows, dim) in host memory, see `as_output`, or the tensor that a CUDA cache writes itself."""
+    if on_cuda and type(out) is not np.ndarray:
+        if size_on_device(out) >= 0:
+            return out
+        view = adopt(out, what="output")
+        return view_as_output(view, rows, dim, narrow=narrow) if view.on_host else view
+    return as_output(out, rows, dim, narrow=narrow)

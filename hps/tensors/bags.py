@@ -16,7 +16,7 @@ As in torch, an element of a maximum is NaN if that of the bag's first vector is
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
@@ -25,18 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.batch import (
-    Batch,
-    Part,
-    adopt_keys,
-    adopt_output,
-    as_host_array,
-    as_host_keys,
-    refuse_repeated_tables,
-    size_on_device,
-)
+from hps.tensors.array_checks import adopt_keys, as_host_array, as_host_keys, size_on_device
 from hps.tensors.dlpack import CAPSULE, adopt
-from hps.types import DeviceArray, TableSpec
+from hps.types import DeviceArray
 
 _EXPECTED = {"offsets": "int64 or int32", "weights": "float32"}
 
@@ -118,64 +109,6 @@ class Pooling:
         return Arithmetic.SUMS if self.weights is None and not self.max_norm else Arithmetic.WEIGHTED_SUMS
 
 
-def pooled_batch(
-    tables: Mapping[Any, Bags],
-    out: Any,
-    table_index: Callable[[Any], int],
-    specs: Sequence[TableSpec],
-    *,
-    on_cuda: bool,
-) -> Batch:
-    """Make a batch of the bags of the tables that a caller names.
-
-    Args:
-        out: by table, (B, dim) float32 each; or one tensor (B, sum of dims), with the columns of the tables in their order;
-            None: new host arrays.
-        table_index: finds a table, or raises.
-
-    Raises:
-        UnknownTableError: raised by `table_index`.
-        InvalidDtypeError, InvalidInputError: a tensor has a wrong dtype or shape; a table is named twice; tables that share one
-            output have different numbers of bags.
-    """
-    found = [(name, table_index(name), bags) for name, bags in tables.items()]
-    width = sum([specs[index].dim for _name, index, _bags in found])
-    shared = None
-    column = 0
-    poolings, sizes, flats, places = [], [], [], []
-    for name, index, bags in found:
-        dim = specs[index].dim
-        if not isinstance(bags, Bags):
-            raise InvalidInputError(f"looking up bags of table {name!r}: got {type(bags).__name__}, expected hps.Bags")
-        keys, n, shape = _keys_of(bags.keys, on_cuda)
-        pooling = pooling_of(name, bags, n, shape, on_cuda)
-        if out is None:
-            place: Any = np.empty((pooling.count, dim), np.float32)
-        elif isinstance(out, Mapping):
-            if name not in out:
-                raise InvalidInputError(f"looking up bags: out has no entry for {name!r}; name an output for every table")
-            place = adopt_output(out[name], pooling.count, dim, on_cuda=on_cuda)
-        else:
-            if shared is None:
-                rows = pooling.count
-                shared = adopt_output(out, rows, width, on_cuda=on_cuda)
-            if pooling.count != rows:
-                raise InvalidInputError(
-                    f"looking up bags: got {pooling.count} bags of table {name!r} and {rows} of {found[0][0]!r}, expected as "
-                    "many of each table, since one tensor takes the vectors of all; or name an output for every table"
-                )
-            on_host = isinstance(shared, np.ndarray)
-            place = shared[:, column : column + dim] if on_host else Part(shared, column, rows * width, width)
-            column += dim
-        poolings.append(pooling)
-        sizes.append(n)
-        flats.append(keys)
-        places.append(place)
-    indexes = [index for _name, index, _bags in found]
-    refuse_repeated_tables(indexes, specs)
-    return Batch(indexes, sizes, flats, places, (), poolings)
-
-
 def input_arrays(name: str, given: Any, dtype: npt.DTypeLike | None = None) -> dict[str, npt.NDArray[Any]]:
     """Make the arrays of an input of a network from what a caller gives for it.
 
@@ -221,7 +154,7 @@ def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") ->
             raise InvalidInputError(f"reading input {name!r}: got {got}, which does not fit {dtype}")
 
 
-def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
+def keys_of_bags(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
     """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, integer arrays. Return them with their number and shape."""
     if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
         array = as_host_array(keys, "keys", "integers, or as many of them for every bag")

@@ -9,18 +9,15 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
-from hps.tensors.dlpack import CAPSULE, TensorView, adopt
-from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
-
-if TYPE_CHECKING:
-    from hps.tensors.bags import Pooling
+from hps.errors import InvalidInputError
+from hps.tensors.array_checks import adopt_keys, adopt_output, as_host_keys, as_output, check_array, cupy_array, size_on_device
+from hps.tensors.bags import Bags, Pooling, keys_of_bags, pooling_of
+from hps.tensors.dlpack import CAPSULE, TensorView
+from hps.types import BoolArray, DeviceArray, FloatArray, TableSpec
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _MOST_INDICES = 1 << 12  # kept in a dict
@@ -75,7 +72,7 @@ class Batch:
     keys: Sequence[DeviceArray]
     outs: Sequence[DeviceArray]
     founds: Sequence[DeviceArray | None] = ()
-    poolings: "Sequence[Pooling]" = ()
+    poolings: Sequence[Pooling] = ()
     # Few batches have these. As attributes of the class they cost nothing to construct; six more arguments and slots would take
     # a third of the time of the constructor, which a lookup of few keys pays for.
     kind: Any = field(default=None, init=False)
@@ -93,7 +90,7 @@ class Batch:
         out: DeviceArray,  # (n, dim)
         found: DeviceArray | None = None,  # (n,)
         n: int = -1,
-        pooling: "Pooling | None" = None,
+        pooling: Pooling | None = None,
     ) -> "Batch":
         """Make a batch of one table; n is given if `keys` is a tensor of any shape in CUDA memory."""
         founds, poolings = () if found is None else (found,), () if pooling is None else (pooling,)
@@ -116,54 +113,6 @@ class Batch:
         return cls(tables, sizes, keys, outs, founds, poolings)
 
 
-def as_host_keys(keys: Any) -> KeyArray:
-    """Convert a sequence or array of integers to (n,) int64, C-contiguous, in host memory; copy only if necessary.
-
-    uint64 is taken bit for bit, as HugeCTR's `lookup` does.
-
-    Raises:
-        InvalidDtypeError: they are not integers.
-        InvalidInputError: they are not one-dimensional, or do not fit 64 bits.
-    """
-    if type(keys) is np.ndarray and keys.dtype == _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
-        return keys
-    array = as_host_array(keys, "keys", "a sequence of integers")
-    if array.ndim != 1:
-        raise InvalidInputError(f"reading keys: got shape {array.shape}, expected one dimension; flatten them")
-    if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
-        return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu":
-        raise InvalidDtypeError(f"reading keys: got dtype {array.dtype}, expected int64 (or another integer type)")
-    if array.dtype == np.uint64:
-        return np.ascontiguousarray(array).view(np.int64)
-    return np.ascontiguousarray(array, np.int64)
-
-
-def as_host_vectors(vectors: Any) -> FloatArray:
-    """Convert an array or nested sequences of numbers to float32, C-contiguous, in host memory; copy only if necessary.
-
-    Raises:
-        InvalidDtypeError: they are not real numbers.
-        InvalidInputError: they are ragged, or cannot be read as an array in host memory (bfloat16, tensors with gradients).
-    """
-    array = as_host_array(vectors, "vectors", "an (n, dim) array of float32 in host memory")
-    if array.dtype.kind not in "fiu":
-        raise InvalidDtypeError(f"reading vectors: got dtype {array.dtype}, expected float32 (or other real numbers)")
-    return np.ascontiguousarray(array, np.float32)
-
-
-def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
-    """Read an array or nested sequences as an array in host memory.
-
-    Raises:
-        InvalidInputError: they are ragged, or not in host memory.
-    """
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InvalidInputError(f"reading {what}: got {type(values).__name__} ({error}), expected {expected}") from error
-
-
 def table_batch(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Batch:
     """Make the batch of one table from tensors for keys and output.
 
@@ -176,7 +125,7 @@ def table_batch(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, wit
     """
     if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
         flat, n, place = keys, keys.numel(), out
-    elif on_cuda and type(keys) is type(out) is _cupy_array():
+    elif on_cuda and type(keys) is type(out) is cupy_array():
         flat, n, place = keys, keys.size, out
     else:
         flat, n = adopt_keys(keys, on_cuda=on_cuda)
@@ -258,7 +207,7 @@ def _alike_batch(
         return None
     [kind] = kinds
     of_torch = kind is getattr(sys.modules.get("torch"), "Tensor", None)
-    if not (all(map(_IS_CUDA, keys)) and all(map(_IS_CUDA, outs)) if of_torch else kind is _cupy_array()):
+    if not (all(map(_IS_CUDA, keys)) and all(map(_IS_CUDA, outs)) if of_torch else kind is cupy_array()):
         return None
     names = tuple(tables)
     found: tuple[int, ...] | None = indices.get(names)
@@ -317,6 +266,64 @@ def kept_batch(
     batch = Batch(found, sizes, flats, places, [founds.get(name) for name in tables] if founds else ())
     batch.kept = True
     return batch
+
+
+def pooled_batch(
+    tables: Mapping[Any, Bags],
+    out: Any,
+    table_index: Callable[[Any], int],
+    specs: Sequence[TableSpec],
+    *,
+    on_cuda: bool,
+) -> Batch:
+    """Make a batch of the bags of the tables that a caller names.
+
+    Args:
+        out: by table, (B, dim) float32 each; or one tensor (B, sum of dims), with the columns of the tables in their order;
+            None: new host arrays.
+        table_index: finds a table, or raises.
+
+    Raises:
+        UnknownTableError: raised by `table_index`.
+        InvalidDtypeError, InvalidInputError: a tensor has a wrong dtype or shape; a table is named twice; tables that share one
+            output have different numbers of bags.
+    """
+    found = [(name, table_index(name), bags) for name, bags in tables.items()]
+    width = sum([specs[index].dim for _name, index, _bags in found])
+    shared = None
+    column = 0
+    poolings, sizes, flats, places = [], [], [], []
+    for name, index, bags in found:
+        dim = specs[index].dim
+        if not isinstance(bags, Bags):
+            raise InvalidInputError(f"looking up bags of table {name!r}: got {type(bags).__name__}, expected hps.Bags")
+        keys, n, shape = keys_of_bags(bags.keys, on_cuda)
+        pooling = pooling_of(name, bags, n, shape, on_cuda)
+        if out is None:
+            place: Any = np.empty((pooling.count, dim), np.float32)
+        elif isinstance(out, Mapping):
+            if name not in out:
+                raise InvalidInputError(f"looking up bags: out has no entry for {name!r}; name an output for every table")
+            place = adopt_output(out[name], pooling.count, dim, on_cuda=on_cuda)
+        else:
+            if shared is None:
+                rows = pooling.count
+                shared = adopt_output(out, rows, width, on_cuda=on_cuda)
+            if pooling.count != rows:
+                raise InvalidInputError(
+                    f"looking up bags: got {pooling.count} bags of table {name!r} and {rows} of {found[0][0]!r}, expected as "
+                    "many of each table, since one tensor takes the vectors of all; or name an output for every table"
+                )
+            on_host = isinstance(shared, np.ndarray)
+            place = shared[:, column : column + dim] if on_host else Part(shared, column, rows * width, width)
+            column += dim
+        poolings.append(pooling)
+        sizes.append(n)
+        flats.append(keys)
+        places.append(place)
+    indexes = [index for _name, index, _bags in found]
+    refuse_repeated_tables(indexes, specs)
+    return Batch(indexes, sizes, flats, places, (), poolings)
 
 
 def concatenated_batch(
@@ -406,39 +413,3 @@ def check_host_arrays(doing: str, batch: Batch, place: int, n: int, dim: int) ->
         check_array(doing, "out", out, np.float32, shape, writable=True, aligned=True, rows_apart=bool(batch.poolings))
     if isinstance(found, np.ndarray):
         check_array(doing, "found", found, np.bool_, (n,), writable=True, aligned=True)
-
-
-def size_on_device(tensor: Any) -> int:
-    """Return the size of a tensor in CUDA memory that a CUDA cache reads itself; -1 for any other."""
-    if type(tensor) is _cupy_array():
-        return int(tensor.size)
-    return int(tensor.numel()) if getattr(tensor, "is_cuda", False) else -1
-
-
-def _cupy_array() -> Any:
-    """Return the type of CuPy's arrays, which are always in CUDA memory; None until CuPy is imported."""
-    return getattr(sys.modules.get("cupy"), "ndarray", None)
-
-
-def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
-    """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself. Also return n."""
-    if on_cuda and type(keys) is not np.ndarray:
-        if (size := size_on_device(keys)) >= 0:
-            return keys, size
-        view = adopt(keys, what="keys")
-        if not view.on_host:
-            return view, view.size
-        flat = view_as_keys(view)
-    else:
-        flat = as_keys(keys)
-    return flat, flat.size
-
-
-def adopt_output(out: Any, rows: int, dim: int, *, on_cuda: bool, narrow: bool = False) -> Any:
-    """Adopt an output: (rows, dim) in host memory, see `as_output`, or the tensor that a CUDA cache writes itself."""
-    if on_cuda and type(out) is not np.ndarray:
-        if size_on_device(out) >= 0:
-            return out
-        view = adopt(out, what="output")
-        return view_as_output(view, rows, dim, narrow=narrow) if view.on_host else view
-    return as_output(out, rows, dim, narrow=narrow)

@@ -1,6 +1,6 @@
-"""The behaviour that every embedding cache shares; each cache's test subclasses `CacheContract`.
+"""The behaviour of embedding caches: a contract for every cache, and one for each capability that a cache may have.
 
-class TestNumpyCache(CacheContract):
+class TestNumpyCache(VersionedCacheContract, StaticTablesContract):
     cache_class = NumpyCache
 
     def raw_rows(self, cache, table):
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from hps.cache.base import CacheLookup, EmbeddingCache
+from hps.cache.base import CacheLookup, EmbeddingCache, StaticTables
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.tensors.bags import COMBINERS, Combiner, Pooling
 from hps.tensors.batch import Batch
@@ -32,6 +32,7 @@ DEFAULT = -7.25
 GIVEN = ["host", "device", "int32", "short", "hotness"]
 """How offsets of bags are given."""
 Create = Callable[..., EmbeddingCache]
+CreateStatic = Callable[..., StaticTables]
 
 
 def vectors_of(keys: KeyArray, dim: int, version: int | np.ndarray = 0) -> FloatArray:
@@ -886,9 +887,13 @@ class CacheContract:
         stats = cache.stats(0)
         assert len(rows) == stats.resident_rows == cache.dump(0).size <= stats.capacity_rows
 
-    # -- static tables -------------------------------------------------------------------------------------------------
 
-    def check_static(self, cache: EmbeddingCache, keys: KeyArray, version: int | np.ndarray) -> None:
+class StaticTablesContract(CacheContract):
+    """Also the behaviour of a cache that can keep every row of a table (`hps.cache.base.StaticTables`)."""
+
+    cache_class: ClassVar[type[StaticTables]]
+
+    def check_static(self, cache: StaticTables, keys: KeyArray, version: int | np.ndarray) -> None:
         """Every key is resident, with its vector, on every path; nothing else is."""
         dim, versions = cache.tables[0].dim, np.broadcast_to(np.asarray(version), keys.shape)
         vectors = vectors_of(keys, dim, versions)
@@ -917,7 +922,7 @@ class CacheContract:
         ],
     )
     def test_every_row_of_a_static_table_is_resident_again_and_again(
-        self, create: Create, dim: int, rows: int, load: float
+        self, create: CreateStatic, dim: int, rows: int, load: float
     ) -> None:
         cache = create(spec(dim), int(np.ceil(rows / load)), static=True)
         for seed in range(2):  # nothing of the first round is left to the second
@@ -942,7 +947,7 @@ class CacheContract:
             cache.erase(0, keys)
             assert cache.dump(0).size == cache.stats(0).resident_rows == 0
 
-    def test_a_static_table_is_filled_to_its_last_slot_and_evicts_nothing(self, create: Create) -> None:
+    def test_a_static_table_is_filled_to_its_last_slot_and_evicts_nothing(self, create: CreateStatic) -> None:
         cache = create(spec(4), 1000, static=True)
         slots = cache.stats(0).capacity_rows
         keys = np.concatenate([AWKWARD_KEYS, np.setdiff1d(distinct_keys(slots), AWKWARD_KEYS)])[: slots + 2]
@@ -957,7 +962,7 @@ class CacheContract:
         assert self.query(cache, np.concatenate([full[:7], full[8:], late[:1]]))[1].all()
 
     @pytest.mark.parametrize("key", [INT64.min, -1, 0, 1 << 32, INT64.max])
-    def test_every_int64_is_a_key_of_a_static_table_only_when_it_is_inserted(self, create: Create, key: int) -> None:
+    def test_every_int64_is_a_key_of_a_static_table_only_when_it_is_inserted(self, create: CreateStatic, key: int) -> None:
         cache, keys = create(spec(4), 60, static=True), distinct_keys(60)
         for start in range(0, 60, 20):  # emptier and fuller
             assert not self.query(cache, np.array([key, 0, 1, -1]))[1].any()
@@ -965,14 +970,14 @@ class CacheContract:
         cache.insert(0, np.array([key]), vectors_of(np.array([key]), 4))
         self.check_static(cache, np.append(keys, key), 0)
 
-    def test_bags_of_a_full_static_table_are_pooled(self, create: Create) -> None:
+    def test_bags_of_a_full_static_table_are_pooled(self, create: CreateStatic) -> None:
         cache = create(spec(16), 3000, static=True)
         keys = distinct_keys(cache.stats(0).capacity_rows + 20)
         cache.insert(0, keys[:-20], small_vectors_of(keys[:-20], 16))
         case = {"table": 0, **self.random_bags(keys, "host", 1, count=400), "combiner": "mean"}
         self.check_bags(cache, [case], keys[:-20])
 
-    def test_a_lookup_makes_nothing_resident_in_a_static_table(self, create: Create) -> None:
+    def test_a_lookup_makes_nothing_resident_in_a_static_table(self, create: CreateStatic) -> None:
         cache, keys = create(spec(4), 100, static=True), distinct_keys(30)
         cache.insert(0, keys[:20], vectors_of(keys[:20], 4, 1))
         for _ in range(2):
@@ -981,7 +986,7 @@ class CacheContract:
             np.testing.assert_array_equal(self.to_host(batch.outs[0]), vectors_of(keys, 4, 1))
         self.check_static(cache, keys[:20], 1)
 
-    def test_a_complete_cache_answers_absent_keys_itself(self, create: Create) -> None:
+    def test_a_complete_cache_answers_absent_keys_itself(self, create: CreateStatic) -> None:
         cache, keys = create([spec(4, "a"), spec(7, "b")], [100, 100], static=True), distinct_keys(60)
         for table, dim in enumerate((4, 7)):
             cache.insert(table, keys[:40], vectors_of(keys[:40], dim))
@@ -989,7 +994,7 @@ class CacheContract:
         assert not cache.complete
         assert lookup.query(self.batch(cache, 0, keys)) == 20
         lookup.finish()
-        cache.tell_complete(complete=True)
+        cache.mark_complete(complete=True)
         for absent in (20, 21):  # with a key that is deleted in the second round
             batches = [self.batch(cache, 1, keys), self.batch(cache, 0, keys[:5], with_found=False)]
             assert lookup.query(Batch.merged(batches)) == 0
@@ -1003,10 +1008,10 @@ class CacheContract:
             cache.erase(0, keys[:1])
             cache.erase(1, keys[:1])
 
-    def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: Create) -> None:
+    def test_a_cache_is_complete_until_a_row_is_dropped_or_finds_no_place(self, create: CreateStatic) -> None:
         cache, keys = create(spec(4), 42, static=True), distinct_keys(43)
         cache.insert(0, keys[:40], vectors_of(keys[:40], 4))
-        cache.tell_complete(complete=True)
+        cache.mark_complete(complete=True)
         cache.write(0, keys[39:42], vectors_of(keys[39:42], 4, 1))
         complete = cache.complete
         assert complete
@@ -1018,15 +1023,15 @@ class CacheContract:
         assert lookup.query(self.batch(cache, 0, keys)) == 1
         lookup.finish()
         cache.erase(0, keys[42:])
-        cache.tell_complete(complete=True)
+        cache.mark_complete(complete=True)
         cache.drop(0, keys[:2])
         assert not cache.complete
         assert lookup.query(self.batch(cache, 0, keys)) == 3
         lookup.finish()
 
-    def test_only_static_caches_are_complete(self, create: Create) -> None:
+    def test_only_static_caches_are_complete(self, create: CreateStatic) -> None:
         cache, keys = create(spec(4), 100), distinct_keys(3)
-        cache.tell_complete(complete=True)
+        cache.mark_complete(complete=True)
         assert not cache.complete
         cache.write(0, keys, vectors_of(keys, 4))
         assert not self.query(cache, keys)[1].any()  # it updates

@@ -35,8 +35,8 @@ from hps.errors import (
     VersionMismatchError,
 )
 from hps.parameter_server import HPS
-from hps.tensors.bags import Bags, Pooling, pooled_batch, pooling_of
-from hps.tensors.batch import Batch, Part, refuse_repeated_tables, table_batch
+from hps.tensors.bags import Bags, Pooling, pooling_of
+from hps.tensors.batch import Batch, Part, pooled_batch, refuse_repeated_tables, table_batch
 from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, retry_after_takeover
 

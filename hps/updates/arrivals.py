@@ -1,8 +1,9 @@
-"""Tells how long messages have been in a partition of a log, whatever their producers claim.
+"""Estimates how long messages have been in a partition of a log.
 
-A claimed time, of a producer or of a broker, counts within what was observed: a message was appended after the last moment at
-which the partition was known to end before it, and by the first moment at which it did not. A reader that looks at the ends
-every second is right to a second about what is appended while it runs. Of older messages it believes all claims of the past.
+Clocks of producers and brokers may be wrong. So a claimed time is limited by what was observed: a message was appended after
+the last moment at which the partition was known to end before it, and by the first moment at which it did not. A reader that
+requests the ends every second is right to a second about messages that arrive while it runs. For older messages it believes
+every claim that is not in the future.
 """
 
 import time
@@ -12,12 +13,12 @@ from typing import Final, NamedTuple, TypeAlias
 Place: TypeAlias = tuple[int, ...]
 """A position in a partition, as numbers that ascend with it."""
 
-_MOST_LOOKS: Final = 64
+_MOST_OBSERVATIONS: Final = 64
 _NEVER: Final = float("-inf")
 
 
-class _Look(NamedTuple):
-    """Messages up to `last`, from the look before: appended after `after`, and by `by`."""
+class _Observation(NamedTuple):
+    """Messages up to `last`, from the observation before: appended after `after`, and by `by`."""
 
     last: Place
     after: float
@@ -31,28 +32,28 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._looks: tuple[_Look, ...] = ()  # with unread messages; replaced, never changed
+        self._observations: tuple[_Observation, ...] = ()  # of unread messages; replaced, never changed
         self._end: Place = ()  # the last known message, read or not
-        self._looked = _NEVER  # nothing after the end had been appended by then
+        self._observed = _NEVER  # no message after the end had been appended by then
         self._previous = _NEVER  # when the last message that was read had been appended
 
-    def look(self, last: Place, seen: float, asked: float = _NEVER) -> None:
-        """Note that the partition ends with the message `last`, or did after `asked`.
+    def observe(self, last: Place, known: float, requested: float = _NEVER) -> None:
+        """Record that the partition ended with the message `last`.
 
         Args:
-            seen: when this became known.
-            asked: when the partition was asked for its end; unknown by default.
+            known: when this became known.
+            requested: when the end was requested; unknown by default.
         """
         if last > self._end:
-            looks = (*self._looks, _Look(last, self._looked, seen))
-            if len(looks) > _MOST_LOOKS:
-                pairs = zip_longest(looks[::2], looks[1::2])
-                looks = tuple(_Look(b.last, a.after, b.by) if b else a for a, b in pairs)
-            self._looks, self._end = looks, last
-        self._looked = max(self._looked, asked)
+            observations = (*self._observations, _Observation(last, self._observed, known))
+            if len(observations) > _MOST_OBSERVATIONS:
+                pairs = zip_longest(observations[::2], observations[1::2])
+                observations = tuple(_Observation(b.last, a.after, b.by) if b else a for a, b in pairs)
+            self._observations, self._end = observations, last
+        self._observed = max(self._observed, requested)
 
-    def fetched(self, first: Place, claimed: float, last: Place) -> None:
-        """Note that all unread messages up to `last` were fetched, and begin with `first`.
+    def record_fetch(self, first: Place, claimed: float, last: Place) -> None:
+        """Record that all unread messages up to `last` were fetched, starting with `first`.
 
         Args:
             claimed: as for `read`, of `first`.
@@ -60,35 +61,37 @@ class Arrivals:
         now = time.monotonic()
         if claimed <= now:
             if first > self._end:
-                self._looked = max(self._looked, claimed)
-            elif self._looks and claimed <= self._looks[0].by:
-                oldest, *others = self._looks
-                self._looks = (oldest._replace(after=max(oldest.after, claimed)), *others)
-        self.look(last, now)
+                self._observed = max(self._observed, claimed)
+            elif self._observations and claimed <= self._observations[0].by:
+                oldest, *later = self._observations
+                self._observations = (oldest._replace(after=max(oldest.after, claimed)), *later)
+        self.observe(last, now)
 
     def read(self, place: Place, claimed: float) -> float | None:
-        """Return when a message was appended that is read now; None if unknown.
+        """Record that a message is read now; return when it was appended, None if unknown.
 
         Args:
-            claimed: what the log says; infinite if it says nothing.
+            claimed: its time in the log; infinite if it has none.
         """
         now = time.monotonic()
-        self.look(place, now)
-        _, after, by = next((look for look in self._looks if place <= look.last), _Look(place, self._looked, now))
+        self.observe(place, now)
+        first = _Observation(place, self._observed, now)
+        _, after, by = next((seen for seen in self._observations if place <= seen.last), first)
         earliest = after if after > _NEVER else self._previous
         self._previous = max(claimed, after) if claimed <= by else earliest
         self.skip(place)
         return self._previous if self._previous > _NEVER else None
 
     def skip(self, place: Place) -> None:
-        """Note that the messages up to `place` are read, or will never be."""
-        if self._looks and self._looks[0].last <= place:
-            self._looks = tuple(look for look in self._looks if look.last > place)
+        """Record that the messages up to `place` are read, or will never be."""
+        if self._observations and self._observations[0].last <= place:
+            self._observations = tuple(seen for seen in self._observations if seen.last > place)
 
     def unread_since(self) -> float | None:
         """Return a moment before which no unread message was appended; None if unknown."""
-        looks = self._looks
-        since = max(looks[0].after if looks else self._looked, self._previous)  # messages are appended in their order
+        observations = self._observations
+        # Messages are appended in order, so an unread one is not older than the last one read.
+        since = max(observations[0].after if observations else self._observed, self._previous)
         return since if since > _NEVER else None
 
 

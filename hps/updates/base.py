@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
+from hps.errors import UpdateLogError
 from hps.stores.base import Partition as Partition  # part of this contract
 from hps.types import CheckResult
 
@@ -54,15 +55,15 @@ class UpdateLog(ABC):
     """The configuration value that selects this log, e.g. `kafka_message_queue`."""
 
     delivered: int = 0
-    """Number of messages that `poll` has taken to return. *Thread-safe.*
+    """Number of messages that `poll` has returned or is about to. *Thread-safe.*
 
-    It rises before `behind` falls: read after `behind`, it tells whether messages are on their way to the caller of `poll`.
+    It rises before `behind` falls: read after `behind`, it shows whether messages are on their way to the caller of `poll`.
     """
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any, group: str) -> Self:
-        """Make a reader from `config` (an `UpdateSourceConfig`). It does not connect yet.
+        """Build a reader from `config` (an `UpdateSourceConfig`). It does not connect yet.
 
         Args:
             group: consumer group for committed positions.
@@ -119,8 +120,8 @@ class UpdateLog(ABC):
     def unread_since(self) -> dict[Partition, float | None]:
         """Return a moment by `time.monotonic` before which no unread message of a partition was appended. *Thread-safe.*
 
-        It is as late as the log can tell, whatever times producers claim; None if unknown. While `behind` does not know, there
-        may be unread messages since then.
+        It does not depend on times that producers claim; None if unknown. While `behind` is unknown, there may be unread
+        messages since then.
         """
 
     @abstractmethod
@@ -136,16 +137,16 @@ class UpdateLog(ABC):
     def problem_of(self, topic: str) -> str:
         """Describe what keeps messages of one topic from arriving; empty if nothing does. *Thread-safe.*
 
-        What another party has written for one topic keeps no message of the others.
+        A wrong value that another program has written for one topic must not stop the others.
         """
 
     @abstractmethod
     def lacks(self, topic: str) -> bool:
-        """Return whether the log has said that there is no such topic. *Thread-safe.*"""
+        """Return whether the log has reported that the topic does not exist. *Thread-safe.*"""
 
     @abstractmethod
     def lost(self) -> dict[Partition, str]:
-        """Return partitions that lost unread messages (retention, a topic made anew), with a description of the loss.
+        """Return partitions that lost unread messages (retention, a recreated topic), with a description of the loss.
 
         Reading continues with the first message available. Each loss is reported once.
         """
@@ -154,7 +155,7 @@ class UpdateLog(ABC):
         """Return the starting positions of partitions that were followed without one, to be passed to the next `follow`.
 
         Otherwise a restart with `latest` would skip messages that arrive before the first one of the partition is applied. Each
-        partition is reported once, at the latest with its first message; logs that cannot tell report none.
+        partition is reported once, at the latest with its first message; logs that do not know report none.
         """
         return {}
 
@@ -171,7 +172,7 @@ class UpdateLogWriter(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any) -> Self:
-        """Make a writer from `config` (an `UpdateSourceConfig`).
+        """Build a writer from `config` (an `UpdateSourceConfig`).
 
         Raises:
             ConfigError: as for `UpdateLog.from_config`.
@@ -217,7 +218,7 @@ class UpdateLogWriter(ABC):
 
     @abstractmethod
     def flush(self, timeout_s: float) -> int:
-        """Wait for messages in flight; returns how many remain after `timeout_s`."""
+        """Wait for messages in flight; return how many remain after `timeout_s`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -230,3 +231,16 @@ def missing_topics(topics: Sequence[str], there: Sequence[str], where: str) -> l
     if missing:
         return [CheckResult("warning", where, f"no topic {', '.join(missing)} yet; it is followed once a publisher creates it")]
     return [CheckResult("good", where, f"{len(topics)} of {len(topics)} topics are there")]
+
+
+def check_message_size(partition: Partition, value: bytes, most_bytes: int) -> None:
+    """Refuse a message that readers would not accept.
+
+    Raises:
+        UpdateLogError: it is larger than `update_source.max_message_bytes`.
+    """
+    if len(value) > most_bytes:
+        raise UpdateLogError(
+            f"sending to {partition}: got {len(value)} bytes, expected at most {most_bytes} (update_source.max_message_bytes); "
+            "send fewer rows in a message"
+        )

@@ -6,7 +6,7 @@ In a directory they are JSON lines, one object per message:
      "topic": "hps_et.shop.item", "partition": 0, "position": "17", "time_us": 1772366400000000, "sequence": 1772366400000000,
      "key": "", "value": "SFBTMQ..."}
 
-`key` and `value` are base64. Files are named `<microseconds since 1970>.<random>.jsonl`; when one is large another is begun.
+`key` and `value` are base64. Files are named `<microseconds since 1970>.<random>.jsonl`; a large one is followed by another.
 In the topic `hps_dead.<model>.<table>`, a message is the same object without `value`, a line feed, and the original value.
 """
 
@@ -57,8 +57,8 @@ class DeadLetter:
     Attributes:
         reason, detail: reason and text of the `UpdateFormatError`.
         model, table: the table it was meant for; empty if the topic does not say.
-        sequence: place in the order of changes, its own or assigned by the replica; 0 if unknown.
-        when: time it was set aside, ISO 8601.
+        sequence: place in the order of changes, from the message or assigned by the replica; 0 if unknown.
+        when: time at which it was stored, ISO 8601.
     """
 
     message: Message
@@ -86,7 +86,7 @@ class DeadLetter:
             value: value of the message; by default it is in the object.
 
         Raises:
-            UpdateFormatError: it is no dead letter.
+            UpdateFormatError: it is not a dead letter.
         """
         try:
             content = json.loads(text)
@@ -99,7 +99,7 @@ class DeadLetter:
             return cls(message, *(content[name] for name in ("reason", "detail", "model", "table", "sequence", "when")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UpdateFormatError(
-                "dead_letter", f"reading a dead letter: got {text[:60]!r} ({error!r}), expected a whole JSON object"
+                "dead_letter", f"reading a dead letter: got {text[:60]!r} ({error!r}), expected a complete JSON object"
             ) from error
 
 
@@ -109,7 +109,7 @@ class DeadLetters:
     A thread writes them. Losses (a full or slow disk, an unreachable log) are counted and logged.
 
     Args:
-        directory: a directory of its own; empty: none.
+        directory: a directory for them alone; empty: none.
         most_bytes: bound on all files in the directory; the oldest are removed to keep it.
         connect: makes the writer of a topic at the first message; then the directory is not used.
         clock: monotonic time in seconds.
@@ -163,10 +163,10 @@ class DeadLetters:
             with self._lock:
                 fits = not self._queued_bytes or self._queued_bytes + size <= _QUEUED_BYTES
                 self._queued_bytes += size if fits else 0
-            if not fits or not self._queue.submit(lambda: self._keep(letter)):
+            if not fits or not self._queue.submit(lambda: self._store(letter)):
                 with self._lock:
                     self._queued_bytes -= size if fits else 0
-                self._lose(1, "they come faster than they can be written")
+                self._lose(1, "they arrive faster than they can be written")
         self._report(reason, f"{message.partition} at {message.position}: {detail}")
 
     def flush(self, timeout_s: float) -> bool:
@@ -182,7 +182,7 @@ class DeadLetters:
             self._writer.close()
         self._report("", "")
 
-    def _keep(self, letter: DeadLetter) -> None:
+    def _store(self, letter: DeadLetter) -> None:
         try:
             if self._connect:
                 self._send(letter)
@@ -219,7 +219,7 @@ class DeadLetters:
         os.makedirs(self._directory, exist_ok=True)
         self._make_room(size)
         with open(self._path, "ab") as file:
-            begun = file.tell()
+            start = file.tell()
             try:
                 file.write(head)
                 value = memoryview(letter.message.value)
@@ -229,14 +229,14 @@ class DeadLetters:
                 file.flush()
             except OSError:
                 with suppress(OSError):  # remove the partial line
-                    os.truncate(self._path, begun)
+                    os.truncate(self._path, start)
                 raise
 
     def _make_room(self, size: int) -> None:
         """Choose a file with room for `size` bytes, and remove the oldest files beyond the bound."""
         sizes = {path: path.stat().st_size for path in _files(self._directory)}
-        held = sizes.get(Path(self._path), 0)
-        if not self._path or (held and held + size > self._most_bytes // _FILES):
+        present = sizes.get(Path(self._path), 0)
+        if not self._path or (present and present + size > self._most_bytes // _FILES):
             self._path = f"{self._directory}/{time.time_ns() // 1000}.{secrets.token_hex(3)}.jsonl"
         total = sum(sizes.values())
         for path, length in sizes.items():
@@ -246,7 +246,7 @@ class DeadLetters:
                 count = sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
             path.unlink()
             total -= length
-            self._lose(count, f"{self._directory} holds dead_letter_bytes = {self._most_bytes}; the oldest were removed")
+            self._lose(count, f"{self._directory} has reached dead_letter_bytes = {self._most_bytes}; the oldest were removed")
 
     def _lose(self, count: int, cause: str) -> None:
         with self._lock:
@@ -263,22 +263,22 @@ class DeadLetters:
             counts, self._unlogged = self._unlogged, Counter()
             lost, cause = self.lost, self._cause
         counted = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
-        kept = f"they go to {self.place}" if self.place else "they are kept nowhere: set update_source.dead_letters"
-        missing = f"; {lost} in all could not be kept: {cause}" if lost else ""
+        stored = f"stored in {self.place}" if self.place else "not stored: set update_source.dead_letters"
+        missing = f"; {lost} in total could not be stored: {cause}" if lost else ""
         last = f"; the last is {detail}" if detail else ""
-        _log.warning("messages of updates cannot be applied (%s)%s; %s%s", counted, last, kept, missing)
+        _log.warning("messages of updates cannot be applied (%s)%s; %s%s", counted, last, stored, missing)
 
 
 def place_of(settings: UpdateSourceConfig, persistent_path: str) -> str:
     """Return where dead letters go, `topic` or a directory; empty if nowhere. Arguments as for `from_config`."""
-    beside = f"{persistent_path.rstrip('/')}.dead-letters" if persistent_path else ""
-    return settings.dead_letters or beside
+    default = f"{persistent_path.rstrip('/')}.dead-letters" if persistent_path else ""
+    return settings.dead_letters or default
 
 
 def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
     """Yield the dead letters of a directory, oldest first, and the errors of unreadable lines."""
     for path in _files(directory):
-        with suppress(FileNotFoundError), path.open("rb") as file:  # a server has removed its oldest ones
+        with suppress(FileNotFoundError), path.open("rb") as file:  # a server has removed its oldest files
             for line in file:
                 try:
                     yield DeadLetter.read(line)
@@ -287,9 +287,9 @@ def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
 
 
 def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator[DeadLetter | UpdateFormatError]:
-    """Yield the dead letters that lie in topics now, in the order of each partition.
+    """Yield the dead letters that are in topics now, in the order of each partition.
 
-    Those that servers add meanwhile are left for the next time: they may be the answer to what is replayed.
+    Messages that servers add meanwhile are left for the next call: they may be results of the replay.
 
     Args:
         log: not yet followed.
@@ -297,18 +297,18 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
         timeout_s: longest silence while more messages may come.
 
     Raises:
-        UpdateLogError: the log stayed silent for that long, and it is not known to be exhausted.
+        UpdateLogError: the log was silent for that long, and it is not known to be exhausted.
     """
     log.follow(topics, {}, "earliest")
     deadline = time.monotonic() + timeout_s
     read: Counter[Partition] = Counter()
-    ends: dict[Partition, int] = {}  # messages that lay there when the first ones were read, which know the end best
+    ends: dict[Partition, int] = {}  # messages in each partition when its first ones were read
     while True:
         messages = log.poll(0.1, _QUEUED_BYTES)
         behind, polled = log.behind(), Counter(message.partition for message in messages)
-        for one, count in behind.items():
-            if count is not None and not read[one]:
-                ends[one] = max(count + polled[one], ends.get(one, 0))
+        for partition, count in behind.items():
+            if count is not None and not read[partition]:
+                ends[partition] = max(count + polled[partition], ends.get(partition, 0))
         for message in messages:
             read[message.partition] += 1
             if read[message.partition] <= ends.get(message.partition, read[message.partition]):
@@ -316,22 +316,23 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
         if all(map(log.lacks, topics)):
             raise UpdateLogError(f"reading dead letters: {log.problem}")
         found = all(log.lacks(topic) or any(partition.topic == topic for partition in behind) for topic in topics)
-        if found and all(count == 0 or (one in ends and read[one] >= ends[one]) for one, count in behind.items()):
+        if found and all(count == 0 or (at in ends and read[at] >= ends[at]) for at, count in behind.items()):
             return
         if messages:
             deadline = time.monotonic() + timeout_s
         elif time.monotonic() >= deadline:
             problem = log.problem or "no reason is known"
-            raise UpdateLogError(f"reading dead letters: nothing came for {timeout_s:g} s: {problem}")
+            raise UpdateLogError(f"reading dead letters: no message for {timeout_s:g} s: {problem}")
 
 
 def _in_topic(message: Message) -> DeadLetter | UpdateFormatError:
-    """Read a message of a topic of dead letters: who may write there may not speak for another table."""
+    """Parse a message of a topic of dead letters."""
     header = BytesIO(message.value).readline()
     try:
         letter = DeadLetter.read(header, message.value[len(header) :])
     except UpdateFormatError as error:
         return error
+    # A program with the right to write this topic must not publish to the table of another one.
     if message.partition.topic != f"{DEAD_LETTER_PREFIX}{letter.model}.{letter.table}":
         text = f"reading a dead letter in {message.partition}: got one of {letter.model}.{letter.table}"
         return UpdateFormatError("table", f"{text}, expected one of the topic's table")

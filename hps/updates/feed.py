@@ -1,8 +1,8 @@
 """Applies the log of online updates to the tables of one deployment, in order, while it is in service.
 
 One thread reads, decodes and applies. It decodes nothing while it applies a batch, so memory is bounded by the log's
-read-ahead and one batch. A table whose database fails keeps its batch and pauses its partitions; the others go on. After a
-crash each table is read again from the position that its database stored; applying a change again has no effect.
+read-ahead and one batch. A table whose database fails keeps its batch and pauses its partitions; other tables continue. After
+a crash each table is read again from the position that its database stored; applying a change again has no effect.
 """
 
 import logging
@@ -33,15 +33,15 @@ from hps.updates.framing import HIGHEST_SEQUENCE, Changes, decode, sequence_of
 
 _log = logging.getLogger(__name__)
 
-_REPLACEMENT_WAIT_S: Final = 30.0  # how long a feed whose target is out of service waits for another one
+_REPLACEMENT_WAIT_S: Final = 30.0  # how long a feed waits for another target
 _PACED_ROWS = 8192  # rows of a batch; a feed that falls behind gets larger batches
 _LONGEST_POLL_S = 0.5  # bounds how long a stop takes
 _LONGEST_BACKOFF_S = 5.0
-_LATE_S = 60.0  # lag that the log mentions
-_LOOKS, _HANDED_OVER_S = 5, 0.002  # at a log that hands over messages, and the pause between them
+_LATE_S = 60.0  # lag from which tables are logged as late
+_UNREAD_TRIES, _HANDED_OVER_S = 5, 0.002  # while messages move from the log to the feed, and the pause between tries
 _Unread: TypeAlias = tuple[Mapping[Partition, int | None], Mapping[Partition, float | None]]
-_LATE_SAID_AGAIN_S = 60.0
-_LOOK_S = 1.0
+_LATE_LOG_INTERVAL_S = 60.0
+_REPORT_INTERVAL_S = 1.0
 _FUTURE_US = 1_000_000  # how far ahead a claimed time may be
 _LOST_SHOWN_S = 3600.0  # how long a status mentions lost messages
 
@@ -121,11 +121,11 @@ class UpdateFeed:
         self._most_bytes = min(settings.max_batch_size * widest, settings.read_ahead_bytes)  # per poll
         self._uncommitted = 0  # messages since the last commit
         self._orphaned_at: float | None = None  # when the target went out of service
-        self._given_up = False  # waiting for another target
+        self._gave_up = False  # waiting for another target
         self._replacing = threading.Lock()
         self._problem = ""  # a problem of the feed, not of one table
-        self._look_at = 0.0  # next look for tables that are late or cut off
-        self._late_lines = LineLimit(1, _LATE_SAID_AGAIN_S, _clock)
+        self._report_at = 0.0  # next report of tables that are late or cut off
+        self._late_lines = LineLimit(1, _LATE_LOG_INTERVAL_S, _clock)
         self._received = 0  # messages that the log has delivered
         self._last_unread: _Unread = {}, {}
         self._worker = Worker(f"updates-{model}", self._run)
@@ -133,10 +133,10 @@ class UpdateFeed:
     def start(self) -> None:
         """Start the thread. Called once."""
         self._worker.start()
-        self._metrics.feeds.add(self._shown)
+        self._metrics.feeds.add(self._running_status)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End after the current batch; returns whether it ended in time. May be called twice."""
+        """End after the current batch; return whether it ended in time. May be called twice."""
         self._worker.stop.set()
         return self._worker.join(timeout_s)
 
@@ -153,7 +153,7 @@ class UpdateFeed:
         """
         with self._replacing:
             self._target, self._orphaned_at = target, None
-            return not self._given_up
+            return not self._gave_up
 
     def status(self) -> list[UpdateStatus]:
         behind, unread_since = self._unread()
@@ -176,20 +176,20 @@ class UpdateFeed:
 
     def _run(self) -> None:
         try:
-            if self._begin():
+            if self._start_following():
                 while not self._worker.stop.is_set():
-                    self._round()
+                    self._run_once()
                 self._finish()
         except _Orphaned:
-            self._problem = "its deployment is out of service, and no other has taken over; nothing is followed any more"
+            self._problem = "its deployment is out of service, and no other has taken over; updates have stopped"
             _log.warning("updates of model %r, version %s: %s", self._model, self._version, self._problem)
         finally:
             self._log.close()
 
-    def _begin(self) -> bool:
-        """Read the stored positions from the databases and follow the log from there; False if the feed was stopped before.
+    def _start_following(self) -> bool:
+        """Read the stored positions and follow the log from there; return False if the feed was stopped before.
 
-        The log is followed once for all tables, so here a failing table holds up the others.
+        The log is followed once for all tables, so a failing table delays the others here.
         """
         for table in self._tables.values():
             while not self._follow(table):
@@ -207,37 +207,37 @@ class UpdateFeed:
             return False
         # Positions of another topic date from before the model was renamed.
         table.stored, start = (
-            {Partition(one): at for one, at in known.items() if Partition(one).topic == table.followed.topic}
+            {Partition(name): at for name, at in known.items() if Partition(name).topic == table.followed.topic}
             for known in (stored, table.followed.start)
         )
         table.applied = start | table.stored
         self._succeed(table)
         return True
 
-    def _round(self) -> None:
-        """Take and apply the messages that have arrived; if there are none, store the positions."""
+    def _run_once(self) -> None:
+        """Poll the log once and apply its messages; without any, store the positions."""
         failing = [table for table in self._tables.values() if table.refused_by]
         messages = self._poll(min(self._settings.poll_timeout_ms / 1000, _LONGEST_POLL_S, self._pause_s(failing)))
-        for partition, what in self._log.lost().items():
+        for partition, loss in self._log.lost().items():
             table = self._tables[partition.topic]
-            _log.error("updates of model %r, %s: %s", self._model, partition, what)
+            _log.error("updates of model %r, %s: %s", self._model, partition, loss)
             self._metrics.update_gaps.labels(self._model, table.followed.name).inc()
-            table.lost, table.lost_at = f"{partition}: {what}", _clock()
+            table.lost, table.lost_at = f"{partition}: {loss}", _clock()
         for partition, position in self._log.begun().items():
             table = self._tables[partition.topic]
             table.applied = {partition: LogPosition(position)} | table.applied
-        self._take(messages)
+        self._accept(messages)
         for table in failing:
             if table.messages:  # messages of a partition that was unknown
                 self._pause(table)
         for table in self._tables.values():
             if not messages or table.unstored >= self._settings.max_commit_interval:
                 self._store(table)
-            self._work(table)
-        if _clock() >= self._look_at:
-            self._look_at = _clock() + _LOOK_S
-            self._say_cut_off()
-            self._say_late()
+            self._apply_all(table)
+        if _clock() >= self._report_at:
+            self._report_at = _clock() + _REPORT_INTERVAL_S
+            self._log_cut_off()
+            self._log_late()
         if self._uncommitted >= (self._settings.max_commit_interval if messages else 1):
             self._commit()
 
@@ -246,7 +246,7 @@ class UpdateFeed:
             messages = self._log.poll(timeout_s, self._most_bytes)
         except Exception as error:  # noqa: BLE001 - a bug in the log
             if not self._problem:
-                _log.exception("updates of model %r: polling the log failed; it is tried again", self._model)
+                _log.exception("updates of model %r: polling the log failed; retrying", self._model)
             self._problem = f"polling the log failed: {error!r}"
             self._worker.stop.wait(_LONGEST_POLL_S)
             return []
@@ -254,8 +254,10 @@ class UpdateFeed:
         return messages
 
     def _unread(self) -> _Unread:
-        """Return what the log says of unread messages; from a moment at which none was between the log and the tables."""
-        for _ in range(_LOOKS):
+        """Return the log's figures of unread messages."""
+        # Between `poll` and `_accept` a message counts neither as unread nor as held by a table, and the lag would drop for a
+        # moment. So the figures count only if no message was on its way when they were read.
+        for _ in range(_UNREAD_TRIES):
             unread = self._log.behind(), self._log.unread_since()
             if self._log.delivered == self._received:
                 self._last_unread = unread
@@ -263,7 +265,7 @@ class UpdateFeed:
             time.sleep(_HANDED_OVER_S)
         return self._last_unread
 
-    def _take(self, messages: Sequence[Message]) -> None:
+    def _accept(self, messages: Sequence[Message]) -> None:
         arrived: dict[Partition, float] = {}
         for message in messages:
             self._tables[message.partition.topic].messages.append(message)
@@ -271,11 +273,11 @@ class UpdateFeed:
             arrived[message.partition] = min(at, arrived.get(message.partition, np.inf))
         for partition, at in arrived.items():
             table = self._tables[partition.topic]
-            table.held_since = table.held_since | {partition: at}
+            table.appended_since = table.appended_since | {partition: at}
         self._received += len(messages)
 
-    def _work(self, table: "_Table") -> None:
-        """Apply a table's messages, batch after batch, until none are left or a batch fails."""
+    def _apply_all(self, table: "_Table") -> None:
+        """Apply a table's messages in batches, until none are left or a batch fails."""
         while (table.batch or table.messages) and not self._worker.stop.is_set():
             if table.refused_by is self._target and _clock() < table.retry_at:
                 return
@@ -294,15 +296,15 @@ class UpdateFeed:
         sequences: list[int] = []
         times: list[int] = []
         rows = taken = size_bytes = last = 0
-        here, position = None, ""
+        current, position = None, ""
         for message in table.messages:
             if rows >= self._settings.max_batch_size:
                 break
-            if message.partition is not here:  # rare: a log returns the messages of one partition, then those of the next
-                if here is not None:
-                    applied[here] = LogPosition(position, last)
-                here = message.partition
-                last = applied[here].sequence if here in applied else 0
+            if message.partition is not current:  # rare: messages are grouped by partition
+                if current is not None:
+                    applied[current] = LogPosition(position, last)
+                current = message.partition
+                last = applied[current].sequence if current in applied else 0
             taken += 1
             changes, sequence = self._decode(table, message, last)
             if changes is not None:
@@ -312,17 +314,17 @@ class UpdateFeed:
                 times.append(changes.time_us or min(message.time_us, HIGHEST_SEQUENCE))
                 rows += changes.keys.size + changes.deleted_keys.size
             position, last = message.position, max(last, sequence)
-        if here is not None:
-            applied[here] = LogPosition(position, last)
+        if current is not None:
+            applied[current] = LogPosition(position, last)
         pieces = _pieces(_resolve(parts, sequences, followed.dim), self._settings.max_batch_size) if rows else []
         deletes = sum(part.deleted_keys.size for part in parts)
         counts = np.array([part.keys.size + part.deleted_keys.size for part in parts], np.int64)
         batch = _Batch(pieces, applied, taken, size_bytes, rows - deletes, deletes, np.array(times, np.int64), counts)
-        del table.messages[:taken]  # last: after a failure they would still be there
+        del table.messages[:taken]  # last: a failure before leaves them for the next try
         return batch
 
     def _decode(self, table: "_Table", message: Message, last: int) -> tuple[Changes | None, int]:
-        """Decode a message and return its changes and sequence; no changes for a beacon or a dead letter.
+        """Decode a message; return its changes, None for a beacon or a dead letter, and its sequence.
 
         Args:
             last: the highest sequence in its partition so far.
@@ -338,7 +340,7 @@ class UpdateFeed:
             reason = error.reason if isinstance(error, UpdateFormatError) else "internal"
             if reason == "internal" and reason not in table.dead_letters:
                 _log.exception("updates of model %r: decoding %s at %s", self._model, message.partition, message.position)
-            sequence = sequence_of(message.value) or last + 1  # it keeps its place: it may be repaired and replayed
+            sequence = sequence_of(message.value) or last + 1  # keeps its place for a replay after a repair
             self._dead_letters.add(message, reason, str(error), sequence)
             self._metrics.update_dead_letters.labels(self._model, followed.name, reason).inc()
             table.dead_letters = table.dead_letters | {reason: table.dead_letters.get(reason, 0) + 1}
@@ -348,18 +350,20 @@ class UpdateFeed:
         return changes, changes.sequence or max(min(message.time_us, HIGHEST_SEQUENCE), last + 1)
 
     def _apply(self, table: "_Table", batch: "_Batch", target: UpdateTarget) -> None:
+        # Each piece stores the positions from before its batch: a position must never count messages whose rows are not
+        # everywhere. After a crash in the middle, the whole batch is read again, and changes that are stored have no effect.
         while batch.pieces:
-            began = _clock()
+            started = _clock()
             piece = batch.pieces[-1]
             with paced() if piece.keys.size <= _PACED_ROWS else nullcontext():
                 batch.stale += piece.keys.size - target.apply(table.followed.index, piece, table.applied)
             batch.pieces.pop()
             table.stored, table.unstored = table.applied, 0
             self._succeed(table)
-            self._worker.stop.wait((_clock() - began) * (1 / self._settings.device_share - 1))
+            self._worker.stop.wait((_clock() - started) * (1 / self._settings.device_share - 1))
         table.applied, table.batch = table.applied | batch.applied, None
         if not table.messages:
-            table.held_since = {}
+            table.appended_since = {}
         table.unstored += batch.messages
         self._uncommitted += batch.messages
         self._count(table, batch)
@@ -381,7 +385,7 @@ class UpdateFeed:
             table.future_times += future
 
     def _fail(self, table: "_Table", target: UpdateTarget, error: Exception) -> None:
-        """Back off a table, and end the feed if its target has been out of service for too long."""
+        """Let a table back off; end the feed if its target has been out of service for too long."""
         now = _clock()
         with self._replacing:
             if not isinstance(error, NotReadyError):
@@ -389,12 +393,12 @@ class UpdateFeed:
             elif self._orphaned_at is None:
                 self._orphaned_at = now
             elif now - self._orphaned_at >= _REPLACEMENT_WAIT_S:
-                self._given_up = True
+                self._gave_up = True
                 raise _Orphaned
         where = f"updates of model {self._model!r}, table {table.followed.name!r}"
         if not table.problem:
             known = isinstance(error, HPSError)
-            _log.warning("%s: %s; they are tried again until it succeeds", where, error, exc_info=None if known else error)
+            _log.warning("%s: %s; retrying until they are applied", where, error, exc_info=None if known else error)
         table.problem = str(error) or repr(error)
         self._metrics.update_failures.labels(self._model, table.followed.name).inc()
         shortest_s = max(self._settings.failure_backoff_ms, 1) / 1000
@@ -404,7 +408,7 @@ class UpdateFeed:
 
     def _succeed(self, table: "_Table") -> None:
         if table.problem:
-            _log.info("updates of model %r, table %r: they are applied again", self._model, table.followed.name)
+            _log.info("updates of model %r, table %r: applied again", self._model, table.followed.name)
         self._orphaned_at = None
         table.problem, table.backoff_s, table.refused_by = "", 0.0, None
         if table.paused:
@@ -424,9 +428,9 @@ class UpdateFeed:
     def _store(self, table: "_Table") -> None:
         """Store positions that the database does not have yet."""
         if table.batch is None and table.applied != table.stored:
-            nothing = np.empty(0, np.int64)
-            changes = RowChanges(nothing, np.empty((0, table.followed.dim), np.float32), nothing)
-            table.batch = _Batch([changes], table.applied, 0, 0, 0, 0, nothing, nothing)
+            empty = np.empty(0, np.int64)
+            changes = RowChanges(empty, np.empty((0, table.followed.dim), np.float32), empty)
+            table.batch = _Batch([changes], table.applied, 0, 0, 0, 0, empty, empty)
 
     def _finish(self) -> None:
         """Store and commit the positions; after a failure, changes are applied again at the next start."""
@@ -446,10 +450,12 @@ class UpdateFeed:
             _log.exception("updates of model %r: committing positions failed", self._model)
 
     def _positions(self) -> dict[Partition, str]:
-        return {one: at.position for table in self._tables.values() for one, at in table.applied.items() if at.position}
+        return {
+            partition: at.position for table in self._tables.values() for partition, at in table.applied.items() if at.position
+        }
 
-    def _say_cut_off(self) -> None:
-        """Log the tables whose messages the log has ceased to bring, or brings again: a line for each cause."""
+    def _log_cut_off(self) -> None:
+        """Log the tables that the log can no longer read, or can read again; one line for each cause."""
         news: dict[str, list[str]] = {}
         for table in self._tables.values():
             problem = self._log.problem_of(table.followed.topic)
@@ -460,7 +466,7 @@ class UpdateFeed:
             where, text = f"updates of model {self._model!r}, {', '.join(names)}", problem or "they can be read again"
             _log.log(logging.WARNING if problem else logging.INFO, "%s: %s", where, text)
 
-    def _say_late(self) -> None:
+    def _log_late(self) -> None:
         """Log which tables are late, at most once a minute."""
         late = [status for status in self.status() if (status.lag_s or 0.0) > _LATE_S]
         for status in late if late and self._late_lines.take() else ():
@@ -488,10 +494,10 @@ class UpdateFeed:
         self, table: "_Table", behind: Mapping[Partition, int | None], unread_since: Mapping[Partition, float | None]
     ) -> float | None:
         """Return the age of the oldest message that is not applied; None if unknown."""
-        now, held = _clock(), table.held_since
+        now, appended = _clock(), table.appended_since
         partitions = [partition for partition in behind if partition.topic == table.followed.topic]
-        late = [partition for partition in partitions if partition in held or behind[partition] != 0]
-        since = [held[partition] if partition in held else unread_since.get(partition) for partition in late]
+        late = [partition for partition in partitions if partition in appended or behind[partition] != 0]
+        since = [appended[partition] if partition in appended else unread_since.get(partition) for partition in late]
         known = [at for at in since if at is not None and at < np.inf]
         if not partitions or len(known) < len(late):
             return None
@@ -507,7 +513,7 @@ class UpdateFeed:
             version=self._version,
             table=table.followed.name,
             topic=table.followed.topic,
-            positions={str(one): at.position for one, at in table.applied.items() if at.position},
+            positions={str(partition): at.position for partition, at in table.applied.items() if at.position},
             behind=self._behind(table, behind),
             lag_s=self._lag_s(table, behind, unread_since),
             rows_per_s=table.progress.rows_per_s,
@@ -519,7 +525,7 @@ class UpdateFeed:
             connected=not problem,
         )
 
-    def _shown(self) -> list[UpdateStatus]:
+    def _running_status(self) -> list[UpdateStatus]:
         return [] if self._worker.stop.is_set() else self.status()
 
 
@@ -563,7 +569,7 @@ class _Table:
     """State of a table. Other threads may read it; dicts are replaced, never changed.
 
     Every tier has the changes up to `applied`; the database has stored the positions `stored`, `unstored` messages ago.
-    `messages` are polled but not decoded. `held_since` tells when the oldest polled and unapplied message of a partition was
+    `messages` are polled but not decoded. `appended_since` is when the oldest polled and unapplied message of a partition was
     appended, infinite if unknown. `refused_by` is the target that failed last, None after a success.
     """
 
@@ -573,7 +579,7 @@ class _Table:
     stored: dict[Partition, LogPosition] = field(default_factory=dict)
     unstored: int = 0
     messages: list[Message] = field(default_factory=list)
-    held_since: dict[Partition, float] = field(default_factory=dict)
+    appended_since: dict[Partition, float] = field(default_factory=dict)
     batch: _Batch | None = None
     refused_by: UpdateTarget | None = None
     retry_at: float = 0.0
@@ -603,7 +609,7 @@ def _check_rows(changes: Changes, followed: TableTopic) -> None:
 def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> RowChanges:
     """Keep the latest change of each key: the highest sequence, and among equal ones the last to arrive."""
     counts = [part.keys.size + part.deleted_keys.size for part in parts]
-    keys = np.concatenate([some for part in parts for some in (part.keys, part.deleted_keys)])
+    keys = np.concatenate([array for part in parts for array in (part.keys, part.deleted_keys)])
     of_rows = np.repeat(np.array(sequences, np.int64), counts)
     if keys.size == sum(part.keys.size for part in parts):
         deleted = None

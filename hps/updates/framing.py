@@ -108,7 +108,7 @@ def decode(
         raise _wrong("too_large", f"{len(value)} bytes", f"at most update_source.max_message_bytes = {most_bytes}")
     magic = bytes(value[:4])
     if magic == b"HPS1":
-        changes = _decode_own(value, dim, key_bytes, table)
+        changes = _decode_hps1(value, dim, key_bytes, table)
     elif magic == b"HCTR":
         if len(value) == 8:
             return None
@@ -122,7 +122,7 @@ def decode(
 
 
 def sequence_of(value: bytes) -> int:
-    """Return the sequence of a message of any table; 0 if it is not a complete `HPS1` message."""
+    """Return the sequence of a message of any table; 0 unless it is a complete `HPS1` message."""
     if value[:4] != b"HPS1" or len(value) < HEADER_BYTES:
         return 0
     _, crc, sequence, *_ = _HEADER.unpack_from(value)
@@ -152,9 +152,9 @@ def encode(
     """
     code, stored = _DTYPES[dtype]
     deleted = np.empty(0, np.int64) if deleted_keys is None else deleted_keys
-    for some in (keys, deleted):
-        if some.dtype != np.int64 or some.ndim != 1:
-            raise InvalidDtypeError(f"encoding an update: got keys {some.dtype} {some.shape}, expected int64 (n,)")
+    for array in (keys, deleted):
+        if array.dtype != np.int64 or array.ndim != 1:
+            raise InvalidDtypeError(f"encoding an update: got keys {array.dtype} {array.shape}, expected int64 (n,)")
     if vectors.dtype != np.float32:
         raise InvalidDtypeError(f"encoding an update: got vectors {vectors.dtype}, expected float32")
     if vectors.ndim != 2 or vectors.shape[0] != keys.size:
@@ -185,31 +185,30 @@ def encode(
     return b"".join([header[:4], crc.to_bytes(4, "little"), *parts])
 
 
-def _decode_own(value: bytes, dim: int, key_bytes: int, table: str) -> Changes:
+def _decode_hps1(value: bytes, dim: int, key_bytes: int, table: str) -> Changes:
     if len(value) < HEADER_BYTES:
         raise _wrong("size", f"{len(value)} bytes", f"an HPS1 header of {HEADER_BYTES}")
     _, crc, sequence, time_us, n, m, width, code, name_bytes, version = _HEADER.unpack_from(value)
-    whole = memoryview(value)
     if code < len(_BY_CODE) and not version:  # else the size is unknown
         expected = HEADER_BYTES + name_bytes + 8 * (n + m) + _BY_CODE[code].itemsize * n * width
         if len(value) != expected:
             raise _wrong("size", f"{len(value)} bytes", f"{expected} for {n} rows of width {width} and {m} deleted keys")
     if (got := _checksum(value)) != crc:
-        raise _wrong("checksum", f"content of CRC-32 {got:08x}", f"the {crc:08x} that it says; it was damaged on its way")
+        raise _wrong("checksum", f"content of CRC-32 {got:08x}", f"its stated {crc:08x}; it was damaged in transit")
     if code >= len(_BY_CODE) or version:
         raise _wrong("dtype", f"dtype {code}, version {version}", "dtype 0 (float32), 1 (float16) or 2 (bfloat16), version 0")
     if n and width != dim:
         raise _wrong("width", f"vectors of {width} elements", f"the table's {dim}")
     if not 1 <= sequence <= HIGHEST_SEQUENCE or not 0 <= time_us <= HIGHEST_SEQUENCE:
         raise _wrong("sequence", f"sequence {sequence}, time {time_us} us", "1 <= sequence <= 2^62, 0 <= time <= 2^62")
-    name = bytes(whole[HEADER_BYTES : HEADER_BYTES + name_bytes]).decode("ascii", "backslashreplace")
+    name = bytes(value[HEADER_BYTES : HEADER_BYTES + name_bytes]).decode("ascii", "backslashreplace")
     if table and name and name != table:
         raise _wrong("table", f"table {name!r}", f"the topic's: {table!r}")
     at = HEADER_BYTES + name_bytes
     keys, deleted = (np.frombuffer(value, "<i8", count, start) for count, start in ((n, at), (m, at + 8 * n)))
-    for some in (keys, deleted):
-        if key_bytes == 4 and some.size and not 0 <= some.min() <= some.max() < 1 << 32:
-            raise _wrong("key", f"keys from {some.min()} to {some.max()}", "keys in [0, 2^32), or supportlonglong: true")
+    for array in (keys, deleted):
+        if key_bytes == 4 and array.size and not 0 <= array.min() <= array.max() < 1 << 32:
+            raise _wrong("key", f"keys from {array.min()} to {array.max()}", "keys in [0, 2^32), or supportlonglong: true")
     elements = np.frombuffer(value, _BY_CODE[code], n * dim, at + 8 * (n + m)).reshape(n, dim)
     if code == _BFLOAT16:
         vectors = np.left_shift(elements, 16, dtype=np.uint32).view(np.float32)
@@ -225,8 +224,9 @@ def _decode_hugectr(value: bytes, dim: int, key_bytes: int) -> Changes:
     if vector_bytes != 4 * dim:
         raise _wrong("width", f"vectors of {vector_bytes} bytes", f"{4 * dim}: {dim} float32")
     if payload % (key_bytes + vector_bytes):
-        other = 12 - key_bytes
-        cure = f"; the size fits keys of {other} bytes: see supportlonglong" if not payload % (other + vector_bytes) else ""
+        other_bytes = 12 - key_bytes
+        fits = payload % (other_bytes + vector_bytes) == 0
+        cure = f"; the size fits keys of {other_bytes} bytes: see supportlonglong" if fits else ""
         raise _wrong(
             "size", f"{payload} bytes of rows", f"{key_bytes + vector_bytes} for each: {key_bytes} + {vector_bytes}{cure}"
         )
@@ -236,8 +236,8 @@ def _decode_hugectr(value: bytes, dim: int, key_bytes: int) -> Changes:
 
 
 def _checksum(value: bytes) -> int:
-    whole = memoryview(value)
-    return zlib.crc32(whole[8:], zlib.crc32(whole[:4]))
+    view = memoryview(value)
+    return zlib.crc32(view[8:], zlib.crc32(view[:4]))
 
 
 @cache

@@ -57,7 +57,7 @@ class Publisher:
         self._message_bytes, self._rows_per_s = message_bytes, rows_per_s
         self._progress = progress or NoProgress()
         self._now_us, self._clock, self._sleep = now_us, clock, sleep
-        self._begun, self._paced_rows = clock(), 0
+        self._started_at, self._paced_rows = clock(), 0
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._sequence = 0
@@ -189,17 +189,17 @@ class Publisher:
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
-            raise UpdateLogError(f"publishing to {self._topic}: a message was not taken: {failure}") from failure
+            raise UpdateLogError(f"publishing to {self._topic}: a message was refused: {failure}") from failure
 
     def _wait(self, rows: int) -> None:
         """Sleep until the rate allows these rows; at most a second of unused rate carries over."""
         if not self._rows_per_s:
             return
-        ahead = self._begun + self._paced_rows / self._rows_per_s - self._clock()
+        ahead = self._started_at + self._paced_rows / self._rows_per_s - self._clock()
         if ahead > 0:
             self._sleep(ahead)
         elif ahead < -1:
-            self._begun, self._paced_rows = self._clock() - 1, 0
+            self._started_at, self._paced_rows = self._clock() - 1, 0
         self._paced_rows += rows
 
 
@@ -222,8 +222,8 @@ class Republisher(Publisher):
             self._send(partition, keys, vectors, _NO_KEYS, sequence, changes.time_us)
         step = self._step(8)
         for low in range(0, changes.deleted_keys.size, step):
-            some = changes.deleted_keys[low : low + step]
-            self._send(partition, _NO_KEYS, _NO_VECTORS, some, sequence, changes.time_us)
+            deleted = changes.deleted_keys[low : low + step]
+            self._send(partition, _NO_KEYS, _NO_VECTORS, deleted, sequence, changes.time_us)
 
     def mark(self) -> None:
         """End each partition with an empty message that has a new sequence, so that later publishers find a last sequence."""
@@ -231,7 +231,7 @@ class Republisher(Publisher):
             self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with suppress(*(() if kind is None else (UpdateLogError,))):  # also where it is interrupted: what was sent stays
+        with suppress(*(() if kind is None else (UpdateLogError,))):  # also after an interrupt: sent messages stay in the log
             self.mark()
             self.flush()
         self.close()
@@ -266,9 +266,9 @@ def open_publisher(
     """
     configuration = load_configuration(config)
     dims = [
-        dict(zip(one.embedding_table_names, one.embedding_vecsize_per_table, strict=True))
-        for one in configuration.models
-        if one.model == model
+        dict(zip(listed.embedding_table_names, listed.embedding_vecsize_per_table, strict=True))
+        for listed in configuration.models
+        if listed.model == model
     ]
     if dims and table not in dims[0]:
         raise UnknownTableError(f"publishing to {model}.{table}: got table {table!r}, expected one of: {', '.join(dims[0])}")

@@ -3,8 +3,8 @@
     hps_et.<model>.<table>        a string: the number of partitions of the topic, 1 to 1024
     {hps_et.<model>.<table>}/<n>  the stream of partition n, with the fields `value` and `time` (microseconds since 1970)
 
-So `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...` are all that a publisher in another language needs.
-The braces keep a topic in one slot of a cluster, because XREAD waits only for streams of one slot: a cluster spreads tables.
+A publisher in another language needs only `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...`. The braces
+keep a topic in one slot of a cluster, because XREAD waits only for streams of one slot: a cluster spreads tables.
 
 One thread per server, or per topic in a cluster, reads ahead with XREAD BLOCK. The number of messages per read is estimated
 from the sizes of earlier ones, at first from the largest allowed, so that a reply fits the remaining room.
@@ -12,7 +12,7 @@ from the sizes of earlier ones, at first from the largest allowed, so that a rep
 An id does not tell how many messages follow it. Redis counts the entries ever added to a stream, and the reader those it read.
 Once it has caught up the two must agree; otherwise messages were lost.
 
-Others may write any key. What one holds in place of a count or a stream is the problem of its table; the others go on.
+Other programs may write any key. A wrong value in place of a count or a stream stops its own table only.
 """
 
 import logging
@@ -46,26 +46,27 @@ from hps.errors import ConfigError, UpdateLogError
 from hps.ground.threads.workers import new_thread
 from hps.types import CheckResult
 from hps.updates.arrivals import Arrivals
-from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
+from hps.updates.base import Message, Partition, UpdateLogWriter, check_message_size, missing_topics
+from hps.updates.partitions import PartitionedLog, PartitionState
 
 _log = logging.getLogger(__name__)
 _Client: TypeAlias = "Redis | RedisCluster"
 
 _BEFORE_ALL: Final = "0-0"
 _TIMEOUT_S: Final = 3.0  # without an answer from the server
-_BLOCK_MS: Final = 100  # bounds how long a resume or a commit waits for a blocked read
-_LOOK_S: Final = 1.0
+_BLOCK_MS: Final = 100  # how long a resume or a commit may wait for a blocked read
+_INSPECT_EVERY_S: Final = 1.0
 _MOST_BACKOFF_S: Final = 2.0
 _MESSAGE_BYTES: Final = 300  # memory of a message beyond its value
-_MOST_PARTITIONS: Final = 1024  # of a topic: anybody may write the count
+_MOST_PARTITIONS: Final = 1024  # of a topic: any program may write the count
 _REPLY_MESSAGES: Final = 4096
 _BATCH_MESSAGES: Final = 1024
 _BATCH_BYTES: Final = 4 << 20
 _GIVE_UP_S: Final = 300.0  # Kafka's message.timeout.ms
 _FULL_S: Final = 60.0
-_AWAY: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
-_PASSING: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
-"""Errors after which a writer tries again."""
+_FAILURES: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
+_TRANSIENT: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
+"""Errors after which a writer retries."""
 
 _COUNT: Final = """
 local answers = {}
@@ -75,9 +76,9 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""GET, with the start of a long value, and the error of a key that is no string in place of its value."""
+"""GET the counts of partitions: the first 40 bytes of each, or the error text for a key that is not a string."""
 
-_LOOK: Final = """
+_INSPECT: Final = """
 local server = redis.call('INFO', 'server')
 local answers = {string.match(server, 'server_time_usec:(%d+)')}
 for i, key in ipairs(KEYS) do
@@ -90,8 +91,8 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""The server's time (TIME would need a right of its own), and XINFO STREAM without the first and last entries, each as large as
-a message; and its error, of a key that is no stream.
+"""The server's time and XINFO STREAM. The values of the first and last entries, each as large as a message, stay on the server.
+INFO has the time, too: TIME would need a right of its own. For a key that is no stream, its error.
 """
 
 _APPEND: Final = """
@@ -109,8 +110,8 @@ end
 redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. first, 'EX', 3600)
 return first
 """
-"""Append a batch atomically and store its number and first id. A batch that was appended before is only answered: one resent
-after a lost reply, or delivered late by a broken connection.
+"""Append a batch atomically and store its number and first id. A batch whose number is stored already is only answered: it was
+resent after a lost reply, or delivered late by a broken connection.
 """
 
 
@@ -143,7 +144,7 @@ def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
             server.close()
             nodes = [ClusterNode(*address) for address in addresses]
             return RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 0), **settings)
-        except _AWAY as error:
+        except _FAILURES as error:
             server.close()
             failures.append(f"{host}:{port}: {error}")
     raise UpdateLogError(f"Redis streams: {'; '.join(failures)}; see that it runs there, and update_source")
@@ -163,13 +164,13 @@ def _key(partition: Partition) -> str:
 
 
 def _partition_count(topic: str, answer: bytes | None) -> int:
-    """Return the number of partitions that the key of a topic says; `answer` is of `_COUNT`.
+    """Parse the number of partitions in an answer of `_COUNT`.
 
     Raises:
-        UpdateLogError: it says something else, or there is no such key.
+        UpdateLogError: it is no such number, or the key does not exist.
     """
     if answer is None:
-        raise UpdateLogError(f"topic {topic} does not exist: there is no key of that name with the number of its partitions")
+        raise UpdateLogError(f"topic {topic} does not exist: no key of that name holds the number of its partitions")
     if not re.fullmatch(b"[0-9]{1,6}", answer) or not 1 <= int(answer) <= _MOST_PARTITIONS:
         raise UpdateLogError(
             f"the key {topic}: got {answer.decode(errors='replace')!r}, expected the number of its partitions, "
@@ -204,13 +205,13 @@ class _Facts(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
-    """Reading state of a partition. *Guarded by the log's lock.*
+class _Stream(PartitionState):
+    """Reading state of a stream.
 
     `read` is the id of the last message read ahead (None until `latest` is resolved), `polled` that of the last one returned by
     `poll` or the start, with `queued` messages between. `count` estimates the entries ever added up to `read`; it is
-    no estimate if `exact`. `added` is Redis' own count, None until asked. `trouble` is Redis' reason for not reading it. The
-    server's clock, which makes ids, is `ahead_s` ahead of `time.monotonic`; `arrivals` counts what was polled as read.
+    no estimate if `exact`. `added` is Redis' own count, None if unknown. The server's clock, which makes ids, is
+    `ahead_s` ahead of `time.monotonic`; `arrivals` counts messages as read once they are polled.
     """
 
     partition: Partition
@@ -221,20 +222,23 @@ class _Stream:
     count: int = 0
     exact: bool = False
     added: int | None = None
-    paused: bool = False
-    trouble: str = ""
     ahead_s: float = 0.0
-    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def compare(self, facts: _Facts) -> str:
-        """Correct the count by Redis' facts; returns a description of lost messages, if any."""
+        """Correct the count by Redis' facts; return a description of lost messages, if any.
+
+        Redis does not number entries. So the count can be compared at three places only: before the first entry, at it, and
+        after the last one. In between it is an estimate.
+        """
         if self.read is None:
             self.read = self.polled = facts.generated
         at, removed = _order(self.read), facts.added - facts.length
         self.added = facts.added
         lost = ""
         if at > _order(facts.generated) or (self.exact and facts.added < self.count):
-            lost = f"the stream was made anew or cut: its last id is {facts.generated}, {self.read} was read; reading it whole"
+            lost = (
+                f"the stream was recreated or cut: its last id is {facts.generated}, {self.read} was read; reading starts over"
+            )
             self.read, self.count, self.exact, self.arrivals = _BEFORE_ALL, removed, True, Arrivals()
         elif not self.exact and at == (0, 0):
             self.count, self.exact = removed, True
@@ -258,28 +262,26 @@ class _Stream:
         return lost
 
 
-class RedisStreamLog(UpdateLog):
+class RedisStreamLog(PartitionedLog[_Stream]):
     """Reads streams. *One thread*, unless the contract says otherwise."""
 
     kind: ClassVar[str] = "redis_stream"
 
     def __init__(self, config: UpdateSourceConfig, group: str) -> None:
+        self.changed = threading.Condition()
+        super().__init__(self.changed)
         self.config = _checked(config)
         self.group = group
-        self.changed = threading.Condition()
         self.closing = threading.Event()
-        self.streams: dict[Partition, _Stream] = {}
         self.queue: deque[tuple[_Stream, Message]] = deque()
         self.queued_bytes = 0  # read ahead or requested
         self.unreachable: dict[str, str] = {}  # errors of the server by topic
-        self.refused: dict[str, str] = {}  # errors in what the topic's own key says
+        self.refused: dict[str, str] = {}  # errors in the value of the topic's own key
         self.absent: set[str] = set()  # topics that do not exist
         self.uncommitted: dict[Partition, str] = {}  # errors of the last commit
         self.commits: dict[Partition, tuple[str, int | None]] = {}
         self.after: dict[Partition, str] = {}
         self.begin = "earliest"
-        self._lost: dict[Partition, str] = {}
-        self._begun: dict[Partition, str] = {}
         self._threads: list[threading.Thread] = []
 
     @classmethod
@@ -294,7 +296,7 @@ class RedisStreamLog(UpdateLog):
                 there = [topic for topic in topics if server.exists(topic, _key(Partition(topic, 0)))]
         except ConfigError as error:
             return [CheckResult("wrong", error.source, problem) for problem in error.problems]
-        except _AWAY as error:
+        except _FAILURES as error:
             wrong = re.search("NOAUTH|WRONGPASS|NOPERM|Authentication|no permissions|invalid username", str(error))
             return [CheckResult("wrong" if wrong else "unreachable", where, str(error))]
         return [CheckResult("good", where, f"{config.address}: Redis answers"), *missing_topics(topics, there, where)]
@@ -317,11 +319,11 @@ class RedisStreamLog(UpdateLog):
             self.changed.wait_for(lambda: self.queue or self.closing.is_set(), timeout_s)
             while self.queue and (not messages or size < most_bytes):
                 stream, message = self.queue.popleft()
+                self.delivered += 1  # before the state changes, which `unread_since` reads without the lock
                 place = _order(message.position)
                 messages.append(replace(message, arrived=stream.arrivals.read(place, place[0] / 1000 - stream.ahead_s)))
                 stream.polled = message.position
                 stream.queued -= 1
-                self.delivered += 1
                 size += len(message.value)
             self.queued_bytes -= size + _MESSAGE_BYTES * len(messages)
             self.changed.notify_all()
@@ -329,7 +331,7 @@ class RedisStreamLog(UpdateLog):
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         with self.changed:
-            stopped = {self.streams[partition] for partition in partitions if partition in self.streams}
+            stopped = {self.states[partition] for partition in partitions if partition in self.states}
             kept: deque[tuple[_Stream, Message]] = deque()
             for stream, message in self.queue:
                 if stream in stopped:
@@ -345,8 +347,8 @@ class RedisStreamLog(UpdateLog):
     def resume(self, partitions: Sequence[Partition]) -> None:
         with self.changed:
             for partition in partitions:
-                if partition in self.streams:
-                    self.streams[partition].paused = False
+                if partition in self.states:
+                    self.states[partition].paused = False
             self.changed.notify_all()
 
     def behind(self) -> dict[Partition, int | None]:
@@ -355,50 +357,30 @@ class RedisStreamLog(UpdateLog):
                 partition: None
                 if stream.added is None or stream.trouble or partition.topic in self.unreachable
                 else max(stream.added, stream.count) - stream.count + stream.queued
-                for partition, stream in self.streams.items()
+                for partition, stream in self.states.items()
             }
-
-    def unread_since(self) -> dict[Partition, float | None]:
-        with self.changed:
-            return {partition: stream.arrivals.unread_since() for partition, stream in self.streams.items()}
 
     def commit(self, positions: Mapping[Partition, str]) -> None:
         with self.changed:
             for partition, position in positions.items():
-                stream = self.streams.get(partition)
+                stream = self.states.get(partition)
                 counted = stream is not None and stream.exact and stream.polled == position
                 self.commits[partition] = (position, stream.count - stream.queued if stream and counted else None)
-
-    @property
-    def problem(self) -> str:
-        with self.changed:
-            return next(self._problems(), "")
-
-    def problem_of(self, topic: str) -> str:
-        with self.changed:
-            return next(self._problems(topic), "")
 
     def lacks(self, topic: str) -> bool:
         with self.changed:
             return topic in self.absent and topic not in self.unreachable
 
-    def _problems(self, only: str = "") -> Iterator[str]:
-        for kind in (self.unreachable, self.refused):
-            yield from (problem for topic, problem in kind.items() if only in ("", topic))
-        for stream in self.streams.values():
-            if stream.trouble and only in ("", stream.partition.topic):
+    def _problems(self, topic: str) -> Iterator[str]:
+        unreachable = [problem for away, problem in list(self.unreachable.items()) if topic in ("", away)]
+        if unreachable:
+            yield from unreachable
+            return
+        yield from (problem for refused, problem in list(self.refused.items()) if topic in ("", refused))
+        for partition, stream in list(self.states.items()):
+            if stream.trouble and topic in ("", partition.topic):
                 yield stream.trouble
-        yield from (problem for partition, problem in self.uncommitted.items() if only in ("", partition.topic))
-
-    def lost(self) -> dict[Partition, str]:
-        with self.changed:
-            lost, self._lost = self._lost, {}
-        return lost
-
-    def begun(self) -> dict[Partition, str]:
-        with self.changed:
-            begun, self._begun = self._begun, {}
-        return begun
+        yield from (problem for partition, problem in list(self.uncommitted.items()) if topic in ("", partition.topic))
 
     def close(self) -> None:
         with self.changed:
@@ -409,18 +391,18 @@ class RedisStreamLog(UpdateLog):
         for thread in threads:
             thread.join(3 * _TIMEOUT_S)
 
-    def note(self, answers: Sequence[tuple[_Stream, str, _Facts]], asked: float, server_time_us: int) -> None:
+    def record_facts(self, answers: Sequence[tuple[_Stream, str, _Facts]], requested: float, server_time_us: int) -> None:
         with self.changed:
             for stream, error, facts in answers:
                 stream.trouble = error and f"the key {stream.key}: {error}; expected a stream"
                 if error:
                     continue
                 if stream.read is None:
-                    self._begun[stream.partition] = facts.generated
+                    self.starts[stream.partition] = facts.generated
                 if lost := stream.compare(facts):
-                    self._lost[stream.partition] = lost
-                stream.ahead_s = server_time_us / 1e6 - asked
-                stream.arrivals.look(_order(facts.generated), time.monotonic(), asked)
+                    self.losses[stream.partition] = lost
+                stream.ahead_s = server_time_us / 1e6 - requested
+                stream.arrivals.observe(_order(facts.generated), time.monotonic(), requested)
                 if stream.added == stream.count and not stream.queued:
                     stream.arrivals.skip(_order(facts.generated))
 
@@ -432,9 +414,9 @@ class _Reader:
         self._log = log
         self._topics = topics
         self._largest = log.config.max_message_bytes + _MESSAGE_BYTES  # expected
-        self._met: set[str] = set()  # topics looked for so far
+        self._known_topics: set[str] = set()  # topics looked for so far
         self._turn = 0
-        self._in_vain = 0  # consecutive empty reads
+        self._empty_reads = 0  # consecutive empty reads
 
     def run(self) -> None:
         """Read until the log is closed, through all failures of the server."""
@@ -448,9 +430,9 @@ class _Reader:
                             self._log.read_on_thread([topic])
                         del self._topics[1:]
                     self._serve(client)
-            except Exception as error:  # noqa: BLE001 - reading goes on, for all tables
-                if not isinstance(error, _AWAY) and not failures:
-                    _log.exception("Redis streams: reading %s failed; it is tried again", ", ".join(self._topics))
+            except Exception as error:  # noqa: BLE001 - reading continues, for all tables
+                if not isinstance(error, _FAILURES) and not failures:
+                    _log.exception("Redis streams: reading %s failed; retrying", ", ".join(self._topics))
                 with self._log.changed:
                     self._log.unreachable |= dict.fromkeys(self._topics, f"{type(error).__name__}: {error}")
                 failures = 0 if time.monotonic() - started > 2 * _TIMEOUT_S else failures + 1
@@ -458,21 +440,21 @@ class _Reader:
                 self._log.closing.wait(min(_MOST_BACKOFF_S, backoff_s))
 
     def _serve(self, client: _Client) -> None:
-        found_at = looked_at = float("-inf")
+        refreshed_at = inspected_at = float("-inf")
         while not self._log.closing.is_set():
             now = time.monotonic()
-            if now - found_at >= self._log.config.metadata_refresh_interval_ms / 1000:
-                self._find(client)
-                found_at, looked_at = now, float("-inf")
-            if now - looked_at >= _LOOK_S:
+            if now - refreshed_at >= self._log.config.metadata_refresh_interval_ms / 1000:
+                self._find_partitions(client)
+                refreshed_at, inspected_at = now, float("-inf")
+            if now - inspected_at >= _INSPECT_EVERY_S:
                 self._commit(client)
-                self._look(client)
-                looked_at = now
+                self._inspect(client)
+                inspected_at = now
             if not self._read(client):
-                looked_at = float("-inf")
+                inspected_at = float("-inf")
         self._commit(client)
 
-    def _find(self, client: _Client) -> None:
+    def _find_partitions(self, client: _Client) -> None:
         answers = client.eval_ro(_COUNT, len(self._topics), *self._topics)
         for topic, answer in zip(self._topics, answers, strict=True):
             count, refused = 0, ""
@@ -487,41 +469,43 @@ class _Reader:
                 (self._log.absent.add if answer is None else self._log.absent.discard)(topic)
                 for number in range(count):
                     partition = Partition(topic, number)
-                    if partition not in self._log.streams:
-                        new = topic in self._met or self._log.begin == "earliest"
+                    if partition not in self._log.states:
+                        new = topic in self._known_topics or self._log.begin == "earliest"
                         read = self._log.after.get(partition, _BEFORE_ALL if new else None)
-                        if read is not None and _order(read) == (0, 0):  # perhaps of another kind of log
+                        if read is not None and _order(read) == (0, 0):  # a position of another kind of log
                             read = _BEFORE_ALL
-                        self._log.streams[partition] = _Stream(partition, _key(partition), read, read or _BEFORE_ALL)
-            if answer is None or not refused:  # else its partitions may be there, and `latest` applies to them
-                self._met.add(topic)
+                        self._log.states[partition] = _Stream(partition, _key(partition), read, read or _BEFORE_ALL)
+            if answer is None or not refused:  # else it may have partitions already, to which `latest` applies
+                self._known_topics.add(topic)
 
     def _streams(self) -> list[_Stream]:
         with self._log.changed:
-            return [stream for stream in self._log.streams.values() if stream.partition.topic in self._topics]
+            return [stream for stream in self._log.states.values() if stream.partition.topic in self._topics]
 
-    def _look(self, client: _Client) -> None:
+    def _inspect(self, client: _Client) -> None:
         streams = self._streams()
         if streams:
-            asked = time.monotonic()
-            server_time_us, *answers = client.eval_ro(_LOOK, len(streams), *(stream.key for stream in streams))
-            looks = [
+            requested = time.monotonic()
+            server_time_us, *answers = client.eval_ro(_INSPECT, len(streams), *(stream.key for stream in streams))
+            inspected = [
                 (stream, error.decode(), _Facts(length, added, *(id_.decode() for id_ in ids)))
                 for stream, (error, length, added, *ids) in zip(streams, answers, strict=True)
             ]
-            self._log.note(looks, asked, int(server_time_us))
+            self._log.record_facts(inspected, requested, int(server_time_us))
         with self._log.changed:
             for topic in self._topics:
                 self._log.unreachable.pop(topic, None)
 
     def _commit(self, client: _Client) -> None:
-        """Move our group in the streams. Nothing reads by it, but `XINFO GROUPS` then shows the lag."""
+        """Move our group in the streams. No reader uses it, but `XINFO GROUPS` then shows the lag."""
         with self._log.changed:
-            commits = {one: where for one, where in self._log.commits.items() if one.topic in self._topics}
-            for one in commits:
-                del self._log.commits[one]
+            commits = {
+                partition: self._log.commits.pop(partition)
+                for partition in list(self._log.commits)
+                if partition.topic in self._topics
+            }
         for partition, (position, counted) in commits.items():
-            key, said = _key(partition), ""
+            key, failure = _key(partition), ""
             try:
                 try:
                     client.xgroup_setid(key, self._log.group, position, entries_read=counted)
@@ -530,33 +514,34 @@ class _Reader:
                         raise
                     client.xgroup_create(key, self._log.group, position, entries_read=counted)
             except ResponseError as error:
-                said = f"committing the position of {partition}: {error}"
+                failure = f"committing the position of {partition}: {error}"
             with self._log.changed:
                 self._log.uncommitted.pop(partition, None)
-                if said:
-                    self._log.uncommitted[partition] = said
+                if failure:
+                    self._log.uncommitted[partition] = failure
 
     def _read(self, client: _Client) -> bool:
-        """Read ahead; False if a key turned out to be no stream: another look tells which."""
+        """Read ahead; return False if a key is no stream: `_inspect` then finds out which."""
         log, room = self._log, self._log.config.read_ahead_bytes
         with log.changed:
             streams = [
                 stream for stream in self._streams() if not stream.paused and stream.read is not None and not stream.trouble
             ]
-            # A single message may exceed the remaining room.
+            # The size of a reply is unknown before all of it is in memory. So room is reserved by the largest recent message. A
+            # single message may exceed the room, or a large one would never be read.
             if not streams or (log.queued_bytes and log.queued_bytes + self._largest > room):
                 log.changed.wait(_BLOCK_MS / 1000)
                 return True
             free = min(room - log.queued_bytes, max(room // 4, self._largest))
             wanted = max(1, min(len(streams), free // self._largest))
-            # A blocked read returns messages of one stream, so ask for all streams only after each alone was empty.
-            block = wanted == len(streams) or self._in_vain >= len(streams)
+            # XREAD BLOCK returns as soon as one stream has messages. So all streams are read at once only after each was empty.
+            block = wanted == len(streams) or self._empty_reads >= len(streams)
             wanted = len(streams) if block else wanted
             start = self._turn % len(streams)
             self._turn = start + wanted
-            asked = {stream.key: stream for stream in (streams + streams)[start : start + wanted]}
+            requested = {stream.key: stream for stream in (streams + streams)[start : start + wanted]}
             count = max(1, min(_REPLY_MESSAGES, free // self._largest) // wanted)
-            reads = {key: str(one.read) for key, one in asked.items()}
+            reads = {key: str(stream.read) for key, stream in requested.items()}
             reserved = count * self._largest
             log.queued_bytes += reserved
         reply: Any = []
@@ -569,13 +554,13 @@ class _Reader:
         finally:
             with log.changed:
                 log.queued_bytes -= reserved
-                self._take(asked, reads, reply)
+                self._queue_messages(requested, reads, reply)
         return True
 
-    def _take(self, asked: dict[str, _Stream], reads: dict[str, str], reply: Any) -> None:
+    def _queue_messages(self, requested: dict[str, _Stream], reads: dict[str, str], reply: Any) -> None:
         log, largest = self._log, 0
         for key, entries in reply:
-            stream = asked[key.decode()]
+            stream = requested[key.decode()]
             messages = [_message(stream.partition, entry) for entry in entries]
             largest = max(largest, *(len(message.value) + _MESSAGE_BYTES for message in messages))
             if log.closing.is_set() or stream.paused or stream.read != reads[stream.key]:
@@ -583,7 +568,7 @@ class _Reader:
             log.queue.extend((stream, message) for message in messages)
             if not stream.queued:
                 first, last = _order(messages[0].position), _order(messages[-1].position)
-                stream.arrivals.fetched(first, first[0] / 1000 - stream.ahead_s, last)
+                stream.arrivals.record_fetch(first, first[0] / 1000 - stream.ahead_s, last)
             log.queued_bytes += sum(len(message.value) + _MESSAGE_BYTES for message in messages)
             stream.read = messages[-1].position
             stream.count += len(messages)
@@ -591,7 +576,7 @@ class _Reader:
         if largest:
             self._largest = max(largest, self._largest * 3 // 4)
             log.changed.notify_all()
-        self._in_vain = 0 if largest else self._in_vain + 1
+        self._empty_reads = 0 if largest else self._empty_reads + 1
 
 
 class _Waiting(NamedTuple):
@@ -627,7 +612,7 @@ class RedisStreamWriter(UpdateLogWriter):
         self._batches: dict[Partition, _UnansweredBatch] = {}
         self._messages = 0  # in flight
         self._bytes = 0
-        self._made = 0
+        self._batch_count = 0
         self._closing = threading.Event()
         self._thread = new_thread("redis-stream-writer", self._run)
         self._thread.start()
@@ -644,22 +629,22 @@ class RedisStreamWriter(UpdateLogWriter):
 
         if create > _MOST_PARTITIONS:
             raise UpdateLogError(f"creating {topic}: got {create} partitions, expected at most {_MOST_PARTITIONS}")
-        (answer,) = self._ask(f"looking for the topic {topic}", timeout_s, count)
+        (answer,) = self._request(f"requesting the partitions of {topic}", timeout_s, count)
         return _partition_count(topic, answer)
 
     def last(self, partition: Partition, timeout_s: float) -> Message | None:
-        entries = self._ask(
+        entries = self._request(
             f"reading the last message of {partition}", timeout_s, lambda client: client.xrevrange(_key(partition), count=1)
         )
         return _message(partition, entries[0]) if entries else None
 
-    def _ask(self, doing: str, timeout_s: float, ask: Callable[[_Client], Any]) -> Any:
+    def _request(self, doing: str, timeout_s: float, request: Callable[[_Client], Any]) -> Any:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 with closing(_connect(self._config, max(0.05, min(_TIMEOUT_S, deadline - time.monotonic())))) as client:
-                    return ask(client)
-            except _AWAY as error:
+                    return request(client)
+            except _FAILURES as error:
                 if time.monotonic() + 0.1 > deadline:
                     raise UpdateLogError(f"{doing}: {error}") from error
                 time.sleep(0.1)
@@ -672,19 +657,15 @@ class RedisStreamWriter(UpdateLogWriter):
         time_us: int = 0,
         sent: Callable[[str | Exception], None] | None = None,
     ) -> None:
-        if len(value) > self._config.max_message_bytes:
-            raise UpdateLogError(
-                f"sending to {partition}: got {len(value)} bytes, expected at most {self._config.max_message_bytes} "
-                "(update_source.max_message_bytes); send fewer rows in a message"
-            )
+        check_message_size(partition, value, self._config.max_message_bytes)
         size, most = len(value) + _MESSAGE_BYTES, self._config.read_ahead_bytes
         with self._changed:
             free = self._changed.wait_for(
                 lambda: self._closing.is_set() or not self._messages or self._bytes + size <= most, _FULL_S
             )
             if not free or self._closing.is_set():
-                what = "the writer is closed" if free else f"Redis took nothing for {_FULL_S:.0f} s"
-                raise UpdateLogError(f"sending to {partition}: {what}")
+                reason = "the writer is closed" if free else f"Redis accepted nothing for {_FULL_S:.0f} s"
+                raise UpdateLogError(f"sending to {partition}: {reason}")
             self._messages += 1
             self._bytes += size
             self._waiting.setdefault(partition, deque()).append(_Waiting(value, time_us or time.time_ns() // 1000, sent))
@@ -705,28 +686,28 @@ class RedisStreamWriter(UpdateLogWriter):
         failures = 0
         while not self._closing.is_set():
             try:
-                self._take_batches()
+                self._form_batches()
                 if self._batches:
                     with closing(_connect(self._config, _TIMEOUT_S)) as client:
                         while not self._closing.is_set():
                             self._append(client)
                             failures = 0
-                            self._take_batches()
-            except _AWAY as error:
+                            self._form_batches()
+            except _FAILURES as error:
                 for batch in list(self._batches.values()):
                     if time.monotonic() - batch.since > _GIVE_UP_S:
-                        what = f"sending to {batch.partition}: no answer for {_GIVE_UP_S:.0f} s"
-                        self._finish(batch, UpdateLogError(f"{what}, Redis may have it nevertheless: {error}"))
+                        silent = f"no answer for {_GIVE_UP_S:.0f} s; Redis may have it nevertheless: {error}"
+                        self._finish(batch, UpdateLogError(f"sending to {batch.partition}: {silent}"))
                 failures += 1
                 self._closing.wait(min(_MOST_BACKOFF_S, 0.05 * 2 ** min(failures, 16)))
-        self._take_batches()
+        self._form_batches()
         while self._batches:
             for batch in list(self._batches.values()):
                 self._finish(batch, UpdateLogError(f"sending to {batch.partition}: the writer was closed"))
-            self._take_batches()
+            self._form_batches()
 
-    def _take_batches(self) -> None:
-        """Take a batch from each partition that has messages and none in flight; waits for one."""
+    def _form_batches(self) -> None:
+        """Form a batch for each partition that has messages and none in flight; wait for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._batches or self._closing.is_set(), _BLOCK_MS / 1000)
             for partition in [waiting for waiting in self._waiting if waiting not in self._batches]:
@@ -737,8 +718,8 @@ class RedisStreamWriter(UpdateLogWriter):
                     messages.append(queue.popleft())
                 if not queue:
                     del self._waiting[partition]
-                self._made += 1
-                self._batches[partition] = _UnansweredBatch(partition, self._made, messages)
+                self._batch_count += 1
+                self._batches[partition] = _UnansweredBatch(partition, self._batch_count, messages)
 
     def _append(self, client: _Client) -> None:
         for batch in list(self._batches.values()):
@@ -747,9 +728,9 @@ class RedisStreamWriter(UpdateLogWriter):
             try:
                 first: bytes = client.eval(_APPEND, 2, key, f"{key}/{self._name}", batch.number, *words)
             except ResponseError as error:
-                if isinstance(error, _PASSING) or re.match("MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN", str(error)):
+                if isinstance(error, _TRANSIENT) or re.match("MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN", str(error)):
                     raise
-                self._finish(batch, UpdateLogError(f"{key}: {error}; see what is there and what the user may do"))
+                self._finish(batch, UpdateLogError(f"{key}: {error}; see what the key holds and what the user may do"))
                 continue
             self._finish(batch, first.decode())
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, SharedRows, StaticTables, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
@@ -174,17 +174,18 @@ def _mark_complete(deployment: Deployment) -> None:
     # A cache has no key that the authoritative database lacks, and the hash map above has the same rows as that database unless
     # a write to it failed. So equal row counts mean equal sets, and no key needs to be compared.
     chain, tables = deployment.chain, deployment.tables
-    if not any(cache.static for cache in deployment.caches):
+    static = [cache for cache in deployment.caches if isinstance(cache, StaticTables) and cache.static]
+    if not static:
         return
     with chain.settled(tables):
         if chain.failed_above:
             return
         rows = [chain.databases[0].size(chain.databases[0].stored(table).tag) for table in tables]
-        for cache in deployment.caches:
+        for cache in static:
             resident = [cache.stats(index).resident_rows for index in range(len(tables))]
-            if cache.static and resident == rows:
-                cache.tell_complete(complete=True)
-            elif cache.static:
+            if resident == rows:
+                cache.mark_complete(complete=True)
+            else:
                 _log.info(
                     "model %r: %d of its %d rows are not resident on device %d; lookups read them from host memory",
                     deployment.config.model,
@@ -231,7 +232,7 @@ def _sessions(
         _log.warning("model %r: %s", config.model, not_shared(config, reason))
     capacities = cache_capacities(config, rows, sharing)
     sessions: dict[int, Session] = {}
-    shared: EmbeddingCache | None = None
+    shared: SharedRows | None = None
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
@@ -239,7 +240,7 @@ def _sessions(
                 continue
             if shared is None:
                 cache = cache_class.create(tables, capacities, device_id, is_static(config), sharing)
-                shared = cache if sharing.device_ids else None
+                shared = cache if sharing.device_ids and isinstance(cache, SharedRows) else None
             else:
                 cache = shared.on(device_id)
             paths = _miss_paths(config, cache, chain)
@@ -250,7 +251,7 @@ def _sessions(
             if not sharing.device_ids:
                 _fill_tables(cache, fill, fraction)
         if shared is not None:  # after the loop, since miss paths are chosen for an empty cache
-            _fill_tables(shared.leader, fill, fraction)
+            _fill_tables(leader_of(shared), fill, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
@@ -305,7 +306,8 @@ def _warm_from_database(chain: DatabaseChain, cache: EmbeddingCache, index: int,
     """Warm a table of a cache from a database with every row: the authoritative one, or its copy in a hash map."""
     if chain.databases:
         table = cache.tables[index]
-        database = chain.databases[0 if cache.static and not chain.failed_above else -1]
+        is_static_cache = isinstance(cache, StaticTables) and cache.static
+        database = chain.databases[0 if is_static_cache and not chain.failed_above else -1]
         warm_up(cache, index, table, DatabaseRows(database, table), fraction)
 
 

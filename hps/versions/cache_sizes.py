@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache
+from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache, SharedRows
 from hps.configuration.load import ModelConfig
 from hps.ground.registry import implementation
 
@@ -29,9 +29,12 @@ def usable_sharing(
 ) -> tuple[DeviceSharing, str | None]:
     """Return how the devices of a model share its rows, and the reason if not as configured."""
     sharing = device_sharing(config, rows) if cache_class.device != "cpu" else ALONE
-    if sharing.device_ids and (reason := cache_class.reason_against_sharing(sharing.device_ids)):
-        return ALONE, reason
-    return sharing, None
+    if not sharing.device_ids:
+        return sharing, None
+    if not issubclass(cache_class, SharedRows):
+        return ALONE, "this cache does not share rows between devices"
+    reason = cache_class.reason_against_sharing(sharing.device_ids)
+    return (sharing if reason is None else ALONE), reason
 
 
 def not_shared(config: ModelConfig, reason: str) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
+from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, leader_of
 from hps.engine.session import Session
 from hps.errors import HPSError
 from hps.ground.threads.pacing import in_turns
@@ -228,7 +228,7 @@ class StatisticsCollector:
         row_bytes = 4 * deployment.tables[index].width
         for place, cache in enumerate(deployment.caches):
             stats, age = self._cache_stats(cache, index)
-            of_devices = (self._cache_stats(part, index)[0] for part in deployment.device_caches if part.leader is cache)
+            of_devices = (self._cache_stats(part, index)[0] for part in deployment.device_caches if leader_of(part) is cache)
             size_bytes = sum(device.size_bytes for device in of_devices if device is not None)
             vector_bytes = None if stats is None else min(size_bytes, row_bytes * stats.capacity_rows)
             yield TierStatistics(

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.engine.refresh import RefreshReport
@@ -191,7 +191,7 @@ class Deployment:
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The embedding caches, each once; the leader of devices that share rows."""
-        return list(dict.fromkeys(cache.leader for cache in self.device_caches))
+        return list(dict.fromkeys(map(leader_of, self.device_caches)))
 
     @property
     def device_caches(self) -> list[EmbeddingCache]:
@@ -377,7 +377,8 @@ class Deployment:
     def _changing(self, index: int) -> Iterator[None]:
         with ExitStack() as stack:
             for cache in self._all_caches():
-                stack.enter_context(cache.changing(index))
+                if isinstance(cache, HostTableReads):
+                    stack.enter_context(cache.changing(index))
             yield
 
     def _all_caches(self) -> list[EmbeddingCache]:

@@ -12,7 +12,8 @@ import numpy as np
 from hps.engine.session import RecordedLookup
 from hps.errors import ConflictError, InvalidInputError, NotReadyError
 from hps.ground.threads.lifetimes import disown_in_children, refusal
-from hps.tensors.batch import Batch, adopt_keys, kept_batch
+from hps.tensors.array_checks import adopt_keys
+from hps.tensors.batch import Batch, kept_batch
 from hps.types import DeviceArray
 from hps.versions.deployment import Deployment
 

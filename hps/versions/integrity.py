@@ -1,6 +1,8 @@
 """Checks the invariants of all caches and databases of a parameter server, during lookups: for administrators and tests."""
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from hps.errors import HPSError
@@ -10,19 +12,22 @@ from hps.versions.live_models import LiveModels
 
 @runtime_checkable
 class Checkable(Protocol):
-    """A cache or database that can check its own invariants."""
+    """A cache, a database or another part that can check its own invariants."""
 
     def check_integrity(self) -> list[str]:
         """Return a sentence for each invariant that is broken."""
         ...
 
 
-def check_tiers(live: LiveModels, timeout_s: float) -> list[str]:
+def check_tiers(live: LiveModels, timeout_s: float, others: Mapping[str, Checkable] = MappingProxyType({})) -> list[str]:
     """Check the caches and databases of all versions in service; return a sentence for each broken invariant.
 
     A check that exceeds the limit is reported and abandoned together with its thread.
+
+    Args:
+        others: further parts to check, by name.
     """
-    parts: dict[object, str] = {}
+    parts: dict[object, str] = {part: name for name, part in others.items()}
     for deployment in live.all():
         where = f"model {deployment.config.model!r}, version {deployment.version}"
         for cache in deployment.device_caches:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import BatchAnswers, EmbeddingCache
 from hps.configuration.load import Configuration
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.engine.chain import DatabaseChain
@@ -126,7 +126,24 @@ def kernels_of(configuration: Configuration, cache_class: type[EmbeddingCache]) 
     return list(dict.fromkeys(found))
 
 
+def batch_answers(cache_class: type[EmbeddingCache]) -> type[BatchAnswers]:
+    """Return the class whose driver answers the requests of frontends from caches of a class.
+
+    The driver of the NumPy cache hands every request of another cache over to the engine's threads.
+    """
+    if issubclass(cache_class, BatchAnswers):
+        return cache_class
+    found: type[BatchAnswers] = implementation("cache", "cpu")
+    return found
+
+
 def served_kernels(configuration: Configuration, cache_class: type[EmbeddingCache]) -> list[Callable[..., Any]]:
     """Return the numba kernels of a service: `kernels_of`, and those of frontends and engine."""
-    found = [*kernels_of(configuration, cache_class), *cache_class.batch_kernels(), *FRONT_KERNELS, *OWNER_KERNELS, gather]
+    found = [
+        *kernels_of(configuration, cache_class),
+        *batch_answers(cache_class).batch_kernels(),
+        *FRONT_KERNELS,
+        *OWNER_KERNELS,
+        gather,
+    ]
     return list(dict.fromkeys(found))

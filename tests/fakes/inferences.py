@@ -6,13 +6,14 @@ import numpy as np
 import orjson
 
 from hps.serve.protocol.json_lookup import JSONLookup
-from hps.serve.protocol.open_inference import Inference, lay_out_body
+from hps.serve.protocol.open_inference import Inference, decode_inference
 from hps.serve.protocol.request_checks import ModelTables
 
 
 def decode_request(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
-    laid = lay_out_body(body, header_length, model, max_keys)
-    return laid.inference(np.empty(laid.layout.size, np.uint8))
+    inference = decode_inference(body, header_length, model, max_keys)
+    inference.place(np.empty(inference.layout.size, np.uint8))
+    return inference
 
 
 def body_of(request: Inference | JSONLookup) -> tuple[bytes, int | None]:

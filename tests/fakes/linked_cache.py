@@ -9,7 +9,15 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, LookupGraph, MissedKeys, StreamCapture, StreamOrderedCounts
+from hps.cache.base import (
+    HostTableReads,
+    LookupGraph,
+    MissedKeys,
+    StreamCapture,
+    StreamOrdered,
+    StreamOrderedCounts,
+    StreamOrderedLookup,
+)
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.errors import DatabaseError, DeviceError, InvalidInputError, NotReadyError
 from hps.ground.memory.host_tables import HostTable
@@ -51,7 +59,7 @@ class FakeGraph(LookupGraph, StreamCapture):
         self.open = False
 
 
-class LinkedCache(NumpyCache):
+class LinkedCache(NumpyCache, StreamOrdered, HostTableReads):
     """Reads attached tables in place. What is not found there at the first look is taken to be absent: nothing grows in tests.
 
     Attributes:
@@ -137,7 +145,7 @@ class LinkedCache(NumpyCache):
         return vectors, found, readable
 
 
-class LinkedLookup(CacheLookup):
+class LinkedLookup(StreamOrderedLookup):
     """A lookup on a `LinkedCache`."""
 
     def __init__(self, cache: LinkedCache) -> None:

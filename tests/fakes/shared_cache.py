@@ -5,13 +5,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from hps.cache.base import ALONE, CacheLookup, CacheStats, DeviceMemory, DeviceSharing
+from hps.cache.base import ALONE, CacheStats, DeviceMemory, DeviceSharing, SharedRows, StreamOrderedLookup
 from hps.errors import DeviceError
 from hps.types import KeyArray, TableSpec
 from tests.fakes.linked_cache import LinkedCache
 
 
-class SharedCache(LinkedCache):
+class SharedCache(LinkedCache, SharedRows):
     """The cache of one device, over the memory that all of them have in common.
 
     Attributes:
@@ -70,7 +70,7 @@ class SharedCache(LinkedCache):
     def closed(self) -> bool:
         return self._open is None
 
-    def create_lookup(self) -> CacheLookup:
+    def create_lookup(self) -> StreamOrderedLookup:
         if self.device_id == SharedCache.refused:
             raise DeviceError(f"CUDA device {self.device_id} makes no lookups")
         return super().create_lookup()

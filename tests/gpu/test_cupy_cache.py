@@ -12,7 +12,17 @@ from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
 from hps.ground.hashing import mix
 from hps.tensors.batch import Batch, table_batch
-from hps.testing.caches import DEFAULT, CacheContract, Create, VersionedCacheContract, bits, distinct_keys, spec, vectors_of
+from hps.testing.caches import (
+    DEFAULT,
+    CacheContract,
+    Create,
+    StaticTablesContract,
+    VersionedCacheContract,
+    bits,
+    distinct_keys,
+    spec,
+    vectors_of,
+)
 from hps.types import KeyArray
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
@@ -49,7 +59,7 @@ def _rows_of_static(buckets: np.ndarray, vectors: np.ndarray, pairs: int) -> dic
     return rows
 
 
-class CupyContract(VersionedCacheContract):
+class CupyContract(VersionedCacheContract, StaticTablesContract):
     ways = 28  # the least capacity: two pairs of buckets
 
     cache_class = CupyCache

@@ -140,7 +140,7 @@ def test_the_cache_and_its_twin_agree(dim, row_dtype, static):
             asked = rng.choice(universe, 1_500)
             answers = []
             for cache, place in zip(caches, (np.array, cupy.asarray), strict=True):
-                cache.tell_complete(static)
+                cache.mark_complete(static)
                 lookup = cache.create_lookup()
                 batch = Batch.of(
                     0, place(asked), place(np.full((asked.size, dim), np.nan, np.float32)), place(np.zeros(1500, bool))

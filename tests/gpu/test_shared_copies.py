@@ -552,9 +552,9 @@ def test_all_devices_are_told_of_every_table_whether_the_cache_is_complete() -> 
 
         for teller in caches:
             for whole in (True, False):
-                teller.tell_complete(whole)
+                teller.mark_complete(whole)
                 assert complete() == {whole}
-        caches[1].tell_complete(complete=True)
+        caches[1].mark_complete(complete=True)
         caches[1].drop(0, KEYS[:1])
         assert complete() == {False}
 

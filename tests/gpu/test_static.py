@@ -65,7 +65,7 @@ def test_no_key_of_a_full_scan_misses(tables: int, rows: int, dim: int, monkeypa
             stats = cache.stats(index)
             assert (stats.resident_rows, stats.unplaced, stats.evictions) == (rows, 0, 0)
             assert stats.capacity_rows <= 1.19 * rows
-        cache.tell_complete(complete=True)
+        cache.mark_complete(complete=True)
         ask = cache.create_lookup()
         for start in range(0, rows, step):
             parts = [each[start : start + step] for each in keys]
@@ -102,7 +102,7 @@ def static_tables(dims: Sequence[int], rows: int) -> Iterator[tuple[LinkedTables
             vectors = rows_of(keys[table], dim)
             tables.database.insert(tables.specs[table].tag, keys[table], vectors)
             tables.cache.insert(table, keys[table], vectors)
-        tables.cache.tell_complete(complete=True)
+        tables.cache.mark_complete(complete=True)
         yield tables, keys
 
 
@@ -182,7 +182,7 @@ def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(sett
     stay, move = keys[: rows // 2], keys[rows // 2 :]
     cache: Any = CupyCache.create([spec(dim)], [capacity_of(rows, 0.97)], 0, static=True)
     cache.insert(0, keys, rows_of(keys, dim))
-    cache.tell_complete(settles)
+    cache.mark_complete(settles)
     problems: list[str] = []
     end = threading.Event()
 

@@ -18,11 +18,11 @@ from hps.cache.cpu.batches import NumpyBatches
 from hps.configuration.load import load_configuration
 from hps.regions import layout
 from hps.regions.board import Board
-from hps.regions.layout import ANSWERED, SLAB, FrontDescriptors, Memory, shared_memory, write_text
+from hps.regions.layout import ANSWERED, SLAB, FrontendDescriptors, Memory, create_region, shared_memory, write_text
 from hps.serve.frontend import exchange as exchange_module
 from hps.serve.frontend import frontend as front_module
 from hps.serve.frontend.connection import Connection
-from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.frontend import Frontend
 from hps.serve.server import listen
 from hps.testing.waiting import PATIENCE_S, wait_until_async
 from hps.types import TableSpec
@@ -169,8 +169,8 @@ class Scene:
 
     def __init__(self, directory):
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        self.shared = FrontDescriptors(
-            (shared_memory("hps-test", SLAB + SLAB_BYTES),),
+        self.shared = FrontendDescriptors(
+            (create_region("hps-test", SLAB + SLAB_BYTES),),
             (os.eventfd(0, flags),),
             shared_memory("hps-test-page", 1 << 20),
             (os.eventfd(0, flags),),
@@ -193,7 +193,7 @@ class Scene:
         return self.owner
 
     async def start_front(self):
-        front = Front(0, self.shared, self.configuration, connect=Connection, spins=False, loopback=True)
+        front = Frontend(0, self.shared, self.configuration, connect=Connection, spins=False, loopback=True)
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         await front.start(listener)

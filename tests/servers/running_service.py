@@ -36,13 +36,13 @@ class RunningService:
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     @property
-    def front(self):
-        return self.server.front
+    def frontend(self):
+        return self.server.frontend
 
     @property
     def held(self) -> int:
         """Bytes held for clients."""
-        return self.front.memory.held + self.front.exchange.slots.used
+        return self.frontend.memory.held + self.frontend.exchange.slots.used
 
     @property
     def is_idle(self) -> bool:
@@ -52,7 +52,7 @@ class RunningService:
     @property
     def connections(self) -> int:
         """How many connections the server has."""
-        return len(self.server.front.connections.order)
+        return len(self.server.frontend.connections.order)
 
     @property
     def passed_on(self) -> int:
@@ -62,7 +62,7 @@ class RunningService:
     @property
     def requests(self) -> int:
         """How many requests are being answered."""
-        return len(self.server.front.exchange.pending)
+        return len(self.server.frontend.exchange.pending)
 
     def start(self) -> None:
         self._thread.start()  # clients may connect already: it listens
@@ -118,7 +118,7 @@ def running_service(document, parameter_server=None, *, ready=True, grpc=False, 
     service.start()
     try:
         if ready:
-            is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason and service.front.exchange._answers  # noqa: E731
+            is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason and service.frontend.exchange._answers  # noqa: E731
             wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready, and its front knows the owner")
             if lifecycle.failure:
                 raise lifecycle.failure

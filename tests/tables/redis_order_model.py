@@ -131,7 +131,7 @@ class Search:
                         f"{i} is killed while it sends",
                         _late(dead, "write", node.known, self._stored(state, i, node.write[1])),
                     )
-                if node.fill and node.fill[0] == "send" and node.known and marks.may_promote(node.known, self._me(node)):
+                if node.fill and node.fill[0] == "send" and node.known and marks.can_promote(node.known, self._me(node)):
                     yield f"{i} is killed while it fills", _late(dead, "write", node.known, node.fill[1])
             if state.budget[COPIES] and (node.token or not node.up):
                 copy = Node(*node[:4])
@@ -175,7 +175,7 @@ class Search:
         if node.promotion is not None and not node.write and not node.quarantined:
             value = node.promotion
             done = _changed(state, i, promotion=None)
-            if node.known and marks.may_promote(node.known, self._me(node)):
+            if node.known and marks.can_promote(node.known, self._me(node)):
                 yield f"{i} promotes {value}", self._landed(done, ("promotion", node.known, value))
                 if state.budget[FAILURES]:
                     failed = _late(_spent(done, FAILURES), "promotion", node.known, value)
@@ -188,7 +188,7 @@ class Search:
         if node.known is None or known is None:  # it was dropped meanwhile
             row = ABSENT
         elif state.mark != known:
-            if not marks.counts(state.mark, self._me(node), known):
+            if not marks.is_valid(state.mark, self._me(node), known):
                 row = ABSENT
                 state = self._looked(state, i)
             elif node.known == known:
@@ -246,7 +246,7 @@ class Search:
                 yield f"{i} begins to fill", _changed(_spent(state, FILLS), i, fill=("take", node.row))
             return
         (stage, row), me, known = node.fill, self._me(node), node.known
-        if known is None or (stage == "send" and not marks.may_promote(known, me)):
+        if known is None or (stage == "send" and not marks.can_promote(known, me)):
             yield f"{i} does not fill", _changed(state, i, fill=None)
             return
         if stage == "send":
@@ -265,7 +265,7 @@ class Search:
         elif node.pen:
             yield f"{i} sends a fill", _changed(state, i, fill=("send", row))
         else:
-            mark = marks.taken(known, me, _fresh(state))
+            mark = marks.writable(known, me, _fresh(state))
             if state.mark == known:
                 yield (
                     f"{i} takes the pen to fill",
@@ -290,7 +290,7 @@ class Search:
     def _stored(self, state: State, i: int, value: int) -> int:
         """The row that a process leaves where it writes a value."""
         node = state.nodes[i]
-        others = state.budget[APPLIES] and node.known and not marks.alone(node.known, self._me(node))
+        others = state.budget[APPLIES] and node.known and not marks.is_sole_writer(node.known, self._me(node))
         return ABSENT if others else value
 
     def _taking(self, state: State, i: int, node: Node, value: int, before: int, first: bool) -> Iterator[tuple[str, State]]:
@@ -304,7 +304,7 @@ class Search:
         elif entered and node.pen:
             yield f"{i} sends {value}", _changed(state, i, write=sending)
         else:
-            mark = marks.taken(known, me, _fresh(state))
+            mark = marks.writable(known, me, _fresh(state))
             if state.mark == known:
                 yield f"{i} takes the pen", _changed(state._replace(mark=mark), i, known=mark, pen=True, write=sending)
             else:

@@ -10,13 +10,14 @@ import numpy as np
 
 from hps.cache.base import (
     ALONE,
+    BatchAnswers,
     BatchDriver,
     CacheLookup,
     CacheStats,
     DeviceMemory,
     DeviceSharing,
-    EmbeddingCache,
     MissedKeys,
+    StaticTables,
 )
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
@@ -51,7 +52,7 @@ class NumpyTable:
     dtype: int  # of the rows, as kernels know it
 
 
-class NumpyCache(EmbeddingCache):
+class NumpyCache(StaticTables, BatchAnswers):
     """The vectors of one model's tables that are resident in host memory. *Thread-safe*; its lookups are not.
 
     A set holds 14 keys, so a table's capacity is a multiple of 14. Queries take no lock; modifications own one set at a time. A

@@ -255,7 +255,7 @@ class CupyBatches(BatchDriver):
             self._words[place] = lane.words
             self._words[place, L_DEVICE] = device  # now the loop may use it
 
-    def leave(self, cache: EmbeddingCache) -> None:
+    def release(self, cache: EmbeddingCache) -> None:
         self._held.pop(id(cache), None)
 
     def run(self) -> None:

@@ -14,11 +14,16 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import (
     ALONE,
+    BatchAnswers,
     BatchDriver,
     CacheStats,
     DeviceMemory,
+    DeviceMemoryTables,
     DeviceSharing,
-    EmbeddingCache,
+    HostTableReads,
+    SharedRows,
+    StaticTables,
+    StreamOrdered,
     StreamOrderedCounts,
 )
 from hps.cache.cuda import geometry, kernels
@@ -46,7 +51,7 @@ _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _COPY_INTERVAL_S = 0.01  # between two looks for rows of other devices that are used often
 
 
-class CupyCache(EmbeddingCache):
+class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAnswers, DeviceMemoryTables):
     """The vectors of one model's tables that are resident in the memory of a CUDA device. *Thread-safe*; its lookups are not.
 
     A table consists of pairs of buckets of 7 keys; `cuda/embedding_cache.cuh` describes them. A bucket is a set in the terms of
@@ -289,9 +294,9 @@ class CupyCache(EmbeddingCache):
         self.memory.tables()
         self.leader._write(table, keys, rows, kernels.REPLACE | kernels.ADMIT, "inserting into")
 
-    def tell_complete(self, complete: bool) -> None:
-        """Set `complete`, on the device too: a captured lookup sees it. See `EmbeddingCache.tell_complete`."""
-        self.leader._tell_complete(complete)
+    def mark_complete(self, complete: bool) -> None:
+        """Set `complete`, on the device too: a captured lookup sees it. See `StaticTables.mark_complete`."""
+        self.leader._mark_complete(complete)
 
     def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
         self.memory.tables()
@@ -432,13 +437,13 @@ class CupyCache(EmbeddingCache):
             with self._changing_copies(table, lambda: keys):
                 self._changes.erase(own, keys)
 
-    @device_call("telling whether the cache is complete")
-    def _tell_complete(self, complete: bool) -> None:
+    @device_call("marking the cache as complete")
+    def _mark_complete(self, complete: bool) -> None:
         tables = self.memory.tables()
         for sharer in self._sharers:
             sharer.complete = sharer.memory.complete = False
         for table in tables if self.static else ():
-            self._changes.tell_complete(table, complete)
+            self._changes.mark_complete(table, complete)
         for sharer in self._sharers:
             sharer.complete = sharer.memory.complete = complete and self.static
 

@@ -120,7 +120,7 @@ def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:
 
 
 def record(reader: TensorReader, memory: TableMemory, batch: Batch, enqueue: Callable[[Batch], None]) -> CupyGraph:
-    """Make a graph of what `enqueue` launches; see `EmbeddingCache.record`."""
+    """Make a graph of what `enqueue` launches; see `StreamOrdered.record`."""
     stream = cupy.cuda.Stream(non_blocking=True)
     keys, outs = ([_seen_from(stream, reader, tensor) for tensor in tensors] for tensors in (batch.keys, batch.outs))
     seen = Batch(batch.tables, batch.sizes, keys, outs)

@@ -203,7 +203,7 @@ class AttachedTable:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Refuse admissions of rows read from the table before the end of the block; see `EmbeddingCache.changing`."""
+        """Refuse admissions of rows read from the table before the end of the block; see `HostTableReads.changing`."""
         with self._lock, on_device(self._device_id):
             self._epoch += 2 if self._epoch & 1 else 1
             try:

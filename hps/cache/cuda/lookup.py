@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import CacheLookup, MissedKeys
+from hps.cache.base import MissedKeys, StreamOrderedLookup
 from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import (
     CUDA_ERRORS,
@@ -130,7 +130,7 @@ class LookupKernels:
         return self._compiled.handle(kernel)
 
 
-class CupyLookup(CacheLookup):
+class CupyLookup(StreamOrderedLookup):
     """Looks up rows or bags in the CuPy cache. *One per thread.* Its memory grows to the largest lookup that it served.
 
     It runs on the caller's stream if all its CUDA tensors name the same one, else on its own stream, which waits for theirs.
@@ -265,7 +265,7 @@ class CupyLookup(CacheLookup):
 
     @device_call("looking up without waiting")
     def enqueue(self, batch: Batch, captured: bool = False) -> None:
-        """Launch a complete lookup without waiting. See `CacheLookup.enqueue`."""
+        """Launch a complete lookup without waiting. See `StreamOrderedLookup.enqueue`."""
         self.memory.tables()
         self._links = list(self._attached)
         links = [self._links[table] for table in batch.tables]
@@ -321,7 +321,7 @@ class CupyLookup(CacheLookup):
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, batch: Batch) -> None:
-        """Allocate what a captured lookup of this batch needs. See `CacheLookup.prepare`."""
+        """Allocate what a captured lookup of this batch needs. See `StreamOrderedLookup.prepare`."""
         self.enqueue(batch)
         runtime.streamSynchronize(self.stream)
 

@@ -213,8 +213,8 @@ class Modifications:
         found: list[int] = values.tolist()
         return found
 
-    def tell_complete(self, table: DeviceTable, complete: bool) -> None:
-        """Tell lookups whether a static table is complete; later changes come after that."""
+    def mark_complete(self, table: DeviceTable, complete: bool) -> None:
+        """Set on the device whether a static table is complete; later changes come after that."""
         word = np.array([complete], np.uint64)
         with self._staging:
             copy_to_device(table.counters + geometry.COMPLETE_AT, word.ctypes.data, 8, self._stream)

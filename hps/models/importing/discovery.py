@@ -113,8 +113,8 @@ def discover(place: str) -> Discovery:
     if not models:
         contents = ", ".join(search.names(root)[:8]) or "nothing"
         raise ModelFileError(
-            f"searching {place}: got {contents}, expected directories with the files key and emb_vector, at most {_DEPTH} deep, "
-            "or a checkpoint"
+            f"searching {place}: got {contents}, expected directories with the files key and emb_vector, at most {_DEPTH} "
+            "deep, or a checkpoint"
         )
     names = [model.name for model in models]
     if repeated := next((name for name in names if names.count(name) > 1), None):

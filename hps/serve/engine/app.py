@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from hps.configuration.load import ServiceConfig
 from hps.configuration.tokens import WatchedTokens, published
 from hps.errors import HPSError
-from hps.serve.engine.batches import FrontLink
+from hps.serve.engine.batches import FrontendLink
 from hps.serve.engine.call_threads import CallThreads
 from hps.serve.engine.history import History
 from hps.serve.engine.lifecycle import Lifecycle
@@ -85,15 +85,15 @@ class Application:
         self._reports, self._texts = (
             CallThreads(1, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("report", "text")
         )
-        self.link = FrontLink(lifecycle)
-        self._statistics.fronts, self._statistics.serials = self.link.figures, self.link.serials
+        self.link = FrontendLink(lifecycle)
+        self._statistics.frontends, self._statistics.deployment_ids = self.link.figures, self.link.serials
         self._metrics = HTTPMetrics(
             self._refusals,
             lambda: lifecycle.settled,
             lambda: bool(lifecycle.live.lost_devices()),
             lambda: bool(lifecycle.degraded),
         )
-        self._metrics.fronts, self._metrics.loops = self.link.figures, self.link.loop_figures
+        self._metrics.frontends, self._metrics.loops = self.link.figures, self.link.loop_figures
         self._control: FastAPI | None = None
         self._making = threading.Lock()
         self._spans = spans_of(lifecycle.configuration)
@@ -135,7 +135,7 @@ class Application:
         served.id = request_id(headers) or self._new_id()
         requests, status = self._requests, DISCONNECTED
         if watched := started >= requests.quiet_until:
-            requests.begin(served, scope, headers)
+            requests.start(served, scope, headers)
         try:
             status = await self._serve(scope, headers, served, receive, send)
         finally:
@@ -144,7 +144,7 @@ class Application:
             seconds = time.perf_counter() - started
             self._metrics.count(route, status, seconds, self.authorization.counted(served.identity))
             if watched or served.error is not None:
-                requests.end(served, scope, route, status, seconds)
+                requests.finish(served, scope, route, status, seconds)
             elif scope["path"] not in POLLED:
                 requests.left_out += 1
 

@@ -25,7 +25,7 @@ from hps.parameter_server import HPS
 from hps.regions import layout
 from hps.regions.board import OWNER_KERNELS, Board, Job
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
-from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontendDescriptors, Memory
 from hps.scoring.batching import ScoreCall
 from hps.scoring.packing import PackedRequest
 from hps.scoring.scorer import Outputs, Request, ScoreTimes
@@ -37,6 +37,7 @@ from hps.statistics.tracing import LookupTrace, current, traced
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.batch import Batch
 from hps.versions.deployment import Deployment
+from hps.versions.tiers import batch_answers
 
 _log = logging.getLogger(__name__)
 _FOLLOW_S: Final = 0.1
@@ -90,7 +91,7 @@ class _Served:
         if not ended:
             for driver in self._drivers:
                 if self._session is not None:
-                    driver.leave(self._session.cache)
+                    driver.release(self._session.cache)
             for board in self._boards:
                 board.forget(self.serial)
         return True
@@ -108,7 +109,7 @@ class _Served:
                     self._session.count_answered(*tally)
 
 
-class FrontLink:
+class FrontendLink:
     """Ties a parameter server to the fronts. *Thread-safe.*
 
     Args:
@@ -144,10 +145,10 @@ class FrontLink:
         lifecycle.on_block.append(self.publish)
         lifecycle.unpublished = self._unpublished
 
-    def connect(self, descriptors: FrontDescriptors) -> None:
+    def connect(self, descriptors: FrontendDescriptors) -> None:
         """Map what is shared with the fronts, and tell them that nothing is answered yet."""
         compile_kernels(*OWNER_KERNELS)
-        self._memories = [Memory(region) for region in descriptors.regions]
+        self._memories = [layout.map_region(region) for region in descriptors.regions]
         self._page = Memory(descriptors.page)
         self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         loops, serials = len(descriptors.loop_events), secrets.randbits(40)
@@ -172,7 +173,7 @@ class FrontLink:
     def _open(self, server: HPS) -> None:
         """Begin to answer lookups of a parameter server, whose models are yet to come."""
         self._server = server
-        self._drivers = [server.cache_class.batches(board) for board in self._boards]
+        self._drivers = [batch_answers(server.cache_class).batches(board) for board in self._boards]
         for nth, driver in enumerate(self._drivers):
             driver.prepare()
             self._loops.append(new_thread(f"batches-{nth}", driver.run))
@@ -180,6 +181,7 @@ class FrontLink:
             thread.start()
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
+        server.checked["regions of the frontends"] = self
         self.publish()
 
     def serials(self, deployment: Deployment) -> dict[int, int]:
@@ -226,6 +228,10 @@ class FrontLink:
         for board in self._boards:
             total.update(board.figures)
         return total
+
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each broken invariant of the regions and of what loops work on."""
+        return [finding for board in self._boards for finding in board.check_integrity()]
 
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""

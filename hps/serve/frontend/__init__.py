@@ -1,1 +1,1 @@
-"""Front processes: they own the sockets, and speak HTTP with clients. They know nothing of tiers."""
+"""Frontend processes: they own the sockets and speak HTTP with clients. They know nothing of tiers."""

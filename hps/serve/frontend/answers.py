@@ -1,4 +1,4 @@
-"""Answers as fronts send them."""
+"""Plans of answers, and encoded answers, as frontends send them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from typing import Final, NamedTuple
 
 from hps.serve.protocol.open_inference import AnswerLayout
 
-HEAD_ROOM: Final = 768
-"""Bytes before the JSON part of an answer, for its HTTP head."""
-ASIDE_ROOM: Final = 2048
-"""Bytes for what the owner writes aside."""
+HEAD_BYTES: Final = 768
+"""Bytes before the JSON part of an answer for its HTTP head."""
+SCRATCH_BYTES: Final = 2048
+"""Bytes of the scratch in which the engine writes errors."""
 
 
 class EncodedAnswer(NamedTuple):
-    """An answer as it is sent.
+    """An encoded answer.
 
     Attributes:
-        text: its JSON part, in pieces; none if `binary` is one piece that has it, too.
-        binary: views of the memory that follows it.
+        text: pieces of its JSON part; none if the first piece of `binary` contains it.
+        binary: views of the memory that follows.
         text_bytes: length of the JSON part of a binary answer; None if all of it is JSON.
     """
 
@@ -28,19 +28,18 @@ class EncodedAnswer(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """What all binary requests with the same JSON part have in common. *Immutable.*
+    """Layout of a slot for all binary requests with the same JSON part. *Immutable.* Offsets are relative to the slot.
 
     Attributes:
-        descriptor: header and segments; its serial is missing.
-        keys_at, keys_bytes: where the binary part of the request goes.
+        descriptor: header and segments, without the deployment's id.
+        keys_at, keys_bytes: place of the request's binary part.
         text: JSON part of the answer.
-        vectors_at: of the vectors, or scores, that follow it.
-        end: of the answer.
-        size: of the slot.
+        vectors_at, end: place of the vectors, or scores, that follow it.
+        size: bytes of the slot.
         device: the requested device.
         answer: head of the answer over HTTP, up to the request's id.
         keys: number of keys.
-        layout: of an answer with outputs of 16 bits, which the front converts; else None.
+        layout: layout of an answer with 16-bit outputs, which the frontend converts; else None.
     """
 
     descriptor: bytes

@@ -1,4 +1,4 @@
-"""The connections of a front: what all kinds have in common, how many there are, and which is closed for another."""
+"""Limits the connections of a frontend, and chooses the one to close for a new one."""
 
 import asyncio
 import logging
@@ -12,20 +12,20 @@ _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
 _FIRST_REQUEST_S: Final = 0.5  # after a connection opens, while there is no room
 UNREAD_S: Final = 0.4
-"""Of an answer without progress from one look to the next, while there is no room for others: these wait for a second."""
+"""Seconds without progress after which an answer is aborted while others wait for its memory, which they do for a second."""
 TOO_MANY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
 )
-"""Answer to a connection for which there is no room."""
+"""Answer to a connection above the limit."""
 
 
 class ClientConnection(Protocol):
-    """What a frontend knows of a client's connection.
+    """A client's connection, as a frontend sees it.
 
     Attributes:
-        completed, used: a request has arrived completely: ever, and since the last look.
-        opened: when it was.
+        completed, used: whether a complete request has arrived: ever, and since the last poll.
+        opened: time of `time.monotonic`.
     """
 
     transport: asyncio.Transport
@@ -35,11 +35,11 @@ class ClientConnection(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that it keeps beside a few KB of objects and what is counted as held."""
+        """Bytes kept between requests, in addition to a few KB of objects."""
 
     @property
     def waiting(self) -> bool:
-        """Whether it waits for the rest of a request, or for one."""
+        """Whether it waits for a request, or for the rest of one."""
 
     @property
     def idle(self) -> bool:
@@ -47,33 +47,33 @@ class ClientConnection(Protocol):
 
     @property
     def unread_since(self) -> float:
-        """Since when its client has made no progress with an answer; infinity unless it lags."""
+        """Time of the client's last progress with an answer; infinity unless it lags."""
 
     def refuse_connection(self) -> None:
-        """Close a connection for which there is no room."""
+        """Close a connection above the limit."""
 
     def close(self) -> None:
         """Close an idle connection to make room for another, or one whose client does not read."""
 
     def close_if_quiet(self) -> None:
-        """Close the connection unless a request is or may be under way."""
+        """Close the connection unless a request is, or may be, in progress."""
 
     def end_unread(self, since: float) -> None:
-        """Give up answers without progress since then, whose slots others need."""
+        """Abort an answer without progress since then: other requests need its slot."""
 
-    def look(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
-        """Refuse or abort what takes too long. Called twice a second."""
+    def poll(self, now: float, request_s: float, answer_s: float, keep_alive_s: float) -> None:
+        """Refuse or abort requests and answers that take too long. Called twice a second."""
 
 
 class Connections:
-    """The connections of a front. *One per event loop.*
+    """The connections of a frontend. *One per event loop.*
 
     Args:
-        most: beyond this, a new connection replaces the least missed one.
+        most: maximum number of connections; a new one beyond it replaces another.
 
     Attributes:
-        most: at most half the file descriptors of the process; the others are for databases and model files.
-        order: all connections, the longest without a complete request first, to half a second.
+        most: the maximum, reduced to half of the process's file descriptors; the others are for databases and model files.
+        order: all connections, those longest without a complete request first, with a resolution of half a second.
     """
 
     def __init__(self, most: int) -> None:
@@ -85,42 +85,41 @@ class Connections:
         self.most = _within_descriptors(most)
 
     def full(self) -> str:
-        """Log that there is no room for another one, and return the limit."""
-        limit = f"{self.most} connections (service.max_connections by the fronts, at most half of the open files)"
+        """Log that the limit is reached, and return its text."""
+        limit = f"{self.most} connections (service.max_connections by the frontends, at most half of the open files)"
         _log.warning("there are %s; closing the longest idle ones for others", limit)
         return limit
 
-    def least_missed(self) -> ClientConnection | None:
-        """Return the connection to close for a new one; None to refuse the new one.
-
-        Requests that are sent in part never take more than half of the connections from clients that have sent complete ones.
-        Of those without a complete request, ones without the headers of one go first, then the oldest. A new one has a moment.
-        Clients that do not read their answers go before those that have just sent a request.
-        """
-        waiting = [one for one in self.order if one.waiting]
-        known = [one for one in waiting if one.completed]
+    def find_replaceable(self) -> ClientConnection | None:
+        """Return the connection to close for a new one; None to refuse the new one."""
+        # An attacker opens connections and sends nothing, or parts of requests. So connections that have never completed a
+        # request are closed first: those without headers, then the oldest; new ones have half a second. Connections that
+        # have completed one are closed only while they are more than half of all, so that an attacker cannot displace
+        # them, and after those whose clients do not read their answers.
+        waiting = [connection for connection in self.order if connection.waiting]
+        known = [connection for connection in waiting if connection.completed]
         since = time.monotonic() - _FIRST_REQUEST_S
-        unknown = [one for one in waiting if not one.completed and (one.idle or one.opened < since)]
+        unknown = [other for other in waiting if not other.completed and (other.idle or other.opened < since)]
         if unknown:
-            return min(unknown, key=lambda one: not one.idle)
+            return min(unknown, key=lambda connection: not connection.idle)
         protected = len(known) < len(waiting) and 2 * len(known) <= self.most
-        unused = None if protected else next((one for one in known if not one.used), None)
+        unused = None if protected else next((connection for connection in known if not connection.used), None)
         if unused is not None:
             return unused
-        laggard = min(self.order, key=lambda one: one.unread_since)
+        laggard = min(self.order, key=lambda connection: connection.unread_since)
         if laggard.unread_since < time.monotonic() - UNREAD_S:
             return laggard
         return None if protected or not known else known[0]
 
-    def look(self) -> None:
-        """Put connections with complete requests since the last look behind the others."""
-        for connection in [one for one in self.order if one.used]:
+    def poll(self) -> None:
+        """Move connections with complete requests since the last poll behind the others."""
+        for connection in [connection for connection in self.order if connection.used]:
             connection.used = False
             self.order[connection] = self.order.pop(connection)
 
 
 def _within_descriptors(connections: int) -> int:
-    """Raise the limit of open files to twice as many connections, if possible. Return how many fit in half of the limit."""
+    """Raise the limit of open files to twice as many, if possible; return how many connections fit in half of it."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * connections if most == resource.RLIM_INFINITY else min(2 * connections, most)
     if limit != resource.RLIM_INFINITY and limit < wanted:

@@ -1,4 +1,4 @@
-"""Whether the owner answers lookups, for all calls of a front that watch it."""
+"""Polls the engine's readiness for the gRPC health calls of a frontend."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -9,37 +9,37 @@ from hps.serve.frontend.proxy import EngineConnections, forwarded
 
 _POLL_S: Final = 1.0
 _PATH: Final = "/v2/health/ready"
-_QUESTION: Final = forwarded("GET", _PATH.encode(), [(b"host", b"hps")], b"", "")
+_REQUEST: Final = forwarded("GET", _PATH.encode(), [(b"host", b"hps")], b"", "")
 
 
-class OwnerHealth:
-    """Asks the owner once a second while anybody watches, however many do. *One event loop.*
+class EngineHealth:
+    """Polls the engine once a second while there are watchers; one poll serves all of them. *One event loop.*
 
     Args:
-        check_ready: raises if the owner does not answer lookups of this front, before it is asked at this path.
+        check_ready: raises an error if the engine does not answer lookups of this frontend; called first, with the path.
 
     Attributes:
-        watchers: how many watch.
+        watchers: number of watchers.
     """
 
-    def __init__(self, owner: EngineConnections, check_ready: Callable[[str], None]) -> None:
-        self._owner = owner
+    def __init__(self, engine: EngineConnections, check_ready: Callable[[str], None]) -> None:
+        self._engine = engine
         self._check_ready = check_ready
-        self._ready: bool | None = None  # not asked yet
+        self._ready: bool | None = None  # unknown
         self._changed = asyncio.Event()
         self._polls: asyncio.Task[None] | None = None
         self.watchers = 0
 
     async def is_ready(self) -> bool:
-        """Ask the owner now."""
+        """Request the readiness now."""
         try:
             self._check_ready(_PATH)
-            return (await self._owner.answer_of(_QUESTION))[0] == 200
+            return (await self._engine.fetch_answer(_REQUEST))[0] == 200
         except HPSError:
             return False
 
     async def watch(self) -> AsyncGenerator[bool, None]:
-        """Yield whether the owner is ready: at once, and when it changes. Close the iterator in the end."""
+        """Yield the readiness: at once, and when it changes. The caller closes the iterator."""
         self.watchers += 1
         if self._polls is None:
             self._polls = asyncio.get_running_loop().create_task(self._poll())

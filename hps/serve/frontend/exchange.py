@@ -18,7 +18,7 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
 from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
-from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontDescriptors, Memory
+from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontendDescriptors
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
@@ -34,32 +34,32 @@ _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
 _LEAST_ORDER: Final = 12  # of slots: 4 KB
-_OWNER_EPOCH: Final = layout.OWNER_EPOCH // 8
+_ENGINE_EPOCH: Final = layout.OWNER_EPOCH // 8
 _CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
-"""Serial, flags, segments, and place and size of what is beside them, of a request that names no deployment."""
+"""Header of a request that names no deployment: its id, flags, segments, place and size of the scratch."""
 MOST_PENDING: Final = RING // 2
-"""Maximum number of lookups that the owner works on for one front."""
+"""Maximum number of posted lookups of one frontend."""
 
 
 class Slots:
     """Slots of powers of two bytes in one slab. *One per event loop.*
 
-    Buddies are joined only when there is no room otherwise: most requests are as large as others before them. The slot that
-    was given back last is taken first, since the processor's caches still hold it, where a device writes, too.
-
     Args:
-        size: of the region.
+        size: bytes of the region.
 
     Attributes:
-        size: of the slab.
-        largest: the largest slot that there can be, in bytes.
-        used: bytes of slots that are taken.
-        crowded: whether more than half is taken: then no slow client may hold a slot.
+        size: bytes of the slab.
+        largest: bytes of the largest possible slot.
+        used: bytes of allocated slots.
+        crowded: whether more than half is allocated; slow clients then get no slot.
     """
+
+    # Buddies are joined only if there is no room otherwise, since most requests have the size of earlier ones. The slot that
+    # was freed last is allocated first: it is still in the processor's caches, to which a device writes, too.
 
     def __init__(self, size: int) -> None:
         self._free: list[list[int]] = [[] for _ in range(64)]
-        self._order: dict[int, int] = {}  # of taken slots
+        self._order: dict[int, int] = {}  # of allocated slots
         self.size = size - SLAB
         start, left = 0, self.size
         while left >= 1 << _LEAST_ORDER:
@@ -72,7 +72,7 @@ class Slots:
         self.used = 0
         self.crowded = False
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Return the offset of a slot, a multiple of 4,096; -1 if there is no room now."""
         order = max(_LEAST_ORDER, (size - 1).bit_length())
         if order > self._most:
@@ -86,7 +86,7 @@ class Slots:
         self.crowded = 2 * self.used > self.size
         return SLAB + place
 
-    def give_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         place = slot - SLAB
         order = self._order.pop(place)
         self.used -= 1 << order
@@ -94,7 +94,7 @@ class Slots:
         self._free[order].append(place)
 
     def check_integrity(self) -> list[str]:
-        """Return a sentence for each invariant that is broken: slots and free places cover the slab once, and are counted."""
+        """Return a sentence for each broken invariant: slots and free places cover the slab once, and are counted."""
         places = [(place, order) for order, free in enumerate(self._free) for place in free]
         findings, end = [], 0
         for place, order in sorted([*places, *self._order.items()]):
@@ -107,11 +107,11 @@ class Slots:
             findings.append(f"slots: {taken} bytes are taken, but {self.used} are counted")
         return findings
 
-    def is_taken(self, slot: int) -> bool:
+    def is_allocated(self, slot: int) -> bool:
         return slot - SLAB in self._order
 
     def _split(self, order: int) -> bool:
-        larger = next((one for one in range(order + 1, self._most + 1) if self._free[one]), 0)
+        larger = next((above for above in range(order + 1, self._most + 1) if self._free[above]), 0)
         if not larger:
             return False
         place = self._free[larger].pop()
@@ -121,13 +121,14 @@ class Slots:
         return True
 
     def _join(self) -> bool:
-        """Join free buddies; return whether any were."""
+        """Join free buddies; return True if there were any."""
         joined = False
         for order in range(_LEAST_ORDER, self._most):
             free = set(self._free[order])
             pairs = [place for place in free if not place >> order & 1 and place | 1 << order in free]
             if pairs:
-                self._free[order][:] = sorted(free.difference(pairs, [place | 1 << order for place in pairs]))  # `take` has it
+                left = free.difference(pairs, [place | 1 << order for place in pairs])
+                self._free[order][:] = sorted(left)  # in place: `allocate` refers to it
                 self._free[order + 1] += pairs
                 joined = True
         return joined
@@ -137,25 +138,22 @@ class EngineExchange:
     """Posts the lookups of one frontend. *One event loop.*
 
     Args:
-        number: which of the frontends it is.
-        shared: what all frontends share with the engine.
-        published: what the engine has published.
-        spins: whether to spin while lookups are under way, rather than sleep.
+        number: index of the frontend.
+        spins: whether to spin while lookups are pending, rather than sleep.
 
     Attributes:
         region: memory that the frontend shares with the engine.
-        slots: of its slab.
+        slots: the slots of its slab.
         segments: shared memory of clients.
-        settings: of the service.
         pending: posted lookups, by slot.
     """
 
     def __init__(
-        self, number: int, shared: FrontDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
+        self, number: int, shared: FrontendDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
     ) -> None:
         compile_kernels(*FRONT_KERNELS)
         self._number = number
-        self.region = Memory(shared.regions[number])
+        self.region = layout.map_region(shared.regions[number])
         self._event = shared.events[number]
         self._engine_event = shared.loop_events[number % len(shared.loop_events)]
         self._published = published
@@ -169,15 +167,15 @@ class EngineExchange:
         self._tail = 0
         self._epoch = 0
         self._connected = self._was_connected = False
-        self._check = -1  # slot of a check that has no answer yet
+        self._check = -1  # slot of an unanswered check
         self._check_since = 0.0
-        self._answers = False  # whether a check of this epoch was answered
+        self._answers = False  # whether the engine has answered a check of this epoch
         self._spinning = False
         self._spun_ns = 0
-        self._begin_epoch()
+        self._start_epoch()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to take answers on an event loop."""
+        """Take answers on this event loop from now on."""
         self._loop = loop
         loop.add_reader(self._event, self._woken)
         self._arm()
@@ -185,12 +183,8 @@ class EngineExchange:
     def close(self) -> None:
         self._loop.remove_reader(self._event)
 
-    def look(self, now: float) -> None:
-        """Follow the owner, and refuse what has waited too long.
-
-        Args:
-            now: time of `time.monotonic`.
-        """
+    def poll(self, now: float) -> None:
+        """Follow the engine, and refuse lookups that have waited too long; `now` is a time of `time.monotonic`."""
         self._follow_engine()
         clock, limit = time.perf_counter(), self.settings.request_timeout_s
         for lookup in list(self.pending.values()):
@@ -202,14 +196,14 @@ class EngineExchange:
             if lookup.requester is requester:
                 requester.refuse(self._no_slot())
 
-    # -- the owner --------------------------------------------------------------------------------------------------------
+    # -- the engine -------------------------------------------------------------------------------------------------------
 
-    def _begin_epoch(self) -> None:
+    def _start_epoch(self) -> None:
         """Request empty rings from the engine; pending lookups are posted again once it has them."""
         region = self.region
         self._connected = self._answers = False
         self._tail = 0
-        self._epoch = 1 + secrets.randbits(62)  # the last one may be garbage, if that front was broken into
+        self._epoch = 1 + secrets.randbits(62)  # not the last one plus 1: a compromised frontend may have written garbage
         store_word(region.address + layout.SUBMITTED, 0)
         store_word(region.address + layout.FRONT_EPOCH, self._epoch)
         self._wake_engine()
@@ -218,14 +212,14 @@ class EngineExchange:
         os.eventfd_write(self._engine_event, 1)
 
     def _follow_engine(self) -> None:
-        """Follow an engine that has started our epoch, or is another process."""
+        """Connect to an engine that has started our epoch, or disconnect from one that has exited."""
         epoch = self.region[layout.OWNER_EPOCH]
         if self._connected:
             if epoch != self._epoch:
                 _log.warning(
                     "frontend %d: engine process exited; %d lookups queued until it restarts", self._number, len(self.pending)
                 )
-                self._begin_epoch()
+                self._start_epoch()
         elif epoch == self._epoch:
             self._connected = self._was_connected = True
             if self._check >= 0:
@@ -240,32 +234,32 @@ class EngineExchange:
                     self._submit(lookup)
 
     def check(self) -> None:
-        """Post a request that names no deployment, unless one is under way: its answer shows that lookups are answered."""
+        """Post a request that names no deployment, unless one is pending. Its answer shows that lookups are answered."""
         if not self._connected or self._check >= 0:
             return
-        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.take(HEADER_BYTES)
-        if slot >= 0:  # else lookups show it
+        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.allocate(HEADER_BYTES)
+        if slot >= 0:  # else there are lookups, whose answers show the same
             self.region.longs[slot >> 3 : (slot >> 3) + len(_CHECK)] = array("q", _CHECK)
             self._check, self._check_since = slot, time.monotonic()
             if post(self.region.address, slot):
                 self._wake_engine()
 
-    def unanswered(self) -> str:
-        """Why the engine does not answer what this frontend posts; empty if it does. Checks that anew."""
+    def unready_reason(self) -> str:
+        """Return why the engine does not answer lookups of this frontend; empty if it does. Posts another check."""
         if not self._connected:
             self._follow_engine()
         if not self._connected:
-            return self.away()
+            return self.unavailable()
         late_s, limit_s = time.monotonic() - self._check_since, self.settings.request_timeout_s
         if not self._answers:
-            return "the parameter server is not ready: its first answer to this front is awaited"
+            return "the parameter server is not ready: its first answer to this frontend is awaited"
         if self._check >= 0 and late_s > limit_s:
-            return f"the parameter server has not answered this front for {late_s:.0f} s; lookups end after {limit_s:g} s"
+            return f"the parameter server has not answered this frontend for {late_s:.0f} s; lookups end after {limit_s:g} s"
         self.check()
         return ""
 
-    def away(self) -> str:
-        """Why no engine works for this frontend."""
+    def unavailable(self) -> str:
+        """Return why there is no engine, for errors."""
         if blocked := self._published.blocked or ("" if self._was_connected else "the service is starting"):
             return f"the parameter server is not ready: {blocked}"
         return "the parameter server is being started again; send the request again later"
@@ -273,11 +267,11 @@ class EngineExchange:
     # -- posting ----------------------------------------------------------------------------------------------------------
 
     def take_slot(self, lookup: Lookup) -> bool:
-        """Take a slot; False if there is none now: the requester is told when to try again.
+        """Take a slot for a lookup. If there is none, queue it for `Requester.retry_slot`, and return False.
 
         Raises:
             RequestError: 413, no slot is as large.
-            NotReadyError: the slab is not this front's: an owner may still write answers of the front before it.
+            NotReadyError: the engine has not started this frontend's epoch, and may still write to the slab.
         """
         if not self._connected:
             self._require_engine()
@@ -287,7 +281,7 @@ class EngineExchange:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
             raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
         requester = lookup.requester
-        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.take(size)
+        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.allocate(size)
         if slot < 0:
             if requester is not None:
                 lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
@@ -299,16 +293,16 @@ class EngineExchange:
     def _require_engine(self) -> None:
         self._follow_engine()
         if not self._connected:
-            raise NotReadyError(self.away())
+            raise NotReadyError(self.unavailable())
 
     def keys_of(self, lookup: Lookup) -> memoryview:
-        """Return where the keys of a planned lookup go."""
+        """Return the memory for the keys of a planned lookup."""
         plan, slot = lookup.plan, lookup.slot
         start = slot + plan.keys_at  # type: ignore[union-attr]
         return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]
 
     def post(self, lookup: Lookup) -> None:
-        """Submit a lookup whose slot has its keys, or gets them here.
+        """Write the descriptor of a lookup, and keys that are not in its slot yet, and submit it.
 
         Raises:
             HPSError: it is refused.
@@ -317,15 +311,15 @@ class EngineExchange:
             self._require_engine()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
         lookup.device = lookup.version.device(lookup.device)
-        serial = lookup.version.serials[lookup.device]
+        deployment_id = lookup.version.deployment_ids[lookup.device]
         if plan is not None:
             descriptor = plan.descriptor
             self.region.view[slot : slot + len(descriptor)] = descriptor
-            self.region.longs[slot >> 3] = serial
+            self.region.longs[slot >> 3] = deployment_id
             if lookup.shared is not None:
                 self.segments.read(lookup.shared, self.keys_of(lookup))
         elif placed is not None:
-            placed.write(self.region, slot, serial)
+            placed.write(self.region, slot, deployment_id)
         now = time.perf_counter_ns()
         lookup.posted_ns = now
         lookup.due = lookup.due or now * 1e-9 + self.settings.request_timeout_s
@@ -339,7 +333,7 @@ class EngineExchange:
             if self._spins or len(self.pending) == 1:
                 os.eventfd_write(self._engine_event, 1)
             else:
-                self._loop.call_soon(self._wake_engine)  # for all that this turn of the event loop posts
+                self._loop.call_soon(self._wake_engine)
         if self._spins:
             self._spun_ns = time.perf_counter_ns()
             if not self._spinning:
@@ -358,7 +352,7 @@ class EngineExchange:
 
     def _woken(self) -> None:
         os.eventfd_read(self._event)
-        if not self._connected or self.region.longs[_OWNER_EPOCH] != self._epoch:
+        if not self._connected or self.region.longs[_ENGINE_EPOCH] != self._epoch:
             self._follow_engine()
         self._drain()
         if not self._spinning:
@@ -423,7 +417,7 @@ class EngineExchange:
         raise HPSError(f"the engine refused a descriptor (status {status})")
 
     def _read_scratch(self, lookup: Lookup) -> Any:
-        """Read what the engine has written to the scratch of a slot."""
+        """Read the JSON that the engine has written to the scratch of a slot."""
         at, words = lookup.slot >> 3, self.region.words
         start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
         if not 0 < size <= self.region.size:
@@ -433,10 +427,8 @@ class EngineExchange:
     def _failure(self, lookup: Lookup) -> Exception:
         found = self._read_scratch(lookup) or {}
         lookup.version.counts.failed(lookup.began_ns)
-        message, status = (
-            found.get("message", "internal error; the log of the service has the details"),
-            found.get("status", 500),
-        )
+        message = found.get("message", "internal error; the log of the service has the details")
+        status = found.get("status", 500)
         if status == 500:  # a bug
             identity = lookup.served.id.decode()
             _log.error("a lookup failed unexpectedly; the log of the engine has the details", extra=fields(request_id=identity))
@@ -472,7 +464,7 @@ class EngineExchange:
         requester.encoded(lookup, slot, deferred, answer)
 
     def _retry_retired(self, lookup: Lookup) -> None:
-        """Retry what a retired deployment did not answer: another version may have taken over."""
+        """Retry a lookup of a retired deployment: another version may serve now."""
         before, slot = lookup.version, lookup.slot
         body, json_bytes = lookup.body, lookup.json_bytes
         if lookup.plan is not None:
@@ -504,31 +496,31 @@ class EngineExchange:
             requester.refuse(error)
 
     def check_integrity(self) -> list[str]:
-        """Return a sentence for each invariant that is broken: of the slots, and that the engine has none that is free."""
+        """Return a sentence for each broken invariant: those of the slots, and that no posted slot is free."""
         posted = [*self.pending, *([self._check] if self._check >= 0 else [])]
-        free = [slot for slot in posted if not self.slots.is_taken(slot)]
+        free = [slot for slot in posted if not self.slots.is_allocated(slot)]
         return self.slots.check_integrity() + [f"exchange: slot {slot} is posted, but free" for slot in free]
 
     def disown(self, lookup: Lookup) -> None:
-        """Forget the requester of a lookup. A posted slot is the engine's until it is completed."""
+        """Forget the requester of a lookup. A posted slot belongs to the engine until it is completed."""
         lookup.requester = None
         if lookup.slot >= 0 and self.pending.get(lookup.slot) is not lookup:
             self.release(lookup.slot)
             lookup.slot = -1
 
     def release(self, slot: int) -> None:
-        """Take back a slot that neither the engine nor a client uses."""
-        self.slots.give_back(slot)
+        """Free a slot that neither the engine nor a client uses."""
+        self.slots.free(slot)
         if self._waiting:
             self._loop.call_soon(self._serve_next)
 
     def _serve_next(self) -> None:
-        """Let the first that waits for a slot retry."""
+        """Let the first waiting lookup retry to take a slot."""
         while self._waiting:
             lookup, requester = self._waiting.popleft()
             if lookup.requester is not requester:
                 continue
-            requester.slot_free()
+            requester.retry_slot()
             if self._waiting and self._waiting[-1][0] is lookup:  # still no room: first come, first served
                 self._waiting.rotate(1)
             return

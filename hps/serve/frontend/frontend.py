@@ -1,4 +1,4 @@
-"""A front process: reads what clients ask, posts lookups to the owner, and sends its answers."""
+"""A frontend process: reads requests, posts lookups to the engine, and sends its answers."""
 
 import asyncio
 import gc
@@ -19,10 +19,10 @@ from hps.ground.http1 import Head
 from hps.ground.memory.bounded_cache import cached_bytes
 from hps.ground.memory.heap import bound_heap
 from hps.regions import layout
-from hps.regions.layout import FrontDescriptors, Memory
+from hps.regions.layout import FrontendDescriptors, Memory
 from hps.regions.sharing import body_bytes
 from hps.serve.frontend.connections import UNREAD_S, ClientConnection, Connections
-from hps.serve.frontend.engine_health import OwnerHealth
+from hps.serve.frontend.engine_health import EngineHealth
 from hps.serve.frontend.exchange import EngineExchange
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
@@ -44,7 +44,7 @@ from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figure
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
 from hps.serve.http.targets import row_target
-from hps.serve.logs.lines import fields, use
+from hps.serve.logs.lines import configure_logging, fields
 from hps.serve.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 from hps.serve.protocol.json_size import SMALL_JSON_BYTES
@@ -62,7 +62,7 @@ BACKLOG: Final = 2048
 
 
 class RequestHead(Protocol):
-    """What is known of a request before its body."""
+    """The head of a request over any protocol."""
 
     @property
     def method(self) -> str: ...
@@ -73,7 +73,7 @@ class RequestHead(Protocol):
 
 
 class GrpcPort(Protocol):
-    """Serves gRPC beside HTTP, on the event loop of a front."""
+    """Serves gRPC on the event loop of a frontend."""
 
     async def start(self) -> None: ...
     async def stop(self, timeout_s: float) -> None: ...
@@ -81,46 +81,46 @@ class GrpcPort(Protocol):
         """Called twice a second."""
 
     def renew_certificate(self) -> None:
-        """The files of the certificate have changed."""
+        """Load the certificate's files, which have changed."""
 
 
-class Front:
-    """One front process. *One event loop.*
+class Frontend:
+    """One frontend process. *One event loop.*
 
     Args:
-        number: which of the fronts it is.
-        shared: what all fronts share with the owner; each has its share of the limits.
-        configuration: has the settings of the service until the page has others.
-        connect: makes the protocol of a new connection over HTTP.
-        spins: whether to spin while lookups are under way, rather than sleep.
-        loopback: whether only clients of this machine can connect.
+        number: index of the frontend.
+        shared: descriptors that all frontends share with the engine. Each frontend has an equal share of the limits.
+        configuration: its settings apply until the snapshot has others.
+        connect: makes the protocol of a new HTTP connection.
+        spins: whether to spin while lookups are pending, rather than sleep.
+        loopback: whether only clients on this machine can connect.
 
     Attributes:
-        leaving: whether the service is stopping, so that each answer tells its client to reconnect.
-        grpc: serves gRPC; set it before `start`.
+        draining: whether the service is stopping, so that each answer tells its client to reconnect.
+        grpc: the gRPC server, if any; set before `start`.
     """
 
     def __init__(
         self,
         number: int,
-        shared: FrontDescriptors,
+        shared: FrontendDescriptors,
         configuration: Configuration,
         *,
-        connect: Callable[["Front"], asyncio.BaseProtocol],
+        connect: Callable[["Frontend"], asyncio.BaseProtocol],
         spins: bool,
         loopback: bool,
     ) -> None:
         self.number = number
         self._connect = connect
-        self._fronts = len(shared.regions)
+        self._frontends = len(shared.regions)
         settings = self.settings = configuration.service
-        self.published = Published(Memory(shared.page, writable=False), self._follow)
+        self.published = Published(Memory(shared.page, writable=False), self._apply)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
-        self.leaving = False
+        self.draining = False
         self.refusals = Refusals()
         self.memory = HeldMemory(settings.max_held_bytes)
         self.connections = Connections(settings.max_connections)
-        self.authorization = Authorization(settings, share=1 / self._fronts)
+        self.authorization = Authorization(settings, share=1 / self._frontends)
         self.authorization.loopback = loopback
         self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
         self.grpc: GrpcPort | None = None
@@ -129,34 +129,34 @@ class Front:
         self._spans = spans_of(configuration)
         self._requests = RequestLog(settings, self._spans)
         self.new_id = new_ids()
-        self.owner = EngineConnections(shared.path, self.exchange.away)
-        self.owner_health = OwnerHealth(self.owner, self.check_ready)
+        self.engine = EngineConnections(shared.path, self.exchange.unavailable)
+        self.engine_health = EngineHealth(self.engine, self.check_ready)
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         region = self.exchange.region
         found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-        if found is not None and are_figures(found[1]):  # those of the front before it
+        if found is not None and are_figures(found[1]):  # of the process that this one replaces
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
                 self.published.counts[name] = InferenceCounts(*values)
         region[layout.FIGURES] = region[layout.FIGURES] & ~1
 
-    def _follow(self, page: dict[str, Any]) -> None:
-        settings = ServiceConfig.model_validate(page["settings"])
-        if settings != self.settings or page["tokens"] != self._tokens:
-            self._tokens = page["tokens"]
+    def _apply(self, snapshot: dict[str, Any]) -> None:
+        settings = ServiceConfig.model_validate(snapshot["settings"])
+        if settings != self.settings or snapshot["tokens"] != self._tokens:
+            self._tokens = snapshot["tokens"]
             self._configure(settings)
-        self.exchange.segments.follow(page["shared_memory"])
+        self.exchange.segments.update(snapshot["shared_memory"])
 
     def _configure(self, settings: ServiceConfig) -> None:
         before, self.settings = self.settings, settings
-        how = "log_format", "log_level"  # only where it has changed: the command line stands above the configuration
-        use(*(None if getattr(before, key) == getattr(settings, key) else getattr(settings, key) for key in how))
+        keys = "log_format", "log_level"  # only changed ones: the command line overrides the configuration
+        configure_logging(*(None if getattr(before, key) == getattr(settings, key) else getattr(settings, key) for key in keys))
         self.authorization.configure(settings, [TokenConfig.model_validate(token) for token in self._tokens])
         self._requests.configure(settings)
-        self.memory.limit_to(body_bytes(settings, self._fronts))
+        self.memory.limit_to(body_bytes(settings, self._frontends))
         self.exchange.settings = settings
-        self.connections.limit_to(-(-settings.max_connections // self._fronts))
+        self.connections.limit_to(-(-settings.max_connections // self._frontends))
 
     # -- requests ---------------------------------------------------------------------------------------------------------
 
@@ -165,8 +165,10 @@ class Front:
         served.id = self.new_id()
         return served
 
-    def begin(self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float) -> bool:
-        """Note a request's id, and decide what to log of it; return whether `end` has to be told."""
+    def start_request(
+        self, client: str, head: RequestHead, target: LookupTarget | None, served: Served, started: float
+    ) -> bool:
+        """Record a request's id, and decide what to log of it; return `watched` for `finish_request`."""
         headers = head.headers
         if (b"x-request-id" in headers or b"traceparent" in headers) and (named := request_id(headers)):
             served.id = named
@@ -174,13 +176,13 @@ class Front:
             return False
         served.model, served.version = target.model_name, target.version
         if watched := started >= self._requests.quiet_until:
-            self._requests.begin(served, self._scope(head, client), headers)
+            self._requests.start(served, self._scope(head, client), headers)
         return watched
 
     def check(
         self, head: Head, target: LookupTarget | None, served: Served, client: str, server: Any, certificate: Sequence[str]
     ) -> None:
-        """Refuse a request by its head, or the names in its client's certificate, alone.
+        """Check a request's head and the names in its client's certificate, before its body is read.
 
         Args:
             server: the address that the client has connected to.
@@ -188,6 +190,7 @@ class Front:
         Raises:
             RequestError, HPSError: it is refused.
         """
+        # Rejecting here, rather than when the body is complete, is what keeps strangers from holding memory.
         if self.published.written[0] != self.published.version:
             self.published.poll()
         if head.length > (most := self.most_bytes(head.path, target)):
@@ -197,7 +200,7 @@ class Front:
         if self.authorization.asks or certificate:
             self.authorize(head.headers, certificate, served, target)
         if target is None:
-            if not 0 <= head.length <= SMALL_BYTES:  # the owner checks rights, but no memory is held for strangers before
+            if not 0 <= head.length <= SMALL_BYTES:  # the engine checks rights, but too late for a large body
                 scope = {**self._scope(head, client), "server": server, CERTIFICATE: certificate}
                 self.authorization.check(scope, head.headers, served.identity)
             return
@@ -209,26 +212,26 @@ class Front:
     def authorize(
         self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
     ) -> None:
-        """Note who sent a request, check the rights of a lookup, and the limits of every request.
+        """Identify the client, and check its limits, and its rights if it sends a lookup.
 
         Raises:
             RequestError: it is refused.
-            NotReadyError: the owner has not said yet which tokens there are.
+            NotReadyError: the engine has not published the tokens yet.
         """
         identity = served.identity = self.authorization.find(headers, certificate)
         if target is None:
-            self.authorization.count(identity)  # its rights are checked by the owner
+            self.authorization.count(identity)  # the engine checks its rights
             return
         if self.published.version < 0:
             raise NotReadyError(f"the parameter server is not ready: {self.published.blocked}")
         self.authorization.admit(identity, "lookup", headers, certificate)
 
     def can_reuse(self, snapshot: int, started: float) -> bool:
-        """Return whether what followed from a request's head and JSON part still does.
+        """Return True if a lookup planned from this head and JSON part may be repeated: nothing that decides it has changed.
 
         Args:
-            snapshot: version of the engine's snapshot of which it was true: of models, tokens and settings.
-            started: when the next request arrived; no line of the access log is due for it.
+            snapshot: version of the engine's snapshot, with models, tokens and settings, when it was planned.
+            started: arrival of the repetition, for which no line of the access log may be due.
         """
         return snapshot == self.published.written[0] == self.published.version and started < self._requests.quiet_until
 
@@ -248,11 +251,13 @@ class Front:
         size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
         return size if size is not None and size < SMALL_JSON_BYTES else -1
 
-    def planned(self, requester: Requester, target: LookupTarget, served: Served, text: bytes, size: int) -> Lookup | None:
-        """Begin a binary lookup whose JSON part has arrived; None if the rest of its body has to be read first.
+    def start_planned(
+        self, requester: Requester, target: LookupTarget, served: Served, text: bytes, size: int
+    ) -> Lookup | None:
+        """Start a binary lookup whose JSON part has arrived; return None if it needs its complete body first.
 
         Args:
-            size: of the body.
+            size: length of the body.
         """
         if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
@@ -262,14 +267,14 @@ class Front:
         if plan is None:
             return None
         if size != len(text) + plan.keys_bytes:
-            return None  # the generic path says what is wrong with it
+            return None  # the generic path reports the error
         lookup = Lookup(requester, target, served, version, text, plan, device=plan.device, began_ns=began)
         served.version = version.tables.version
         if served.identity is not None:
             self.authorization.take_keys(served.identity, plan.keys)
         return lookup
 
-    def decoded(
+    def start_decoded(
         self,
         requester: Requester,
         target: LookupTarget,
@@ -278,10 +283,10 @@ class Front:
         length: bytes | None,
         shared: SharedTensors | None = None,
     ) -> Lookup:
-        """Decode a lookup whose body has arrived.
+        """Start a lookup whose body has arrived.
 
         Args:
-            length: of its JSON part, as written; None if all of it is JSON.
+            length: text of the header with the length of its JSON part; default: all of it is JSON.
             shared: its tensors in shared memory.
 
         Raises:
@@ -299,7 +304,7 @@ class Front:
                 return lookup
             if shared.size_bytes > (most := self.settings.max_body_bytes):
                 raise too_large(f"its tensors in shared memory have {shared.size_bytes} bytes", most)
-            requester.hold(len(body) + shared.size_bytes, "reading the request")
+            requester.reserve_bytes(len(body) + shared.size_bytes, "reading the request")
             lookup.body = self.exchange.segments.body_of(shared)
         elif not target.is_json:
             try:
@@ -314,45 +319,44 @@ class Front:
     def shared_tensors(
         self, target: LookupTarget, body: bytes | bytearray, length: bytes | None, client: str, headers: Mapping[bytes, bytes]
     ) -> SharedTensors | None:
-        """Find the tensors in shared memory of a request; None if there are none, or if it is off."""
+        """Find the tensors in shared memory of a request; None without any, or if the feature is off."""
         if not self.settings.shared_memory_bytes or target.is_json:
             return None
         return shared_tensors(body, parse_header_length(length, len(body)), client, headers)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 
-    def without_owner(self, head: Head | None) -> HTTPAnswer:
-        """Answer a request that the owner's application did not take.
+    def answer_without_engine(self, head: Head | None) -> HTTPAnswer:
+        """Answer a request that could not be forwarded to the engine's application.
 
         Raises:
-            NotReadyError: the request needs it.
+            NotReadyError: the request needs the engine.
         """
         if head is not None and head.path == "/v2/health/live" and head.method in ("GET", "HEAD"):
             return HTTPAnswer(200, [JSON], (b'{"live":true}',))
         self.published.poll()
-        raise NotReadyError(self.exchange.away())
+        raise NotReadyError(self.exchange.unavailable())
 
     def check_ready(self, path: str) -> None:
-        """Check, before the owner is asked whether it or a model is ready, that it answers lookups of this front.
-
-        The owner's application speaks for its models, and not for the way from here to them. While it is blocked, it says why
-        and how far it is.
+        """Check, before a request for readiness is forwarded, that the engine answers lookups of this frontend.
 
         Raises:
             NotReadyError: it does not answer them.
         """
+        # The engine's application knows its models, but not whether this frontend's region works. While it is blocked it
+        # reports the reason and its progress, which is more than could be said here.
         if path.startswith("/v2/") and path.endswith("/ready"):
             self.published.poll()
-            if not self.published.blocked and (reason := self.exchange.unanswered()):
+            if not self.published.blocked and (reason := self.exchange.unready_reason()):
                 raise NotReadyError(reason)
 
     def error_answer(self, error: Exception, client: str, head: Head | None, served: Served) -> HTTPAnswer:
-        self.note_error(error, client, head, served)
+        self.record_error(error, client, head, served)
         answer = error_answer(error, served.id.decode())
         release_frames(error)
         return answer
 
-    def note_error(self, error: Exception, client: str, head: RequestHead | None, served: Served) -> None:
+    def record_error(self, error: Exception, client: str, head: RequestHead | None, served: Served) -> None:
         """Count and log an error with which a request ends."""
         served.failed(error)
         identity = served.id.decode()
@@ -364,15 +368,15 @@ class Front:
         if not isinstance(error, HPSError | MemoryError):
             _log.error("serving %s failed unexpectedly", line, exc_info=error, extra=fields(request_id=identity))
 
-    def end(
+    def finish_request(
         self, client: str, head: RequestHead | None, route: str, served: Served, status: int, started: float, *, watched: bool
     ) -> None:
         """Count and log a request that has ended."""
         seconds = time.perf_counter() - started
-        who = "" if served.identity is None else self.authorization.counted(served.identity)
-        self.metrics.count(route, status, seconds, who)
+        token = "" if served.identity is None else self.authorization.counted(served.identity)
+        self.metrics.count(route, status, seconds, token)
         if head is not None and (watched or served.error is not None):
-            self._requests.end(served, self._scope(head, client), route, status, seconds)
+            self._requests.finish(served, self._scope(head, client), route, status, seconds)
         elif head is None or head.path not in POLLED:
             self._requests.left_out += 1
 
@@ -391,52 +395,52 @@ class Front:
         connections = self.connections
         if len(connections.order) >= connections.most:
             limit = connections.full()
-            least_missed = connections.least_missed()
-            if least_missed is None:
+            replaceable = connections.find_replaceable()
+            if replaceable is None:
                 self.refusals.refuse("connections", limit)
                 connection.refuse_connection()
                 return
-            least_missed.close()
+            replaceable.close()
         connections.order[connection] = None
 
     def closed(self, connection: ClientConnection) -> None:
         self.connections.order.pop(connection, None)
 
-    def _look(self) -> None:
-        """Do what is due twice a second."""
+    def _poll(self) -> None:
+        """Do the periodic work, twice a second."""
         now = time.monotonic()
         settings = self.settings
         self.published.poll()
-        self.exchange.look(now)
-        if self.tls is not None and self.tls.look() and self.grpc is not None:
+        self.exchange.poll(now)
+        if self.tls is not None and self.tls.poll() and self.grpc is not None:
             self.grpc.renew_certificate()
         if self.grpc is not None:
             self.grpc.poll(now)
-        for one in list(self.connections.order):
-            one.look(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
+        for connection in list(self.connections.order):
+            connection.poll(now, settings.request_timeout_s, settings.answer_timeout_s, settings.keep_alive_s)
         if self.exchange.slots.crowded:
-            for one in list(self.connections.order):
-                one.end_unread(now - UNREAD_S)
-        self.connections.look()
-        self._count_kept()
-        self._ticks["look"] = self.loop.call_later(_TICK_S, self._look)
+            for connection in list(self.connections.order):
+                connection.end_unread(now - UNREAD_S)
+        self.connections.poll()
+        self._count_kept_by_tls()
+        self._ticks["poll"] = self.loop.call_later(_TICK_S, self._poll)
 
-    def _count_kept(self) -> None:
-        """Count what connections keep. Close idle ones while that is more than half of the budget, the longest idle first."""
-        kept = [(one, size) for one in self.connections.order if (size := one.kept_bytes)]
+    def _count_kept_by_tls(self) -> None:
+        """Count the memory that TLS keeps. While it exceeds half of the budget, close the longest idle connections."""
+        kept = [(connection, size) for connection in self.connections.order if (size := connection.kept_bytes)]
         total = sum(size for _, size in kept)
-        for one, size in kept:
+        for connection, size in kept:
             if total <= self.memory.limit // 2:
                 break
-            if one.idle:
-                one.close()
+            if connection.idle:
+                connection.close()
                 total -= size
         self.memory.kept = total
 
     # -- figures ----------------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Return what this front, and those before it in its place, have counted."""
+        """Return the counts of this frontend, which include those of the processes that it replaces."""
         inference = {
             name: [counts.successes, counts.failures, counts.input_ns, counts.queue_ns, counts.infer_ns,
                                    counts.output_ns, counts.failure_ns, counts.last_ns]
@@ -453,14 +457,13 @@ class Front:
         }
 
     def publish(self) -> None:
-        """Publish the figures."""
         layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.PAGE_TEXT)
 
     def _publish_often(self) -> None:
         self.publish()
         self._ticks["publish"] = self.loop.call_later(_FIGURES_S, self._publish_often)
 
-    # -- life -------------------------------------------------------------------------------------------------------------
+    # -- start and stop ---------------------------------------------------------------------------------------------------
 
     def run(self, listener: socket.socket) -> None:
         """Serve until SIGTERM. Blocks."""
@@ -469,11 +472,11 @@ class Front:
     async def _run(self, listener: socket.socket) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, stopping.set)
-        loop.add_signal_handler(signal.SIGUSR1, self.leave)
-        for number in (signal.SIGINT, signal.SIGHUP):  # the parent says what they mean
+        loop.add_signal_handler(signal.SIGUSR1, self.drain)
+        for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles them
             loop.add_signal_handler(number, lambda: None)
         bound_heap(_HEAPS)
-        gc.collect()  # before connections wait for it
+        gc.collect()  # now, while no connection waits for it
         gc.freeze()
         await self.start(listener)
         await stopping.wait()
@@ -481,26 +484,25 @@ class Front:
         self.close()
 
     async def start(self, listener: socket.socket) -> None:
-        """Begin to serve HTTP, and gRPC if it is set, on this event loop."""
+        """Serve HTTP, and gRPC if it is set, on this event loop."""
         loop = self.loop = asyncio.get_running_loop()
         self.exchange.start(loop)
         self.published.poll()
         self._servers = [(listener, await loop.create_server(lambda: self._connect(self), sock=listener, backlog=BACKLOG))]
         if self.grpc is not None:
             await self.grpc.start()
-        self._look()
+        self._poll()
         self._publish_often()
 
-    def leave(self) -> None:
-        """Let every connection close after its next answer."""
-        self.leaving = True
+    def drain(self) -> None:
+        """Close every connection after its next answer."""
+        self.draining = True
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop listening once the queues of the listeners are empty, since closing resets unaccepted connections; then wait
-        until the requests that are under way have their answers.
-        """
-        self.leave()
+        """Stop listening, and wait until all requests have their answers."""
+        self.drain()
         grpc = None if self.grpc is None else asyncio.create_task(self.grpc.stop(timeout_s))
+        # Closing a listener resets the connections in its queue, so the queues are emptied first.
         queued = select.poll()
         for listener, _ in self._servers:
             queued.register(listener, select.POLLIN)
@@ -519,13 +521,13 @@ class Front:
             await grpc
 
     def close(self) -> None:
-        """End what is left, and publish the last figures."""
-        for left in list(self.connections.order):
-            left.transport.abort()
+        """Abort the remaining connections, and publish the last figures."""
+        for connection in list(self.connections.order):
+            connection.transport.abort()
         for tick in self._ticks.values():
             tick.cancel()
         self.exchange.close()
-        self.owner.close()
+        self.engine.close()
         self.publish()
         if self._spans is not None:
             self._spans.close()

@@ -1,7 +1,7 @@
-"""One call of gRPC in a frontend: who sent it, what it holds, and a lookup by `ModelInfer`.
+"""A gRPC call in a frontend: its client, its memory, and a lookup by `ModelInfer`.
 
-A lookup takes the same slots as over HTTP. Everything else is requested from the engine's application, and its JSON answer
-becomes a message, so that both protocols say the same.
+A lookup takes the same slots as over HTTP. Everything else is requested from the engine's application, whose JSON answer
+becomes a message, so that both protocols agree.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from urllib.parse import unquote
 import orjson
 
 from hps.errors import InvalidInputError
-from hps.ground.http1 import Headers, given_twice
+from hps.ground.http1 import Headers, repeated_header_message
 from hps.ground.memory.bounded_cache import BoundedCache
 from hps.serve.frontend.answers import EncodedAnswer
-from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.frontend import Frontend
 from hps.serve.frontend.pending import Lookup
 from hps.serve.frontend.proxy import forwarded
 from hps.serve.frontend.published import LookupTarget
@@ -31,7 +31,7 @@ _NOT_FORWARDED: Final = (b"grpc-", b"content-type", b"host")
 
 
 class CallHead(NamedTuple):
-    """What is known of a call before its first message, named as in a `Head` of HTTP/1.1."""
+    """The head of a call, with the attributes of `http1.Head` (`RequestHead`)."""
 
     path: str
     headers: Mapping[bytes, bytes]
@@ -42,25 +42,25 @@ class GrpcCall:
     """One call. *One event loop.*
 
     Args:
-        context: of grpc.aio.
+        context: context of grpc.aio.
 
     Attributes:
         client: IP address.
         peer: address of the connection.
         certificate: names in the client's certificate.
-        identity: who sent it, if known.
-        task: in which the call is served.
-        request_id: of the request that was answered last.
-        reads_since: when it began to wait for a message; 0: it does not.
+        identity: the client's identity, if known.
+        task: task that serves the call.
+        request_id: id of the last answered request.
+        reads_since: start of waiting for a message; 0 while it does not wait.
         streams: whether its client sends several messages.
         waits: whether it waits for the client, not for an answer.
-        ends_with: the error for which `end_with` has cancelled the task.
-        reported: an error that is counted and logged already.
-        unknown: whether it is one of the calls without a token that a connection has few of.
+        ends_with: error for which `end_with` has cancelled the task.
+        reported: error that is already counted and logged.
+        unknown: whether it counts as a call without a token.
     """
 
-    def __init__(self, front: Front, path: str, context: Any) -> None:
-        self.front = front
+    def __init__(self, frontend: Frontend, path: str, context: Any) -> None:
+        self.frontend = frontend
         self.context = context
         # Binary metadata may have line feeds, and headers are forwarded to the engine as lines.
         pairs = [(name, value) for name, value in context.invocation_metadata() if isinstance(value, str)]
@@ -68,7 +68,7 @@ class GrpcCall:
         self.head = CallHead(path, self.headers)
         self.peer: str = context.peer()
         self.client = unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")
-        self.certificate = _names(context.auth_context()) if front.settings.tls_client_ca_path else ()
+        self.certificate = _names(context.auth_context()) if frontend.settings.tls_client_ca_path else ()
         self.identity: Identity | None = None
         self.task = asyncio.current_task()
         self.started = time.perf_counter()
@@ -84,70 +84,70 @@ class GrpcCall:
 
         Args:
             infers: whether its messages are lookups.
-            guarded: whether a call that is no lookup takes a token; the engine's application knows what others take.
+            guarded: whether a call that is no lookup needs a token; for forwarded calls the engine's application decides.
 
         Raises:
             HPSError: it is refused.
         """
-        front, headers = self.front, self.headers
+        frontend, headers = self.frontend, self.headers
         if headers.repeated:
-            raise InvalidInputError(given_twice(headers))
+            raise InvalidInputError(repeated_header_message(headers))
         size = _CALL_BYTES + sum(_HEADER_BYTES + len(name) + len(value) for name, value in headers.items())
-        self.hold(size, "reading the headers", spare=True)
+        self.reserve_bytes(size, "reading the headers", spare=True)
         self._metadata_bytes = size
-        front.published.poll()
-        if front.authorization.asks or self.certificate:
-            served = front.served()
+        frontend.published.poll()
+        if frontend.authorization.asks or self.certificate:
+            served = frontend.served()
             try:
-                front.authorize(headers, self.certificate, served, LookupTarget(self.head.path, "") if infers else None)
+                frontend.authorize(headers, self.certificate, served, LookupTarget(self.head.path, "") if infers else None)
             finally:
                 self.identity = served.identity
             if guarded and self.identity is None:
-                front.authorization.admit(None, None, headers, self.certificate)
+                frontend.authorization.admit(None, None, headers, self.certificate)
 
     async def read(self) -> bytes | None:
-        """Wait for the next message, and hold its bytes; None: there is none, or one that the library has refused."""
+        """Wait for the next message, and count its memory; None at the end, or if the library has refused it."""
         self.waits, self.reads_since = True, time.monotonic()
         data = await self.context.read()
         self.waits, self.reads_since = False, 0.0
         if not isinstance(data, bytes):
             return None
-        self.hold(len(data))
+        self.reserve_bytes(len(data))
         return data
 
     def end_with(self, error: Exception) -> None:
-        """End the call with an error, whatever it waits for."""
+        """End the call with an error, also while it waits."""
         if self.ends_with is None and self.task is not None:
             self.ends_with = error
             self.task.cancel()
 
-    def hold(self, size: int, what: str = "reading the request", *, spare: bool = False) -> None:
-        """Hold so many bytes more.
+    def reserve_bytes(self, size: int, what: str = "reading the request", *, spare: bool = False) -> None:
+        """Reserve further bytes.
 
         Raises:
             RequestError, OverloadedError: there is no memory for them.
         """
-        self._held += self.front.memory.take(size, what, spare=spare)
+        self._held += self.frontend.memory.reserve(size, what, spare=spare)
 
-    def hold_answer(self, size: int) -> None:
-        """Hold an answer until the client has it. It exists already, so that no limit refuses it: it refuses later requests."""
-        self.front.memory.held += size
+    def count_answer(self, size: int) -> None:
+        """Count the memory of an answer until it is sent. It exists already, so only later requests can be refused for it."""
+        self.frontend.memory.held += size
         self._held += size
 
     def release_messages(self) -> None:
-        """Give back a message of a stream and its answer."""
-        self.front.memory.held -= self._held - self._metadata_bytes
+        """Release the memory of a stream's message and of its answer."""
+        self.frontend.memory.held -= self._held - self._metadata_bytes
         self._held = self._metadata_bytes
 
-    def why_cancelled(self) -> Exception | None:
-        """Return why the task is cancelled: the error of `end_with`, or a deadline; None: the client has left."""
+    def cancellation_error(self) -> Exception | None:
+        """Return why the task is cancelled: the error of `end_with`, or a deadline; None if the client has disconnected."""
         if self.ends_with is None and self.context.time_remaining() == 0:
             self.ends_with = RequestError(504, "the deadline of the call has passed")
         return self.ends_with
 
     def close(self) -> None:
-        """Give back what the call holds."""
-        self.front.memory.held -= self._held
+        """Release the memory of the call."""
+        self.frontend.memory.held -= self._held
         self._held = 0
 
     # -- the engine's application -----------------------------------------------------------------------------------------
@@ -156,19 +156,19 @@ class GrpcCall:
         """Send a request to the engine's application; return status and body.
 
         Raises:
-            RequestError: 503, it is not there.
-            NotReadyError: readiness is requested, and it does not answer lookups of this frontend.
+            RequestError: 503, the engine is not running.
+            NotReadyError: readiness is requested, and the engine does not answer lookups of this frontend.
         """
-        self.front.check_ready(path)
+        self.frontend.check_ready(path)
         headers = [(b"host", b"hps"), *(line for line in self.headers.items() if not line[0].startswith(_NOT_FORWARDED))]
         request = forwarded(method, path.encode(), headers, body, self.client, self.certificate)
-        return await self.front.owner.answer_of(request)
+        return await self.frontend.engine.fetch_answer(request)
 
     async def request_json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Request JSON from the engine's application.
 
         Raises:
-            RequestError: it refuses.
+            RequestError: it is refused.
         """
         status, text = await self.request(method, path, b"" if body is None else orjson.dumps(body))
         found = orjson.loads(text) if text else {}
@@ -188,8 +188,8 @@ class GrpcLookup:
 
     def __init__(self, call: GrpcCall, size: int) -> None:
         self._call = call
-        self._front = front = call.front
-        self._served = served = front.served()
+        self._frontend = frontend = call.frontend
+        self._served = served = frontend.served()
         served.identity, served.bytes_in = call.identity, size
         self._started = time.perf_counter()
         self._watched = False
@@ -197,15 +197,15 @@ class GrpcLookup:
         self._lookup: Lookup | None = None
         self._keys: Sequence[bytes | memoryview] = ()
         self._deferred = 0
-        self._message: asyncio.Future[bytes] = front.loop.create_future()
+        self._message: asyncio.Future[bytes] = frontend.loop.create_future()
 
     async def answer(self, data: bytes) -> bytes:
         """Return the `ModelInferResponse`.
 
         Raises:
-            HPSError: it is refused; that is counted and logged here.
+            HPSError: it is refused, which is counted and logged here.
         """
-        front, call, served = self._front, self._call, self._served
+        frontend, call, served = self._frontend, self._call, self._served
         status = DISCONNECTED
         try:
             self._post(data)
@@ -214,89 +214,91 @@ class GrpcLookup:
             metadata = [("x-request-id", served.id.decode())]
             if self._deferred:
                 metadata.append((DEFERRED_KEYS.decode(), str(self._deferred)))
-            # As trailing metadata: initial metadata would take another round through the library's threads.
+            # Trailing, since initial metadata would take another round through the library's threads.
             call.context.set_trailing_metadata(tuple(metadata))
             return message
-        except asyncio.CancelledError:  # the client has left, its deadline has passed, or `end_with` has a reason
-            if (error := call.why_cancelled()) is not None:
+        except asyncio.CancelledError:  # the client has disconnected, or `cancellation_error` has a reason
+            if (error := call.cancellation_error()) is not None:
                 status = status_of(error)
                 call.reported = error
-                front.note_error(error, call.client, call.head, served)
+                frontend.record_error(error, call.client, call.head, served)
             if self._lookup is not None and status != DISCONNECTED:
                 self._lookup.version.counts.failed(self._lookup.began_ns)
             raise
         except Exception as error:
             status, call.reported = status_of(error), error
-            front.note_error(error, call.client, call.head, served)
+            frontend.record_error(error, call.client, call.head, served)
             raise
         finally:
             call.request_id = served.id
             lookup, self._lookup = self._lookup, None
             if lookup is not None:
-                front.exchange.disown(lookup)
-            self.hold(0)
-            front.end(call.client, call.head, call.head.path, served, status, self._started, watched=self._watched)
+                frontend.exchange.disown(lookup)
+            self.reserve_bytes(0)
+            frontend.finish_request(
+                call.client, call.head, call.head.path, served, status, self._started, watched=self._watched
+            )
 
     def _post(self, data: bytes) -> None:
-        front, call, served = self._front, self._call, self._served
+        frontend, call, served = self._frontend, self._call, self._served
         request = read_infer_request(data)
         target = LookupTarget(call.head.path, request.model_name, request.version or None)
-        self._watched = front.begin(call.client, call.head, target, served, self._started)
-        lookup = front.planned(self, target, served, request.text, len(request.text) + sum(map(len, request.binary)))
+        self._watched = frontend.start_request(call.client, call.head, target, served, self._started)
+        lookup = frontend.start_planned(self, target, served, request.text, len(request.text) + sum(map(len, request.binary)))
         if lookup is None:
             length = b"%d" % len(request.text)
-            lookup = front.decoded(self, target, served, b"".join((request.text, *request.binary)), length)
+            lookup = frontend.start_decoded(self, target, served, b"".join((request.text, *request.binary)), length)
         self._lookup, self._keys = lookup, request.binary
         self._take_slot(lookup)
 
     def _take_slot(self, lookup: Lookup) -> None:
-        exchange = self._front.exchange
+        exchange = self._frontend.exchange
         if not exchange.take_slot(lookup):
             return
         if lookup.plan is not None:
-            room, at = exchange.keys_of(lookup), 0
+            target, at = exchange.keys_of(lookup), 0
             for piece in self._keys:
-                room[at : at + len(piece)] = piece
+                target[at : at + len(piece)] = piece
                 at += len(piece)
         self._keys = ()
         exchange.post(lookup)
 
-    # -- what the exchange calls (`pending.Requester`) --------------------------------------------------------------------
+    # -- `pending.Requester`, called by the exchange ----------------------------------------------------------------------
 
-    def slot_free(self) -> None:
+    def retry_slot(self) -> None:
         if self._lookup is not None:
             try:
                 self._take_slot(self._lookup)
             except Exception as error:  # noqa: BLE001 - the client gets an answer
                 self.refuse(error)
 
-    def hold(self, size: int, what: str = "reading the request") -> None:
-        memory = self._front.memory
+    def reserve_bytes(self, size: int, what: str = "reading the request") -> None:
+        memory = self._frontend.memory
         memory.held -= self._held
         self._held = 0
         if size:
-            self._held = memory.take(size, what)
+            self._held = memory.reserve(size, what)
 
     def wait_with(self, body: bytes | bytearray) -> None:
-        """The lookup has its body itself."""
+        """Do nothing: the lookup has its body."""
 
     def answered(self, lookup: Lookup, slot: int, deferred: int) -> None:
         if lookup.plan is not None:
             start = slot + lookup.plan.vectors_at
-            tensors = self._front.exchange.region.view[start : slot + lookup.plan.end]
-            self._finish(_answer_of(lookup.plan.text), tensors, slot, deferred)
+            tensors = self._frontend.exchange.region.view[start : slot + lookup.plan.end]
+            self._finish(_cached_answer(lookup.plan.text), tensors, slot, deferred)
 
     def encoded(self, lookup: Lookup, slot: int, deferred: int, answer: EncodedAnswer) -> None:
         text, pieces = b"".join(answer.text), b"".join(answer.binary)
-        start = 0 if text else answer.text_bytes or 0  # without a text of its own, one piece of memory has both
+        start = 0 if text else answer.text_bytes or 0  # if there is no text, the first piece contains it
         self._finish(write_infer_answer(text or pieces[:start]), memoryview(pieces)[start:], slot, deferred)
 
     def _finish(self, answer: InferAnswer, tensors: memoryview, slot: int, deferred: int) -> None:
-        """Copy an answer out of its slot, which others need: the library may keep it until a slow client has read it."""
+        """Copy an answer out of its slot, since the library may keep the message until a slow client has read it."""
         self._lookup = None
         message = answer.joined(tensors)
-        self._front.exchange.release(slot)
-        self._call.hold_answer(len(message))
+        self._frontend.exchange.release(slot)
+        self._call.count_answer(len(message))
         self._served.bytes_out, self._deferred = len(message), deferred
         if not self._message.done():
             self._message.set_result(message)
@@ -306,7 +308,7 @@ class GrpcLookup:
             self._message.set_exception(error)
 
 
-_answer_of = BoundedCache(
+_cached_answer = BoundedCache(
     write_infer_answer,
     lambda answer, text: 1000 + len(text) + sum(map(len, answer.heads)) + 80 * len(answer.heads),
 )

@@ -27,13 +27,13 @@ _SERVICES: Final = [f"{file.package}.{service.name}" for file in FILES.values() 
 
 
 class Method(NamedTuple):
-    """A method that is served. It has one of the two functions; both take and return messages as bytes."""
+    """A method. It has either `answer` or `watch`; both take and return messages as bytes."""
 
     answer: Callable[[GrpcCall, bytes], Awaitable[bytes]] | None  # answers a message
     watch: Callable[[GrpcCall, bytes], AsyncGenerator[bytes, None]] | None = None  # answers a message many times
     infers: bool = False  # its messages are lookups
     streams: bool = False  # clients send several messages, each of which is answered
-    guarded: bool = False  # it takes a token, though it is not forwarded to the engine's application
+    guarded: bool = False  # it needs a token, which is checked here
 
 
 # -- lookups --------------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ async def _infer(call: GrpcCall, data: bytes) -> bytes:
 
 async def _infer_streamed(call: GrpcCall, data: bytes) -> bytes:
     try:
-        call.front.authorization.count(call.identity)
+        call.frontend.authorization.count(call.identity)
         return streamed(await GrpcLookup(call, len(data)).answer(data))
     except Exception as error:  # noqa: BLE001 - the stream goes on
         return stream_error(message_of(error))
@@ -57,13 +57,13 @@ async def _infer_streamed(call: GrpcCall, data: bytes) -> bytes:
 async def _live(call: GrpcCall, request: Any) -> Any:
     try:
         status, _ = await call.request("GET", "/v2/health/live")
-    except RequestError:  # the frontend answers, and the engine is being started again
+    except RequestError:  # the frontend lives, while the engine is being restarted
         status = 200
     return {"live": status == 200}
 
 
 async def _ready(call: GrpcCall, request: Any) -> Any:
-    return {"ready": await call.front.owner_health.is_ready()}
+    return {"ready": await call.frontend.engine_health.is_ready()}
 
 
 async def _model_ready(call: GrpcCall, request: Any) -> Any:
@@ -121,7 +121,7 @@ def _model_path(request: Any, after: str = "") -> str:
 
 
 def _forwarded(name: str, function: Callable[[GrpcCall, Any], Awaitable[Any]]) -> Method:
-    """Return the method of this name, whose function takes the request and returns the response as JSON has it."""
+    """Return the method of this name. Its function takes the request, and returns the response as JSON values."""
     kinds = message(f"inference.{name}Request"), message(f"inference.{name}Response")
 
     async def answer(call: GrpcCall, data: bytes) -> bytes:
@@ -159,14 +159,14 @@ def _status(*, ready: bool) -> bytes:
 async def _check(call: GrpcCall, data: bytes) -> bytes:
     if not _checked_service(data):
         raise RequestError(404, f"got an unknown service, expected one of {', '.join(_SERVICES)}")
-    return _status(ready=await call.front.owner_health.is_ready())
+    return _status(ready=await call.frontend.engine_health.is_ready())
 
 
 async def _watch(call: GrpcCall, data: bytes) -> AsyncGenerator[bytes, None]:
     known = _checked_service(data)
     if not known:
         yield _serialized(_HealthResponse(status="SERVICE_UNKNOWN"))
-    async with aclosing(call.front.owner_health.watch()) as found:  # until the client ends the call
+    async with aclosing(call.frontend.engine_health.watch()) as found:  # until the client ends the call
         async for ready in found:
             if known:
                 yield _status(ready=ready)

@@ -20,7 +20,7 @@ import grpc.aio
 from hps.configuration.load import ServiceConfig
 from hps.errors import InvalidInputError, NotReadyError
 from hps.ground.small_files import read_small
-from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.frontend import Frontend
 from hps.serve.frontend.grpc_calls import GrpcCall
 from hps.serve.frontend.grpc_methods import LOAD, METHODS, WATCH, Method
 from hps.serve.http.http_answer import RequestError, message_of, release_frames, status_of
@@ -44,15 +44,13 @@ _CODES: Final = {  # of HTTP's status; see https://grpc.github.io/grpc/core/md_d
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-_OF_CLIENTS: Final = (400, 404)  # are INTERNAL for a load, as in Triton, whose examples expect it
+_INTERNAL_FOR_LOAD: Final = (400, 404)  # as in Triton, whose examples expect it
 
 
 def _options(settings: ServiceConfig, connections: int) -> list[tuple[str, int]]:
-    """Return the library's options.
-
-    The library refuses a message by its size before it reads it, also by its size when decompressed, and a call beyond the
-    streams of a connection. By default it would end connections whose client pings more than once in five minutes.
-    """
+    """Return the library's options."""
+    # The library refuses a message by its size before it reads it, also by its decompressed size, and a call beyond the streams
+    # of a connection. By default it would end connections whose client pings more than once in five minutes.
     return [
         ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", settings.max_body_bytes),
@@ -70,21 +68,21 @@ def _options(settings: ServiceConfig, connections: int) -> list[tuple[str, int]]
 class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no types
     """The gRPC server of a frontend, at an address that other frontends share. *One event loop.*"""
 
-    def __init__(self, front: Front, address: tuple[str, int]) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, address: tuple[str, int]) -> None:
+        self._frontend = frontend
         self._address = f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
         self._calls: set[GrpcCall] = set()
-        self._unknown: Counter[str] = Counter()  # calls of a connection that need a token and have none
-        self._unsent: dict[GrpcCall, float] = {}  # calls whose answer the client has not got, and since when
-        self._renewed: Any = None  # a certificate that the library has not taken yet
+        self._unknown: Counter[str] = Counter()  # calls without a token, by connection
+        self._unsent: dict[GrpcCall, float] = {}  # calls whose answer is being sent, and since when
+        self._renewed: Any = None  # a new certificate that the library has not requested yet
         self._handlers = {path: self._handler_of(path, method) for path, method in METHODS.items()}
 
     async def start(self) -> None:
-        """Listen. The settings of now stay: the library cannot change them."""
-        # It logs a traceback for each client that leaves before its answer is sent; what fails in a handler is logged here.
+        """Listen, with the current settings: the library cannot change them later."""
+        # It logs a traceback for each client that disconnects before its answer is sent. Errors of handlers are logged here.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-        settings = self._front.settings
-        self._server = grpc.aio.server(options=_options(settings, self._front.connections.most))
+        settings = self._frontend.settings
+        self._server = grpc.aio.server(options=_options(settings, self._frontend.connections.most))
         self._server.add_generic_rpc_handlers((self,))
         if settings.tls_certificate_path:
             credentials = grpc.dynamic_ssl_server_credentials(
@@ -96,8 +94,8 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         await self._server.start()
 
     def renew_certificate(self) -> None:
-        """Use the files of the certificate as they are now, for new connections."""
-        self._renewed = _certificate_of(self._front.settings)
+        """Load the certificate's files for new connections."""
+        self._renewed = _certificate_of(self._frontend.settings)
 
     def _take_renewed(self) -> Any:
         """Return a new certificate, or None. Called by the library's threads at each handshake."""
@@ -105,26 +103,22 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         return renewed
 
     def poll(self, now: float) -> None:
-        """End calls that take too long. Called twice a second.
-
-        Args:
-            now: time of `time.monotonic`.
-        """
-        settings = self._front.settings
+        """End calls that take too long; `now` is a time of `time.monotonic`. Called twice a second."""
+        settings = self._frontend.settings
         for call in list(self._calls):
-            # The library does not tell whether a part of a stream's next message is there, for which it keeps memory.
+            # The library does not report a partly received message of a stream, for which it keeps memory.
             name = "keep_alive_s" if call.streams else "request_timeout_s"
             if call.reads_since and now - call.reads_since > (limit_s := getattr(settings, name)):
                 call.end_with(RequestError(408, f"the message did not arrive within {limit_s:g} s (service.{name})"))
         lagging = {call.peer: call for call, since in self._unsent.items() if now - since > settings.answer_timeout_s}
         for call in lagging.values():
             limit = f"no progress in {settings.answer_timeout_s:g} s (service.answer_timeout_s)"
-            self._front.refusals.abort("answer", call.client or "an unknown address", limit)
+            self._frontend.refusals.abort("answer", call.client or "an unknown address", limit)
         if lagging:
             _disconnect(lagging)
 
     async def stop(self, timeout_s: float) -> None:
-        """Tell clients to connect elsewhere, and wait until the calls that are under way have their answers."""
+        """Tell clients to reconnect, and wait until running calls have their answers."""
         for call in self._calls:
             if call.waits:
                 call.end_with(NotReadyError("the service is stopping; connect again"))
@@ -133,12 +127,12 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
     # -- calls ------------------------------------------------------------------------------------------------------------
 
     def service(self, details: Any) -> Any:
-        """Return the handler of a call. Called by the library for each."""
+        """Return the handler of a call. Called by the library."""
         handler = self._handlers.get(details.method)
         return handler or self._handler_of(details.method, None)
 
     def _handler_of(self, path: str, method: Method | None) -> Any:
-        """Return a handler that reads messages itself: a call is admitted before."""
+        """Return a handler that reads messages itself, after the call was admitted."""
 
         async def answer_one(_: Any, context: Any) -> bytes | None:
             return await self._serve(path, method, context)
@@ -152,27 +146,27 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
 
     async def _serve(self, path: str, method: Method | None, context: Any) -> bytes | None:
         """Serve a call; return its answer unless its method has many."""
-        call = GrpcCall(self._front, path, context)
+        call = GrpcCall(self._frontend, path, context)
         self._calls.add(call)
         context.add_done_callback(lambda _: self._end(call))
         try:
             if method is None:
                 raise RequestError(405, f"got {path[:300]!r}, which is not served; reflection lists the services")
             call.admit(infers=method.infers, guarded=method.guarded)
-            if call.identity is None and (self._front.authorization.asks or path == WATCH):
+            if call.identity is None and (self._frontend.authorization.asks or path == WATCH):
                 self._count_unknown(call)
             return await self._answer(call, method)
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter if an answer could not be sent any more
-            reason = call.why_cancelled()
+            reason = call.cancellation_error()
             if reason is None:
-                raise  # the client has left
+                raise  # the client has disconnected
             error = reason
         except Exception as failure:  # noqa: BLE001 - the client gets an answer
             error = failure
         self._report(call, method, error)
         release_frames(error)
         code = _CODES.get(status_of(error), grpc.StatusCode.INTERNAL)
-        if path == LOAD and status_of(error) in _OF_CLIENTS:
+        if path == LOAD and status_of(error) in _INTERNAL_FOR_LOAD:
             code = grpc.StatusCode.INTERNAL
         await context.abort(code, message_of(error)[:_MOST_MESSAGE], (("x-request-id", call.request_id.decode()),))
         return None
@@ -186,7 +180,7 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
                 call.release_messages()
             return None
         if (data := await call.read()) is None:
-            limit = f"at most {self._front.settings.max_body_bytes} bytes (service.max_body_bytes)"
+            limit = f"at most {self._frontend.settings.max_body_bytes} bytes (service.max_body_bytes)"
             raise InvalidInputError(f"got no message, or one that is too large, expected one of {limit}")
         if respond is not None:
             answer = await respond(call, data)
@@ -212,18 +206,18 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         call.unknown = True
 
     def _report(self, call: GrpcCall, method: Method | None, error: Exception) -> None:
-        """Count and log an error with which a call ends, unless its lookup has done so."""
+        """Count and log the error of a call, unless its lookup has done so."""
         if call.reported is error:
             return
-        front, served = self._front, self._front.served()
+        frontend, served = self._frontend, self._frontend.served()
         served.identity, call.request_id = call.identity, served.id
-        front.note_error(error, call.client, call.head, served)
+        frontend.record_error(error, call.client, call.head, served)
         if method is None or method.infers:  # others are counted by the engine's application
             route = "unknown" if method is None else call.head.path
-            front.end(call.client, call.head, route, served, status_of(error), call.started, watched=False)
+            frontend.finish_request(call.client, call.head, route, served, status_of(error), call.started, watched=False)
 
     def _end(self, call: GrpcCall) -> None:
-        """Forget a call whose answer has been sent, or will not be."""
+        """Forget a call that has ended."""
         self._calls.discard(call)
         self._unsent.pop(call, None)
         if call.unknown:
@@ -234,18 +228,16 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
 
 
 def _certificate_of(settings: ServiceConfig) -> Any:
-    """Read the files of the certificate, which `tls.context_of` has checked."""
+    """Read the certificate's files, which `tls.context_of` has checked."""
     chain, ca = read_small(settings.tls_certificate_path), settings.tls_client_ca_path
     key = read_small(settings.tls_key_path) if settings.tls_key_path else chain
     return grpc.ssl_server_certificate_configuration([(key, chain)], read_small(ca) if ca else None)
 
 
 def _disconnect(peers: Collection[str]) -> None:
-    """Shut down the connections of these addresses.
-
-    A call whose answer is stuck behind a closed window ends only with its connection: the library queues even the status of
-    an abort behind the answer, and has no call that closes a connection.
-    """
+    """Shut down the connections of these addresses."""
+    # A call whose client does not read ends only with its connection: the library queues even the status of an abort behind
+    # the answer, and has no function that closes a connection. So its sockets are looked up among the process's descriptors.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # it is closed by now, or listens
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -253,6 +245,6 @@ def _disconnect(peers: Collection[str]) -> None:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     host, port = connection.getpeername()[:2]
-                    host = host.removeprefix("::ffff:")  # the library listens for IPv4 by sockets of IPv6, too
+                    host = host.removeprefix("::ffff:")  # the library may accept IPv4 on a socket of IPv6
                     if f"ipv4:{host}:{port}" in peers or f"ipv6:%5B{host}%5D:{port}" in peers:
                         connection.shutdown(socket.SHUT_RDWR)

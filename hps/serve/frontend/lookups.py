@@ -1,4 +1,4 @@
-"""Lookups as a front posts them: from a request's bytes to a descriptor, and from vectors to an answer."""
+"""Lookups as a frontend posts them: makes descriptors from requests, and answers from vectors."""
 
 import struct
 from dataclasses import dataclass
@@ -16,33 +16,34 @@ from hps.regions.layout import (
     TRACED,
     Memory,
 )
-from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
+from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES, EncodedAnswer, Plan
 from hps.serve.frontend.scores import score_plan, up
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
 from hps.serve.protocol.json_lookup import JSONLookup
-from hps.serve.protocol.open_inference import AnswerLayout, Inference, Laid, ReadRequest, read_request
+from hps.serve.protocol.open_inference import AnswerLayout, Inference, ReadRequest, read_request
 from hps.serve.protocol.open_inference_header import CACHED_BYTES, InferenceHeader, remembered_bytes
 from hps.serve.protocol.request_checks import ModelTables
 from hps.serve.protocol.score_requests import ScoreHeader, score_header
 
-TRACE_ROOM: Final = 65_536
+TRACE_BYTES: Final = 65_536
 _KEYS_ALIGNED, _VECTORS_ALIGNED = 64, 128
 _WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedRequest:
-    """What follows from the JSON part of a request, of a version of a model. *Immutable*, and shared by requests.
-
-    This is the only memo of a frontend: what is not in it is parsed straight through. Its key is all that decides it: the text,
-    the keys per table if an input states them, the tables and the limit on keys. Rights depend on the head, and are checked
-    for each; only a connection whose next request begins with the same bytes as its last one does without.
+    """The parsed JSON part of a request to a version of a model. *Immutable*, and shared by requests.
 
     Attributes:
-        lookup, scores: what was read; one of them is None.
-        plan: where it lies in a slot; None for requests whose body has to be decoded.
+        lookup, scores: the parsed request; one of them is None.
+        plan: its layout in a slot; None if the body has to be decoded.
     """
+
+    # This is the only memo of a frontend. Its key is everything that decides the entry: the text, the keys per table if an
+    # input states them, the tables, and the limit on keys. Rights depend on the head, and are checked for each request.
+    # The memo is bounded in bytes and not in entries, since clients choose how long a text is and how many there are: a
+    # thousand entries may be a megabyte or a gigabyte.
 
     lookup: ReadRequest | None
     scores: ScoreHeader | None = None
@@ -50,7 +51,7 @@ class CachedRequest:
 
 
 def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> CachedRequest:
-    """Read the JSON part of a request, from the cache if it is there.
+    """Read the JSON part of a request, or return it from the cache.
 
     Raises:
         HPSError: as `open_inference.read_request` and `score_header`.
@@ -59,7 +60,7 @@ def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables,
 
 
 def read_lookup(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> ReadRequest:
-    """As `read_cached`, for a request that is no request for scores."""
+    """Read the JSON part of a lookup by `read_cached`."""
     found = read_cached(text, counts, model, max_keys).lookup
     if found is None:
         raise RuntimeError("a request for scores is read as a lookup")
@@ -80,13 +81,13 @@ def _read(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_k
 
 def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
     tensors = list(header.inputs.values())
-    keys_at = HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + ASIDE_ROOM
+    keys_at = HEADER_BYTES + 8 * SEGMENT_WORDS * len(layout.ranges) + SCRATCH_BYTES
     keys_at += -keys_at % _KEYS_ALIGNED
-    vectors_at = keys_at + header.binary_size + HEAD_ROOM + len(layout.text)
+    vectors_at = keys_at + header.binary_size + HEAD_BYTES + len(layout.text)
     vectors_at += -vectors_at % _VECTORS_ALIGNED
     begin = vectors_at - len(layout.text)
     out, mask, count = begin + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
-    words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, ASIDE_ROOM]  # without the serial
+    words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, SCRATCH_BYTES]  # without the serial
     words += [0] * (HEADER_BYTES // 8 - len(words))
     for key_range in layout.ranges:
         count = key_range.stop - key_range.start
@@ -137,18 +138,18 @@ _cached = BoundedCache(_read, _request_bytes)
 
 
 class Placed:
-    """A request that is laid out for a slot, other than by a plan. *One request.*
+    """A request without a plan, laid out for a slot. *One request.*
 
     Args:
         request: a decoded lookup or inference whose answer has no memory yet.
-        traced: whether the owner shall trace it.
+        traced: whether the engine shall trace it.
 
     Attributes:
-        size: of the slot that it needs.
+        size: bytes of the slot.
         keys: number of keys.
     """
 
-    def __init__(self, request: "JSONLookup | LaidOut", traced: bool) -> None:
+    def __init__(self, request: "JSONLookup | Inference", traced: bool) -> None:
         self._request = request
         batch = request.batch
         self._pooled = bool(batch.poolings)
@@ -184,13 +185,13 @@ class Placed:
         self._extra = extra
         self._aside_at = up(at, 64)
         text = orjson.dumps(self._bags) if self._pooled else b""
-        self._aside_room = max(TRACE_ROOM if traced else ASIDE_ROOM, 2 * len(text) + 4096 * self._pooled)
-        self._vectors_at = up(self._aside_at + self._aside_room + HEAD_ROOM + request.text_bytes, _VECTORS_ALIGNED)
+        self._aside_room = max(TRACE_BYTES if traced else SCRATCH_BYTES, 2 * len(text) + 4096 * self._pooled)
+        self._vectors_at = up(self._aside_at + self._aside_room + HEAD_BYTES + request.text_bytes, _VECTORS_ALIGNED)
         self.size = self._vectors_at + request.memory_bytes
         self.slot = 0
 
     def write(self, memory: Memory, slot: int, serial: int) -> None:
-        """Write descriptor and keys to a slot, and give the request's answer its memory there."""
+        """Write descriptor and keys to a slot, and place the answer there."""
         self.slot = slot
         request, view = self._request, memory.view
         start = slot + self._vectors_at - request.text_bytes
@@ -218,41 +219,13 @@ class Placed:
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         """Encode the answer, whose vectors are there."""
-        if isinstance(self._request, LaidOut):
-            return self._request.encoded(report, device)
-        text, binary = self._request.encode(report)
-        return EncodedAnswer([*text], binary, None)
-
-
-class LaidOut:
-    """An inference request whose answer has no memory yet. *One request.*"""
-
-    def __init__(self, laid: Laid) -> None:
-        self._laid = laid
-        layout: AnswerLayout = laid.layout
-        self.text_bytes = len(layout.text)
-        self.memory_bytes = layout.size - self.text_bytes
-        self.device_id = laid.device_id
-        self.wants_report = layout.wants_report
-        self.held_bytes = layout.scratch_bytes + (0 if layout.text else layout.held_bytes)
-        self._inference: Inference | None = None
-        # What `Placed` counts before there is memory: keys and bags.
-        self.batch = layout.batch(laid.inputs, [np.empty((0, keys.dim), np.float32) for keys in layout.ranges], ())
-        self.batch.poolings = laid.poolings
-
-    def place(self, memory: np.ndarray) -> None:
-        self._inference = self._laid.inference(memory)
-        self.batch = self._inference.batch
-
-    def encoded(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        inference = self._inference
-        if inference is None:
-            raise RuntimeError("the answer has no memory")
-        inference.device_id = device
-        inference.convert()
-        if (whole := inference.binary_answer) is not None:
-            return EncodedAnswer((), whole[:1], whole[1])
-        pieces, binary = inference.encode(report)
+        request = self._request
+        if isinstance(request, Inference):
+            request.device_id = device
+            request.convert()
+            if (whole := request.binary_answer) is not None:
+                return EncodedAnswer((), whole[:1], whole[1])
+        pieces, binary = request.encode(report)
         text = [*pieces]
         return EncodedAnswer(text, binary, sum(map(len, text)) if binary else None)
 

@@ -1,47 +1,47 @@
-"""A lookup of a client from its head to its answer, and what asks for it."""
+"""A client's lookup from its head to its answer, and the protocol of its requester."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hps.errors import HPSError, UnknownModelError
 from hps.serve.frontend.answers import EncodedAnswer, Plan
-from hps.serve.frontend.lookups import LaidOut, Placed, read_cached, read_lookup
-from hps.serve.frontend.published import FrontVersion, LookupTarget
+from hps.serve.frontend.lookups import Placed, read_cached, read_lookup
+from hps.serve.frontend.published import FrontendVersion, LookupTarget
 from hps.serve.frontend.scores import PlacedScores
 from hps.serve.frontend.shared_memory import SharedTensors
 from hps.serve.logs.requests import Served
 from hps.serve.protocol.json_lookup import decode_lookup
 from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
-from hps.serve.protocol.open_inference import lay_out_body, read_request
+from hps.serve.protocol.open_inference import decode_inference, read_request
 from hps.serve.protocol.schemas import LOOKUP, SCORE
 from hps.serve.protocol.score_requests import ScoreBody, decode_scores
 from hps.serve.protocol.score_rows import decode_rows
 
 
 class Requester(Protocol):
-    """Who asked for a lookup. The front calls exactly one of the three that end it."""
+    """The connection or call that sent a lookup. Exactly one of `answered`, `encoded` and `refuse` ends the lookup."""
 
-    def slot_free(self) -> None:
-        """There may be a slot now: call `EngineExchange.take_slot` again."""
+    def retry_slot(self) -> None:
+        """Call `EngineExchange.take_slot` again."""
 
-    def hold(self, size: int, what: str) -> None:
-        """Hold so many bytes for the lookup in the memory of the front, instead of what was held before.
+    def reserve_bytes(self, size: int, what: str) -> None:
+        """Reserve memory for the lookup, in place of its last reservation.
 
         Raises:
             RequestError, OverloadedError: there is no memory for it.
         """
 
     def wait_with(self, body: bytes | bytearray) -> None:
-        """The lookup starts again with this body, once there is a slot."""
+        """Keep this body of a lookup that is retried once there is a slot."""
 
     def answered(self, lookup: "Lookup", slot: int, deferred: int) -> None:
-        """The lookup ends: the vectors of its plan are in this slot, which the requester has to release."""
+        """Send the vectors of a planned lookup from this slot, and release it."""
 
     def encoded(self, lookup: "Lookup", slot: int, deferred: int, answer: EncodedAnswer) -> None:
-        """The lookup ends: this is its answer, whose binary data is in this slot, which the requester has to release."""
+        """Send this answer, whose binary data is in this slot, and release it."""
 
     def refuse(self, error: Exception) -> None:
-        """The lookup ends with an error."""
+        """Answer with an error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,15 +49,15 @@ class Lookup:
     """A lookup from its head to its answer. *One event loop.*
 
     Attributes:
-        requester: None once it is gone.
+        requester: None once it has disconnected.
         text: JSON part of a planned lookup.
-        body, json_bytes: body of every other, and the length of its JSON part; None if all of it is JSON.
+        body, json_bytes: body of any other lookup, and the length of its JSON part; None if all of it is JSON.
     """
 
     requester: Requester | None
     target: LookupTarget
     served: Served
-    version: FrontVersion
+    version: FrontendVersion
     text: bytes
     plan: Plan | None = None
     placed: Placed | PlacedScores | None = None
@@ -75,7 +75,7 @@ class Lookup:
 
 
 def decode(lookup: Lookup, most_keys: int) -> None:
-    """Decode the body of a lookup.
+    """Decode the body of a lookup, and lay it out for a slot.
 
     Raises:
         HPSError: it is refused.
@@ -85,15 +85,15 @@ def decode(lookup: Lookup, most_keys: int) -> None:
     try:
         if (len(body) if header is None else header) > SMALL_JSON_BYTES and lookup.requester is not None:
             size = len(body) + parsed_bytes(memoryview(body)[:header], most_keys)
-            lookup.requester.hold(size, "parsing the request")
+            lookup.requester.reserve_bytes(size, "parsing the request")
         scores = _scores(lookup, most_keys)
         if scores is not None:
             request = PlacedScores(scores, version.tables)
         elif lookup.target.route == LOOKUP:
             request = decode_lookup(body, version.tables, most_keys)
         else:
-            # JSON that has its keys differs from request to request: the cache would be full of what nobody sends again.
-            request = LaidOut(lay_out_body(body, header, version.tables, most_keys, read_lookup if header else read_request))
+            # JSON that contains the keys differs in each request. It is not cached, since it would displace all other entries.
+            request = decode_inference(body, header, version.tables, most_keys, read_lookup if header else read_request)
     except HPSError:
         version.counts.failed(lookup.began_ns)
         raise
@@ -103,11 +103,11 @@ def decode(lookup: Lookup, most_keys: int) -> None:
     lookup.device = request.device_id
     lookup.placed = Placed(request, lookup.traced) if scores is None else request
     if lookup.requester is not None:
-        lookup.requester.hold(len(body) + request.held_bytes, "answering the request")
+        lookup.requester.reserve_bytes(len(body) + request.held_bytes, "answering the request")
 
 
 def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:
-    """Decode a request for scores; None if it is a lookup.
+    """Decode a request for scores; return None if it is a lookup.
 
     Raises:
         UnknownModelError: the model has no network.

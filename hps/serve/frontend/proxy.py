@@ -1,4 +1,4 @@
-"""Passes requests other than lookups on to the owner's application, over a socket of its own."""
+"""Forwards requests other than lookups to the engine's application, over its unix socket."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ _CONNECT_S = 1.0
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
-        b"content-encoding",  # a front has decompressed the body
+        b"content-encoding",  # the frontend has decompressed the body
         b"content-length",
         b"expect",
         b"keep-alive",
@@ -30,16 +30,16 @@ _HOP_BY_HOP = frozenset(
 
 
 class Recipient(Protocol):
-    """Who gets the answer of a request that was passed on."""
+    """Receives the answer of a forwarded request."""
 
     def relay(self, data: bytes) -> None:
         """Send bytes of the answer."""
 
-    def relayed(self, keeps_alive: bool) -> None:
-        """The answer is complete."""
+    def finish_relay(self) -> None:
+        """Finish a complete answer."""
 
-    def unrelayed(self, began: bool) -> None:
-        """There is no answer, or no end of it if it `began`."""
+    def fail_relay(self, *, started: bool) -> None:
+        """Handle a lost connection to the engine; part of the answer was relayed if `started`."""
 
 
 def forwarded(
@@ -50,7 +50,7 @@ def forwarded(
     client: str,
     certificate: Sequence[str] = (),
 ) -> bytes:
-    """Return a request as the owner's application gets it."""
+    """Encode a request for the engine's application."""
     lines = [b"%s %s HTTP/1.1" % (method.encode(), target)]
     lines += [b"%s: %s" % line for line in headers if line[0] not in _HOP_BY_HOP]
     if certificate:
@@ -60,13 +60,13 @@ def forwarded(
 
 
 class Upstream(asyncio.Protocol):
-    """A connection to the owner's application. *Used only by its event loop.*"""
+    """A connection to the engine's application. *Used only by its event loop.*"""
 
     def __init__(self, pool: "EngineConnections") -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._client: Recipient | None = None
-        self._began = False
+        self._started = False
         self._answer = AnswerReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -77,14 +77,14 @@ class Upstream(asyncio.Protocol):
         self._pool.forget(self)
         client, self._client = self._client, None
         if client is not None:
-            client.unrelayed(self._began)
+            client.fail_relay(started=self._started)
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, client: Recipient, request: bytes, *, head_only: bool) -> None:
-        self._client, self._began, self._answer = client, False, AnswerReader(head_only=head_only)
+    def send(self, client: Recipient, request: bytes, *, head_only: bool) -> None:
+        self._client, self._started, self._answer = client, False, AnswerReader(head_only=head_only)
         if self._transport is not None:
             self._transport.write(request)
 
@@ -99,7 +99,7 @@ class Upstream(asyncio.Protocol):
             self.close()
             return
         if self._answer.fed:
-            self._began = True
+            self._started = True
             client.relay(self._answer.fed)
         if done:
             self._client = None
@@ -107,10 +107,10 @@ class Upstream(asyncio.Protocol):
                 self._pool.give_back(self)
             else:
                 self.close()
-            client.relayed(keeps_alive=True)
+            client.finish_relay()
 
     def abandon(self) -> None:
-        """Give up the request: its client is gone."""
+        """Drop the request of a disconnected client. The connection closes, since its answer is still to come."""
         self._client = None
         self.close()
 
@@ -127,20 +127,16 @@ class Upstream(asyncio.Protocol):
             self._transport.close()
 
 
-class _WholeAnswer:
-    """Collects an answer of the owner's application. *One request.*
+class _CollectedAnswer:
+    """Collects an answer of the engine's application. *One request.*"""
 
-    Args:
-        away: returns why there is no owner.
-    """
-
-    def __init__(self, away: Callable[[], str]) -> None:
-        self._away = away
+    def __init__(self, unavailable: Callable[[], str]) -> None:
+        self._unavailable = unavailable
         self.found: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self._answer = AnswerReader(keeps=True)
+        self._answer = AnswerReader(keep_body=True)
         self.upstream: Upstream | None = None
 
-    def chosen(self, upstream: Upstream) -> None:
+    def use(self, upstream: Upstream) -> None:
         self.upstream = upstream
         if self.found.cancelled():
             upstream.abandon()
@@ -148,67 +144,71 @@ class _WholeAnswer:
     def relay(self, data: bytes) -> None:
         self._answer.feed(data)
 
-    def relayed(self, keeps_alive: bool) -> None:
+    def finish_relay(self) -> None:
         self.upstream = None
         if not self.found.done() and self._answer.head is not None:
             self.found.set_result((self._answer.head.status, bytes(self._answer.body)))
 
-    def unrelayed(self, began: bool) -> None:
+    def fail_relay(self, *, started: bool) -> None:
         self.upstream = None
         if not self.found.done():
-            self.found.set_exception(RequestError(503, self._away()))
+            self.found.set_exception(RequestError(503, self._unavailable()))
 
 
 class EngineConnections:
-    """Connections to the owner's application. *One per event loop.*
+    """Pool of connections to the engine's application. *One per event loop.*
 
     Args:
-        path: of its unix socket.
-        away: returns why there is no owner.
+        path: path of its unix socket.
+        unavailable: returns why there is no engine, for errors.
     """
 
-    def __init__(self, path: str, away: Callable[[], str]) -> None:
+    # One request at a time per connection, without pipelining: an abandoned request then costs only its own connection, and
+    # a slow route never delays a health check behind it. A client that reads slowly pauses its upstream, so that the kernel's
+    # buffers bound what a frontend holds of an answer (`Connection.relay`).
+
+    def __init__(self, path: str, unavailable: Callable[[], str]) -> None:
         self._path = path
-        self._away = away
+        self._unavailable = unavailable
         self._idle: list[Upstream] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def ask(self, client: Recipient, request: bytes, *, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
-        """Send a request on some connection; `chosen` learns which."""
+    def forward(self, client: Recipient, request: bytes, *, head_only: bool, use: Callable[[Upstream], None]) -> None:
+        """Send a request on an idle or a new connection, which `use` receives."""
         while self._idle:
             upstream = self._idle.pop()
             if upstream.is_open:
-                chosen(upstream)
-                upstream.ask(client, request, head_only=head_only)
+                use(upstream)
+                upstream.send(client, request, head_only=head_only)
                 return
-        task = asyncio.get_running_loop().create_task(self._connect(client, request, head_only, chosen))
+        task = asyncio.get_running_loop().create_task(self._connect(client, request, head_only, use))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def answer_of(self, request: bytes) -> tuple[int, bytes]:
+    async def fetch_answer(self, request: bytes) -> tuple[int, bytes]:
         """Send a request, and return the status and the body of its answer.
 
         Raises:
-            RequestError: 503, the owner's application is not there.
+            RequestError: 503, the engine is not running.
         """
-        answer = _WholeAnswer(self._away)
-        self.ask(answer, request, head_only=False, chosen=answer.chosen)
+        answer = _CollectedAnswer(self._unavailable)
+        self.forward(answer, request, head_only=False, use=answer.use)
         try:
             return await answer.found
         finally:
             if answer.upstream is not None:
                 answer.upstream.abandon()
 
-    async def _connect(self, client: Recipient, request: bytes, head_only: bool, chosen: Callable[[Upstream], None]) -> None:
+    async def _connect(self, client: Recipient, request: bytes, head_only: bool, use: Callable[[Upstream], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, upstream = await loop.create_unix_connection(lambda: Upstream(self), self._path)
         except (OSError, TimeoutError):
-            client.unrelayed(began=False)
+            client.fail_relay(started=False)
             return
-        chosen(upstream)
-        upstream.ask(client, request, head_only=head_only)
+        use(upstream)
+        upstream.send(client, request, head_only=head_only)
 
     def give_back(self, upstream: Upstream) -> None:
         if len(self._idle) < _MOST_IDLE:

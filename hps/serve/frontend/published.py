@@ -1,4 +1,4 @@
-"""What the owner publishes to a front: models, their versions, and settings."""
+"""The engine's snapshot as a frontend reads it: models, their versions, and settings."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,7 @@ from hps.errors import NotReadyError, UnknownDeviceError, UnknownModelError, Unk
 from hps.ground.memory.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
-from hps.scoring.features import Output
-from hps.scoring.signature import signature_of
+from hps.scoring.signature import Output, signature_of
 from hps.serve.http.http_metrics import InferenceCounts, counted_as
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
@@ -24,11 +23,11 @@ class LookupTarget(NamedTuple):
 
     route: str
     model_name: str
-    version: str | None = None  # the serving one
+    version: str | None = None  # None: the serving one
 
     @property
     def is_json(self) -> bool:
-        """Whether the body of a request is JSON alone."""
+        """Whether the complete body of a request is JSON."""
         return self.route in (LOOKUP, SCORE)
 
 
@@ -47,36 +46,35 @@ def lookup_target(path: str) -> LookupTarget | None:
 
 
 @dataclass(eq=False, slots=True)
-class FrontVersion:
-    """A version of a model that the owner answers. *Immutable*, but for the turns and counts.
+class FrontendVersion:
+    """A deployed version of a model. *Immutable*, except for the turns and counts.
 
     Attributes:
-        tables: its tables.
-        serials: by device, what descriptors call it.
-        counts: of Triton's statistics.
-        turn: which device is next.
-        devices: which take turns: those that are not lost; if all are, all.
+        deployment_ids: its ids in descriptors, by device.
+        counts: counts for Triton's statistics.
+        turn: number of lookups that named no device.
+        devices: devices that take turns: those that are not lost, or all if all are.
     """
 
     tables: ModelTables
-    serials: dict[int, int]
+    deployment_ids: dict[int, int]
     counts: InferenceCounts
     turn: int = 0
     devices: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leave_out(())
+        self.exclude_lost(())
 
-    def leave_out(self, lost: Collection[int]) -> None:
-        """Give no turn to devices that are lost, while there are others."""
-        self.devices = tuple(device for device in self.serials if device not in lost) or tuple(self.serials)
+    def exclude_lost(self, lost: Collection[int]) -> None:
+        """Exclude lost devices from the turns, unless there are no others."""
+        self.devices = tuple(device for device in self.deployment_ids if device not in lost) or tuple(self.deployment_ids)
 
     def device(self, device: int | None) -> int:
-        """Return the device that answers; None: the next one.
+        """Return the device for a lookup; by default the next one.
 
         Raises:
             UnknownDeviceError: the model is not deployed there.
-            NotReadyError: the owner has no room for the deployment.
+            NotReadyError: the engine has no room for the deployment.
         """
         devices = self.devices
         if device is None and devices:
@@ -84,34 +82,34 @@ class FrontVersion:
             return devices[self.turn % len(devices)]
         if not devices:
             raise NotReadyError(f"model {self.tables.name!r} is not ready: too many deployments are served")
-        if device not in self.serials:
-            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.serials)}"
+        if device not in self.deployment_ids:
+            got = f"got device {device!r}, expected one of its deployed_device_list {list(self.deployment_ids)}"
             raise UnknownDeviceError(f"looking up model {self.tables.name!r}: {got}")
         return device
 
 
 class Published:
-    """Follows the owner's page. *One event loop.*
+    """Reads the engine's snapshot. *One event loop.*
 
     Args:
-        page: memory of the page.
-        follow: called with each page that was read, before its models are taken over.
+        memory: memory of the snapshot.
+        apply: called with each snapshot before its models are used.
 
     Attributes:
-        version: of the page that was read last; -1: none was.
-        written: (1,), the version that the engine has written last; what was read is current while they are the same.
-        blocked: why no lookup at all is answered; empty if some are.
-        counts: of Triton's statistics, by `counted_as`.
+        version: version of the snapshot that was read last; -1 before the first.
+        written: (1,) the version that the engine has written last: an equal `version` is current.
+        blocked: why no lookups are answered; empty if some are.
+        counts: counts for Triton's statistics, by `counted_as`.
     """
 
-    def __init__(self, page: Memory, follow: Callable[[dict[str, Any]], None]) -> None:
-        self._page = page
-        self.written = page.longs[_VERSION_WORD : _VERSION_WORD + 1]
-        self._follow = follow
+    def __init__(self, memory: Memory, apply: Callable[[dict[str, Any]], None]) -> None:
+        self._memory = memory
+        self.written = memory.longs[_VERSION_WORD : _VERSION_WORD + 1]
+        self._apply = apply
         self.version = -1
         self.blocked = "the service is starting"
         self.counts: dict[str, InferenceCounts] = {}
-        self._models: dict[str, dict[str, FrontVersion]] = {}
+        self._models: dict[str, dict[str, FrontendVersion]] = {}
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
 
@@ -119,43 +117,43 @@ class Published:
         """Read the snapshot if it has changed."""
         if self.written[0] == self.version:
             return
-        found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
+        found = layout.read_text(self._memory, 0, layout.MOST_PAGE_BYTES)
         if found is None or found[0] == self.version:
             return
-        self.version, page = found
-        self._serving, self._reasons, self.blocked = page["serving"], page["reasons"], page["blocked"]
-        self._follow(page)
-        models: dict[str, dict[str, FrontVersion]] = {}
-        for name, versions in page["models"].items():
+        self.version, snapshot = found
+        self._serving, self._reasons, self.blocked = snapshot["serving"], snapshot["reasons"], snapshot["blocked"]
+        self._apply(snapshot)
+        models: dict[str, dict[str, FrontendVersion]] = {}
+        for name, versions in snapshot["models"].items():
             models[name] = {}
-            for number, one in versions.items():
-                serials = {int(device): serial for device, serial in one["serials"]}
+            for number, published in versions.items():
+                deployment_ids = {int(device): deployment_id for device, deployment_id in published["serials"]}
                 version = self._models.get(name, {}).get(number)
-                if version is None or version.serials != serials:
-                    tables = tuple(TableSpec(**table) for table in one["tables"])
-                    counts = self.counts.setdefault(counted_as(name, number, serials), InferenceCounts())
-                    network = _network(name, one["network"], tables) if one.get("network") else None
-                    known = ModelTables(name, tables, number, one["keys_per_sample"], network)
-                    version = FrontVersion(known, serials, counts)
-                version.leave_out(one["lost"])
+                if version is None or version.deployment_ids != deployment_ids:
+                    tables = tuple(TableSpec(**table) for table in published["tables"])
+                    counts = self.counts.setdefault(counted_as(name, number, deployment_ids), InferenceCounts())
+                    network = _network(name, published["network"], tables) if published.get("network") else None
+                    known = ModelTables(name, tables, number, published["keys_per_sample"], network)
+                    version = FrontendVersion(known, deployment_ids, counts)
+                version.exclude_lost(published["lost"])
                 models[name][number] = version
         gone = {version.tables for versions in self._models.values() for version in versions.values()}
         self._models = models
         if gone - {version.tables for versions in models.values() for version in versions.values()}:
-            clear_caches()  # their entries would keep what is known of versions that nobody asks for again
-        if not self.blocked:  # a new owner begins without models
+            clear_caches()  # their entries refer to the tables of versions that are gone
+        if not self.blocked:  # a restarted engine has no models at first
             self.counts = {
-                key: one.counts
+                key: version.counts
                 for name, versions in models.items()
-                for number, one in versions.items()
-                if (key := counted_as(name, number, one.serials)) in self.counts
+                for number, version in versions.items()
+                if (key := counted_as(name, number, version.deployment_ids)) in self.counts
             }
 
-    def version_of(self, target: LookupTarget) -> FrontVersion:
-        """Return what answers a lookup.
+    def version_of(self, target: LookupTarget) -> FrontendVersion:
+        """Return the version that answers a lookup.
 
         Raises:
-            NotReadyError, UnknownModelError, UnknownVersionError: nothing does.
+            NotReadyError, UnknownModelError, UnknownVersionError: there is none.
         """
         if self.blocked:
             raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
@@ -176,5 +174,5 @@ class Published:
 
 def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:
     signature = signature_of(DenseConfig.model_validate(published["dense"]), tables)
-    outputs = tuple(Output(one["name"], one["dtype"], tuple(one["shape"])) for one in published["outputs"])
+    outputs = tuple(Output(output["name"], output["dtype"], tuple(output["shape"])) for output in published["outputs"])
     return PublishedNetwork(model, signature, outputs, published["max_samples"], tuple(table.table_name for table in tables))

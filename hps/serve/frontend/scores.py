@@ -1,8 +1,7 @@
-"""Requests for scores as a front posts them: a description of their tensors, and the tensors, in a slot.
+"""Requests for scores as a frontend posts them: a description of their tensors, and the tensors, in a slot.
 
-The description (`hps.scoring.packing`) follows the header of the slot and ends where the room for what the owner writes aside
-begins. Binary requests with the same JSON part have a `Plan`, as lookups have: their tensors are received where they are read
-from, and scores are sent from where the owner wrote them.
+The description (`hps.scoring.packing`) lies between the header of the slot and its scratch. Binary requests with the same JSON
+part share a `Plan`, as lookups do: tensors are received where the engine reads them, and scores are sent from where it writes.
 """
 
 import struct
@@ -14,7 +13,7 @@ import numpy as np
 from hps.ground.http1 import answer_head
 from hps.regions.layout import HEADER_BYTES, SCORED, Memory, tensors_at
 from hps.scoring.packing import describe
-from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM, EncodedAnswer, Plan
+from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES, EncodedAnswer, Plan
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
@@ -34,18 +33,18 @@ _JSON_SHARE: Final = 6  # text of a number, in bytes a byte
 
 
 def _descriptor(description: bytes) -> tuple[bytes, int]:
-    """Return the head of a slot, whose serial is missing, and where its tensors begin."""
+    """Return the head of a slot, without the deployment's id, and where its tensors begin."""
     aside = up(HEADER_BYTES + len(description), 8)
     head = bytearray(HEADER_BYTES)
-    _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, ASIDE_ROOM)
-    return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + ASIDE_ROOM)
+    _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, SCRATCH_BYTES)
+    return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + SCRATCH_BYTES)
 
 
 def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwork, max_keys: int) -> Plan | None:
-    """Return the plan of requests for scores with this JSON part; None if they have none.
+    """Return the plan of requests for scores with this JSON part; None if their bodies have to be decoded.
 
     Raises:
-        TooManyKeysError: it has more keys than `max_keys`.
+        TooManyKeysError: there are more than `max_keys` keys.
     """
     if not all(binary for _, binary in header.outputs) or any(input_.start < 0 for input_ in header.inputs.values()):
         return None
@@ -55,7 +54,7 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
     written = text_of(answer_text(header, model.name, model.version, {}))
     written += b" " * (-len(written) % 16)
     inputs = [[input_.name, input_.dtype.str, input_.shape, input_.start] for input_ in header.inputs.values()]
-    outputs, end = _outputs(header, up(header.binary_size + HEAD_ROOM + len(written), _ALIGNED))
+    outputs, end = _outputs(header, up(header.binary_size + HEAD_BYTES + len(written), _ALIGNED))
     descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
     vectors_at, end = begin + outputs[0][3], begin + end
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
@@ -64,20 +63,20 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
 
 
 def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
-    """Lay the outputs out, one behind the other; also return their end."""
+    """Lay out the outputs in order; also return their end."""
     outputs: list[list[Any]] = []
-    for one, _ in header.outputs:
-        shape, dtype = header.shape_of(one), np.dtype(one.dtype)
-        outputs.append([one.name, dtype.str, shape, at])
+    for output, _ in header.outputs:
+        shape, dtype = header.shape_of(output), np.dtype(output.dtype)
+        outputs.append([output.name, dtype.str, shape, at])
         at += prod(shape) * dtype.itemsize
     return outputs, at
 
 
 class PlacedScores:
-    """A request for scores that is laid out for a slot, other than by a plan. *One request.*
+    """A request for scores without a plan, laid out for a slot. *One request.*
 
     Attributes:
-        size: of the slot that it needs.
+        size: bytes of the slot.
         keys: number of keys.
         held_bytes: upper bound on the text of its answer.
     """
@@ -95,7 +94,7 @@ class PlacedScores:
         for name, array in body.arrays.items():
             self._inputs.append([name, array.dtype.str, list(array.shape), at])
             at = up(at + array.nbytes, _ALIGNED)
-        self._outputs, end = _outputs(header, up(at + HEAD_ROOM, _ALIGNED))
+        self._outputs, end = _outputs(header, up(at + HEAD_BYTES, _ALIGNED))
         self._descriptor, self._begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
         self.size = up(self._begin + end, _ALIGNED)
         binary = all(binary for _, binary in header.outputs)

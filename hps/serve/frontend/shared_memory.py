@@ -1,4 +1,4 @@
-"""Tensors in shared memory: a front translates such a request into one with binary tensors, and moves the bytes itself."""
+"""Tensors in shared memory: a frontend translates such a request into one with binary tensors, and moves the bytes itself."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Translation:
-    """A request without shared memory, which is answered in its place. *Immutable.*
+    """The translation of a request into one without shared memory. *Immutable.*
 
     Attributes:
-        text: its JSON part.
-        inputs: of each binary input in order, where it lies; an int: its size in the binary part that was sent.
-        outputs: by name, where the output goes.
+        text: JSON part of the translation.
+        inputs: place of each binary input, in order; for one that was sent, its size.
+        outputs: places of outputs, by name.
     """
 
     text: bytes
@@ -44,7 +44,7 @@ class Translation:
     outputs: Mapping[str, Place]
 
     def bytes_for(self, text: bytes) -> int:
-        """Return an upper bound on the bytes of the translation and of the text that it belongs to."""
+        """Return an upper bound on the bytes of the translation and of the original text."""
         return 2 * len(self.text) + remembered_bytes(text, len(self.inputs) + len(self.outputs))
 
     @property
@@ -57,7 +57,7 @@ class SharedTensors(NamedTuple):
     """The tensors of one request. *Immutable.*
 
     Attributes:
-        sent: the binary part that was sent.
+        sent: binary part of the request.
     """
 
     translation: Translation
@@ -106,14 +106,14 @@ def _translate(text: bytes) -> Translation:
     inputs: list[Place | int] = []
     tensors: list[Any] = []
     given = request.get("inputs")
-    for one in given if type(given) is list else []:
-        if (place := _place(one, "inputs", len(tensors))) is None:
-            size = _parameters(one).get("binary_data_size")
+    for tensor in given if type(given) is list else []:
+        if (place := _place(tensor, "inputs", len(tensors))) is None:
+            size = _parameters(tensor).get("binary_data_size")
             if type(size) is int and size >= 0:
                 inputs.append(size)
-            tensors.append(one)
+            tensors.append(tensor)
             continue
-        shape, width = one.get("shape"), _SIZES.get(str(one.get("datatype")))
+        shape, width = tensor.get("shape"), _SIZES.get(str(tensor.get("datatype")))
         size = prod(shape) * width if width and type(shape) is list and {int}.issuperset(map(type, shape)) else -1
         if not 0 <= size <= place.size:
             raise InvalidInputError(
@@ -121,17 +121,17 @@ def _translate(text: bytes) -> Translation:
                 f"{size} bytes"
             )
         inputs.append(place._replace(size=size))
-        tensors.append({**one, "parameters": {"binary_data_size": size}})
+        tensors.append({**tensor, "parameters": {"binary_data_size": size}})
     outputs: dict[str, Place] = {}
     requested: list[Any] = []
     given = request.get("outputs")
-    for one in given if type(given) is list else []:
-        if (place := _place(one, "outputs", len(requested))) is None:
-            requested.append(one)
+    for tensor in given if type(given) is list else []:
+        if (place := _place(tensor, "outputs", len(requested))) is None:
+            requested.append(tensor)
             continue
-        outputs[str(one.get("name"))] = place
-        others = {name: value for name, value in _parameters(one).items() if name not in _PLACE}
-        requested.append({**one, "parameters": {**others, "binary_data": True}})
+        outputs[str(tensor.get("name"))] = place
+        others = {name: value for name, value in _parameters(tensor).items() if name not in _PLACE}
+        requested.append({**tensor, "parameters": {**others, "binary_data": True}})
     members = {**request, "inputs": tensors}
     if requested:
         members["outputs"] = requested
@@ -162,20 +162,17 @@ def _place(tensor: Any, kind: str, number: int) -> Place | None:
 
 
 class Segments:
-    """The segments that a front has open. *One per event loop.*"""
+    """The segments that a frontend has opened. *One per event loop.*"""
 
     def __init__(self) -> None:
         self._regions: dict[str, Region] = {}
         self._open: dict[tuple[int, int], int] = {}
 
-    def follow(self, published: Sequence[Mapping[str, Any]]) -> None:
-        """Take the regions that the owner has published; close the segments of others."""
-        self._regions = {
-            one["name"]: Region(one["name"], one["key"], one["offset"], one["byte_size"], tuple(one["identity"]))
-            for one in published
-        }
+    def update(self, published: Sequence[Mapping[str, Any]]) -> None:
+        """Use the regions that the engine has published; close the segments of others."""
+        self._regions = {region["name"]: Region(**{**region, "identity": tuple(region["identity"])}) for region in published}
         used = {region.identity for region in self._regions.values()}
-        for identity in [one for one in self._open if one not in used]:
+        for identity in self._open.keys() - used:
             os.close(self._open.pop(identity))
 
     def body_of(self, shared: SharedTensors) -> bytearray:
@@ -190,7 +187,7 @@ class Segments:
         return body
 
     def read(self, shared: SharedTensors, keys: memoryview) -> None:
-        """Read the binary part of a request: of each input in order, from its region or from what was sent.
+        """Read the binary part of a request: each input from its region, or from the bytes that were sent.
 
         Raises:
             InvalidInputError: a place is not in its region, or the segment has become shorter.
@@ -271,7 +268,7 @@ class Segments:
 
 
 def _moves(translation: Translation, head: bytes) -> tuple[bytes, Sequence[tuple[Place | None, int]]]:
-    """Change the JSON part of an answer; also return where its outputs go (None: into the answer), and their sizes."""
+    """Change the JSON part of an answer; also return the places (None: in the answer) and sizes of its outputs."""
     document, moves = orjson.loads(head), []
     for output in document["outputs"]:
         size = output.get("parameters", {}).get("binary_data_size", 0)

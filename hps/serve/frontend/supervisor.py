@@ -1,4 +1,4 @@
-"""The parent of front processes and the owner: starts them, replaces those that die, and passes signals on."""
+"""The parent of the frontend processes and the engine: starts them, replaces dead ones, and forwards signals."""
 
 import ctypes
 import logging
@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
 from hps.regions.sharing import share
 from hps.serve.frontend.connection import Connection
-from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.frontend import Frontend
 from hps.serve.http.authorization import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -36,42 +37,43 @@ _CORES_TO_SPIN: Final = 6
 
 
 class Supervisor:
-    """Runs the processes of one service. *One thread*, the main one; nothing else may run in this process.
+    """Runs the processes of one service. *One thread*, the main one: it forks, so the process has no other threads.
 
     Args:
-        configuration: of the service.
-        fronts: number of front processes.
-        grpc_port: port for gRPC; None: none.
+        frontends: number of frontend processes.
+        grpc_port: port for gRPC; default: no gRPC.
 
     Attributes:
-        shared: what fronts and owner share.
+        shared: descriptors that the frontends and the engine share.
         url: address of the service.
     """
 
-    def __init__(self, configuration: Configuration, host: str, port: int, fronts: int, grpc_port: int | None = None) -> None:
+    def __init__(
+        self, configuration: Configuration, host: str, port: int, frontends: int, grpc_port: int | None = None
+    ) -> None:
         self._configuration = configuration
-        self._fronts = fronts
-        self._place = reserve(host, port)
-        self._grpc_place = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
-        self._address = self._place.getsockname()
+        self._frontends = frontends
+        self._reserved = reserve(host, port)
+        self._grpc_reserved = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
+        self._address = self._reserved.getsockname()
         name, self._port = self._address[:2]
-        self.url = url_of(self._place, configuration.service)
+        self.url = url_of(self._reserved, configuration.service)
         self._loopback = is_loopback(name)
         self._grpc_address: tuple[str, int] | None = None
-        if self._grpc_place is not None:
-            self._grpc_address = self._grpc_place.getsockname()[:2]
+        if self._grpc_reserved is not None:
+            self._grpc_address = self._grpc_reserved.getsockname()[:2]
             _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
         path = str(Path(self._directory.name) / "owner.sock")
-        self.shared = share(configuration.service, fronts, path, _SPIN_NS if self._spins else 0)
-        self._page = Memory(self.shared.page, writable=False)
-        self._children: dict[int, int] = {}  # process: number of the front, -1 for the owner
+        self.shared = share(configuration.service, frontends, path, _SPIN_NS if self._spins else 0)
+        self._snapshot = Memory(self.shared.page, writable=False)
+        self._children: dict[int, int] = {}  # number of the frontend by process id; -1 for the engine
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
         self._stopping = ""
-        self._told: set[bool] = set()  # whether the fronts (False) and the owner (True) were told to stop
+        self._stopped_frontends = self._stopped_engine = False  # whether they were sent SIGTERM
         self._drains = False
-        self._began = 0.0
+        self._stop_began = 0.0
         self._code = 0
 
     @property
@@ -79,19 +81,19 @@ class Supervisor:
         return available_processors() >= _CORES_TO_SPIN
 
     def run(self) -> int | None:
-        """Serve until a signal stops the service or the owner ends. Returns its exit code; None in the owner's process."""
+        """Serve until a signal stops the service or the engine ends. Return its exit code; None in the engine's process."""
         compile_kernels(*FRONT_KERNELS)
-        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(one, self._on_signal)
-        due: dict[int, float] = dict.fromkeys((-1, *range(self._fronts)), 0.0)
+        for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(handled, self._on_signal)
+        due: dict[int, float] = dict.fromkeys((-1, *range(self._frontends)), 0.0)
         stop_at = 0.0
         while True:
             if self._stopping and not stop_at:
-                stop_at = self._begin_stop()
+                stop_at = self._start_stop()
             if stop_at:
                 due.clear()
-                if self._stop_on(stop_at):
-                    _log.info("stopped, %.1f s after %s", time.monotonic() - self._began, self._stopping)
+                if self._continue_stop(stop_at):
+                    _log.info("stopped, %.1f s after %s", time.monotonic() - self._stop_began, self._stopping)
                     return self._code
             for number, at in list(due.items()):
                 if time.monotonic() >= at:
@@ -99,14 +101,14 @@ class Supervisor:
                     if self._start(number):
                         return None
             time.sleep(_TICK_S)
-            for number, status in self._ended():
-                if (again_at := self._after(number, status)) is not None:
-                    due[number] = again_at
+            for number, status in self._reap():
+                if (restart_at := self._restart_time(number, status)) is not None:
+                    due[number] = restart_at
 
     # -- children ---------------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> bool:
-        """Start a front or the owner; return True in the process of the owner."""
+        """Start a frontend or the engine; return True in the engine's process."""
         self._started[number] = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -115,50 +117,56 @@ class Supervisor:
         if child:
             self._children[child] = number
             return False
-        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(one, signal.SIG_DFL)
+        for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(handled, signal.SIG_DFL)
+        # A parent that is killed cannot stop its children; the kernel then signals them. It does so only for deaths after
+        # this call, hence the check.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(0)
         if number >= 0:
-            self._be_front(number)
-        self._close_places()
+            self._run_frontend(number)
+        self._close_reserved()
         return True
 
-    def _be_front(self, number: int) -> NoReturn:
+    def _run_frontend(self, number: int) -> NoReturn:
         code = 1
         try:
             shared = self.shared
-            listener = bind_beside(self._place)
-            self._close_places()
+            listener = bind_shared(self._reserved)
+            self._close_reserved()
             for nth, (region, event) in enumerate(zip(shared.regions, shared.events, strict=True)):
                 if nth != number:
                     os.close(region)
                     os.close(event)
-            page = read_only(shared.page)
+            # A frontend parses what clients send. One that is broken into shall reach neither the regions of others nor write
+            # the engine's snapshot, so it keeps only its own descriptors, and the snapshot's read-only.
+            snapshot = read_only(shared.page)
             os.close(shared.page)
-            where = number, replace(shared, page=page), self._configuration
-            front = Front(*where, connect=Connection, spins=self._spins, loopback=self._loopback)
+            shared = replace(shared, page=snapshot)
+            frontend = Frontend(
+                number, shared, self._configuration, connect=Connection, spins=self._spins, loopback=self._loopback
+            )
             if self._grpc_address is not None:
-                from hps.serve.frontend.grpc_server import GrpcServer  # of an extra, and not before the fork
+                from hps.serve.frontend.grpc_server import GrpcServer  # an extra; its threads do not survive a fork
 
-                front.grpc = GrpcServer(front, self._grpc_address)
-            front.run(listener)
+                frontend.grpc = GrpcServer(frontend, self._grpc_address)
+            frontend.run(listener)
             code = 0
-        except BaseException:  # noqa: BLE001 - a forked process must not go on in the parent's code
-            _log.exception("front %d failed", number)
+        except BaseException:  # noqa: BLE001 - a forked process must not run the parent's code
+            _log.exception("frontend %d failed", number)
         finally:
             with suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
 
-    def _close_places(self) -> None:
-        self._place.close()
-        if self._grpc_place is not None:
-            self._grpc_place.close()
+    def _close_reserved(self) -> None:
+        self._reserved.close()
+        if self._grpc_reserved is not None:
+            self._grpc_reserved.close()
 
-    def _ended(self) -> list[tuple[int, int]]:
+    def _reap(self) -> list[tuple[int, int]]:
         found = []
         while self._children:
             try:
@@ -171,11 +179,13 @@ class Supervisor:
                 found.append((number, status))
         return found
 
-    def _after(self, number: int, status: int) -> float | None:
-        """Decide what follows the end of a process: the time of its next start; None: none."""
+    def _restart_time(self, number: int, status: int) -> float | None:
+        """Return when to restart a process that has ended; None if it is not restarted."""
         code = os.waitstatus_to_exitcode(status)
         if number < 0:
-            for region in self.shared.regions:  # not mapped for long: fronts that are forked would have it, too
+            # The frontends keep their connections, and post their lookups again once the next engine has started their epoch.
+            # The regions are mapped for this moment only: frontends that are forked later would inherit the mapping.
+            for region in self.shared.regions:
                 Memory(region)[layout.OWNER_EPOCH] = 0
             for event in self.shared.events:
                 os.eventfd_write(event, 1)
@@ -183,81 +193,80 @@ class Supervisor:
             if number < 0:
                 self._code = code if code >= 0 else 1
             return None
-        if number < 0 and code >= 0:  # it says itself why
-            self._stopping, self._code = "the owner has ended", code
+        if number < 0 and code >= 0:  # it has logged the reason
+            self._stopping, self._code = "the engine has ended", code
             return None
-        what = f"front {number}" if number >= 0 else "the owner of the tiers"
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        name = f"frontend {number}" if number >= 0 else "the engine"
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         long = time.monotonic() - self._started[number] > _LONGEST_PAUSE_S
         pause = _FIRST_PAUSE_S if long else min(_LONGEST_PAUSE_S, 2 * self._pauses.get(number, _FIRST_PAUSE_S / 2))
         self._pauses[number] = pause
         pause = 0.0 if long or pause <= _FIRST_PAUSE_S else pause
-        _log.error("%s has died (%s); starting it again%s", what, how, f" in {pause:g} s" if pause else "")
+        _log.error("%s has died (%s); restarting it%s", name, cause, f" in {pause:g} s" if pause else "")
         return time.monotonic() + pause
 
     # -- signals and stops --------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._tell_owner(signal.SIGHUP)
+            self._signal_engine(signal.SIGHUP)
         elif not self._stopping:
             self._stopping, self._drains = signal.Signals(number).name, number == signal.SIGTERM
         else:
             self._drains = False
 
-    def _tell_owner(self, number: int) -> None:
-        for child, one in self._children.items():
-            if one < 0:
-                with suppress(ProcessLookupError):
-                    os.kill(child, number)
+    def _signal_engine(self, sent: int) -> None:
+        self._signal([child for child, number in self._children.items() if number < 0], sent)
 
-    def _tell_fronts(self, number: int) -> None:
-        for child, one in self._children.items():
-            if one >= 0:
-                with suppress(ProcessLookupError):
-                    os.kill(child, number)
+    def _signal_frontends(self, sent: int) -> None:
+        self._signal([child for child, number in self._children.items() if number >= 0], sent)
 
-    def _begin_stop(self) -> float:
-        """Turn not ready; return when the fronts stop listening."""
-        self._tell_fronts(signal.SIGUSR1)
-        self._tell_owner(signal.SIGUSR1)
-        self._began, drain_s = time.monotonic(), 0.0
+    @staticmethod
+    def _signal(children: Iterable[int], sent: int) -> None:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, sent)
+
+    def _start_stop(self) -> float:
+        """Turn not ready; return when the frontends stop listening."""
+        self._signal_frontends(signal.SIGUSR1)
+        self._signal_engine(signal.SIGUSR1)
+        self._stop_began, drain_s = time.monotonic(), 0.0
         if self._drains and any(child < 0 for child in self._children.values()):
-            found = layout.read_text(self._page, 0, layout.MOST_PAGE_BYTES)
-            page = found[1] if found else {}
-            if not page.get("blocked", "starting"):
-                drain_s = page["settings"]["drain_s"]
+            found = layout.read_text(self._snapshot, 0, layout.MOST_PAGE_BYTES)
+            snapshot = found[1] if found else {}
+            if not snapshot.get("blocked", "starting"):
+                drain_s = snapshot["settings"]["drain_s"]
         if drain_s:
-            why = self._stopping
-            _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
+            message = "%s: not ready from now on; requests are answered for %g s more (service.drain_s)"
+            _log.info(message, self._stopping, drain_s)
         return time.monotonic() + drain_s
 
-    def _stop_on(self, stop_at: float) -> bool:
-        """Go on stopping; return whether all have ended."""
+    def _continue_stop(self, stop_at: float) -> bool:
+        """Take the next step of a stop; return True if all processes have ended."""
+        # The engine outlives the frontends, whose last requests it answers.
         now = time.monotonic()
         if self._drains and now < stop_at:
             return not self._children
         if any(child >= 0 for child in self._children.values()):
-            if False not in self._told:
-                self._told.add(False)
-                _log.info("%s: no longer listening, after %.1f s", self._stopping, now - self._began)
-                self._tell_fronts(signal.SIGTERM)
-        elif self._children and True not in self._told:
-            self._told.add(True)
-            _log.info("requests have ended, after %.1f s", now - self._began)
-            self._tell_owner(signal.SIGTERM)
+            if not self._stopped_frontends:
+                self._stopped_frontends = True
+                _log.info("%s: no longer listening, after %.1f s", self._stopping, now - self._stop_began)
+                self._signal_frontends(signal.SIGTERM)
+        elif self._children and not self._stopped_engine:
+            self._stopped_engine = True
+            _log.info("requests have ended, after %.1f s", now - self._stop_began)
+            self._signal_engine(signal.SIGTERM)
         if now > stop_at + _STOP_S:
-            for child in self._children:
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
+            self._signal(self._children, signal.SIGKILL)
         return not self._children
 
 
 def reserve(host: str, port: int, key: str = "port") -> socket.socket:
-    """Bind an address for fronts to listen on; port 0 picks a free one.
+    """Bind an address for frontends to listen on; port 0 picks a free one.
 
     Args:
-        key: of the port in the configuration, for errors.
+        key: the port's key in the configuration, for errors.
 
     Raises:
         ConfigError: it cannot be bound, or another process listens there.
@@ -268,31 +277,30 @@ def reserve(host: str, port: int, key: str = "port") -> socket.socket:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-        place = socket.socket(family, kind, protocol)
+        reserved = socket.socket(family, kind, protocol)
         try:
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            place.bind(address)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
         except OSError:
-            place.close()
+            reserved.close()
             raise
     except OSError as error:
         raise ConfigError(
             "service",
             [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
-    return place
+    return reserved
 
 
-def bind_beside(place: socket.socket) -> socket.socket:
-    """Bind the address that a socket reserves, beside others.
-
-    The kernel sends it connections from when it listens: a front listens when its event loop runs, so that none waits for that.
-    """
-    listener = socket.socket(place.family, place.type, place.proto)
+def bind_shared(reserved: socket.socket) -> socket.socket:
+    """Bind the address that a socket reserves, as other frontends do."""
+    # By SO_REUSEPORT the kernel spreads connections over the listening sockets. It ignores bound sockets that do not listen,
+    # such as the reserving one, and a frontend listens only once its event loop runs, so no connection waits for a start.
+    listener = socket.socket(reserved.family, reserved.type, reserved.proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind(place.getsockname())
+    listener.bind(reserved.getsockname())
     return listener
 
 

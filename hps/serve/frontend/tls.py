@@ -1,4 +1,4 @@
-"""TLS of fronts: the context for new connections, made of files that are read again, and the names in client certificates."""
+"""TLS of frontends: makes contexts from the certificate files, reloads changed ones, and reads names in client certificates."""
 
 import asyncio
 import logging
@@ -21,21 +21,20 @@ class Handshaking(Protocol):
 
     transport: asyncio.Transport
 
-    def secured(self, transport: asyncio.Transport) -> None:
-        """The handshake is done; the client is reached by another transport from now on."""
+    def finish_handshake(self, transport: asyncio.Transport) -> None:
+        """Use this transport from now on."""
 
-    def not_secured(self, why: str) -> None:
-        """The handshake has failed; empty: the client has gone."""
+    def fail_handshake(self, reason: str) -> None:
+        """End the connection. The reason is empty if the client has disconnected."""
 
 
 class TLS:
-    """Makes connections secure, by a certificate that is read again when its files change. *One event loop.*
+    """Secures connections, and reloads the certificate when its files change. *One event loop.*
 
-    A connection keeps the certificate that it began with.
+    Open connections keep their certificate.
 
     Args:
-        settings: name the files.
-        log_level: of the line about a new certificate; another front says the same.
+        log_level: of the line about a new certificate, which each frontend would log; default: info.
 
     Raises:
         ConfigError: the files cannot be used.
@@ -48,25 +47,21 @@ class TLS:
         self._context = context_of(settings)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def look(self) -> bool:
-        """Read the files again if they have changed; wrong ones change nothing. Call this twice a second.
-
-        Returns:
-            Whether new connections use another certificate.
-        """
+    def poll(self) -> bool:
+        """Reload changed files, unless they are invalid; return True if so. Called twice a second."""
         if not self._marks.changed():
             return False
         try:
             self._context = context_of(self._settings)
         except ConfigError as error:
-            _log.log(self._level or logging.ERROR, "new connections go on with the certificate as it was: %s", error)
+            _log.log(self._level or logging.ERROR, "new connections keep the previous certificate: %s", error)
             return False
         path = self._settings.tls_certificate_path
         _log.log(self._level or logging.INFO, "new connections use the certificate in %s as it is now", path)
         return True
 
-    def begin(self, connection: Handshaking, settings: ServiceConfig) -> None:
-        """Begin the handshake of a connection. Call this from its `connection_made`; the settings have the timeouts."""
+    def start_handshake(self, connection: Handshaking, settings: ServiceConfig) -> None:
+        """Start the handshake of a connection, with the timeouts of these settings. Called by its `connection_made`."""
         loop = asyncio.get_running_loop()
         handshake = loop.start_tls(
             connection.transport,
@@ -76,59 +71,59 @@ class TLS:
             ssl_handshake_timeout=settings.request_timeout_s,
             ssl_shutdown_timeout=settings.answer_timeout_s,
         )
-        # Its first step gives the transport to TLS. It is taken now, since the transport is read from as soon as
-        # `connection_made` returns; from Python 3.12 on that would be an eager task.
-        done = handshake.send(None)
-        task = loop.create_task(self._end(_resumed(handshake, done), connection))
+        # The first step hands the transport to TLS. It has to run before `connection_made` returns, since the event loop
+        # then reads from the transport, and would pass the ClientHello to HTTP. Python 3.12 has eager tasks for this.
+        awaited = handshake.send(None)
+        task = loop.create_task(self._handshake(_resume(handshake, awaited), connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    async def _end(handshake: Awaitable[asyncio.Transport | None], connection: Handshaking) -> None:
-        why = ""
+    async def _handshake(handshake: Awaitable[asyncio.Transport | None], connection: Handshaking) -> None:
+        reason = ""
         try:
             secure = await handshake
         except ssl.SSLError as error:
-            why = str(getattr(error, "verify_message", "") or error.reason or error)
-        except OSError:  # the client has gone, or takes too long
+            reason = str(getattr(error, "verify_message", "") or error.reason or error)
+        except OSError:  # the client has disconnected, or takes too long
             pass
         else:
             if secure is not None and not secure.is_closing():
-                connection.secured(secure)
+                connection.finish_handshake(secure)
                 return
-        connection.not_secured(why)
+        connection.fail_handshake(reason)
 
 
 @coroutine
-def _resumed(begun: Coroutine[Any, Any, _T], waits_for: Any) -> Generator[Any, Any, _T]:
-    """Go on with a coroutine whose first step has yielded something to wait for."""
-    yield waits_for
-    ended: _T = yield from begun
-    return ended
+def _resume(started: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, Any, _T]:
+    """Resume a coroutine whose first step has yielded an awaitable."""
+    yield awaited
+    result: _T = yield from started
+    return result
 
 
 def context_of(settings: ServiceConfig) -> ssl.SSLContext:
-    """Make a context of the configured files.
+    """Make a context from the configured files.
 
     Raises:
-        ConfigError: they cannot be used; the message says which and why.
+        ConfigError: a file cannot be used; the message says which and why.
     """
     certificate, key, ca = settings.tls_certificate_path, settings.tls_key_path, settings.tls_client_ca_path
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
-    what, paths = "tls_certificate_path", " and ".join(filter(None, (certificate, key)))
+    key_name, paths = "tls_certificate_path", " and ".join(filter(None, (certificate, key)))
     try:
-        # An encrypted key is an error; without a password the terminal would be asked for one.
+        # An encrypted key shall be an error; without this password OpenSSL would prompt on the terminal.
         context.load_cert_chain(certificate, key or None, password=lambda: "")
         if ca:
-            what, paths = "tls_client_ca_path", ca
+            key_name, paths = "tls_client_ca_path", ca
             context.load_verify_locations(cafile=ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        raise ConfigError("service", [f"{what}: cannot use {paths}: {reason}; expected PEM files"]) from error
+        raise ConfigError("service", [f"{key_name}: cannot use {paths}: {reason}; expected PEM files"]) from error
     return context
 
 

@@ -1,24 +1,23 @@
-"""The single memory budget for everything that clients make the service hold."""
+"""The memory budget for requests and answers."""
 
 from hps.serve.http.http_answer import OverloadedError, RequestError
 
 SMALL_BYTES = 65_536
-"""Requests up to this size may use the entire budget, larger ones three quarters: small requests still get answers."""
+"""Requests up to this size may use the entire budget, larger ones three quarters, so that small ones still get answers."""
 
 
 class HeldMemory:
-    """Counts the bytes that are held for clients. *One per event loop*; only the loop changes it.
+    """Counts the memory of requests and answers. *One per event loop*; only the loop changes it.
 
-    These are bytes received and not yet answered, their decompressed and parsed forms, the vectors and text of answers, and the
-    unread part of sent answers.
+    Counted are received bytes until they are answered, their decompressed and parsed forms, and answers until they are sent.
 
     Args:
         limit_bytes: the budget.
 
     Attributes:
         held: bytes held now. Small amounts are added and subtracted directly.
-        kept: bytes that connections keep between requests, as they were counted last.
-        limit, large_limit: bounds on both, including a new small or larger request.
+        kept: bytes that connections keep between requests, as of the last count.
+        limit, large_limit: bounds on the sum of both, for a small and for a larger request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -26,15 +25,16 @@ class HeldMemory:
         self.limit_to(limit_bytes)
 
     def limit_to(self, limit_bytes: int) -> None:
-        """Change the budget. Bytes already held are unaffected."""
+        """Change the budget. Counted bytes are unaffected."""
         self.limit = limit_bytes
         self.large_limit = limit_bytes * 3 // 4
 
-    def take(self, size: int, what: str, *, spare: bool = False) -> int:
-        """Hold this many more bytes, and return their number; the caller subtracts it from `held` afterwards.
+    def reserve(self, size: int, what: str, *, spare: bool = False) -> int:
+        """Count further bytes, and return their number, which the caller subtracts from `held` in the end.
 
         Args:
-            spare: whether to spare the last quarter of the budget even if they are few: many strangers may ask for them.
+            what: purpose, for errors.
+            spare: whether to leave the last quarter of the budget even to a small request, as many unknown clients may send it.
 
         Raises:
             RequestError: 413, they exceed the budget by themselves.

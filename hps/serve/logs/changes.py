@@ -11,7 +11,7 @@ from hps.serve.logs.lines import escaped, fields
 _log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
 _MOST_WRITERS = 256
-_MOST_TEXT = 300  # maximum characters of a client's text
+_MOST_TEXT = 300  # characters of a client's text
 
 
 def request_line(scope: Scope) -> str:

@@ -28,7 +28,7 @@ def escaped(text: str) -> str:
     """Escape unprintable characters (line ends, terminal controls, bidirectional marks), so that the text is one line."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 class TextLines(logging.Formatter):
@@ -76,11 +76,8 @@ def formatter_of(log_format: LogFormat) -> logging.Formatter:
     return JSONLines() if log_format == "json" else TextLines()
 
 
-def use(log_format: LogFormat | None, level: str | None) -> None:
-    """Log from this level on, and in this format on handlers with a formatter of `formatter_of`.
-
-    None leaves either unchanged.
-    """
+def configure_logging(log_format: LogFormat | None, level: str | None) -> None:
+    """Set the format of handlers with a formatter of `formatter_of`, and the level; None leaves either unchanged."""
     root = logging.getLogger()
     if level is not None:
         root.setLevel(level.upper())
@@ -108,7 +105,7 @@ class Problem:
 
 
 class RecentProblems(logging.Handler):
-    """Keeps the latest warnings and errors; those of equal text are counted as one. *Thread-safe.*
+    """Keeps the latest warnings and errors, counting those of equal text. *Thread-safe.*
 
     Args:
         most: number of different problems to keep.
@@ -118,7 +115,7 @@ class RecentProblems(logging.Handler):
         super().__init__(logging.WARNING)
         self._most = most
         self._kept: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()  # latest last
-        self._keeping = threading.Lock()
+        self._lock = threading.Lock()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record, and drop the oldest if there are too many."""
@@ -130,13 +127,13 @@ class RecentProblems(logging.Handler):
         except Exception:  # noqa: BLE001 - the arguments do not fit the message: logging itself reports that
             self.handleError(record)
             return
-        with self._keeping:
+        with self._lock:
             _, count = self._kept.pop(key, (0.0, 0))
             self._kept[key] = (record.created, count + 1)
             if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
 
     def entries(self) -> list[Problem]:
-        with self._keeping:
+        with self._lock:
             kept = list(self._kept.items())
         return [Problem(time_s, *key, count) for key, (time_s, count) in reversed(kept)]

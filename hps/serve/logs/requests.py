@@ -38,7 +38,7 @@ _TRACEPARENT = re.compile(  # https://www.w3.org/TR/trace-context/#traceparent-h
 
 
 def new_ids() -> Callable[[], bytes]:
-    """Return a function that makes request ids: 32 hexadecimal digits, like a trace id; the first half is always the same."""
+    """Return a function that makes request ids: 32 hexadecimal digits, like a trace id, of which the first half is constant."""
     return map((secrets.token_hex(8).encode() + b"%016x").__mod__, count(secrets.randbits(48))).__next__
 
 
@@ -62,25 +62,26 @@ class Served:
 
     Attributes:
         id: printable ASCII, at most 64 characters.
-        logged: whether it certainly gets an access line.
-        traced: whether to trace its lookup even if the client does not ask for it.
+        logged: whether it is chosen for an access line.
+        traced: whether to trace its lookup, also if the client does not request it.
         span: its OpenTelemetry span, if any.
         bytes_in, bytes_out: sizes of the bodies.
         model, version: as requested, then as answered.
         keys: number of keys; known if traced.
         lookup_ns: time from the body to the vectors.
-        trace: of its lookup, if traced.
+        trace: trace of its lookup, if traced.
         queue_ns, infer_ns: wait for a thread, and duration of the lookup.
-        error: text of the error in the answer. The error itself would keep the body through its traceback.
+        error: text of the error in the answer.
         who: client that requests a change, and its authorization; empty if it changes nothing.
-        identity: named token or certificate of the client, which has a `name`; None if there is none.
-        outlived: whether it began a change that continues without it and logs its own line.
-        unsaid: whether its failed lookup is not logged elsewhere.
+        identity: the client's token or certificate, which has a `name`, if any.
+        outlived: whether it started a change that continues without it and logs its own line.
+        unlogged: whether its failed lookup is not logged elsewhere.
         unready: whether the service, or its model, was not ready.
     """
 
-    bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0  # on the class: a request only pays for those it sets
-    logged = traced = unsaid = outlived = unready = False
+    # Defaults are on the class, so that a request pays only for the attributes that it sets.
+    bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0
+    logged = traced = unlogged = outlived = unready = False
     who = ""
     identity: Any = None
     span: RequestSpan | None = None
@@ -93,10 +94,10 @@ class Served:
     id: bytes
 
     def failed(self, error: Exception) -> None:
-        self.error = str(error)
+        self.error = str(error)  # the error itself would keep the body alive by its traceback
         self.unready = isinstance(error, NotReadyError)
-        # Not for requests without a lookup, bugs (already logged), or models that are not ready.
-        self.unsaid = self.model is not None and isinstance(error, HPSError) and not self.unready
+        # Bugs are logged elsewhere, with their traceback.
+        self.unlogged = self.model is not None and isinstance(error, HPSError) and not self.unready
 
     @property
     def report(self) -> LookupBreakdown | None:
@@ -111,8 +112,8 @@ class RequestLog:
         spans: makes a span for each request; None without OpenTelemetry.
 
     Attributes:
-        quiet_until: time of `time.perf_counter` up to which only failures are logged: this second's lines are used up.
-        left_out: number of requests without an access line since the last one.
+        quiet_until: time of `time.perf_counter` until which only failures are logged, since this second's lines are used up.
+        left_out: number of requests without an access line since the last line.
     """
 
     def __init__(self, settings: ServiceConfig, spans: RequestSpans | None) -> None:
@@ -131,8 +132,8 @@ class RequestLog:
         self._always = self._spans is not None or settings.slow_lookup_ms > 0
         self.quiet_until = 0.0 if self._always or settings.access_log_per_s else math.inf
 
-    def begin(self, served: Served, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        """Decide what to log of a request; called unless before `quiet_until`."""
+    def start(self, served: Served, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Decide what to log of a request. Not called before `quiet_until`."""
         served.traced = self._slow_ns > 0
         if self._lines.lines:
             if self._lines.take():
@@ -141,30 +142,30 @@ class RequestLog:
             elif not self._always:
                 self.quiet_until = self._lines.until
         if self._spans is not None and scope["path"] not in POLLED:
-            served.span = span = self._spans.begin(scope, headers)
+            served.span = span = self._spans.start(scope, headers)
             served.traced |= span.sampled
             if request_id(headers) is None:
                 served.id = span.trace_id
 
-    def end(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
-        """Log an answered request; called if `begin` was called or the request failed."""
-        if served.unsaid and status >= 500:
-            self._say_failed(served, status)
+    def finish(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
+        """Log an answered request. Called if `start` was called or the request failed."""
+        if served.unlogged and status >= 500:
+            self._log_failed(served, status)
         if served.span is not None and served.span.sampled:
             self._end_span(served.span, served, scope, route, status)
         if 0 < self._slow_ns < served.lookup_ns:
-            self._say_slow(served)
+            self._log_slow(served)
         if served.unready and scope["path"] not in POLLED:
-            said = self._unready.take()
+            logged = self._unready.take()
         else:
-            said = served.logged or (status >= 400 and self._failed.take())
-        if said:
+            logged = served.logged or (status >= 400 and self._failed.take())
+        if logged:
             if _access.isEnabledFor(_level_of(scope)):
-                self._say(served, scope, route, status, seconds)
+                self._log_access(served, scope, route, status, seconds)
         elif scope["path"] not in POLLED:
             self.left_out += 1
 
-    def _say(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
+    def _log_access(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
         left_out, self.left_out = self.left_out, 0
         client, report = scope.get("client"), served.report
         more: dict[str, Any] = fields(
@@ -209,7 +210,7 @@ class RequestLog:
         }
         span.end(f"{scope['method']} {route}", status, attributes, served.trace)
 
-    def _say_slow(self, served: Served) -> None:
+    def _log_slow(self, served: Served) -> None:
         if not self._slow.take():
             return
         report = served.report
@@ -226,7 +227,7 @@ class RequestLog:
         limit = f"{self._slow_ms:g} ms (service.slow_lookup_ms)"
         _log.warning("a lookup of model %s took longer than %s", served.model, limit, extra=more)
 
-    def _say_failed(self, served: Served, status: int) -> None:
+    def _log_failed(self, served: Served, status: int) -> None:
         if not self._problems.take():
             return
         more = fields(request_id=served.id.decode(), status=status, left_out=self._problems.left_out or None)

@@ -63,7 +63,7 @@ class RequestSpan:
 
 
 class RequestSpans:
-    """Makes the spans of requests and exports them by OTLP over HTTP. *One per event loop*; any thread may call `close`.
+    """Makes the spans of requests, and exports them by OTLP over HTTP. *One per event loop*; any thread may call `close`.
 
     OpenTelemetry's SDK reads the environment variables `OTEL_*`: service name, further attributes, sampler, headers and
     certificates of the endpoint, queue size.
@@ -101,8 +101,8 @@ class RequestSpans:
         kinds = {"volatile_db": configuration.volatile_db.type, "persistent_db": configuration.persistent_db.type}
         self._systems = {tier: _SYSTEMS.get(kind, kind) for tier, kind in kinds.items()}
 
-    def begin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestSpan:
-        """Begin the span of a request as a child of its `traceparent`."""
+    def start(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestSpan:
+        """Start the span of a request as a child of its `traceparent`."""
         carrier = {
             name.decode(): headers[name].decode("latin-1") for name in (b"traceparent", b"tracestate") if name in headers
         }
@@ -135,7 +135,7 @@ class RequestSpans:
 
 
 def spans_of(configuration: Configuration) -> RequestSpans | None:
-    """Make the configured exporter of spans; None if none is configured or the extra is missing."""
+    """Make the configured exporter of spans; return None if none is configured or the extra is missing."""
     if not configuration.service.otlp_endpoint:
         return None
     try:

@@ -168,11 +168,6 @@ class AnswerLayout:
             self.size = self.lookup_at + looked_up
         self.held_bytes = self.size if self.text else JSON_VECTOR_SHARE * looked_up + JSON_MASK_SHARE * masks_size
 
-    def batch(self, inputs: Sequence[np.ndarray], outs: Sequence[np.ndarray], founds: Sequence[np.ndarray | None]) -> Batch:
-        """Make the batch of a request of this layout, without its bags."""
-        keys = [inputs[key_range.source][key_range.start : key_range.stop] for key_range in self.ranges]
-        return Batch([key_range.table for key_range in self.ranges], [array.size for array in keys], keys, outs, founds)
-
     def arrays(self, memory: np.ndarray) -> list[np.ndarray]:
         """Return the elements of each output, (size,), in the memory of an answer; BF16 as uint16."""
         arrays, end = [], len(self.text)
@@ -225,41 +220,55 @@ class AnswerLayout:
 
 
 class Inference:
-    """A decoded request, with room for its answer.
+    """A decoded request. *One request.*
 
     Args:
+        layout: layout of its answer.
         inputs: arrays that the layout's key ranges refer to.
         device_id: the requested device.
-        memory: of the answer, (layout.size,) uint8.
 
     Attributes:
         device_id: the requested device; after the lookup, the device that answered.
-        batch: keys to look up; the lookup writes into the memory of the answer.
+        batch: keys to look up; without outputs before `place`.
+        text_bytes, memory_bytes: size of the JSON part in the memory of the answer, and of the rest.
+        held_bytes: upper bound on what the answer takes beside that memory.
     """
 
-    def __init__(self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, memory: np.ndarray) -> None:
+    def __init__(
+        self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, poolings: Sequence[Pooling]
+    ) -> None:
+        self.layout = layout
         self.device_id = device_id
-        self._layout = layout
+        self.wants_report = layout.wants_report
+        self.text_bytes = len(layout.text)
+        self.memory_bytes = layout.size - self.text_bytes
+        self.held_bytes = layout.scratch_bytes + (0 if layout.text else layout.held_bytes)
+        keys = [inputs[key_range.source][key_range.start : key_range.stop] for key_range in layout.ranges]
+        self.batch = Batch([key_range.table for key_range in layout.ranges], [array.size for array in keys], keys, ())
+        self.batch.poolings = poolings
+
+    def place(self, memory: np.ndarray) -> None:
+        """Give the answer its memory, (layout.size,) uint8."""
         self._memory = memory
-        if layout.text:
-            self._memory.data[: len(layout.text)] = layout.text
+        layout = self.layout
+        memory.data[: self.text_bytes] = layout.text
         outs, founds = [], []
-        place, mask_place = layout.lookup_at, len(layout.text) + layout.vectors_size
+        at, mask_at = layout.lookup_at, self.text_bytes + layout.vectors_size
         for keys in layout.ranges:
-            outs.append(np.ndarray((keys.rows, keys.dim), np.float32, self._memory, place, keys.strides))
-            place += keys.step
-            founds.append(np.ndarray((keys.rows,), np.bool_, self._memory, mask_place) if keys.masked else None)
-            mask_place += keys.rows * keys.masked
-        self.batch = layout.batch(inputs, outs, founds if any(keys.masked for keys in layout.ranges) else ())
+            outs.append(np.ndarray((keys.rows, keys.dim), np.float32, memory, at, keys.strides))
+            at += keys.step
+            founds.append(np.ndarray((keys.rows,), np.bool_, memory, mask_at) if keys.masked else None)
+            mask_at += keys.rows * keys.masked
+        self.batch.outs, self.batch.founds = outs, founds if any(keys.masked for keys in layout.ranges) else ()
 
     def convert(self) -> None:
         """Write outputs of 16 bits, after the lookup."""
-        self._layout.convert(self._memory)
+        self.layout.convert(self._memory)
 
     @property
     def binary_answer(self) -> tuple[memoryview, int] | None:
         """Body of an answer whose outputs are all binary, written by the lookup; and the length of its JSON part."""
-        layout = self._layout
+        layout = self.layout
         if not layout.text:
             return None
         body = self._memory.data[: layout.answer_size]
@@ -278,7 +287,7 @@ class Inference:
         Returns:
             The JSON part in pieces, and the binary outputs as views of the lookup's memory.
         """
-        layout = self._layout
+        layout = self.layout
         values = [
             np.require(array, requirements="A") for array in layout.arrays(self._memory)
         ]  # JSON is written from aligned ones
@@ -307,21 +316,6 @@ def parse_header_length(value: bytes | None, body_size: int) -> int | None:
     return int(value)
 
 
-class Laid(NamedTuple):
-    """A decoded request, and the layout of its answer, which has no memory yet; arguments of `Inference`."""
-
-    layout: AnswerLayout
-    inputs: Sequence[np.ndarray]
-    device_id: int | None
-    poolings: Sequence[Pooling]
-
-    def inference(self, memory: np.ndarray) -> Inference:
-        """Give the answer its memory, (layout.size,) uint8."""
-        inference = Inference(self.layout, self.inputs, self.device_id, memory)
-        inference.batch.poolings = self.poolings
-        return inference
-
-
 class ReadRequest(NamedTuple):
     """A JSON part that was read, and the layout of the answer; None: it depends on values of an input."""
 
@@ -340,16 +334,16 @@ def read_request(text: bytes, counts: tuple[int, ...] | None, model: ModelTables
         counts: keys per table, if an input states them and it was read.
 
     Raises:
-        HPSError: as `lay_out_body`.
+        HPSError: as `decode_inference`.
     """
     header = read_header(text)
     known = counts is not None or not (header.numkeys is not None or (header.bags and states_ends(header, model)))
     return ReadRequest(header, lay_out(header, counts, model, max_keys) if known else None)
 
 
-def lay_out_body(
+def decode_inference(
     body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int, read: Reader = read_request
-) -> Laid:
+) -> Inference:
     """Decode the body of an inference request, and lay out its answer.
 
     Args:
@@ -378,7 +372,7 @@ def lay_out_body(
         poolings = [
             key_range.bags.pooling(tables[key_range.table].table_name, inputs) for key_range in layout.ranges if key_range.bags
         ]
-    return Laid(layout, inputs, header.device_id, poolings)
+    return Inference(layout, inputs, header.device_id, poolings)
 
 
 def _size_error(expected: int, got: int | None) -> InvalidInputError:

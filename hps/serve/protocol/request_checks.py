@@ -11,8 +11,7 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.scoring.features import Feature, Output
-from hps.scoring.signature import Signature
+from hps.scoring.signature import Feature, Output, Signature
 from hps.types import FloatArray, KeyArray, TableSpec
 
 BAG_OPTIONS = ("combiner", "max_norm", "padding_key")

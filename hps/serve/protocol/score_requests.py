@@ -20,7 +20,8 @@ import numpy.typing as npt
 import orjson
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, TooManyKeysError
-from hps.scoring.features import OFFSETS, WEIGHTS, Feature, Output, ScoreInputs, read_request, refuse_unknown
+from hps.scoring.features import OFFSETS, WEIGHTS, ScoreInputs, read_request, refuse_unknown
+from hps.scoring.signature import Feature, Output
 from hps.serve.protocol.open_inference_header import (
     InputTensor,
     read_inputs,

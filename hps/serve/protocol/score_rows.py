@@ -19,8 +19,8 @@ import orjson
 from hps.configuration.networks import SAMPLES
 from hps.errors import InvalidInputError, TooManyKeysError
 from hps.ground.sizes import SizeExpression
-from hps.scoring.features import OFFSETS, Feature, meant, read_request
-from hps.scoring.signature import Signature
+from hps.scoring.features import OFFSETS, meant, read_request
+from hps.scoring.signature import Feature, Signature
 from hps.serve.protocol.request_checks import PublishedNetwork, flattened, int64_array, kind_of, parse_object, read_device
 from hps.serve.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, count_keys, json_values
 

@@ -36,13 +36,11 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
     Lookups take no lock, release the GIL, and run beside one writer per table; `layout.py` explains why no vector is torn. They
     need neither threads nor partitions; partitions matter only to `overflow_margin`.
 
-    **Memory beyond the vectors** is 14 to 20 bytes per row, with stamps up to 24. A bucket of 128 bytes holds nine rows on
-    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: 14.2 to 17.8 bytes per row. A
-    stamp, for `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on,
-    which may leave 2 bytes per row unused). A growing segment takes a sixteenth of 14 bytes more; tables below 10,000 rows
-    take some more pages. Deleted and evicted rows keep their memory for later rows, in a dense table for their own key.
-    Reserved rows take memory as they are inserted, and from 64 MB on soon all of it, with a 256th to spare. The memory of a
-    table that devices read in place is committed and pinned, and grows by a sixty-fourth at a time.
+    **Memory beyond the vectors** is 14 to 20 bytes per row. A bucket of 128 bytes holds nine rows on average when its segment
+    grows, and 7.2 afterwards: 14.2 to 17.8 bytes per row. A stamp, for `evict_least_used` and `evict_oldest`, takes 4 more.
+    Slabs are committed by the page (by 2 MB from 2^20 rows on, which may leave 2 bytes per row unused). Deleted and evicted
+    rows keep their memory for later rows. Reserved rows from 64 MB on soon take all their memory, with a 256th to spare. The
+    memory of a table that devices read in place is committed and pinned, and grows by a sixty-fourth at a time.
     """
 
     kind = "hash_map"
@@ -61,7 +59,7 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         initial_buckets: int = 32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make a database without tables.
+        """Create a database without tables.
 
         Args:
             num_partitions: partitions of a table, each bounded by `overflow_margin`.
@@ -203,18 +201,15 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
             table.in_place.close()
 
     def disown(self) -> None:
-        """In a forked child: refuse every call. The parent's writers may have been in the middle of a bucket.
-
-        The tables are kept, since only the parent may unpin their memory.
-        """
+        """Refuse every call in a forked child, where the parent's writers may have stopped in the middle of a bucket."""
         self._closed = True
-        self._inherited, self._tables = self._tables, {}
+        self._inherited, self._tables = self._tables, {}  # still referenced: only the parent may unpin their memory
 
     def host_table(self, tag: str) -> HostTable:
         return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:
-        """Make room for `rows` in total; vectors then lie in order, those of a dense table in that of its keys.
+        """Reserve memory for `rows` in total; vectors are then ordered, in a dense table by key.
 
         Raises:
             DatabaseError: no memory, or more rows than a table can hold.

@@ -1,9 +1,9 @@
 """Keeps partitions of the hash map within `overflow_margin`, exactly.
 
 A batch is planned before it is inserted. If a partition would exceed the margin, rows that are not in the batch are evicted
-until the partition, with the batch, holds `overflow_resolution_target` of the margin, or only the batch if that is more. If a
-batch has more keys of a partition than the margin, only the last of them are inserted (of repeated keys the last), and no
-other row stays. So a partition never exceeds the margin, a batch never evicts its own rows, and exactly the necessary number
+until the partition, with the batch, has `overflow_resolution_target` of the margin, or only the batch if that is more. If a
+batch has more keys of a partition than the margin, only the last of them are inserted (of repeated keys the last), and all
+other rows go. So a partition never exceeds the margin, a batch never evicts its own rows, and exactly the necessary number
 of rows is evicted.
 
 `evict_oldest` uses the last access (fetch or insert). `evict_least_used` uses the number of accesses, which is halved for the
@@ -52,7 +52,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @kernel(void, LAYOUT, KEYS, int64, boolean[::1], COUNTERS, COUNTERS)
-def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-untyped-def]
+def _plan(layout, keys, margin, chosen, batch_rows, new_rows):  # type: ignore[no-untyped-def]
     """Choose the keys to insert: the last of each key, the last `margin` keys per partition. Count them, and new keys."""
     partitions = np.uint64(batch_rows.size)
     room = 1
@@ -68,17 +68,17 @@ def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-
         slots[slot] = position
         partition = np.int64(hashed % partitions)
         if batch_rows[partition] < margin:
-            kept[position] = True
+            chosen[position] = True
             batch_rows[partition] += 1
             if not search(layout, hashed, key)[0]:
                 new_rows[partition] += 1
 
 
 @kernel(void, LAYOUT, KEYS, boolean[::1], uint64[::1])
-def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
+def _protect(layout, keys, chosen, protected):  # type: ignore[no-untyped-def]
     """Set the bits of the rows that the batch will replace."""
     for position in range(keys.size):
-        if kept[position]:
+        if chosen[position]:
             bucket, entry = search(layout, mix(keys[position]), keys[position])
             if bucket:
                 row = row_of(bucket, entry)
@@ -130,13 +130,13 @@ def _evict(  # type: ignore[no-untyped-def]
                 row = row_of(bucket, entry)
                 score = np.int64(load_relaxed_u32(stamp_of(layout, row))) if limit >= 0 else limit
                 if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> U6)] >> (row & U63)) & U1:
-                    goes = score < limit
-                    if not goes and tied[partition] > 0:  # selection sampling: each of the tied rows is as likely to go
+                    evicted = score < limit
+                    if not evicted and tied[partition] > 0:  # selection sampling: each of the tied rows is equally likely
                         random[0] += _GOLDEN
-                        goes = np.int64(mix(np.int64(random[0])) % np.uint64(tied[partition])) < tied_excess[partition]
+                        evicted = np.int64(mix(np.int64(random[0])) % np.uint64(tied[partition])) < tied_excess[partition]
                         tied[partition] -= 1
-                        tied_excess[partition] -= goes
-                    if goes:
+                        tied_excess[partition] -= evicted
+                    if evicted:
                         unlink(layout, counters, segment_rows, hashed, bucket, entry)
                         excess[partition] -= 1
                         partition_rows[partition] -= 1
@@ -177,37 +177,37 @@ class HashMapOverflow:
 
         All row numbers are below `row_numbers`.
         """
-        kept = np.zeros(keys.size, np.bool_)
+        chosen = np.zeros(keys.size, np.bool_)
         batch_rows, new_rows = np.zeros((2, self.partitions), np.int64)
-        _plan(layout, keys, self.margin, kept, batch_rows, new_rows)
+        _plan(layout, keys, self.margin, chosen, batch_rows, new_rows)
         over = partition_rows + new_rows > self.margin
         if not over.any():
-            return kept
-        others = partition_rows - (batch_rows - new_rows)
-        excess = np.where(over, others - np.maximum(self.target_rows - batch_rows, 0), 0)
+            return chosen
+        outside = partition_rows - (batch_rows - new_rows)  # rows that are not in the batch
+        excess = np.where(over, outside - np.maximum(self.target_rows - batch_rows, 0), 0)
         protected = np.zeros((row_numbers + 63) // 64, np.uint64)
-        _protect(layout, keys, kept, protected)
+        _protect(layout, keys, chosen, protected)
         if self.policy != "evict_random":
-            limits, tied, tied_excess = self._limits(layout, protected, excess, others)
+            limits, tied, tied_excess = self._limits(layout, protected, excess, outside)
             before = excess.copy()
             random[1] = self.policy == "evict_least_used"
             _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random)
-            others -= before - excess
-        if excess.any():  # also for rows that were fetched between the choice and the eviction, and so escaped it
+            outside -= before - excess
+        if excess.any():  # rows that were fetched after the choice have a new score and escaped it
             limits = np.full(self.partitions, -1, np.int64)
-            _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, others, excess.copy(), random)
-        return kept
+            _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, outside, excess.copy(), random)
+        return chosen
 
     def _limits(
         self,
         layout: npt.NDArray[np.uint64],
         protected: npt.NDArray[np.uint64],
         excess: npt.NDArray[np.int64],
-        others: npt.NDArray[np.int64],
+        outside: npt.NDArray[np.int64],
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Find, by partition, the score of the last row to evict, how many rows have it, and how many of those to evict."""
         limits, tied, tied_excess = np.full((3, self.partitions), -1, np.int64)
-        ends = np.cumsum(np.where(excess > 0, others, 0))
+        ends = np.cumsum(np.where(excess > 0, outside, 0))
         scores = np.empty(ends[-1], np.uint32)
         starts = ends.copy()
         _gather(layout, protected, excess, starts, scores)

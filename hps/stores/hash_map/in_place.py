@@ -1,8 +1,8 @@
 """Lets devices read a table in place: pins its memory and keeps it while they read.
 
 Devices see only a `HostLayout`. The writer pins new memory and publishes a new layout before it links a row of new slabs and
-before it retires replaced buckets. A layout holds the pins of its memory, and a pin holds its pages. So memory that a kernel
-may read, which is that of the layout held by its launcher, is neither unpinned nor unmapped.
+before it retires replaced buckets. A layout references the pins of its memory, and a pin its pages. So memory that a kernel may
+read, that of the layout which its launcher references, is neither unpinned nor unmapped.
 """
 
 import logging
@@ -10,7 +10,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +21,27 @@ from hps.ground.memory.host_tables import BucketChanges, HostLayout, HostTable, 
 from hps.stores.hash_map.layout import CHANGES_LIMIT, VERSION_BYTES
 from hps.stores.hash_map.memory import Buckets, Pages, Slabs
 
-if TYPE_CHECKING:
-    from hps.stores.hash_map.table import HashMapTable
-
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 256 << 20
 """Maximum bytes to pin at once, a multiple of any page, so that the process stalls briefly and progress is visible."""
 _PIN_TIMEOUT_S: Final = 600.0
+
+
+class SharedTable(Protocol):
+    """What devices need of a table; see `HashMapTable`."""
+
+    @property
+    def records_accesses(self) -> bool: ...
+
+    @property
+    def memory(self) -> tuple[Buckets, Slabs]: ...
+
+    def share(self) -> None: ...
+
+    def log_changes(self) -> None: ...
+
+    def writing(self, doing: str) -> AbstractContextManager[None]: ...
 
 
 class PinnedPages:
@@ -39,10 +53,10 @@ class PinnedPages:
         """Pin all of `pages`, or nothing; `pinned` is called with the bytes of each piece."""
         self._pages, self._pinner = pages, pinner
         self._pieces: list[int] = []
-        pages.keep_from_children()
+        pages.exclude_from_forks()
         try:
-            for start in range(0, pages.whole_bytes, PIECE_BYTES):
-                size_bytes = min(PIECE_BYTES, pages.whole_bytes - start)
+            for start in range(0, pages.page_bytes, PIECE_BYTES):
+                size_bytes = min(PIECE_BYTES, pages.page_bytes - start)
                 pinner.pin(pages.address + start, size_bytes)
                 self._pieces.append(pages.address + start)
                 pinned(size_bytes)
@@ -55,7 +69,7 @@ class PinnedPages:
             self._pinner.unpin(self._pieces.pop())
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # the pinner's modules are gone then, and the system unpins what a process leaves
+        if not is_finalizing():  # then the pinner's modules are gone, and the system unpins the memory of an ended process
             self.undo()
 
 
@@ -66,23 +80,23 @@ class TableInPlace(HostTable):
     not raise. A watcher that is removed while it is called may be called once more.
     """
 
-    def __init__(self, tag: str, table: "HashMapTable") -> None:
+    def __init__(self, tag: str, table: SharedTable) -> None:
         """Offer a table, which owns this object; no reference to it is kept."""
         self._tag = tag
         self._table = weakref.ref(table)
         self._pinning = threading.Lock()
-        self._changing = threading.Lock()  # of the layout, or of whether there can be any; watchers are called under it
+        self._changing = threading.Lock()  # guards the layout and `_closed`; watchers are called under it
         self._pinner: Pinner | None = None
         self._pins: dict[Pages, PinnedPages] = {}
         self._layout: HostLayout | None = None
         self._closed = False
         self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
         self._mirrors: dict[object, Callable[[BucketChanges], None]] = {}
-        self._mirrored: npt.NDArray[np.uint64] | None = None  # versions that mirrors were told of last; None: they copy all
+        self._mirrored: npt.NDArray[np.uint64] | None = None  # versions of the last notification; None: mirrors copy all
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(pages.whole_bytes for pages in self._pins)
+        return sum(pages.page_bytes for pages in self._pins)
 
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
         """As `HostTable.pin`; writers wait only while the table grows."""
@@ -113,14 +127,14 @@ class TableInPlace(HostTable):
         return lambda: self._mirrors.pop(token, None) and None
 
     def end_write(self, slabs: Slabs) -> None:
-        """Tell mirrors what was written, as the writer."""
+        """Notify mirrors of the changes of a write, as the writer."""
         if not self._mirrors or self._layout is None or slabs.versions is None or slabs.changes is None:
             return
         log, versions = slabs.changes.words(), slabs.versions.words()[:: VERSION_BYTES // 8].copy()
-        noted, before = int(log[0]), self._mirrored
-        if before is not None and not noted and np.array_equal(before, versions):
+        recorded, before = int(log[0]), self._mirrored
+        if before is not None and not recorded and np.array_equal(before, versions):
             return
-        buckets = None if before is None or noted > CHANGES_LIMIT else log[1 : 1 + noted].copy()
+        buckets = None if before is None or recorded > CHANGES_LIMIT else log[1 : 1 + recorded].copy()
         log[0] = 0
         self._mirrored = versions
         for mirror in list(self._mirrors.values()):
@@ -130,7 +144,7 @@ class TableInPlace(HostTable):
         with self._changing:
             if not self._closed:
                 self._closed, self._pinner, self._pins = True, None, {}
-                self._tell(None)
+                self._notify(None)
 
     def show(self, buckets: Buckets, slabs: Slabs) -> None:
         """Pin new memory of a pinned table and show it to devices, as the writer. Cheap if there is none."""
@@ -142,10 +156,10 @@ class TableInPlace(HostTable):
             _add(pins, (buckets, slabs), pinner, lambda done, total: None)
         except DeviceError as error:
             _log.warning(
-                "hash map: table %r grew, and devices cannot read its new memory: %s. From now on its vectors reach them "
+                "hash map: table %r grew, and devices cannot read its new memory: %s. Its vectors now reach them "
                 "through the CPU, which is slower; raise the limit on locked memory, then restart",
                 self._tag,
-                str(error),  # the error itself would keep pins, wherever the record is kept
+                str(error),  # the error itself would keep the pins alive in stored log records
             )
             self.close()
         else:
@@ -155,8 +169,8 @@ class TableInPlace(HostTable):
         table = self._table()
         if table is None or self._closed:
             raise self._refused("it was dropped, or memory that it grew by could not be pinned")
-        if table.notes_accesses:
-            raise self._refused("its overflow_policy goes by accesses, which a device does not note; expected evict_random")
+        if table.records_accesses:
+            raise self._refused("its overflow_policy needs accesses, which a device does not record; expected evict_random")
         pins: dict[Pages, PinnedPages] = {}
         with table.writing("making versions of its stripes"):
             table.share()
@@ -180,10 +194,10 @@ class TableInPlace(HostTable):
             self._pins = {pages: pins[pages] for pages in _pages_of(buckets, slabs)}
             slabs.pinned = True
             self._mirrored = None
-            self._tell(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
+            self._notify(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
         return True
 
-    def _tell(self, layout: HostLayout | None) -> None:
+    def _notify(self, layout: HostLayout | None) -> None:
         self._layout = layout
         for watcher in list(self._watchers.values()):
             watcher(layout)
@@ -201,8 +215,8 @@ def _add(
     pins: dict[Pages, PinnedPages], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]
 ) -> None:
     missing = [pages for pages in _pages_of(*memory) if pages not in pins]
-    total = sum(pages.whole_bytes for pages in (*pins, *missing))
-    done = total - sum(pages.whole_bytes for pages in missing)
+    total = sum(pages.page_bytes for pages in (*pins, *missing))
+    done = total - sum(pages.page_bytes for pages in missing)
 
     def pinned(size_bytes: int) -> None:
         nonlocal done

@@ -1,4 +1,4 @@
-"""Checks the memory of a hash map table against what `layout.py` says of it, at rest: while no writer is in it."""
+"""Checks the memory of a hash map table against `layout.py` while no writer is active."""
 
 import ctypes
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ BUCKET = np.dtype(
     [("version", "<u4"), ("mask", "<u2"), ("overflow", "<u2"), ("keys", "<i8", ENTRIES), ("rows", "<u4", ENTRIES)]
 )
 _NO_ROW = 2**32 - 1
-_STUCK = 0xFFFF  # an overflow count that reached it stays there
+_STUCK = 0xFFFF  # an overflow count that reached it is never lowered
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class TableIntegrity:
         """Check all invariants.
 
         Raises:
-            DatabaseCorruptError: one does not hold.
+            DatabaseCorruptError: one is broken.
         """
         segments = [self._segment(number) for number in range(len(self._buckets.pages))]
         keys, rows = (np.concatenate(parts) for parts in zip(*segments, strict=True))
@@ -66,15 +66,15 @@ class TableIntegrity:
         self._require(bool((buckets["mask"] < 1 << ENTRIES).all()), "a bucket has more entries than it can")
         occupied = (buckets["mask"][:, None] >> np.arange(ENTRIES)) & 1 == 1
         self._require(not buckets["keys"][~occupied].any(), "the key field of a free entry is not 0")
-        keys, here = buckets["keys"][occupied], np.nonzero(occupied)[0]
+        keys, places = buckets["keys"][occupied], np.nonzero(occupied)[0]
         self._same("rows of a segment", keys.size, int(self._buckets.segment_rows[number]))
         hashes = _mixed(keys)
         self._require(
             bits == 0 or bool((hashes >> np.uint64(64 - bits) == number).all()), "a key is in another segment than its own"
         )
         homes = ((((hashes << np.uint64(bits)) >> np.uint64(32)) * np.uint64(buckets.size)) >> np.uint64(32)).astype(np.int64)
-        passed, away = np.zeros(buckets.size, np.int64), homes != here
-        for home, place in zip(homes[away].tolist(), here[away].tolist(), strict=True):
+        passed, displaced = np.zeros(buckets.size, np.int64), homes != places
+        for home, place in zip(homes[displaced].tolist(), places[displaced].tolist(), strict=True):
             passed[(home + np.arange((place - home) % buckets.size)) % buckets.size] += 1
         counts = buckets["overflow"] != _STUCK
         self._same("overflow counts", buckets["overflow"][counts], passed[counts])
@@ -83,11 +83,11 @@ class TableIntegrity:
     def _free_rows(self) -> Iterable[int]:
         slabs, counters = self._slabs, self._slabs.counters.tolist()
         addresses, within = slabs.addresses_so_far().tolist(), slabs.rows_per_slab - 1
-        left = slabs.capacity_rows  # a list that is longer runs in a circle
+        limit = slabs.capacity_rows  # a longer list is a circle
         for row in counters[LISTS : LISTS + (1 << counters[LIST_BITS])]:
-            while row >= 0 and left >= 0:
+            while row >= 0 and limit >= 0:
                 yield row
-                left -= 1
+                limit -= 1
                 following = ctypes.c_uint32.from_address(
                     addresses[row >> slabs.shift] + (row & within) * slabs.vector_bytes
                 ).value
@@ -100,22 +100,22 @@ class TableIntegrity:
         fresh = int(slabs.counters[FRESH_ROWS])
         if dense:
             end = slabs.extents[1].first_row if len(slabs.extents) > 1 else capacity
-            own = (keys >= 0) & (keys < dense)
-            self._same("rows of dense keys and the keys", rows[own], keys[own])
-            self._same("rows below the end of the dense extent", int((used < end).sum()), int(own.sum()))
-            capacity -= end - int(own.sum())
-            self._holes(np.setdiff1d(np.arange(dense), keys[own]))
-        left = sum((one.stripe_rows << one.stripe_bits) - int(taken.sum()) for one, taken in slabs.left)
-        self._same("linked, free and unused rows, and those that have memory", used.size + fresh + left, capacity)
+            is_dense = (keys >= 0) & (keys < dense)
+            self._same("rows of dense keys and the keys", rows[is_dense], keys[is_dense])
+            self._same("rows below the end of the dense extent", int((used < end).sum()), int(is_dense.sum()))
+            capacity -= end - int(is_dense.sum())
+            self._holes(np.setdiff1d(np.arange(dense), keys[is_dense]))
+        unused = sum((extent.stripe_rows << extent.stripe_bits) - int(in_use.sum()) for extent, in_use in slabs.unfilled)
+        self._same("linked, free and unused rows, and those that have memory", used.size + fresh + unused, capacity)
         if not slabs.extents:
             return
         current, used_of_stripes = slabs.current()
         size = current.stripe_rows << current.stripe_bits
         self._same("unused rows of the current extent", fresh, size - int(used_of_stripes.sum()))
         if not dense or current.first_row:  # the rows of dense keys are in no order of stripes
-            here = used[(used >= current.first_row) & (used < current.first_row + size)] - current.first_row
+            numbers = used[(used >= current.first_row) & (used < current.first_row + size)] - current.first_row
             filled = (np.arange(current.stripe_rows)[None, :] < used_of_stripes[:, None]).reshape(-1)
-            self._same("used rows of each stripe, from its start", here, np.flatnonzero(filled))
+            self._same("used rows of each stripe, from its start", numbers, np.flatnonzero(filled))
 
     def _holes(self, absent: KeyArray) -> None:
         slabs = self._slabs
@@ -126,12 +126,12 @@ class TableIntegrity:
             versions = slabs.versions.words()[:: VERSION_BYTES // 8]
             self._same("stripes with holes", versions >> np.uint64(63) == 1, holes > 0)
 
-    def _same(self, what: str, got: Any, expected: Any) -> None:
+    def _same(self, quantity: str, got: Any, expected: Any) -> None:
         if not np.array_equal(got, expected):
-            raise DatabaseCorruptError(f"{self.doing}: {what} differ: got {got}, expected {expected}")
+            raise DatabaseCorruptError(f"{self.doing}: {quantity} differ: got {got}, expected {expected}")
 
-    def _require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
+    def _require(self, condition: bool, otherwise: str) -> None:
+        if not condition:
             raise DatabaseCorruptError(f"{self.doing}: {otherwise}")
 
 

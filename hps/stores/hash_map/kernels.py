@@ -51,8 +51,7 @@ from hps.stores.hash_map.layout import (
     U64,
     VECTOR_BYTES,
     after,
-    begin_change,
-    begin_stripe,
+    allocate_row,
     bucket_at,
     buckets_in,
     copy,
@@ -75,7 +74,8 @@ from hps.stores.hash_map.layout import (
     segment_of,
     show_holes,
     stamp_of,
-    take_row,
+    start_change,
+    start_stripe,
     touch,
     unlink,
     vector_of,
@@ -123,8 +123,7 @@ def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: 
     """Fill the rows of `out`, from `start` on, that are not yet found and whose key is present, concurrently with a writer.
 
     Only complete vectors are written to `out`. A vector too large for registers is staged in `spare_vector`, (dim,), until it
-    is validated. The caller owns that memory: numba would free a local array after the last use of its name, which is when its
-    address is taken.
+    is validated.
 
     Returns:
         (rows filled, position, state): all keys before `position` are answered. The state is DONE, MOVED or, after many
@@ -136,6 +135,7 @@ def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: 
     lines = vector_bytes // U64
     segments, states = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.int64)
     work = np.empty((3, _BLOCK), np.uint64)  # bucket, header, row
+    # The caller owns this memory: numba would free a local array after the last use of its name, where its address is taken.
     spare = np.uint64(spare_vector.ctypes.data)
     targets = np.uint64(out.ctypes.data)
     filled = 0
@@ -166,20 +166,21 @@ def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: 
             if state == ABSENT:
                 continue
             target = targets + np.uint64(start + i) * vector_bytes
-            whole = False
+            complete = False
             if state == DONE:
                 vector = vector_of(layout, work[2, i])
                 if in_registers:
-                    whole = copy_if_unchanged(target, vector, lines, work[0, i], work[1, i])
+                    complete = copy_if_unchanged(target, vector, lines, work[0, i], work[1, i])
                 else:
+                    # As a seqlock: the fence keeps the loads of the vector before the second load of the header.
                     copy(spare, vector, vector_bytes)
                     fence_acquire()
-                    whole = load_relaxed(work[0, i]) == work[1, i]
-                    if whole:
+                    complete = load_relaxed(work[0, i]) == work[1, i]
+                    if complete:
                         copy(target, spare, vector_bytes)
-                if whole and access != KEEP:
+                if complete and access != KEEP:
                     touch(stamp_of(layout, work[2, i]), access, stamp_now)
-            if not whole:
+            if not complete:
                 state = _fetch_slowly(layout, keys[start + i], target, spare, access, stamp_now)
                 if state == ABSENT:
                     continue
@@ -193,13 +194,13 @@ def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: 
 
 @kernel(_TRIPLE, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS, read_only(_VECTORS), _FLAGS, _PAIR, _PAIR)
 def insert(  # type: ignore[no-untyped-def]
-    layout, counters, segment_rows, partition_rows, keys, vectors, kept, span, use
+    layout, counters, segment_rows, partition_rows, keys, vectors, chosen, span, use
 ):
     """Add or replace keys, in order.
 
     Args:
         partition_rows: (partitions,) int64, rows per partition, updated in place; (0,) to skip counting.
-        kept: (n,) bool, False for keys to leave out; (0,) to insert all.
+        chosen: (n,) bool, False for keys to skip; (0,) to insert all.
         span: first position, and the one after the last.
         use: KEEP, STAMP or COUNT, and the current stamp.
 
@@ -230,7 +231,7 @@ def insert(  # type: ignore[no-untyped-def]
                         ahead += U64
         reusing = False
         for position in range(start, start + count):
-            if kept.size > 0 and not kept[position]:
+            if chosen.size > 0 and not chosen[position]:
                 continue
             key = keys[position]
             source = sources + np.uint64(position) * vector_bytes
@@ -238,8 +239,8 @@ def insert(  # type: ignore[no-untyped-def]
             bucket, entry = search(layout, hashed, key)
             if bucket:
                 row = row_of(bucket, entry)
-                begin_stripe(layout, hashed)
-                header = begin_change(bucket)
+                start_stripe(layout, hashed)
+                header = start_change(bucket)
                 copy(vector_of(layout, row), source, vector_bytes)
                 end_change(bucket, header)
                 end_stripe(layout, hashed)
@@ -252,7 +253,7 @@ def insert(  # type: ignore[no-untyped-def]
             if counters[FREE_ROWS] + counters[FRESH_ROWS] == 0 and not is_dense(layout, key):
                 return position, NO_ROWS, 0
             reusing = counters[FREE_ROWS] > 0
-            row = take_row(layout, counters, hashed, key)
+            row = allocate_row(layout, counters, hashed, key)
             copy(vector_of(layout, row), source, vector_bytes)
             if access != KEEP:
                 store_relaxed_u32(stamp_of(layout, row), now if access == STAMP else U1)
@@ -312,7 +313,7 @@ def count_holes(layout):  # type: ignore[no-untyped-def]
 
 @kernel(void, LAYOUT)
 def show_all_holes(layout):  # type: ignore[no-untyped-def]
-    """Tell devices which stripes have holes, before any has the layout."""
+    """Show devices which stripes have holes, before any has the layout."""
     if layout[DENSE_ROWS]:
         for stripe in range(STRIPES):
             show_holes(layout, np.uint64(stripe))
@@ -322,11 +323,11 @@ def show_all_holes(layout):  # type: ignore[no-untyped-def]
 def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
     """Insert all keys of one segment into a new layout that has no readers yet.
 
-    Homes keep their order, so both bucket arrays are traversed sequentially. Nothing is noted for mirrors, which copy a new
-    segment as a whole.
+    Homes keep their order, so both bucket arrays are traversed sequentially. Nothing is recorded for mirrors, which copy a new
+    segment completely.
     """
     segment = SEGMENTS + 2 * number
-    noted = load_relaxed(new[CHANGES]) if new[CHANGES] else U0
+    recorded = load_relaxed(new[CHANGES]) if new[CHANGES] else U0
     for position in range(np.int64(old[segment + 1])):
         bucket = bucket_at(old, segment, position)
         mask = mask_of(load_relaxed(bucket))
@@ -336,7 +337,7 @@ def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
             key = key_of(bucket, entry)
             enter(new, segment_rows, mix(key), key, row_of(bucket, entry))
     if new[CHANGES]:
-        store_relaxed(new[CHANGES], noted)
+        store_relaxed(new[CHANGES], recorded)
 
 
 @kernel(void, LAYOUT, int64, COUNTERS)

@@ -22,27 +22,24 @@ known to be present. Each stripe counts its *holes*, the dense keys that are abs
 
 RACES. There is one writer at a time and any number of readers, who take no lock. The writer makes the version odd before it
 changes keys, row numbers or a linked vector, and afterwards even, two more than before. A change of the overflow count alone
-is one store. A reader uses what it read between two loads of an equal, even header, and otherwise reads again. So it saw the
-key's row as of that header, then the vector, then the same header: the whole vector that was current at that moment. The
-vector of an unlinked row is written freely, since a reader of it loaded its header before the entry was removed. A segment
-replaced by a larger one is *retired* before anything else changes: each of its headers becomes all ones, and a reader that
-meets one gets the current layout from the table. The memory stays mapped while a reader holds the old layout.
+is one store. A reader uses what it read between two loads of an equal, even header, and otherwise retries. So it saw the key's
+row as of that header, then the vector, then the same header: the whole vector that was current at that moment. The vector of
+an unlinked row is written freely, since a reader of it loaded its header before the entry was removed. A segment replaced by a
+larger one is *retired* before anything else changes: each of its headers becomes all ones, and a reader that meets one gets
+the current layout from the table. The memory stays mapped while a reader uses the old layout.
 
 DEVICES read pinned memory (see `in_place.py`) with fewer loads, since each takes a microsecond. While a table is pinned, the
 writer makes the version of a key's stripe odd before it links, unlinks or replaces the key, and afterwards even, two more than
 before. A device loads the version with an acquire load of system scope, then the buckets, then the vector, from
-`HostLayout.slabs`, and after a fence the version again. If it is even and unchanged, nothing of the stripe changed meanwhile:
-the entry named the key's row all the time, or the key was absent. The version also says whether the stripe has holes. If it
-has none, a dense key is present, and its vector is read without a look at its bucket. The parts of a bucket may be of
-different moments. So the entry of another stripe's key that is being linked may show its occupancy bit beside its former key
-field, which is 0, since unlinking clears it. Therefore linking or unlinking any key of the first segment, where key 0 belongs,
-also changes the version of the first stripe, that of key 0. A row number beyond the slabs of a layout belongs to a later
-layout, and is not followed. What CPU writers store becomes visible to devices in the order of their release stores and fences.
+`HostLayout.slabs`, and after a fence the version again. If it is even and unchanged, nothing of the stripe changed meanwhile.
+The version also shows whether the stripe has holes. If it has none, a dense key is present, and its vector is read without its
+bucket. A row number beyond the slabs of a layout belongs to a later layout, and is not followed. Stores of CPU writers become
+visible to devices in the order of their release stores and fences.
 
 MIRRORS. A device may keep a copy of the buckets, with the version of each stripe as of that copy. It reads the copy for a key
-whose stripe has that version still, and the buckets above otherwise; then it loads the version again, as always. So a copy that
-lags behind is never followed, whatever was written to it meanwhile. At the end of a write, while no other can begin, the writer
-tells mirrors which buckets it changed: while there are any, it notes their addresses in a log.
+whose stripe still has that version, and the buckets above otherwise; then it loads the version again, as always. So an outdated
+copy is never used. At the end of a write, before another can start, the writer notifies mirrors of the changed buckets: while
+there are mirrors, it records the addresses in a log.
 """
 
 from typing import Any, Final
@@ -79,7 +76,7 @@ ENTRIES: Final = 10
 
 STRIPES: Final = 1024
 VERSION_BYTES: Final = 64
-"""One line each: reads of one line over a device's link wait for each other."""
+"""One cache line each: a device's reads of the same line over its link wait for each other."""
 
 LOAD_ROWS: Final = 9
 """Average rows per bucket at which a segment is full: one entry in ten stays free."""
@@ -140,7 +137,9 @@ KEEP: Final = 0
 STAMP: Final = 1
 COUNT: Final = 2
 
-U0, U1, U2, U4, U6, U7, U8, U16, U32, U48, U63, U64 = (np.uint64(one) for one in (0, 1, 2, 4, 6, 7, 8, 16, 32, 48, 63, 64))
+U0, U1, U2, U4, U6, U7, U8, U16, U32, U48, U63, U64 = (
+    np.uint64(number) for number in (0, 1, 2, 4, 6, 7, 8, 16, 32, 48, 63, 64)
+)
 _VERSION_BYTES, STRIPE_SHIFT = np.uint64(VERSION_BYTES), np.uint64(64 - 10)
 _BUCKET, _KEYS, _ROW_NUMBERS = (np.uint64(value) for value in (BUCKET_BYTES, 8, 88))
 _VERSION = np.uint64(0xFFFFFFFF)
@@ -273,11 +272,11 @@ def touch(stamp, access, now):  # type: ignore[no-untyped-def]
 
 @njit()
 def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
-    """Search from a key's home, beside a writer.
+    """Search from a key's home, concurrently with a writer.
 
     Returns:
         (DONE, the key's bucket, its header, the key's row); or ABSENT, MOVED or BUSY, with three meaningless values. An ABSENT
-        key was absent at some moment of this call. Try a BUSY bucket again at once.
+        key was absent at some moment of this call. Retry a BUSY bucket at once.
     """
     home = bucket
     while True:
@@ -315,8 +314,10 @@ def search(layout, hashed, key):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def begin_change(bucket):  # type: ignore[no-untyped-def]
-    """Make the version odd; return the header before."""
+def start_change(bucket):  # type: ignore[no-untyped-def]
+    """Make the version odd; return the previous header."""
+    # The store may stay relaxed because only this thread writes headers. The release fence keeps the writer's later stores
+    # behind it: otherwise a reader could see a new key or float under the old, even version and take it for consistent.
     header = load_relaxed(bucket)
     store_relaxed(bucket, header | U1)
     fence_release()
@@ -326,12 +327,13 @@ def begin_change(bucket):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def end_change(bucket, header):  # type: ignore[no-untyped-def]
     """Store the mask and the overflow count of `header`, with the next even version."""
+    # The release store makes all stores since `start_change` visible first, so that an even version implies complete contents.
     store_release(bucket, (header & ~_VERSION) | ((header + U2) & _VERSION))
 
 
 @njit(inline="always")
-def note_change(layout, bucket):  # type: ignore[no-untyped-def]
-    """Note that a bucket's keys, row numbers, mask or overflow count have changed, for mirrors."""
+def record_change(layout, bucket):  # type: ignore[no-untyped-def]
+    """Record for mirrors that a bucket has changed."""
     log = layout[CHANGES]
     if log:
         count = load_relaxed(log)
@@ -341,8 +343,8 @@ def note_change(layout, bucket):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
-    """Tell devices that a key's entry or vector is about to change."""
+def start_stripe(layout, hashed):  # type: ignore[no-untyped-def]
+    """Mark the stripe of a key as changing, for devices."""
     if layout[VERSIONS]:
         version = layout[VERSIONS] + (hashed >> STRIPE_SHIFT) * _VERSION_BYTES
         store_relaxed(version, load_relaxed(version) + U1)
@@ -351,7 +353,7 @@ def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
-    """Tell devices that the change has ended."""
+    """Mark the change of a key's stripe as done, for devices."""
     if layout[VERSIONS]:
         version = layout[VERSIONS] + (hashed >> STRIPE_SHIFT) * _VERSION_BYTES
         store_release(version, load_relaxed(version) + U1)
@@ -359,21 +361,24 @@ def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _concerns_zero(layout, hashed):  # type: ignore[no-untyped-def]
-    """Return whether changing this entry may show a device an absent key 0, which belongs where the hash is 0."""
+    """Return whether linking or unlinking this entry must also change the version of stripe 0."""
+    # A device may read the parts of a bucket at different moments. So an entry that is being linked may show its occupancy bit
+    # beside its former key field, which is 0 since `unlink` clears it: the device then finds key 0, although it is absent. Key
+    # 0 belongs to the first segment and stripe, so changes of that segment invalidate what devices read of stripe 0.
     return layout[VERSIONS] != U0 and hashed >> STRIPE_SHIFT != U0 and segment_of(layout, hashed) == np.uint64(SEGMENTS)
 
 
 @njit(inline="always")
-def begin_entry(layout, hashed):  # type: ignore[no-untyped-def]
-    """Tell devices that a key is about to be linked or unlinked."""
-    begin_stripe(layout, hashed)
+def start_entry(layout, hashed):  # type: ignore[no-untyped-def]
+    """Start linking or unlinking a key, for devices."""
+    start_stripe(layout, hashed)
     if _concerns_zero(layout, hashed):
-        begin_stripe(layout, U0)
+        start_stripe(layout, U0)
 
 
 @njit(inline="always")
 def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
-    """Tell devices that the key was linked or unlinked."""
+    """Finish linking or unlinking a key, for devices."""
     end_stripe(layout, hashed)
     if _concerns_zero(layout, hashed):
         end_stripe(layout, U0)
@@ -387,7 +392,7 @@ def is_dense(layout, key):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _count_holes(layout, hashed, key, change):  # type: ignore[no-untyped-def]
-    """Note that a key was unlinked (U1) or linked (-1), between `begin_entry` and `end_entry`."""
+    """Count that a key was unlinked (U1) or linked (-1), between `start_entry` and `end_entry`."""
     if is_dense(layout, key):
         stripe = hashed >> STRIPE_SHIFT
         holes = load_relaxed_u32(layout[HOLES] + stripe * U4) + np.uint64(change)
@@ -397,7 +402,7 @@ def _count_holes(layout, hashed, key, change):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def show_holes(layout, stripe):  # type: ignore[no-untyped-def]
-    """Tell devices, if any, whether a stripe has holes."""
+    """Update the bit that shows devices whether a stripe has holes."""
     if layout[VERSIONS]:
         at = layout[VERSIONS] + stripe * _VERSION_BYTES
         with_holes = _HAS_HOLES if load_relaxed_u32(layout[HOLES] + stripe * U4) else U0
@@ -407,7 +412,7 @@ def show_holes(layout, stripe):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
     """Add an absent key, as the writer. The caller ensures that an entry of the segment is free."""
-    begin_entry(layout, hashed)
+    start_entry(layout, hashed)
     enter(layout, segment_rows, hashed, key, row)
     _count_holes(layout, hashed, key, -1)
     end_entry(layout, hashed)
@@ -415,22 +420,22 @@ def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def
 
 @njit()
 def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
-    """Do what `link` does while no device reads."""
+    """Add an absent key while no device reads; see `link`."""
     segment = segment_of(layout, hashed)
     bucket = home_of(layout, segment, hashed)
     header = load_relaxed(bucket)
     while mask_of(header) == _FULL:
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(bucket, header + (U1 << U48))
-            note_change(layout, bucket)
+            record_change(layout, bucket)
         bucket = after(layout, segment, bucket)
         header = load_relaxed(bucket)
     entry = lowest_bit(~mask_of(header))
-    header = begin_change(bucket)
+    header = start_change(bucket)
     store_relaxed(bucket + _KEYS + entry * U8, np.uint64(key))
     store_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4, row)
     end_change(bucket, header | (U1 << (U32 + entry)))
-    note_change(layout, bucket)
+    record_change(layout, bucket)
     segment_rows[number_of(segment)] += 1
 
 
@@ -446,17 +451,17 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     segment = segment_of(layout, hashed)
     key = key_of(bucket, entry)
     row = row_of(bucket, entry)
-    begin_entry(layout, hashed)
-    header = begin_change(bucket)
+    start_entry(layout, hashed)
+    header = start_change(bucket)
     store_relaxed(bucket + _KEYS + entry * U8, U0)
     end_change(bucket, header & ~(U1 << (U32 + entry)))
-    note_change(layout, bucket)
+    record_change(layout, bucket)
     passed = home_of(layout, segment, hashed)
     while passed != bucket:
         header = load_relaxed(passed)
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(passed, header - (U1 << U48))
-            note_change(layout, passed)
+            record_change(layout, passed)
         passed = after(layout, segment, passed)
     _count_holes(layout, hashed, key, 1)
     end_entry(layout, hashed)
@@ -472,8 +477,8 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
 
 
 @njit()
-def take_row(layout, counters, hashed, key):  # type: ignore[no-untyped-def]
-    """Take a row for an absent key, as the writer. The caller ensures that freed or fresh rows exist, or the key is dense."""
+def allocate_row(layout, counters, hashed, key):  # type: ignore[no-untyped-def]
+    """Allocate a row for an absent key, as the writer. The caller ensures that a row is free, or the key is dense."""
     counters[ROWS] += 1
     if is_dense(layout, key):
         return np.uint64(key)

@@ -64,7 +64,7 @@ class Pages:
     __slots__ = ("_array", "_mapped", "address", "size_bytes")
 
     def __init__(self, size_bytes: int, purpose: str, huge: bool = False) -> None:
-        """Map `size_bytes`; `purpose` is for messages, and `huge` asks for huge pages.
+        """Map `size_bytes`; `purpose` is for messages, and `huge` requests huge pages.
 
         Raises:
             DatabaseError: the system refuses the memory.
@@ -78,7 +78,7 @@ class Pages:
             )
         except (OSError, OverflowError, MemoryError) as error:
             raise DatabaseError(
-                f"hash map: {purpose}: the system refused {size_bytes} bytes of memory ({error}); what the table holds is "
+                f"hash map: {purpose}: the system refused {size_bytes} bytes of memory ({error}); existing rows are "
                 "unharmed. Give the process more memory, or bound the tables with overflow_margin"
             ) from error
         self._mapped = mapped
@@ -86,7 +86,7 @@ class Pages:
         start = self._array.ctypes.data
         self.address: int = -(-start // alignment) * alignment
         self.size_bytes = size_bytes
-        huge_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a whole huge page, too
+        huge_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a huge page of its own
         if huge and huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 mapped.madvise(mmap.MADV_HUGEPAGE, self.address - start, huge_bytes)
@@ -94,21 +94,19 @@ class Pages:
                 return
 
     @property
-    def whole_bytes(self) -> int:
+    def page_bytes(self) -> int:
         """Size of its pages."""
         return _to_pages(self.size_bytes)
 
-    def keep_from_children(self) -> None:
-        """Leave the memory out of later forks.
-
-        Otherwise a write after a fork may go to a copy of the page while a device reads the original; systems that recognise
-        pinned pages copy all of them in the fork.
-        """
+    def exclude_from_forks(self) -> None:
+        """Exclude the memory from later forks."""
+        # After a fork a write of the parent may go to a copy of the page while a device still reads the original. Systems that
+        # recognise pinned pages avoid that by copying all of them in the fork.
         if hasattr(mmap, "MADV_DONTFORK"):
             self._mapped.madvise(mmap.MADV_DONTFORK)
 
     def words(self) -> npt.NDArray[np.uint64]:
-        """The memory itself as (size_bytes // 8,) uint64; the array keeps it mapped."""
+        """Return the memory as (size_bytes // 8,) uint64; the array keeps it mapped."""
         start = self.address - self._array.ctypes.data
         return self._array[start : start + self.size_bytes].view(np.uint64)
 
@@ -142,7 +140,7 @@ class Slabs:
         counters: see `layout.py`; replaced with each new extent.
         dense_rows: number of the first extent's rows that belong to the keys of their numbers.
         holes: see `layout.py`; None if the table is not dense.
-        left: other extents with fresh rows, and the used rows of each of their stripes.
+        unfilled: other extents with fresh rows, and the used rows of each of their stripes.
         pinned: whether extents are pinned, and so committed as a whole.
         stamp_offset: bytes from the start of a slab to its stamps; 0 without stamps.
     """
@@ -167,7 +165,7 @@ class Slabs:
         self._slabs_at_most = MAX_ROWS // self.rows_per_slab
         self.pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
         self._addresses = self.pages.words()
-        self.left: list[tuple[Extent, npt.NDArray[np.int64]]] = []
+        self.unfilled: list[tuple[Extent, npt.NDArray[np.int64]]] = []
 
     @property
     def count(self) -> int:
@@ -191,8 +189,8 @@ class Slabs:
         Raises:
             DatabaseError: no memory, or the table has as many rows as there are row numbers.
         """
-        if self.left:
-            self._use(*self.left.pop())
+        if self.unfilled:
+            self._use(*self.unfilled.pop())
         else:
             self._map(self._usual())
 
@@ -203,7 +201,7 @@ class Slabs:
             DatabaseError: no memory.
         """
         missing = min(rows + rows // _SPARE_SHARE, MAX_ROWS) - self.capacity_rows
-        if missing > 0 and rows - self.dense_rows > rows // _OUTSIDE_SHARE:  # else nearly all of them have theirs
+        if missing > 0 and rows - self.dense_rows > rows // _OUTSIDE_SHARE:  # else nearly all keys are dense
             self._map(max(-(-missing // self.rows_per_slab), self._usual()), reserved=True)
 
     def reserve_dense(self, rows: int) -> None:
@@ -213,22 +211,22 @@ class Slabs:
             DatabaseError: no memory.
         """
         holes = Pages(STRIPES * 4, f"table {self._tag!r}: the holes of its stripes")
-        self._map(-(-rows // self.rows_per_slab), reserved=True, taken=rows)
+        self._map(-(-rows // self.rows_per_slab), reserved=True, dense_rows=rows)
         self.dense_rows, self.holes = rows, holes
 
     def committed_bytes(self) -> int:
         """Upper bound of the committed bytes."""
-        held = sum(extent.pages.size_bytes for extent in self.extents) + _to_pages((self.count + 1) * 8)
-        held += sum(pages.size_bytes for pages in (self.versions, self.holes) if pages)
+        mapped = sum(extent.pages.size_bytes for extent in self.extents) + _to_pages((self.count + 1) * 8)
+        mapped += sum(pages.size_bytes for pages in (self.versions, self.holes) if pages)
         if self.pinned or not self.extents:
-            return held
-        return held - sum(self._untouched_bytes(*left) for left in [*self.left, self.current()])
+            return mapped
+        return mapped - sum(self._untouched_bytes(*unfilled) for unfilled in [*self.unfilled, self.current()])
 
     def further_bytes(self, rows: int) -> int:
         """Estimate how many more bytes a total of `rows` would commit."""
         present, free, _ = self.counters[: FRESH_ROWS + 1].tolist()
-        here = self.capacity_rows if self.pinned else present + free
-        size_bytes = max(rows - here, 0) * (self.slab_bytes >> self.shift)
+        usable = self.capacity_rows if self.pinned else present + free
+        size_bytes = max(rows - usable, 0) * (self.slab_bytes >> self.shift)
         # All of reserved huge pages is soon committed.
         return size_bytes + (size_bytes // _SPARE_SHARE if size_bytes >= _HUGE_PAGES_FROM_BYTES else 0)
 
@@ -236,8 +234,8 @@ class Slabs:
         """Default number of slabs of an extent."""
         return min(max(self.count // (64 if self.pinned else 1), 1), self._slabs_at_once)
 
-    def _map(self, slabs: int, reserved: bool = False, taken: int = 0) -> None:
-        """Map slabs as the extent that provides fresh rows; with `taken`, none but that many, which are not fresh."""
+    def _map(self, slabs: int, *, reserved: bool = False, dense_rows: int = 0) -> None:
+        """Map slabs as the extent that provides fresh rows; with `dense_rows`, for that many dense keys alone."""
         before = self.count
         slabs = min(slabs, self._slabs_at_most - before)
         if slabs == 0:
@@ -248,17 +246,17 @@ class Slabs:
         stripes = min(max(size_bytes // _STRIPE_BYTES, 1), _MOST_STRIPES)
         if huge and not (reserved or self.pinned):
             stripes = min(stripes, self.capacity_rows // _HUGE_PAGES_FROM_ROWS)
-        bits = 0 if taken else stripes.bit_length() - 1
-        stripe_rows = taken or rows >> bits
+        bits = 0 if dense_rows else stripes.bit_length() - 1
+        stripe_rows = dense_rows or rows >> bits
         extent = Extent(pages, self.capacity_rows, bits, stripe_rows, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
         if self.counters[FRESH_ROWS]:
-            self.left.append(self.current())
+            self.unfilled.append(self.current())
         self.extents.append(extent)
         self._addresses[before : before + slabs] = pages.address + np.arange(slabs, dtype=np.uint64) * np.uint64(
             self.slab_bytes
         )
         self.capacity_rows += rows
-        self._use(extent, np.full(1 << bits, taken))
+        self._use(extent, np.full(1 << bits, dense_rows))
 
     def current(self) -> tuple[Extent, npt.NDArray[np.int64]]:
         """Return the extent that provides fresh rows, and the used rows of each of its stripes."""
@@ -293,8 +291,8 @@ class Slabs:
         starts = np.arange(used.size) * (extent.stripe_rows * row_bytes)
         ends = -(-(starts + used * row_bytes) // page) + (1 if self.stamp_offset else 0)
         ends = np.maximum.accumulate(np.where(used, ends, 0))
-        begins = np.maximum(starts // page, np.concatenate([[0], ends[:-1]]))
-        touched = int(np.maximum(ends - begins, 0).sum()) * page
+        firsts = np.maximum(starts // page, np.concatenate([[0], ends[:-1]]))
+        touched = int(np.maximum(ends - firsts, 0).sum()) * page
         return max(extent.pages.size_bytes - touched, 0)
 
 
@@ -322,20 +320,20 @@ class Buckets:
         self.layout: npt.NDArray[np.uint64] = np.array(head + segments, np.uint64)
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
 
-    def described_again(self) -> "Buckets":
-        """Return the same segments with the current slabs."""
+    def with_current_slabs(self) -> "Buckets":
+        """Return a description of the same segments with the current slabs."""
         same = Buckets(self._tag, self._slabs, self.pages)
         same.segment_rows = self.segment_rows
         return same
 
     @classmethod
     def empty(cls, tag: str, slabs: Slabs, count: int) -> "Buckets":
-        """Make at least `count` empty buckets."""
-        return cls(tag, slabs, [_allocated(tag, part) for part in _parted(count)])
+        """Create at least `count` empty buckets."""
+        return cls(tag, slabs, [_bucket_pages(tag, part) for part in _segment_sizes(count)])
 
     @property
     def size_bytes(self) -> int:
-        return sum(pages.whole_bytes for pages in self.pages)
+        return sum(pages.page_bytes for pages in self.pages)
 
     def grown(self, number: int) -> "Buckets":
         """Return the same rows with segment `number` enlarged: by a quarter unless it is small, which leaves 0.72 in use.
@@ -346,7 +344,7 @@ class Buckets:
         counts = self._counts()
         if len(counts) == 1:
             count = counts[0] * 2 if counts[0] < _GROW_GENTLY_FROM else counts[0] * 5 // 4
-            return self._resized(_parted(count))
+            return self._resized(_segment_sizes(count))
         counts[number] = max(counts[number] * 5 // 4 // _IN_PAGE * _IN_PAGE, counts[number] + _IN_PAGE)
         return self._resized(counts)
 
@@ -359,8 +357,8 @@ class Buckets:
         """Return the size of the pages of `with_room_for(rows)`."""
         return sum(_to_pages(size * BUCKET_BYTES) for size in self._sizes_for(rows))
 
-    def retire_what_is_not_in(self, successor: "Buckets") -> None:
-        """Redirect readers of replaced segments to the successor, before the writer changes anything in it."""
+    def retire_segments_outside(self, successor: "Buckets") -> None:
+        """Redirect readers of segments that `successor` does not share, before the writer changes anything in it."""
         for number, pages in enumerate(self.pages):
             if pages not in successor.pages:
                 retire(self.layout, number)
@@ -377,14 +375,16 @@ class Buckets:
     def _resized(self, counts: list[int]) -> "Buckets":
         """Return the same rows in segments of other sizes; segments whose size stays are shared."""
         old = self._counts()
-        parted = len(counts) != len(old)
-        if parted:  # crafted keys can all belong to one segment
+        segmented = len(counts) != len(old)
+        if segmented:  # crafted keys can all belong to one segment
             rows = np.zeros(len(counts), np.int64)
             for number in range(len(old)):
                 count_by_hash(self.layout, number, rows)
-            counts = [max(count, _in_pages(own // LOAD_ROWS + 1)) for count, own in zip(counts, rows.tolist(), strict=True)]
-        shared = [not parted and count == old[number] for number, count in enumerate(counts)]
-        pages = [self.pages[i] if shared[i] else _allocated(self._tag, count) for i, count in enumerate(counts)]
+            counts = [
+                max(count, _in_pages(present // LOAD_ROWS + 1)) for count, present in zip(counts, rows.tolist(), strict=True)
+            ]
+        shared = [not segmented and count == old[number] for number, count in enumerate(counts)]
+        pages = [self.pages[i] if shared[i] else _bucket_pages(self._tag, count) for i, count in enumerate(counts)]
         larger = Buckets(self._tag, self._slabs, pages)
         for number in range(len(old)):
             if shared[number]:
@@ -401,7 +401,7 @@ def size_of_buckets(rows: int) -> int:
 
 def _sizes_for(rows: int) -> list[int]:
     """Return the number of buckets of each segment for `rows` in total, some of them spare, since segments fill unevenly."""
-    sizes = _parted(ceil(rows / RESERVED_ROWS))
+    sizes = _segment_sizes(ceil(rows / RESERVED_ROWS))
     if len(sizes) > 1:
         share = rows / len(sizes)
         sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / RESERVED_ROWS))] * len(sizes)
@@ -412,14 +412,11 @@ def dense_rows(
     rows: int,
     keys: Iterable[KeyArray],  # (n,) each
 ) -> int:
-    """Return how many keys, from 0 on, a table of so many rows nearly has, with few others; 0 if that is not so.
-
-    Ends with the first keys that are not so. Takes a bit per row.
-    """
+    """Return n if the keys of a table are nearly all of 0 to n - 1 and few others, else 0. Takes a bit per row."""
     bits: npt.NDArray[np.uint64] = np.zeros((rows + _MOST_HOLES) // 64 + 1, np.uint64)
     outside = 0
-    for some in keys:
-        outside += mark_keys(some, bits)
+    for part in keys:
+        outside += mark_keys(part, bits)
         if outside > rows // _OUTSIDE_SHARE:
             return 0
     if not bits.any():
@@ -430,12 +427,12 @@ def dense_rows(
     return highest + 1 if missing <= min(_MOST_HOLES, rows // _OUTSIDE_SHARE) and highest < MAX_ROWS else 0
 
 
-def _allocated(tag: str, count: int) -> Pages:
+def _bucket_pages(tag: str, count: int) -> Pages:
     size_bytes = count * BUCKET_BYTES
     return Pages(size_bytes, f"table {tag!r}: {count} buckets", huge=size_bytes >= _HUGE_FROM_BYTES)
 
 
-def _parted(count: int) -> list[int]:
+def _segment_sizes(count: int) -> list[int]:
     """Return the sizes of the segments for at least `count` buckets."""
     if count < SEGMENTED_FROM:
         return [count]

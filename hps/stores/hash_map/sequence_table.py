@@ -48,6 +48,8 @@ class SequenceTable:
             self._sequences.fetch(changes.keys, _bits(before), np.zeros(before.size, np.bool_))
             latest: BoolArray = before <= changes.sequences
             made = changes.at(latest)
+            # The sequences first: a lookup never reads them, and an interrupted call must not leave a row that an older change
+            # could still replace. If the rows then fail, the changes that were not made get their former sequences back.
             self._sequences.insert(made.keys, _bits(made.sequences))
             keys, vectors, deleted = made.split()
             try:
@@ -66,10 +68,10 @@ class SequenceTable:
             self._sequences.insert(keys, _bits(np.full(keys.size, self._highest + 1, np.int64)))
 
     def _are_made(self, changes: RowChanges) -> BoolArray:
-        vectors, there = np.empty_like(changes.vectors), np.zeros(changes.keys.size, np.bool_)
-        self._table.fetch(changes.keys, vectors, there)
-        equal = there & (vectors.view(np.uint32) == changes.vectors.view(np.uint32)).all(axis=1)
-        return equal if changes.deleted is None else np.where(changes.deleted, ~there, equal)
+        vectors, found = np.empty_like(changes.vectors), np.zeros(changes.keys.size, np.bool_)
+        self._table.fetch(changes.keys, vectors, found)
+        equal = found & (vectors.view(np.uint32) == changes.vectors.view(np.uint32)).all(axis=1)
+        return equal if changes.deleted is None else np.where(changes.deleted, ~found, equal)
 
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:

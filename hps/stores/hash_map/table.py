@@ -37,7 +37,7 @@ _SCAN_ROWS: Final = 4096
 _BACKOFF_S: Final = 50e-6
 _STAMPS_A_SECOND: Final = 16
 _STAMP_LIMIT: Final = 2**32 - 1
-_EVERYTHING: Final = np.empty(0, np.bool_)
+_ALL_KEYS: Final = np.empty(0, np.bool_)
 _log = logging.getLogger(__name__)
 
 
@@ -47,8 +47,8 @@ class HashMapTable:
     Readers take no lock. They wait only while a writer changes the bucket that they read. Writers wait for one another, and a
     long call lets others in between its slices.
 
-    A reader holds the buckets that it reads: outgrown buckets are unmapped when their last reader has finished. Slabs live as
-    long as the table, which its readers also hold, so a table can be dropped while it is read.
+    Readers keep references to the buckets and to the table, and so to its slabs. So outgrown buckets are unmapped, and a
+    dropped table is freed, when the last reader has finished.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HashMapTable:
         self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
         self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
-        self._evictions = self._evictions_said = 0
+        self._evictions = self._evictions_logged = 0
         self._eviction_lines = LineLimit()
         self._writer = threading.Lock()
         self._outgrown: Buckets | None = None
@@ -93,13 +93,14 @@ class HashMapTable:
         deadline = None
         spare = np.empty(self.dim, np.float32)
         while True:
-            buckets = self._buckets  # held here while the kernel reads its memory
+            buckets = self._buckets  # this reference keeps the memory mapped while the kernel reads it
             more, position, state = fetch(buckets.layout, keys, out, found, spare, position, self._access, now)
             filled += more
             if state == DONE:
                 return filled
             if state == BUSY:
-                # The writer lost its processor in the middle of a bucket; it may need ours to finish.
+                # The writer was descheduled in the middle of a bucket, and may need this processor to finish it. The
+                # kernel has retried before.
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise DatabaseTimeoutError(
@@ -120,8 +121,8 @@ class HashMapTable:
                 if start == 0:
                     self._check_row_numbers(keys)
                 self._enter(keys[batch], vectors[batch])
-            if self._evictions > self._evictions_said and self._eviction_lines.take():
-                self._say_evictions()
+            if self._evictions > self._evictions_logged and self._eviction_lines.take():
+                self._log_evictions()
 
     def delete(self, keys: KeyArray) -> int:
         deleted = 0
@@ -165,7 +166,7 @@ class HashMapTable:
             larger = self._buckets
             if dense and not self._slabs.extents:
                 self._slabs.reserve_dense(dense)
-                larger = larger.described_again()
+                larger = larger.with_current_slabs()
                 count_holes(larger.layout)
                 show_all_holes(larger.layout)
                 _log.info(
@@ -184,8 +185,8 @@ class HashMapTable:
         return self._overflow.partitions * self._overflow.margin if self._overflow else UNBOUNDED_ROWS
 
     @property
-    def notes_accesses(self) -> bool:
-        """Whether readers must note each access to a row."""
+    def records_accesses(self) -> bool:
+        """Whether readers must record each access to a row."""
         return self._access != KEEP
 
     @property
@@ -193,23 +194,23 @@ class HashMapTable:
         return self._buckets, self._slabs
 
     def share(self) -> None:
-        """Maintain versions for devices from now on, as the writer."""
+        """Start maintaining versions for devices, as the writer."""
         self._slabs.share()
-        self._buckets = self._buckets.described_again()
+        self._buckets = self._buckets.with_current_slabs()
         show_all_holes(self._buckets.layout)
 
     def log_changes(self) -> None:
-        """Note changed buckets for mirrors from now on, as the writer."""
+        """Start recording changed buckets for mirrors, as the writer."""
         self._slabs.log_changes()
-        self._buckets = self._buckets.described_again()
+        self._buckets = self._buckets.with_current_slabs()
         self._show_growth()
 
     def stats(self) -> TableStats:
         """Return the size; the overhead is the committed memory beside the vectors: buckets, stamps, free rows."""
         rows = self.rows
         vector_bytes = rows * self._slabs.vector_bytes
-        held = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
-        return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows, self._evictions)
+        committed = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
+        return TableStats(rows, vector_bytes, committed - vector_bytes, self.capacity_rows, self._evictions)
 
     def check_integrity(self) -> None:
         """Check the memory of the table, while writers wait; it takes seconds for 10 M rows.
@@ -237,7 +238,7 @@ class HashMapTable:
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Be the only writer of the table."""
+        """Hold the writer's lock."""
         if not self._writer.acquire(timeout=self._timeout_s):
             raise DatabaseTimeoutError(
                 f"hash map: {doing} of table {self._tag!r}: other threads wrote to it for all of {self._timeout_s} s; "
@@ -252,10 +253,10 @@ class HashMapTable:
             finally:
                 self._writer.release()
 
-    def _say_evictions(self) -> None:
-        evicted, self._evictions_said = self._evictions - self._evictions_said, self._evictions
+    def _log_evictions(self) -> None:
+        evicted, self._evictions_logged = self._evictions - self._evictions_logged, self._evictions
         _log.info(
-            "hash map: table %r is full, %d rows were evicted for others since the last such line; its partitions hold at most "
+            "hash map: table %r is full, %d rows were evicted since the last such line; its partitions hold at most "
             "%d rows (volatile_db.num_partitions x overflow_margin)",
             self._tag,
             evicted,
@@ -270,16 +271,16 @@ class HashMapTable:
 
     def _too_many(self, doing: str) -> DatabaseError:
         return DatabaseError(
-            f"hash map: {doing} of table {self._tag!r}, which holds {self.rows}: it would hold more than {MAX_ROWS} rows, the "
-            "most that a table can; nothing was changed. Bound it with overflow_margin, or use a persistent database alone"
+            f"hash map: {doing} of table {self._tag!r}, which has {self.rows}: it would have more than {MAX_ROWS} rows, the "
+            "maximum; nothing was changed. Bound it with overflow_margin, or use a persistent database alone"
         )
 
     def _enter(self, keys: KeyArray, vectors: FloatArray) -> None:
         """Add or replace a batch, as the writer."""
-        kept = _EVERYTHING
+        chosen = _ALL_KEYS
         if self._overflow:
             before = self.rows
-            kept = self._overflow.make_room(
+            chosen = self._overflow.make_room(
                 self._buckets.layout,
                 self._slabs.counters,
                 self._buckets.segment_rows,
@@ -298,7 +299,7 @@ class HashMapTable:
                 self._partition_rows,
                 keys,
                 vectors,
-                kept,
+                chosen,
                 (position, keys.size),
                 (self._access, self._now()),
             )
@@ -312,7 +313,9 @@ class HashMapTable:
 
     def _replace_buckets(self, larger: Buckets) -> None:
         """Redirect readers to larger buckets with the same rows, as the writer."""
-        self._outgrown = self._buckets  # if an interrupt ends this here, the next writer retires them
+        # Two generations exist until the old one is retired. If an interrupt ends this call in between, readers of the old one
+        # still find every row, and the next writer retires it before it changes anything.
+        self._outgrown = self._buckets
         self._buckets = larger
         self._show_growth()
 
@@ -320,5 +323,5 @@ class HashMapTable:
         """Show new memory to devices, and redirect readers of outgrown buckets, before the next write."""
         self.in_place.show(self._buckets, self._slabs)
         if self._outgrown is not None:
-            self._outgrown.retire_what_is_not_in(self._buckets)
+            self._outgrown.retire_segments_outside(self._buckets)
         self._outgrown = None

@@ -27,9 +27,9 @@ if KEYS[2] then redis.call('unlink', unpack(KEYS)) end
 redis.call('set', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-"""Replaces an unchanged mark, and drops the named keys of its partition. The old mark goes with them: if the SET is refused, by
-Dragonfly when it is full, or to a user, no mark says that the missing rows are absent."""
-_NOTE_POSITIONS: Final = """
+"""Replaces an unchanged mark, and drops the named keys of its partition. The old mark is dropped with them: if the SET is
+refused, by a full Dragonfly or for lack of a right, no mark must turn missing rows into absent ones."""
+_WRITE_POSITIONS: Final = """
 if not redis.call('hget', KEYS[1], 'dim') then return 0 end
 redis.call('hset', KEYS[1], unpack(ARGV))
 return 1
@@ -38,8 +38,8 @@ return 1
 
 
 @dataclass(frozen=True, slots=True)
-class LoadNote:
-    """The progress of a load, in the field `loaded` of the table's hash. *Immutable.*
+class LoadProgress:
+    """The progress of a load, in the field `loaded_mark` of the table's hash. *Immutable.*
 
     Attributes:
         fingerprint: fingerprint of the model's files.
@@ -67,7 +67,7 @@ class Catalog:
         self._num_partitions = num_partitions
 
     def open(self, layout: RedisLayout) -> None:
-        """Create a table if it does not exist. `look` creates the marks of its partitions.
+        """Create a table if it does not exist; its marks are created by `prepare_marks`.
 
         Raises:
             TableWidthError: it holds vectors of another width.
@@ -88,10 +88,10 @@ class Catalog:
         if not about:
             self._check_foreign(layout)
             return
-        held = int(about.get(b"dim", layout.dim))  # missing while the table is emptied
-        if held != layout.dim:
+        stored = int(about.get(b"dim", layout.dim))  # missing while the table is emptied
+        if stored != layout.dim:
             raise TableWidthError(
-                f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {held}, which it holds; "
+                f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {stored}, as stored; "
                 f"give the table another name, or: {LOAD_AGAIN}"
             )
         self._check_partitions(layout, int(about.get(b"num_partitions", len(layout.partitions))))
@@ -125,15 +125,15 @@ class Catalog:
             The present marks.
         """
         calls = []
-        for (partition, before, after), gone in zip(changes, empty or [False] * len(changes), strict=True):
+        for (partition, before, after), drops in zip(changes, empty or [False] * len(changes), strict=True):
             mark, keys = parse(before), [partition.mark]
-            keys += [partition.values, partition.uses] if gone else []
+            keys += [partition.values, partition.uses] if drops else []
             keys += [] if mark and mark.incarnation == after.incarnation else [partition.sequences]
             calls.append(Call(partition.slot, "EVAL", _CHANGE, len(keys), *keys, before, after.text))
         self._nodes.run(calls, deadline)
         return [call.reply for call in calls]
 
-    def look(
+    def prepare_marks(
         self, layout: RedisLayout, me: Process, deadline: float | None = None, *, known: Sequence[bytes] | None
     ) -> list[bytes] | None:
         """Read the marks of all partitions, and change them so that this process may use them.
@@ -142,8 +142,8 @@ class Catalog:
             layout: the table.
             me: decides whether the process may use them, and what must change for it.
             deadline: time limit on the monotonic clock.
-            known: the marks under which it last used them, empty if none. None opens the table: with nothing below, missing
-                marks are created, and missing rows count as absent.
+            known: the marks under which it last used them, empty if none. None opens the table: without a database below,
+                missing marks are created, and missing rows count as absent.
 
         Returns:
             The marks; None if the table holds another model, or is being loaded.
@@ -170,17 +170,14 @@ class Catalog:
             if not changes:
                 return texts
             self.change(changes, deadline, empty=empty)
-        raise DatabaseError(f"redis: table {layout.tag}: others changed its marks {_ATTEMPTS} times while it was looked at")
+        raise DatabaseError(f"redis: table {layout.tag}: other processes changed its marks {_ATTEMPTS} times meanwhile")
 
     def tags(self) -> list[str]:
         """List the tags of all tables, sorted."""
         return sorted({tag for key in self._nodes.keys(ANY_KEY) if (tag := tag_of(key)) is not None})
 
     def drop(self, tag: str) -> None:
-        """Remove every key of a table, except the lease of a process that is about to load it.
-
-        The marks are removed first, so that vectors removed after them never count as absent; the table's own hash is last.
-        """
+        """Remove every key of a table, except the lease of a process that is about to load it."""
         layout = RedisLayout.of(tag, 1, self._num_partitions)
         about = self._about(layout)
         if b"num_partitions" in about:
@@ -189,27 +186,28 @@ class Catalog:
             numbers = (partition_number(key) for key in self._nodes.keys(b"hps_et{%b/p*}?" % tag.encode()))
             partitions = max(numbers, default=-1) + 1
         layout = RedisLayout.of(tag, 1, partitions)
+        # Marks first, so that vectors removed after them never count as absent; the table's own hash last. One key per command
+        # and one kind at a time, since the keys of a slot that is being moved may be on two nodes.
         for kind in ("mark", "sequences", "uses", "values"):
-            # One key per command and one kind at a time, since the keys of a slot that is being moved may be on two nodes.
             self._nodes.run([Call(part.slot, "UNLINK", getattr(part, kind)) for part in layout.partitions])
-        self._nodes.ask(layout.slot, "UNLINK", layout.about)
+        self._nodes.execute(layout.slot, "UNLINK", layout.about)
 
-    def note(self, layout: RedisLayout) -> LoadNote | None:
+    def load_progress(self, layout: RedisLayout) -> LoadProgress | None:
         """Read the progress of the last load; None if there was none.
 
         Raises:
-            DatabaseCorruptError: the note cannot be read.
+            DatabaseCorruptError: the record cannot be read.
         """
-        return _parse_note(self._nodes.ask(layout.slot, "HGET", layout.about, _LOADED), layout)
+        return _parse_progress(self._nodes.execute(layout.slot, "HGET", layout.about, _LOADED), layout)
 
-    def write_note(self, layout: RedisLayout, note: LoadNote) -> None:
+    def write_load_progress(self, layout: RedisLayout, progress: LoadProgress) -> None:
         """Store the progress of a load."""
-        self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(note)))
+        self._nodes.execute(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(progress)))
 
     def write_load_time(self, layout: RedisLayout) -> None:
         """Store that a load ended now."""
-        seconds, microseconds = self._nodes.ask(layout.slot, "TIME")
-        self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED_AT, 1_000_000 * int(seconds) + int(microseconds))
+        seconds, microseconds = self._nodes.execute(layout.slot, "TIME")
+        self._nodes.execute(layout.slot, "HSET", layout.about, _LOADED_AT, 1_000_000 * int(seconds) + int(microseconds))
 
     def load_record(self, tag: str) -> LoadRecord | None:
         """Return which model files a table, opened or not, was loaded from; None if unknown, or if rows were lost since."""
@@ -217,18 +215,24 @@ class Catalog:
         if not (about.get(b"dim") and about.get(b"num_partitions")):
             return None
         layout = RedisLayout.of(tag, int(about[b"dim"]), int(about[b"num_partitions"]))
-        note, marks = _parse_note(about.get(_LOADED), layout), self.marks(layout) or []
-        if note is None or note.marks != digest(marks):
+        progress, marks = _parse_progress(about.get(_LOADED), layout), self.marks(layout) or []
+        if progress is None or progress.marks != digest(marks):
             return None
         modified = any(mark is not None and mark.writers for mark in map(parse, marks))
-        return LoadRecord(note.fingerprint, note.rows_done, note.rows, modified, loaded_at_us=int(about.get(_LOADED_AT, 0)))
+        loaded_at_us = int(about.get(_LOADED_AT, 0))
+        return LoadRecord(progress.fingerprint, progress.rows_done, progress.rows, modified, loaded_at_us=loaded_at_us)
 
     def positions(self, layout: RedisLayout, marks: list[bytes]) -> dict[Partition, LogPosition]:
-        """Read how far each partition of the log was applied; none if rows were lost since, as the incarnations tell."""
-        notes = {
-            name[len(_LOG) :].decode(): json.loads(note) for name, note in self._about(layout).items() if name.startswith(_LOG)
+        """Read how far each partition of the log was applied; none if the incarnations show that rows were lost since."""
+        stored = {
+            name[len(_LOG) :].decode(): json.loads(text) for name, text in self._about(layout).items() if name.startswith(_LOG)
         }
-        return {Partition(name): LogPosition(*note[:2]) for name, note in notes.items() if note[2] == digest(marks)}
+        current = digest(marks)
+        return {
+            Partition(name): LogPosition(position, sequence)
+            for name, (position, sequence, marked) in stored.items()
+            if marked == current
+        }
 
     def write_positions(self, layout: RedisLayout, marks: list[bytes], positions: Mapping[Partition, LogPosition]) -> None:
         """Store how far partitions of the log were applied to the rows under these marks."""
@@ -237,18 +241,18 @@ class Catalog:
             for name, at in positions.items()
             for word in (_LOG + name.encode(), json.dumps([at.position, at.sequence, digest(marks)]))
         ]
-        if not self._nodes.ask(layout.slot, "EVAL", _NOTE_POSITIONS, 1, layout.about, *words):
+        if not self._nodes.execute(layout.slot, "EVAL", _WRITE_POSITIONS, 1, layout.about, *words):
             raise lost(layout)
 
     def _about(self, layout: RedisLayout) -> dict[bytes, bytes]:
-        flat = self._nodes.ask(layout.slot, "HGETALL", layout.about)
+        flat = self._nodes.execute(layout.slot, "HGETALL", layout.about)
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def _check_partitions(self, layout: RedisLayout, partitions: int) -> None:
         if partitions != len(layout.partitions):
             raise DatabaseError(
-                f"redis: opening table {layout.tag}: got num_partitions {len(layout.partitions)}, expected {partitions}, with "
-                f"which it was written; set num_partitions to {partitions}, or drop the table"
+                f"redis: opening table {layout.tag}: got num_partitions {len(layout.partitions)}, expected {partitions}, as "
+                f"written; set num_partitions to {partitions}, or drop the table"
             )
 
     def _check_foreign(self, layout: RedisLayout) -> None:
@@ -256,7 +260,7 @@ class Catalog:
         keys = [key for key in self._nodes.keys(b"hps_et{%b/p*}v" % layout.tag.encode()) if tag_of(key) == layout.tag]
         if not keys:
             return
-        _log.info("Table: %s; %d partitions of it are in Redis and are used as they are.", layout.tag, len(keys))
+        _log.info("Table: %s; %d of its partitions are in Redis and are used.", layout.tag, len(keys))
         highest = max(map(partition_number, keys)) + 1
         if highest > len(layout.partitions):
             self._check_partitions(layout, highest)
@@ -267,7 +271,7 @@ class Catalog:
             if row and len(row[1]) != 4 * layout.dim:
                 raise TableWidthError(
                     f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements ({4 * layout.dim} bytes), "
-                    f"expected ones of {len(row[1])} bytes, which it holds; correct the width, or: {LOAD_AGAIN}"
+                    f"expected {len(row[1])} bytes, as stored; correct the width, or: {LOAD_AGAIN}"
                 )
 
 
@@ -278,24 +282,24 @@ def digest(texts: list[bytes]) -> str:
 
 
 def fresh() -> str:
-    """Make a text that was never in a mark."""
+    """Create a text that was never in a mark."""
     return secrets.token_hex(8)
 
 
 def lost(layout: RedisLayout) -> UnknownTableError:
-    """Make the error for a table that was dropped or lost its rows."""
+    """Build the error for a table that was dropped or lost its rows."""
     return UnknownTableError(
-        f"redis: table {layout.tag} is not what it was when it was opened: Redis was emptied or restarted without its data, or "
-        "another process dropped the table; open it again, and load it"
+        f"redis: table {layout.tag} was lost after it was opened: Redis was emptied or restarted without its data, or another "
+        "process dropped the table; open it again, and load it"
     )
 
 
-def _parse_note(text: bytes | None, layout: RedisLayout) -> LoadNote | None:
+def _parse_progress(text: bytes | None, layout: RedisLayout) -> LoadProgress | None:
     if text is None:
         return None
     try:
-        return LoadNote(**json.loads(text))
+        return LoadProgress(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise DatabaseCorruptError(
-            f"redis: table {layout.tag}: its note of a load is {text[:80]!r} ({error}). {LOAD_AGAIN}"
+            f"redis: table {layout.tag}: its record of a load is {text[:80]!r} ({error}). {LOAD_AGAIN}"
         ) from error

@@ -22,7 +22,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 FIELD_BYTES: Final = 14
 """Bytes of a key as the field of a hash."""
 
-HEADER, ROWS, WHOLE, WRONG_LENGTH, GARBAGE = range(5)
+HEADER, ROWS, COMPLETE, WRONG_LENGTH, GARBAGE = range(5)
 """Phases of reading a reply to HMGET: before its first line, in its rows, after it; or why it cannot be read: a value has
 another length, or the bytes are no such reply."""
 PHASE, ROW, HITS, LENGTH = range(4)
@@ -80,7 +80,7 @@ def _put_field(key, buffer, at):  # type: ignore[no-untyped-def]
 
 @kernel(int64, _KEYS, _KEYS, _READ, _BYTES, int64)
 def write_fields(keys, order, after, buffer, at):  # type: ignore[no-untyped-def]
-    """Write each of `keys[order]` as a field, and constant bytes after it; returns where it stopped."""
+    """Write each of `keys[order]` as a field, and constant bytes after it; return the end."""
     after_size, start = np.uint64(after.size), np.uint64(at)
     for i in range(order.size):
         _put_field(keys[np.uint64(order[i])], buffer, start)
@@ -93,7 +93,7 @@ def write_fields(keys, order, after, buffer, at):  # type: ignore[no-untyped-def
 
 @kernel(int64, _KEYS, _KEYS, _READ, read_only(_ROWS), _BYTES, int64)
 def write_rows(keys, order, header, rows, buffer, at):  # type: ignore[no-untyped-def]
-    """Write each of `keys[order]` as a field and the bytes of its row as its value; returns where it stopped."""
+    """Write each of `keys[order]` as a field and the bytes of its row as its value; return the end."""
     # Indices are unsigned, because for a signed one numba tests whether it counts from the end, and then copies byte by byte.
     width, header_size, start = np.uint64(rows.shape[1]), np.uint64(header.size), np.uint64(at)
     for i in range(order.size):
@@ -114,7 +114,7 @@ def write_rows(keys, order, header, rows, buffer, at):  # type: ignore[no-untype
 
 @njit(inline="always")
 def _number(buffer, at, end):  # type: ignore[no-untyped-def]
-    """Read the number of a header line that starts at `at`; returns it and the position after its line.
+    """Read the number of a header line that starts at `at`; return it and the position after its line.
 
     The position is _INCOMPLETE for an incomplete line, and _NO_NUMBER for a line without a number.
     """
@@ -142,7 +142,7 @@ def _number(buffer, at, end):  # type: ignore[no-untyped-def]
 
 @njit
 def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untyped-def]
-    """Skip a miss. Returns -1 if there is none: the row is incomplete, or `state` says what is wrong."""
+    """Skip a miss; return -1 if there is none: the row is incomplete, or `state` has the fault."""
     if at >= end:
         return -1
     length, after = np.int64(0), np.int64(_NO_NUMBER)
@@ -159,7 +159,7 @@ def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untype
         state[PHASE] = WRONG_LENGTH
         state[LENGTH] = length
     elif after - at != header_size:
-        state[PHASE] = GARBAGE  # the right length, written in another way: no Redis does that
+        state[PHASE] = GARBAGE  # the right length, written as no Redis writes it
     return -1
 
 
@@ -195,11 +195,11 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
     size = header_size + width + np.uint64(2)
     row = state[ROW]
     while row < order.size:
-        whole = np.uint64(end) - start >= size
-        if whole:
+        complete = np.uint64(end) - start >= size
+        if complete:
             for j in range(header_size):
-                whole &= buffer[start + j] == header[j]
-        if whole:
+                complete &= buffer[start + j] == header[j]
+        if complete:
             if buffer[start + size - np.uint64(2)] != _CR or buffer[start + size - np.uint64(1)] != _LF:
                 state[PHASE] = GARBAGE
                 break
@@ -217,5 +217,5 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
         row += 1
     state[ROW] = row
     if row == order.size and state[PHASE] == ROWS:
-        state[PHASE] = WHOLE
+        state[PHASE] = COMPLETE
     return np.int64(start)

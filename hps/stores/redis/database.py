@@ -1,12 +1,11 @@
 """The volatile database that several processes share: a Redis server or a Redis Cluster."""
 
 import logging
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 from hps.errors import DatabaseError, UnknownTableError
 from hps.ground.kernels.numba_kernels import compile_kernels
@@ -25,17 +24,14 @@ from hps.stores.base import (
     SharedDatabase,
     TableStats,
 )
-from hps.stores.redis.authority import TableAuthority
 from hps.stores.redis.catalog import Catalog
 from hps.stores.redis.codec import group_by_partition, read_rows, write_fields, write_rows
-from hps.stores.redis.connections import tls_context
-from hps.stores.redis.dialects import evicts_any_key
 from hps.stores.redis.layout import RedisLayout
 from hps.stores.redis.load_leases import LoadLeases
-from hps.stores.redis.nodes import RedisNodes, parse_addresses
+from hps.stores.redis.marks import TableAuthority
+from hps.stores.redis.nodes import Access, RedisNodes, access_of, evicts_any_key
 from hps.stores.redis.overflow import Overflow, Policy
-from hps.stores.redis.room import check_room, partition_bytes
-from hps.stores.redis.server_check import check_server
+from hps.stores.redis.server_check import check_room, check_server, partition_bytes
 from hps.stores.redis.table import RedisTable
 from hps.stores.redis.users import TableUsers
 from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
@@ -43,16 +39,16 @@ from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec, s
 
 _log = logging.getLogger(__name__)
 _KERNELS: Final = (group_by_partition, write_fields, write_rows, read_rows)
-_OPENINGS: Final = 8  # of a table that other processes empty meanwhile
-_USES_PAUSE_S: Final = 1.0  # after a failed note
-_USES_WAITING: Final = 64  # batches of found keys that may wait to be noted; more are dropped
+_OPENINGS: Final = 8  # attempts while other processes empty the table
+_USES_PAUSE_S: Final = 1.0  # after a failure
+_USES_WAITING: Final = 64  # batches of found keys to record; more are dropped
 
 
 class RedisDatabase(SharedDatabase, OrderedWrites):
     """Tables in Redis (`"type": "redis_cluster"` or `"redis"`), laid out as HugeCTR HPS does. *Thread-safe.*
 
-    Servers and clusters are told apart by asking a node. Every wait has a timeout: a dead, paused or slow node fails the call.
-    Connections are bounded; a failed one is never used again. See `layout.py` for the keys and `docs/redis.md` for failures.
+    A node reports whether it is a cluster. Every wait has a timeout: a dead, paused or slow node fails the call. Connections
+    are bounded; a failed one is never reused. See `layout.py` for the keys and `docs/redis.md` for failures.
     """
 
     kind = "redis_cluster"
@@ -61,50 +57,28 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self,
         address: str = "127.0.0.1:7000",
         *,
-        user_name: str = "default",
-        password: str = "",
-        password_path: str = "",
-        sentinel_service: str = "",
-        sentinel_password: str = "",
         num_partitions: int = 16,
-        num_node_connections: int = 5,
         max_batch_size: int = 65_536,
-        tls: ssl.SSLContext | None = None,
-        tls_server_name: str = "",
         overflow_margin: int = UNBOUNDED_ROWS,
         overflow_policy: Policy = "evict_random",
         overflow_resolution_target: float = 0.8,
-        connect_timeout_s: float = 1.0,
-        read_timeout_s: float = 1.0,
-        timeout_s: float = 2.0,
         lease_s: float = 30.0,
         use_lease_s: float = 60.0,
         metrics: Metrics | None = None,
+        **access: Unpack[Access],
     ) -> None:
         """Connect.
 
         Args:
-            address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by
-                `,` or `;`.
-            user_name: ACL user; `default` for Redis' default user.
-            password: empty for none.
-            password_path: file with the password, read for every new connection, instead of `password`.
-            sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
-            sentinel_password: of the sentinels; empty for none.
+            address, access: as for `RedisNodes`.
             num_partitions: hashes per table; the same as when the table was written.
-            num_node_connections: maximum connections to one node.
             max_batch_size: maximum keys per timeout; a call with more has several.
-            tls: None for plain connections.
-            tls_server_name: required name in the servers' certificates; sent as SNI.
             overflow_margin: maximum rows of a partition.
             overflow_policy: rows to evict beyond the margin.
             overflow_resolution_target: share of the margin to leave when evicting.
-            connect_timeout_s: timeout for opening a connection.
-            read_timeout_s: maximum silence of a node that owes a reply.
-            timeout_s: timeout of a call with up to `max_batch_size` keys.
             lease_s: maximum silence of a loading process before another takes over.
             use_lease_s: how long a dead process counts as a user of its open tables.
-            metrics: counts dropped notes of uses.
+            metrics: counts dropped records of uses.
 
         Raises:
             DatabaseError: no node can be reached, or it refuses the user.
@@ -112,20 +86,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         compile_kernels(*_KERNELS)
         self._batch = max_batch_size
         self._num_partitions = num_partitions
-        self._nodes = RedisNodes(
-            parse_addresses(address, sentinels=bool(sentinel_service)),
-            user_name=user_name,
-            password=password,
-            password_path=password_path,
-            sentinel_service=sentinel_service,
-            sentinel_password=sentinel_password,
-            tls=tls,
-            tls_server_name=tls_server_name,
-            connections=num_node_connections,
-            connect_timeout_s=connect_timeout_s,
-            read_timeout_s=read_timeout_s,
-            timeout_s=timeout_s,
-        )
+        self._nodes = RedisNodes(address, **access)
         self._warn_of_eviction(self._nodes.facts)
         target_rows = round(overflow_margin * overflow_resolution_target)
         self._overflow = Overflow(self._nodes, overflow_margin, target_rows, overflow_policy)
@@ -135,8 +96,8 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self._tables: dict[str, RedisTable] = {}
         self._below: dict[str, TableAuthority] = {}
         self._uses: WorkQueue | None = None
-        self._uses_after = 0.0  # none are noted before this time
-        if self._overflow.notes_uses:
+        self._uses_after = 0.0  # none are recorded before this time
+        if self._overflow.records_uses:
             self._uses = WorkQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
             self._uses.end_with(self)
 
@@ -148,19 +109,12 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
     def from_config(cls, config: Any) -> Self:
         return cls(
             config.address,
-            user_name=config.user_name,
-            password=config.password,
-            password_path=config.password_path,
-            sentinel_service=config.sentinel_service,
-            sentinel_password=config.sentinel_password,
             num_partitions=config.num_partitions,
-            num_node_connections=config.num_node_connections,
             max_batch_size=config.max_batch_size,
-            tls=tls_context(config),
-            tls_server_name=config.tls_server_name_identification,
             overflow_margin=config.overflow_margin,
             overflow_policy=config.overflow_policy,
             overflow_resolution_target=config.overflow_resolution_target,
+            **access_of(config),
         )
 
     @classmethod
@@ -169,7 +123,6 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
 
     @property
     def clustered(self) -> bool:
-        """Whether it is a cluster."""
         return self._nodes.clustered
 
     @property
@@ -180,7 +133,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
     def open_table(self, tag: str, dim: int) -> None:
         check_positive(f"redis: opening table {tag}", "dim", dim)
         layout = RedisLayout.of(tag, dim, self._num_partitions)
-        self._users.enter(layout)
+        self._users.register(layout)
         try:
             table = self._tables.get(tag)
             if table is None or table.layout != layout:
@@ -189,24 +142,26 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
             for attempt in count(1):
                 self._catalog.open(layout)
                 try:
-                    table.look(opens=True)
+                    table.refresh_marks(opens=True)
                     break
-                except UnknownTableError:  # a process that begins to load it has just emptied it
+                except UnknownTableError:  # a process that starts to load it has just emptied it
                     if attempt == _OPENINGS:
                         raise
             self._tables[tag] = table
         except BaseException:
             if tag not in self._tables:
                 with suppress(DatabaseError):
-                    self._users.leave(layout)
+                    self._users.unregister(layout)
             raise
 
     def stand_above(self, tag: str, database: PersistentDatabase, below: str = "") -> None:
         table = self._table(tag)
         self._below[tag] = table.below = TableAuthority(below or tag, database)
-        table.look(opens=True)
+        table.refresh_marks(opens=True)
         if table.marks is None:
-            _log.warning("redis: table %s holds another model than the database below; it is not used until that changes", tag)
+            _log.warning(
+                "redis: table %s has the rows of another model than the database below; it is not used until that changes", tag
+            )
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table = self._table(tag)
@@ -217,7 +172,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         filled = table.fetch(keys, out, found)
         if filled:
             used = keys[found & ~before]
-            self._uses.submit(lambda: self._note_uses(table, used))
+            self._uses.submit(lambda: self._record_uses(table, used))
         return filled
 
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
@@ -277,7 +232,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
 
     def drop_table(self, tag: str) -> None:
         self._tables.pop(tag, None)
-        self._users.leave(self._any_layout(tag))
+        self._users.unregister(self._any_layout(tag))
         self._catalog.drop(tag)
 
     def discard_table(self, tag: str) -> bool:
@@ -289,18 +244,19 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         return self._users.discard(self._any_layout(tag), spare_foreign=False)
 
     def clear_table(self, tag: str, fingerprint: str) -> bool:
-        def free_for_these() -> bool:
-            note = self._catalog.note(layout)
-            return note is None or note.fingerprint == fingerprint
+        def is_free() -> bool:
+            progress = self._catalog.load_progress(layout)
+            return progress is None or progress.fingerprint == fingerprint
 
         layout = self._any_layout(tag)
-        if free_for_these() or self.discard_table(tag):
+        if is_free() or self.discard_table(tag):
             return True
-        # Others drop it now, or load these files. Read in this order: who drops it may use it next, with these files.
-        return not self._users.others(layout) or free_for_these()
+        # Other processes may drop it now, or load these files. In this order: one that drops it may use it next with these
+        # files.
+        return not self._users.has_others(layout) or is_free()
 
     def used_by_others(self, tag: str) -> bool:
-        return self._users.others(self._any_layout(tag))
+        return self._users.has_others(self._any_layout(tag))
 
     def load_record(self, tag: str) -> LoadRecord | None:
         return self._catalog.load_record(tag)
@@ -311,7 +267,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)
         keys, vectors = check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
-        table.insert(keys, vectors, loading=self._leases.holds(table))
+        table.insert(keys, vectors, loading=self._leases.renew_claim(table))
         self._leases.advance(table, record.rows_done)
 
     def finish_load(self, tag: str) -> None:
@@ -321,7 +277,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         return self._leases.lacks_rows(self._table(tag))
 
     def holds_writes(self, tag: str) -> bool:
-        return self._leases.holds_writes(self._table(tag))
+        return self._leases.has_writes(self._table(tag))
 
     def claim_copy(self, tag: str, fingerprint: str, rows: int) -> bool:
         return self._leases.claim_copy(self._table(tag), fingerprint, rows)
@@ -342,12 +298,12 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self._nodes.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until noted uses are in Redis; return False at the timeout."""
+        """Wait until recorded uses are in Redis; return False at the timeout."""
         return self._uses is None or self._uses.drain(timeout_s)
 
-    def _note_uses(self, table: RedisTable, keys: KeyArray) -> None:
+    def _record_uses(self, table: RedisTable, keys: KeyArray) -> None:
         if time.monotonic() < self._uses_after:
-            return  # what is queued behind a failure would fail as well, each after its timeout
+            return  # batches queued behind a failure would fail as well, each after its timeout
         try:
             table.touch(keys)
         except DatabaseError:
@@ -357,8 +313,8 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
     def _warn_of_eviction(self, facts: dict[str, Any]) -> None:
         if evicts_any_key(facts) and facts.get("maxmemory") != 0:
             _log.warning(
-                "redis: maxmemory-policy is %s: when Redis is full it evicts whole partitions, whose keys then count as "
-                "absent; set it to noeviction, and bound the tables with overflow_margin",
+                "redis: maxmemory-policy is %s: a full Redis evicts complete partitions, whose keys then count as absent; "
+                "set it to noeviction, and bound the tables with overflow_margin",
                 facts["maxmemory_policy"],
             )
 
@@ -366,7 +322,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self._below.pop(tag, None)
         table = self._tables.pop(tag, None)
         if table is not None:
-            self._leases.give_up(table)
+            self._leases.abandon(table)
 
     def _any_layout(self, tag: str) -> RedisLayout:
         return RedisLayout.of(tag, 1, self._num_partitions)

@@ -1,6 +1,6 @@
-"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and ours beside them.
+"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and our additional ones.
 
-A table of tag T is cut into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
+A table of tag T is split into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
 hash slot:
 
     hps_et{T/p<i>}v   hash: field = 8 little-endian bytes of a key, value = its vector, raw float32      HugeCTR's
@@ -12,16 +12,16 @@ The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.s
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
 neither reads nor writes `m`.
 
-Where Redis is the authority of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
-big-endian bytes, of keys whose row was deleted or evicted, too, and in the field `h` the highest one that was applied. It
-belongs to an incarnation of the partition, and goes with it.
+If no database below has the rows of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
+big-endian bytes, also of deleted and evicted rows, and in the field `h` the highest applied one. It lasts as long as the
+incarnation of the partition.
 
 Beside the partitions there is one hash of the table itself, in a slot of its own:
 
     hps_et{T}m        hash: dim, num_partitions, loaded (how far which model was loaded), and
                             `log <partition>` (how far that partition of a log of updates was applied)    ours
-    hps_et{T}l        string: who loads it now; expires                                                   ours
-    hps_et{T}u        hash: who uses it, see users.py; expires                                            ours
+    hps_et{T}l        string: the process that loads it; expires                                          ours
+    hps_et{T}u        hash: the processes that use it, see users.py; expires                              ours
 """
 
 import re
@@ -32,7 +32,9 @@ from typing import Final
 import numpy as np
 from redis.crc import key_slot
 
+from hps.errors import DatabaseCorruptError
 from hps.stores.redis.codec import Bytes
+from hps.types import KeyArray
 
 ANY_KEY: Final = b"hps_et{*}?"
 """Pattern of every key of every table."""
@@ -48,12 +50,10 @@ class KeyPartition:
 
     @cached_property
     def slot(self) -> int:
-        """The hash slot of these keys."""
         return key_slot(self.values)
 
     @cached_property
     def values(self) -> bytes:
-        """Key of the vectors."""
         return self._key("v")
 
     @cached_property
@@ -63,7 +63,6 @@ class KeyPartition:
 
     @cached_property
     def mark(self) -> bytes:
-        """Key of the mark."""
         return self._key("m")
 
     @cached_property
@@ -123,3 +122,18 @@ def partition_number(key: bytes) -> int:
     """Return the partition of a key; -1 for the keys of the table itself."""
     found = _KEY.fullmatch(key)
     return int(found["partition"]) if found and found["partition"] else -1
+
+
+def keys_of(fields: list[bytes], key: bytes) -> KeyArray:
+    """Convert fields of the hash `key` to keys of a table.
+
+    Raises:
+        DatabaseCorruptError: a field is no key.
+    """
+    for field in fields:
+        if len(field) != 8:
+            raise DatabaseCorruptError(
+                f"redis: {key!r}: got a field of {len(field)} bytes, expected the 8 bytes of a key; "
+                "was it written with 32-bit keys, or by another program?"
+            )
+    return np.frombuffer(bytearray().join(fields), np.int64)

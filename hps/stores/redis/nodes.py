@@ -8,37 +8,36 @@ import logging
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from ssl import SSLContext
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 from weakref import WeakValueDictionary
 
+import numpy as np
 from redis import Redis, exceptions
 from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
+from hps.ground.key_sets import KeySet
 from hps.ground.threads.lifetimes import disown_in_children, refusal
-from hps.stores.redis.connections import BulkConnection, IdleConnections, PasswordFile, ReplyParser, time_left, until
-from hps.stores.redis.dialects import is_replica
-from hps.stores.redis.requests import Buffer, Call, Request
+from hps.stores.redis.connections import BulkConnection, IdleConnections, Lane, PasswordFile, remaining_s, tls_context, until
+from hps.stores.redis.layout import keys_of
+from hps.stores.redis.requests import Call, Request
+from hps.types import KeyArray
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
-_ASK_SENTINELS_S: Final = 1.0  # a primary that is cut off from them does not say that it was replaced
-_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
-_WINDOW: Final = 2 << 20
-"""Bytes in flight per connection: several typical requests, so that the server stays busy. Waiting requests and unread replies
-fit the system's buffers, so that neither side blocks."""
-_MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
+_SENTINELS_EVERY_S: Final = 1.0  # a primary that is cut off from them does not report its replacement
 _ROUNDS: Final = 16  # of redirections: enough for a slot in migration
 _PAUSE_S: Final = 0.01
-_MOST_RESOLVING: Final = 32  # names at a time, also those without an answer
+_MOST_RESOLVING: Final = 32  # name resolutions at a time, also hanging ones
 _SCAN_COUNT: Final = 10_000
 _LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
+_PROGRAMS: Final = {"dragonfly_version": "Dragonfly", "valkey_version": "Valkey", "redis_version": "Redis"}
+"""Fields of INFO with a version. Valkey and Dragonfly report Redis' field, too, for the sake of clients."""
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
 """Exceptions of redis-py if no cluster node answers, or none serves a slot."""
 _ADVICE: Final = {
@@ -46,11 +45,11 @@ _ADVICE: Final = {
     "WRONGPASS": "user_name or password is wrong",
     "NOPERM": "the user may not do this: grant it the commands and the keys hps_et{*",
     "OOM": "it is full: give it more maxmemory, or lower overflow_margin",
-    "LOADING": "it is reading its data from disk; it answers when it has",
+    "LOADING": "it is reading its data from disk; retry when it has finished",
     "READONLY": "it is a replica; give the address of the primary, or of its sentinels (sentinel_service)",
     "MASTERDOWN": "it is a replica that has lost its primary",
-    "CLUSTERDOWN": "the cluster is not whole; see CLUSTER INFO",
-    "MISCONF": "it cannot save its data and therefore takes no writes; see its log",
+    "CLUSTERDOWN": "the cluster is incomplete; see CLUSTER INFO",
+    "MISCONF": "it cannot save its data and therefore refuses writes; see its log",
     "BUSY": "a script keeps it busy",
     "NOREPLICAS": "too few replicas are connected to it for a write",
     "WRONGTYPE": "another program uses this key for something else",
@@ -75,54 +74,85 @@ def parse_addresses(address: str, *, sentinels: bool = False) -> list[tuple[str,
     return list(dict.fromkeys(addresses))
 
 
+class Access(TypedDict, total=False):
+    """Settings of `RedisNodes`, with its defaults."""
+
+    user_name: str
+    password: str
+    password_path: str
+    sentinel_service: str
+    sentinel_password: str
+    tls: SSLContext | None
+    tls_server_name: str
+    num_node_connections: int
+    connect_timeout_s: float
+    read_timeout_s: float
+    timeout_s: float
+
+
+def access_of(config: Any) -> Access:
+    """Return the settings of a `VolatileDbConfig`."""
+    return {
+        "user_name": config.user_name,
+        "password": config.password,
+        "password_path": config.password_path,
+        "sentinel_service": config.sentinel_service,
+        "sentinel_password": config.sentinel_password,
+        "tls": tls_context(config),
+        "tls_server_name": config.tls_server_name_identification,
+        "num_node_connections": config.num_node_connections,
+    }
+
+
 class RedisNodes:
     """A server, the masters of a cluster, or the primary that sentinels name. *Thread-safe.*
 
     Args:
-        addresses: nodes, or sentinels, to ask for the topology.
-        user_name: ACL user; `default` or empty stands for Redis' default user.
-        password: empty if Redis expects none.
+        address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by `,`
+            or `;`.
+        user_name: ACL user; `default` or empty for Redis' default user.
+        password: empty for none.
         password_path: file with the password, read for every new connection, instead of `password`.
-        sentinel_service: name of the primary that the addresses, of sentinels, know; empty: they are those of servers.
-        sentinel_password: of the sentinels; empty if they expect none.
+        sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
+        sentinel_password: of the sentinels; empty for none.
         tls: None for plain connections.
-        tls_server_name: expected name in certificates.
-        connections: maximum connections per node.
-        connect_timeout_s: limit for opening a connection.
-        read_timeout_s: limit for silence of a node that owes a reply.
-        timeout_s: limit for one `run`.
+        tls_server_name: required name in the servers' certificates; sent as SNI.
+        num_node_connections: maximum connections to one node.
+        connect_timeout_s: timeout for opening a connection.
+        read_timeout_s: maximum silence of a node that owes a reply.
+        timeout_s: timeout of one `run`.
 
     Attributes:
         facts: INFO of the first node that answered.
 
     Raises:
-        DatabaseError: no node answers.
+        DatabaseError: no node can be reached, or it refuses the user.
     """
 
     def __init__(
         self,
-        addresses: list[tuple[str, int]],
+        address: str,
         *,
-        user_name: str,
-        password: str,
+        user_name: str = "default",
+        password: str = "",
         password_path: str = "",
         sentinel_service: str = "",
         sentinel_password: str = "",
-        tls: SSLContext | None,
-        tls_server_name: str,
-        connections: int,
-        connect_timeout_s: float,
-        read_timeout_s: float,
-        timeout_s: float,
+        tls: SSLContext | None = None,
+        tls_server_name: str = "",
+        num_node_connections: int = 5,
+        connect_timeout_s: float = 1.0,
+        read_timeout_s: float = 1.0,
+        timeout_s: float = 2.0,
     ) -> None:
         self.timeout_s = timeout_s
         self.facts: dict[str, Any] = {}
-        self._addresses = addresses
+        self._addresses = addresses = parse_addresses(address, sentinels=bool(sentinel_service))
         self._family: WeakValueDictionary[int, BulkConnection] = WeakValueDictionary()
         self._settings: dict[str, Any] = {
             "connection_class": BulkConnection,
             "queue_class": IdleConnections,
-            "max_connections": connections,
+            "max_connections": num_node_connections,
             "timeout": None,  # IdleConnections knows how long a call may wait
             "protocol": 2,
             "socket_connect_timeout": connect_timeout_s,
@@ -139,7 +169,7 @@ class RedisNodes:
         self._service = sentinel_service
         of_seeds = {"password": sentinel_password or None} if sentinel_service else self._credentials
         self._seeds = [self._node(*address, of_seeds) for address in addresses]
-        self._primaries: dict[tuple[str, int], ClusterNode] = {}  # those that sentinels have named
+        self._primaries: dict[tuple[str, int], ClusterNode] = {}  # named by sentinels
         self._server = self._seeds[0]  # without a cluster
         self._cluster: NodesManager | None = None
         self._refreshing = threading.Lock()
@@ -147,7 +177,7 @@ class RedisNodes:
         self._refreshed_at = 0.0
         self._failed: str | None = None  # node that caused the refresh
         self._stale = False
-        self._complained = False  # about the last refresh
+        self._failure_logged = False  # failure of the last refresh was logged
         self._closed = False
         disown_in_children(self)
         with until(time.monotonic() + timeout_s):
@@ -164,10 +194,10 @@ class RedisNodes:
 
     @property
     def open_connections(self) -> int:
-        """All open connections, in use or idle."""
+        """Number of open connections, in use or idle."""
         return sum(connection.is_connected for connection in self._connections())
 
-    def ask(self, slot: int, *words: str | bytes | int) -> Any:
+    def execute(self, slot: int, *words: str | bytes | int) -> Any:
         """Run one command and return its reply; raises as `run` does."""
         call = Call(slot, *words)
         self.run([call])
@@ -181,7 +211,7 @@ class RedisNodes:
             deadline: time limit, on the monotonic clock; default: `timeout_s` from now.
 
         Raises:
-            DatabaseError: at least one failed. Those of other nodes are done.
+            DatabaseError: at least one failed. Requests of other nodes were completed.
         """
         deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         with until(deadline):
@@ -217,6 +247,26 @@ class RedisNodes:
                 if cursor == b"0":
                     break
 
+    def scan_hash(self, slot: int, key: bytes, count: int) -> Iterator[tuple[KeyArray, list[bytes]]]:
+        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once.
+
+        Fields that are added or removed meanwhile may or may not be seen.
+
+        Raises:
+            DatabaseError: the node failed, or a field is no key.
+        """
+        yielded = KeySet()  # HSCAN repeats fields while Redis resizes the hash
+        cursor = b"0"
+        while True:
+            cursor, flat = self.execute(slot, "HSCAN", key, cursor, "COUNT", max(1, count))
+            keys = keys_of(flat[::2], key)
+            if keys.size:
+                new = yielded.add(keys)
+                values = flat[1::2]
+                yield keys[new], values if new.all() else [values[i] for i in np.flatnonzero(new)]
+            if cursor == b"0":
+                return
+
     def close(self) -> None:
         """Close every connection. Calls on other threads fail."""
         self._closed = True
@@ -224,7 +274,7 @@ class RedisNodes:
             connection.disconnect()
 
     def disown(self) -> None:
-        """In a forked child: close its copies of the sockets. redis-py does not shut down another process's sockets."""
+        """Close a forked child's copies of the sockets. redis-py does not shut down another process's sockets."""
         self.close()
 
     def _connections(self) -> list[Any]:
@@ -238,14 +288,14 @@ class RedisNodes:
     # Topology.
 
     def _discover(self) -> None:
-        """Ask the configured nodes in turn for the topology."""
+        """Request the topology from the configured nodes in turn."""
         if self._service:
-            self._server = self._ask_sentinels()
+            self._server = self._query_sentinels()
             return
         failures: list[str] = []
         replica: ClusterNode | None = None
         for tried, seed in enumerate(self._seeds):
-            share_s = time_left() / (len(self._seeds) - tried)  # leaves time for the others if this one is silent
+            share_s = remaining_s() / (len(self._seeds) - tried)  # leaves time for other seeds if this one is silent
             try:
                 with until(time.monotonic() + share_s):
                     facts = seed.redis_connection.info()
@@ -261,32 +311,32 @@ class RedisNodes:
                 return
             replica = replica or seed
         if replica is None:
-            raise DatabaseError(f"redis: none of {len(self._seeds)} nodes could be asked: " + " | ".join(failures))
+            raise DatabaseError(f"redis: none of {len(self._seeds)} nodes answered: " + " | ".join(failures))
         self._server = replica
 
-    def _ask_sentinels(self) -> ClusterNode:
-        """Ask the sentinels in turn for the primary, first the one whose answer was right the last time."""
+    def _query_sentinels(self) -> ClusterNode:
+        """Request the primary from the sentinels in turn, first from the one whose last answer was right."""
         failures: list[str] = []
         for tried, sentinel in enumerate(self._seeds):
-            asked = sentinel
+            node = sentinel
             try:
-                with until(time.monotonic() + time_left() / (len(self._seeds) - tried)):
+                with until(time.monotonic() + remaining_s() / (len(self._seeds) - tried)):
                     words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
                     found = sentinel.redis_connection.execute_command(*words)
                     if not found:
                         raise DatabaseError(f"it knows no primary named {self._service!r} (sentinel_service)")
                     at = found[0].decode(), int(found[1])
-                    asked = self._primaries.get(at) or self._node(*at, self._credentials)
-                    self._primaries[at] = asked
-                    facts = asked.redis_connection.info()
+                    node = self._primaries.get(at) or self._node(*at, self._credentials)
+                    self._primaries[at] = node
+                    facts = node.redis_connection.info()
                     if is_replica(facts):
-                        raise DatabaseError(f"it is a replica, and sentinel {sentinel.name} takes it for the primary")
+                        raise DatabaseError(f"it is a replica, but sentinel {sentinel.name} named it as the primary")
             except (exceptions.RedisError, DatabaseError) as error:
-                failures.append(str(_database_error(asked, error)))
+                failures.append(str(_database_error(node, error)))
                 continue
             self.facts = facts
             self._seeds = [sentinel, *(seed for seed in self._seeds if seed is not sentinel)]
-            return asked
+            return node
         raise DatabaseError(f"redis: none of {len(failures)} sentinels led to a primary: " + " | ".join(failures))
 
     def _find_cluster(self) -> NodesManager:
@@ -295,36 +345,36 @@ class RedisNodes:
                 self._seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **self._credentials, **self._settings
             )
         except _NO_CLUSTER as error:
-            raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
+            raise DatabaseError(f"redis: no node knows the hash slots of the cluster ({error}); see CLUSTER SLOTS") from error
 
     def _refresh(self) -> None:
-        """Refresh the topology after a failure, unless another thread does; until then the known nodes serve."""
-        due = self._stale or (self._service and time.monotonic() > self._refreshed_at + _ASK_SENTINELS_S)
-        if not due or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
+        """Refresh the topology after a failure, unless another thread does; until then the known nodes are used."""
+        expired = self._stale or (self._service and time.monotonic() > self._refreshed_at + _SENTINELS_EVERY_S)
+        if not expired or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
             return
         if not self._refreshing.acquire(blocking=False):
             return
         try:
             self._stale = False  # errors from now on cause another refresh
-            with until(time.monotonic() + time_left() / 2):  # the rest is for the call itself
-                if self._cluster:  # asks the known nodes first, then the configured ones
+            with until(time.monotonic() + remaining_s() / 2):  # the rest is for the call itself
+                if self._cluster:  # queries the known nodes first, then the configured ones
                     self._cluster.initialize(
                         self._addresses, disconnect_startup_nodes_pools=False, last_failed_node_name=self._failed
                     )
                 else:
                     self._discover()
-            self._complained = False
+            self._failure_logged = False
         except (*_NO_CLUSTER, DatabaseError) as error:
             self._stale = True
-            if not self._complained:
-                self._complained = True
-                _log.warning("%s; the nodes known before are asked", error)
+            if not self._failure_logged:
+                self._failure_logged = True
+                _log.warning("%s; the known nodes are used", error)
         finally:
             self._refreshed_at = time.monotonic()
             self._refreshing.release()
 
-    def _doubt(self, failed: ClusterNode | None = None) -> None:
-        """Refresh the topology before the next call, if there are several nodes; ask one that failed after the others."""
+    def _mark_stale(self, failed: ClusterNode | None = None) -> None:
+        """Refresh the topology before the next call, if there are several nodes; query a failed one last."""
         if self._cluster or self._service or len(self._seeds) > 1:
             self._failed = failed.name if failed else self._failed
             self._stale = True
@@ -332,7 +382,7 @@ class RedisNodes:
     def _node_of(self, cluster: NodesManager, slot: int) -> ClusterNode:
         serving = cluster.slots_cache.get(slot)  # the master and its replicas
         if not serving:
-            self._doubt()
+            self._mark_stale()
             raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
         return serving[0]
 
@@ -342,7 +392,7 @@ class RedisNodes:
         if isinstance(error, exceptions.MovedError):
             with suppress(KeyError):  # no node served the slot
                 cluster.move_slot(error)
-            self._doubt()
+            self._mark_stale()
         target = ClusterNode(error.host, error.port, "primary")
         return cluster.nodes_cache.setdefault(target.name, target)
 
@@ -354,66 +404,67 @@ class RedisNodes:
         retried: set[str] = set()
         for rounds in range(_ROUNDS):
             if rounds > 2:  # a slot in migration, or nodes that do not agree yet
-                time.sleep(min(_PAUSE_S * rounds, max(0.0, time_left())))
-            again: dict[ClusterNode, list[Request]] = {}
+                time.sleep(min(_PAUSE_S * rounds, max(0.0, remaining_s())))
+            retries: dict[ClusterNode, list[Request]] = {}
             failures: list[Exception] = []
             for lane in self._exchange(at, failures):
                 if lane.fault is None:
                     continue
-                # An idle connection may have been closed by the server: after a restart, or an idle timeout.
-                if type(lane.fault) is exceptions.ConnectionError and not lane.heard and lane.node.name not in retried:
+                # An idle connection may have been closed by the server: after a restart, or an idle timeout. If nothing was
+                # received on it, its requests are sent once more, over a new connection.
+                if type(lane.fault) is exceptions.ConnectionError and not lane.received and lane.node.name not in retried:
                     retried.add(lane.node.name)
-                    # A copy that arrives after the call has returned would undo later writes.
-                    again.setdefault(lane.node, []).extend(request for request in lane.requests if not request.once)
+                    # Guarded writes are not repeated: a copy that arrives after the call has returned would undo later writes.
+                    retries.setdefault(lane.node, []).extend(request for request in lane.requests if not request.once)
                 else:
                     failures.append(_database_error(lane.node, lane.fault))
-                    self._doubt(lane.node)
+                    self._mark_stale(lane.node)
             for node, requests in at.items():
                 for request in requests:
                     if request.error is not None:
-                        self._follow(node, request, again, failures)
+                        self._handle_error(node, request, retries, failures)
             if failures:
                 raise failures[0]
-            if not any(again.values()):
+            if not any(retries.values()):
                 return
-            at = again
-        raise DatabaseError(f"redis: the cluster sent us from node to node {_ROUNDS} times; see CLUSTER NODES")
+            at = retries
+        raise DatabaseError(f"redis: the cluster redirected requests {_ROUNDS} times; see CLUSTER NODES")
 
-    def _follow(
-        self, node: ClusterNode, request: Request, again: dict[ClusterNode, list[Request]], failures: list[Exception]
+    def _handle_error(
+        self, node: ClusterNode, request: Request, retries: dict[ClusterNode, list[Request]], failures: list[Exception]
     ) -> None:
-        """Send a request again to the node named in its error, or record the failure."""
+        """Retry a request at the node named in its error, or record the failure."""
         error, request.error = request.error, None
         target = node
         if self._cluster and isinstance(error, exceptions.AskError):
             moved = isinstance(error, exceptions.MovedError)
-            if moved or not request.preceding:  # a transaction waits until the slot has moved
+            if moved or not request.preceding:  # the keys of a transaction may be on both nodes until the slot has moved
                 target = self._redirected(self._cluster, node, error)
                 request.asking, request.redirected = not moved, True
         elif not isinstance(error, exceptions.TryAgainError):
             failures.append(_database_error(node, error))
             request.refused = True
             if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
-                self._doubt()
+                self._mark_stale()
             return
-        again.setdefault(target, []).append(request)
+        retries.setdefault(target, []).append(request)
 
-    def _exchange(self, at: dict[ClusterNode, list[Request]], failures: list[Exception]) -> list["_Lane"]:
+    def _exchange(self, at: dict[ClusterNode, list[Request]], failures: list[Exception]) -> list[Lane]:
         """Send the requests of all nodes and read their replies, until each lane is done or has failed."""
-        lanes: list[_Lane] = []
+        lanes: list[Lane] = []
         try:
-            # A fixed order, so that two calls never wait for each other's connections.
+            # A fixed order, so that two calls cannot wait for each other's connections.
             for node in sorted(at, key=lambda node: node.name):
                 try:
-                    lanes.append(_Lane(node, self._pool(node), at[node]))
+                    lanes.append(Lane(node, self._pool(node), at[node]))
                 except (exceptions.RedisError, DatabaseError) as error:
                     failures.append(_database_error(node, error))
-                    self._doubt(node)
+                    self._mark_stale(node)
             busy = lanes
             while busy:
                 if self._closed:
-                    raise DatabaseError("redis: this database was closed while the call was under way")
-                # All nodes get requests first; while one is read, the others work.
+                    raise DatabaseError("redis: this database was closed during the call")
+                # All nodes get requests first, so that they work while the replies of one are read.
                 for lane in busy:
                     lane.send()
                 for lane in busy:
@@ -432,106 +483,15 @@ class RedisNodes:
         return pool
 
 
-class _Lane:
-    """The requests of one connection, in order. *One per call.*
-
-    Attributes:
-        fault: error that broke the connection, or None; requests without a reply were not answered.
-        heard: whether anything was received.
-    """
-
-    def __init__(self, node: ClusterNode, pool: BlockingConnectionPool, requests: Iterable[Request]) -> None:
-        self.node = node
-        self.requests = list(requests)
-        self.fault: Exception | None = None
-        self._pool = pool
-        self._connection: Any = pool.get_connection()
-        self._replies: ReplyParser = self._connection.replies
-        self._replies.heard = False
-        self._queue = deque(self.requests)
-        self._sent: deque[Request] = deque()  # and not yet answered
-        self._in_flight = 0  # total weight of `_sent`
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests or replies are outstanding."""
-        return self.fault is None and bool(self._queue or self._sent)
-
-    @property
-    def heard(self) -> bool:
-        return self._replies.heard
-
-    def send(self) -> None:
-        """Send as many requests as fit into the window."""
-        buffer = self._connection.outgoing
-        try:
-            while self.fault is None and (size := self._write_message(buffer)):
-                self._connection.send_packed_command([buffer.view[:size]])
-        except (exceptions.RedisError, DatabaseError) as error:
-            self.fault = error
-
-    def receive(self) -> None:
-        """Read replies: one if more requests wait, else all. An error reply is stored in its request."""
-        sent, read = self._sent, self._replies.read
-        try:
-            while sent and self.fault is None:
-                request = sent[0]
-                if request.asking:
-                    read(None, last=False)
-                last = len(sent) == 1
-                reply = self._read_transaction(request, last) if request.preceding else read(request, last=last)
-                if isinstance(reply, exceptions.ResponseError):
-                    request.error = reply
-                else:
-                    request.reply = reply
-                self._in_flight -= request.weight
-                sent.popleft()
-                if self._queue:
-                    return
-        except (exceptions.RedisError, DatabaseError) as error:
-            self.fault = error
-
-    def _read_transaction(self, request: Request, last: bool) -> Any:
-        """Return the first error, else the reply to the last command; None if the transaction was aborted."""
-        replies = [self._replies.read(None, last=False) for _ in range(request.preceding)]
-        done = self._replies.read(request, last=last)
-        replies += done if isinstance(done, list) else [done]
-        return next((reply for reply in replies if isinstance(reply, exceptions.ResponseError)), replies[-1])
-
-    def release(self, *, keep: bool) -> None:
-        """Return the connection to the pool. It stays open only with `keep` and if every reply has been read."""
-        if not keep or self.fault is not None or self._queue or self._sent:
-            self._connection.disconnect()
-        self._connection.shrink()
-        self._pool.release(self._connection)
-
-    def _write_message(self, buffer: Buffer) -> int:
-        """Write the requests of the next message; return its size, 0 if the window is full or the queue empty."""
-        at = 0
-        while self._queue:
-            request = self._queue[0]
-            full = self._in_flight and self._in_flight + request.weight > _WINDOW
-            if full or (at and at + request.size > _MESSAGE_BYTES):
-                break
-            buffer.grow(at + len(_ASKING) + request.size, at)
-            if request.asking:
-                buffer.view[at : at + len(_ASKING)] = _ASKING
-                at += len(_ASKING)
-            at = request.write(buffer, at)
-            self._in_flight += request.weight
-            self._sent.append(self._queue.popleft())
-        return at
-
-
 def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:
     """Convert an error of redis-py; add the node's name to one of our own."""
-    made: DatabaseError
+    typed: DatabaseError
     if isinstance(error, DatabaseError):
-        made = type(error)(f"redis {node.name}: {error}")
+        typed = type(error)(f"redis {node.name}: {error}")
     elif isinstance(error, exceptions.TimeoutError):
-        made = DatabaseTimeoutError(f"redis {node.name}: {error}")
+        typed = DatabaseTimeoutError(f"redis {node.name}: {error}")
     elif isinstance(error, exceptions.InvalidResponse):
-        made = DatabaseCorruptError(f"redis {node.name}: {error}; expected a reply to the request")
+        typed = DatabaseCorruptError(f"redis {node.name}: {error}; expected a reply to the request")
     elif isinstance(error, exceptions.ResponseError) or (isinstance(error, exceptions.RedisError) and error.status_code):
         code = error.status_code or str(error).split(" ", 1)[0]
         advice = _ADVICE.get(code)
@@ -542,8 +502,24 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
         if "can't run this command" in str(error):  # in a script
             advice = _ADVICE["NOPERM"]
         refusal = f"{code} {error}" if error.status_code else str(error)
-        made = DatabaseError(f"redis {node.name}: it refused: {refusal}" + (f"; {advice}" if advice else ""))
+        typed = DatabaseError(f"redis {node.name}: it refused: {refusal}" + (f"; {advice}" if advice else ""))
     else:
-        made = DatabaseError(f"redis {node.name}: the connection broke ({error})")
-    made.__cause__ = error
-    return made
+        typed = DatabaseError(f"redis {node.name}: the connection broke ({error})")
+    typed.__cause__ = error
+    return typed
+
+
+def program_of(facts: Mapping[str, Any]) -> str:
+    """Name the program and its version, from its INFO."""
+    return next((f"{name} {facts[field]}" for field, name in _PROGRAMS.items() if field in facts), "Redis ?")
+
+
+def is_replica(facts: Mapping[str, Any]) -> bool:
+    """Return whether the server of this INFO is a replica."""
+    return facts.get("role") in {"slave", "replica"}
+
+
+def evicts_any_key(facts: Mapping[str, Any]) -> bool:
+    """Return whether the server of this INFO evicts keys without expiry when it is full."""
+    # Dragonfly has one policy that evicts, `eviction`, as its source of 1.40 shows; Valkey has those of Redis.
+    return str(facts.get("maxmemory_policy", "")).startswith(("allkeys", "eviction"))

@@ -1,4 +1,4 @@
-"""Keeps partitions within their margin: notes the uses of keys, and evicts the least important."""
+"""Keeps partitions within their margin: records the uses of keys, and evicts the least important."""
 
 import struct
 import threading
@@ -10,10 +10,9 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from hps.errors import DatabaseError, DatabaseTimeoutError
-from hps.stores.redis.layout import KeyPartition
+from hps.stores.redis.layout import KeyPartition, keys_of
 from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.requests import Call, Request, SendKeys
-from hps.stores.redis.scan import keys_of, scan_hash
 from hps.types import IndexArray, KeyArray
 
 Policy: TypeAlias = Literal["evict_random", "evict_least_used", "evict_oldest"]
@@ -31,7 +30,7 @@ for i = 2, #ARGV do
 end
 return removed
 """
-"""Removes fields until a hash is down to its target, exactly, also beside other processes that evict."""
+"""Removes fields until a hash has its target size. It counts first, so that concurrent processes do not evict too much."""
 _COUNT: Final = """
 for i = 1, #ARGV do
     local reply = redis.pcall('hincrby', KEYS[1], ARGV[i], 1)
@@ -41,12 +40,12 @@ for i = 1, #ARGV do
 end
 return #ARGV
 """
-"""Counts a use of each field. What stands in place of a count was written under another policy; it stays as it is, and such
-a row counts as not used."""
+"""Counts a use of each field. A value that is no count was written under another policy; it is left as it is, and its row
+counts as unused."""
 
 
 class Overflow:
-    """Notes uses and evicts, by one rule. *Thread-safe.*
+    """Records uses and evicts, by one policy. *Thread-safe.*
 
     A partition holds at most `margin` rows after an insertion, and at most one batch more during it. Exactly the necessary
     number of rows is evicted, also by several processes at the same time, so that no batch empties a partition.
@@ -68,12 +67,12 @@ class Overflow:
         self._evicted: dict[KeyPartition, int] = {}
 
     @property
-    def notes_uses(self) -> bool:
-        """Whether anything is written beside the vectors."""
+    def records_uses(self) -> bool:
+        """Whether the policy needs the uses of keys."""
         return self._policy != "evict_random"
 
-    def note_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
-        """Make requests that note a use of `keys[order]`; none for evict_random."""
+    def record_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
+        """Build requests that record a use of `keys[order]`; none for evict_random."""
         if self._policy == "evict_random":
             return []
         if self._policy == "evict_least_used":
@@ -81,31 +80,32 @@ class Overflow:
         return self._send(partition, ("HSET", partition.uses), keys, order, struct.pack("<q", int(time.time())))
 
     def forget_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
-        """Make requests that remove the notes of `keys[order]`."""
-        return self._send(partition, ("HDEL", partition.uses), keys, order) if self.notes_uses else []
+        """Build requests that remove the recorded uses of `keys[order]`."""
+        return self._send(partition, ("HDEL", partition.uses), keys, order) if self.records_uses else []
 
     def resolve(self, partition: KeyPartition, rows: int) -> None:
-        """Evict until a partition that was seen to have `rows` rows is within its margin.
+        """Evict until a partition, which had `rows` rows, is within its margin.
 
         Raises:
-            DatabaseError: Redis failed, or others insert faster than this evicts.
+            DatabaseError: Redis failed, or other processes insert faster than this one evicts.
         """
         if rows <= self.margin:
             return
         with self._alone(partition):
             for attempt in range(_ATTEMPTS):
-                rows = self._nodes.ask(partition.slot, "HLEN", partition.values)
+                rows = self._nodes.execute(partition.slot, "HLEN", partition.values)
                 if rows <= self.margin:
                     return
                 surplus = rows - self._target_rows
-                # Notes of uses may be missing, of another policy, or of rows long gone, so that they settle nothing.
-                removed = self._evict_by_use(partition, rows, surplus) if self.notes_uses and attempt <= 1 else 0
+                # Recorded uses may be missing, of another policy, or of rows that no longer exist, and then evicting by them
+                # has no effect. So later attempts are random.
+                removed = self._evict_by_use(partition, rows, surplus) if self.records_uses and attempt <= 1 else 0
                 if removed == 0:
                     removed = self._evict_random(partition, surplus)
-                self._evicted[partition] = self._evicted.get(partition, 0) + removed  # by this thread alone
+                self._evicted[partition] = self._evicted.get(partition, 0) + removed  # only by the thread in `_alone`
         raise DatabaseError(
             f"redis: {partition.values!r}: got {rows} rows after {_ATTEMPTS} evictions, expected at most {self.margin}; "
-            "others insert faster than it evicts, or the server is older than Redis 6.2"
+            "other processes insert faster than this one evicts, or the server is older than Redis 6.2"
         )
 
     def evicted(self, partition: KeyPartition) -> int:
@@ -121,7 +121,7 @@ class Overflow:
 
     def _trim(self, partition: KeyPartition, keys: KeyArray) -> int:
         """Remove keys and their uses while the partition exceeds the target; return how many were removed."""
-        hashes = (partition.values, partition.uses) if self.notes_uses else (partition.values,)
+        hashes = (partition.values, partition.uses) if self.records_uses else (partition.values,)
         words = ("EVAL", _TRIM, len(hashes), *hashes, self._target_rows)
         requests = self._send(partition, words, keys, np.arange(keys.size))
         self._nodes.run(requests)
@@ -138,35 +138,35 @@ class Overflow:
 
     def _pick(self, partition: KeyPartition, count: int) -> KeyArray:
         """Draw distinct random keys of a partition."""
-        fields = self._nodes.ask(partition.slot, "HRANDFIELD", partition.values, min(count, _PICK))
+        fields = self._nodes.execute(partition.slot, "HRANDFIELD", partition.values, min(count, _PICK))
         return keys_of(fields, partition.values)
 
-    def _evict_unnoted(self, partition: KeyPartition, noted: KeyArray, surplus: int) -> int:
-        """Evict rows without notes, written under another policy or by another program, while there are many."""
+    def _evict_unrecorded(self, partition: KeyPartition, recorded: KeyArray, surplus: int) -> int:
+        """Evict rows without recorded uses, from another policy or program, while there are many."""
         removed = 0
         while removed < surplus:
             picked = self._pick(partition, _PICK)
-            unnoted = picked[~np.isin(picked, noted)]
-            if 10 * unnoted.size < picked.size:
+            unrecorded = picked[~np.isin(picked, recorded)]
+            if 10 * unrecorded.size < picked.size:
                 break
-            gone = self._trim(partition, unnoted[: surplus - removed])
-            if gone == 0:
+            trimmed = self._trim(partition, unrecorded[: surplus - removed])
+            if trimmed == 0:
                 break
-            removed += gone
+            removed += trimmed
         return removed
 
     def _evict_by_use(self, partition: KeyPartition, rows: int, surplus: int) -> int:
-        keys, scores = self._uses(partition)
-        unnoted = self._evict_unnoted(partition, keys, surplus) if keys.size < rows else 0
-        surplus -= unnoted
+        keys, scores = self._read_uses(partition)
+        unrecorded = self._evict_unrecorded(partition, keys, surplus) if keys.size < rows else 0
+        surplus -= unrecorded
         if keys.size == 0 or surplus == 0:
-            return unnoted
-        going = np.arange(keys.size)
+            return unrecorded
+        chosen = np.arange(keys.size)
         if surplus < keys.size:
-            going = np.argpartition(scores, surplus)[:surplus]
-        removed = unnoted + self._trim(partition, keys[going])
+            chosen = np.argpartition(scores, surplus)[:surplus]
+        removed = unrecorded + self._trim(partition, keys[chosen])
         if self._policy == "evict_least_used":
-            self._halve(partition, np.delete(keys, going), np.delete(scores, going))
+            self._halve(partition, np.delete(keys, chosen), np.delete(scores, chosen))
         return removed
 
     def _halve(self, partition: KeyPartition, keys: KeyArray, counts: IndexArray) -> None:
@@ -179,10 +179,10 @@ class Overflow:
                 requests.append(Call(partition.slot, "HSET", partition.uses, *words))
         self._nodes.run(requests)
 
-    def _uses(self, partition: KeyPartition) -> tuple[KeyArray, IndexArray]:
-        """Read every key with a note of its use, and its score; 0 for a note of another policy."""
+    def _read_uses(self, partition: KeyPartition) -> tuple[KeyArray, IndexArray]:
+        """Read every key with a recorded use, and its score; 0 for a use of another policy."""
         keys, scores = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for piece, values in scan_hash(self._nodes, partition.slot, partition.uses, _SCAN_COUNT):
+        for piece, values in self._nodes.scan_hash(partition.slot, partition.uses, _SCAN_COUNT):
             keys.append(piece)
             if self._policy == "evict_least_used":
                 scores.append(
@@ -194,7 +194,7 @@ class Overflow:
 
     @contextmanager
     def _alone(self, partition: KeyPartition) -> Iterator[None]:
-        """Let one thread at a time evict from a partition, since others would choose the same rows."""
+        """Let one thread at a time evict from a partition: two would choose the same rows."""
         with self._changed:
             if not self._changed.wait_for(lambda: partition not in self._resolving, self._nodes.timeout_s):
                 raise DatabaseTimeoutError(

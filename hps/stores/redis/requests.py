@@ -10,13 +10,13 @@ from hiredis import pack_command
 
 from hps.errors import DatabaseCorruptError, TableWidthError
 from hps.stores.redis.codec import (
+    COMPLETE,
     FIELD_BYTES,
     GARBAGE,
     HITS,
     LENGTH,
     PHASE,
     ROW,
-    WHOLE,
     WRONG_LENGTH,
     Bytes,
     read_rows,
@@ -34,8 +34,8 @@ if mark ~= ARGV[1] then
 end
 return 1
 """
-"""Touches a mark that differs from the expected one, so that a transaction watching it is aborted. A full Redis allows the SET
-because a DEL precedes it."""
+"""Touches a mark that differs from the expected one, so that Redis aborts a transaction that watches it. A full Redis allows
+the SET because a DEL precedes it."""
 _UNDER_MARK: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 return redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))
@@ -57,12 +57,12 @@ _LAST: Final = (
 if not highest or above(ARGV[3], highest) then highest = ARGV[3] end
 local full = #string.match(highest, '\\255*$')
 local last = string.sub(highest, 1, 7 - full) .. string.char(string.byte(highest, 8 - full) + 1) .. string.rep('\\0', full)
-local reply, noted = redis.call(ARGV[2], KEYS[2], unpack(ARGV, 4)), {'h', highest}
+local reply, recorded = redis.call(ARGV[2], KEYS[2], unpack(ARGV, 4)), {'h', highest}
 for i = 4, #ARGV, ARGV[2] == 'HSET' and 2 or 1 do
-    noted[#noted + 1] = ARGV[i]
-    noted[#noted + 1] = last
+    recorded[#recorded + 1] = ARGV[i]
+    recorded[#recorded + 1] = last
 end
-redis.call('hset', KEYS[3], unpack(noted))
+redis.call('hset', KEYS[3], unpack(recorded))
 return reply
 """
 )
@@ -78,7 +78,7 @@ if not highest or above(ARGV[3], highest) then
     redis.call('hset', KEYS[3], 'h', ARGV[4], unpack(ARGV, 5, rows - 1))
     return 1
 end
-local fields, made, given, noted = {}, {}, {}, {}
+local fields, made, given, recorded = {}, {}, {}, {}
 for i = 5, rows - 2, 2 do fields[#fields + 1] = ARGV[i] end
 local known = redis.call('hmget', KEYS[3], unpack(fields))
 for i, field in ipairs(fields) do
@@ -87,8 +87,8 @@ for i, field in ipairs(fields) do
         made[i] = '0'
     else
         made[i] = '1'
-        noted[#noted + 1] = field
-        noted[#noted + 1] = sequence
+        recorded[#recorded + 1] = field
+        recorded[#recorded + 1] = sequence
         if write == 'hset' then
             given[#given + 1] = field
             given[#given + 1] = ARGV[rows - 1 + 2 * i]
@@ -97,9 +97,9 @@ for i, field in ipairs(fields) do
         end
     end
 end
-if #noted > 0 then
+if #recorded > 0 then
     redis.call(write, KEYS[2], unpack(given))
-    redis.call('hset', KEYS[3], 'h', above(ARGV[4], highest) and ARGV[4] or highest, unpack(noted))
+    redis.call('hset', KEYS[3], 'h', above(ARGV[4], highest) and ARGV[4] or highest, unpack(recorded))
 end
 return table.concat(made)
 """
@@ -129,25 +129,25 @@ class Buffer:
         self.view = memoryview(self.bytes)
         self.array: Bytes = np.frombuffer(self.bytes, np.uint8)
 
-    def grow(self, size: int, keep: int) -> None:
-        """Grow to at least `size` bytes, preserving the first `keep`."""
+    def grow(self, size: int, used: int) -> None:
+        """Grow to at least `size` bytes, preserving the first `used`."""
         if size > len(self.bytes):
             larger = Buffer(max(size, 2 * len(self.bytes)))
-            larger.view[:keep] = self.view[:keep]
+            larger.view[:used] = self.view[:used]
             self.bytes, self.view, self.array = larger.bytes, larger.view, larger.array
 
 
 class Request(ABC):
-    """A request and its reply. *One per call*; may be sent again until its reply arrives.
+    """A request and its reply. *One per call*; may be sent repeatedly until its reply arrives.
 
     Attributes:
         slot: hash slot of its key, which determines the node.
         size: maximum bytes that `write` writes.
         weight: bytes of the request or its reply, the larger as far as known.
         asking: whether to send ASKING first, to a node that is importing the slot.
-        once: whether it must not be sent again if its fate is unknown. Its reply is then None.
+        once: whether it must not be repeated if its outcome is unknown. Its reply is then None.
         preceding: number of replies before its own.
-        redirected: whether it was sent to another node, and possibly after requests that it preceded.
+        redirected: whether it was sent to another node, possibly after requests that followed it in the call.
         refused: whether Redis replied with a refusal.
         error: Redis' error reply, or None.
     """
@@ -196,10 +196,6 @@ class GetMark(Call):
 class Guard:
     """The mark required for writes to a partition. *Immutable.*
 
-    A script compares the mark and writes. With many keys a script is slow: a transaction then watches the mark, and a script
-    touches a wrong mark so that the transaction is aborted. The GET inside the transaction makes a node refuse it that is
-    migrating the slot and has already moved the mark.
-
     Attributes:
         key: key of the mark.
         mark: required value.
@@ -218,6 +214,9 @@ class Guard:
     @property
     def start(self) -> bytes:
         """Commands before the guarded one."""
+        # A script that compares the mark and writes is slow for many keys. So a transaction watches the mark, and a short
+        # script touches a wrong one, which aborts the transaction. The GET inside makes a node refuse the transaction if it
+        # migrates the slot and has moved the mark already: the keys may then be on two nodes.
         watch, touch = ("WATCH", self.key), ("EVAL", _TOUCH_UNLESS, 1, self.key, self.mark)
         return b"".join(map(pack_command, (watch, touch, ("MULTI",), ("GET", self.key))))  # type: ignore[arg-type]
 
@@ -372,8 +371,8 @@ class ApplyRows(Request):
         self._header = header
         self._rows = rows
         count = order.size
-        own = sequences[order].view(">i8")
-        ends = (int(own.min()).to_bytes(8), int(own.max()).to_bytes(8))
+        sent = sequences[order].view(">i8")
+        ends = (int(sent.min()).to_bytes(8), int(sent.max()).to_bytes(8))
         words = ("EVAL", _APPLY, 3, guard.key, key, guard.sequences, guard.mark, count, *ends)
         packed: bytes = pack_command(words)  # type: ignore[arg-type]
         self._start = b"*%d%b" % (len(words) + (3 if rows is None else 4) * count, packed[packed.index(b"\r") :])
@@ -388,11 +387,11 @@ class ApplyRows(Request):
             return int(write_fields(self._keys, self.order, _framed(b""), buffer.array, end))
         return int(write_rows(self._keys, self.order, self._header, self._rows, buffer.array, end))
 
-    def made(self) -> BoolArray:
-        """Which changes were applied, (count,) bool."""
-        said = b"1" * self.order.size if self.reply == 1 else self.reply
-        made: BoolArray = np.frombuffer(said, np.uint8) == ord("1")
-        return made
+    def applied(self) -> BoolArray:
+        """Return which changes were applied, (count,) bool."""
+        flags = b"1" * self.order.size if self.reply == 1 else self.reply
+        applied: BoolArray = np.frombuffer(flags, np.uint8) == ord("1")
+        return applied
 
 
 class FetchRows(SendKeys):
@@ -426,7 +425,7 @@ class FetchRows(SendKeys):
         state = self._state
         after: int = read_rows(array, at, end, state, self._order, self._header, self._out, self._found)
         phase = state[PHASE]
-        if phase == WHOLE:
+        if phase == COMPLETE:
             self.reply = int(state[HITS])
         elif phase == WRONG_LENGTH:
             raise self._wrong_length()

@@ -12,11 +12,22 @@ import numpy as np
 
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
 from hps.stores.base import UNBOUNDED_ROWS, LogPosition, Partition, RowChanges, TableStats
-from hps.stores.redis.authority import TableAuthority
 from hps.stores.redis.catalog import Catalog, fresh, lost
 from hps.stores.redis.codec import Bytes, group_by_partition
 from hps.stores.redis.layout import KeyPartition, RedisLayout
-from hps.stores.redis.marks import FOLLOWING, LOADING, Mark, Process, alone, counts, may_promote, ordered, parse, taken
+from hps.stores.redis.marks import (
+    FOLLOWING,
+    LOADING,
+    Mark,
+    Process,
+    TableAuthority,
+    can_promote,
+    is_ordered,
+    is_sole_writer,
+    is_valid,
+    parse,
+    writable,
+)
 from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.overflow import Overflow
 from hps.stores.redis.requests import (
@@ -30,29 +41,26 @@ from hps.stores.redis.requests import (
     SendKeys,
     StoreRows,
 )
-from hps.stores.redis.scan import scan_hash
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _log = logging.getLogger(__name__)
 _CHUNK_FIELDS: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
-_FETCHES: Final = 3  # of a fetch while marks keep changing
-_TAKES: Final = 16  # of a write while other processes change marks
-_LOOK_S: Final = 1.0  # between two looks at an unusable table
-_PAUSE_S: Final = 0.001  # between two attempts to write beside others
+_FETCHES: Final = 3  # attempts of a fetch while marks change
+_MARK_ATTEMPTS: Final = 16  # attempts of a write while other processes change marks
+_REFRESH_S: Final = 1.0  # between two checks of an unusable table
+_PAUSE_S: Final = 0.001  # between two attempts of a write that other processes overtook
 Making: TypeAlias = Callable[[KeyPartition, IndexArray, Guard], list[Request]]
 
 
 class RedisTable:
     """The rows of one table. *Thread-safe.*
 
-    It is used under the last seen marks of its partitions. While `marks` is None the table holds another model than the
-    database below, or is being loaded; it then counts as empty, takes nothing, and is checked once a second.
+    It is used under the last read marks of its partitions. While `marks` is None the table has the rows of another model than
+    the database below, or is being loaded; it then counts as empty, accepts no rows, and is checked once a second.
 
     Attributes:
-        layout: its keys in Redis.
-        marks: the last seen marks of its partitions.
-        below: the database below.
+        marks: the last read marks of its partitions.
         loading: whether this process is loading it.
 
     Args:
@@ -60,7 +68,7 @@ class RedisTable:
         below: the database below.
         catalog: reads and changes marks.
         nodes: run the requests.
-        overflow: notes uses and evicts.
+        overflow: records uses and evicts.
         batch: maximum keys per timeout and between enforcements of margins (`max_batch_size`).
     """
 
@@ -71,14 +79,14 @@ class RedisTable:
         self.below = below
         self.marks: list[bytes] | None = None
         self.loading = False
-        self._pens: set[bytes] = set()  # marks that were made here to write under, and under which no write failed
-        self._unmodified = True  # when the marks were seen last
-        self._looked_at = 0.0
+        self._our_marks: set[bytes] = set()  # created by this process for its writes; none under which a write failed
+        self._unmodified = True  # by this process, when the marks were read last
+        self._refreshed_at = 0.0
         self._promotes_after = 0.0
         self._follows = False
-        self._followed: list[bytes] = []  # the marks under which positions of the log count
+        self._followed: list[bytes] = []  # the marks for which positions of the log are valid
         self._positions: dict[Partition, LogPosition] = {}
-        self._highest = 0  # sequence that is known to be applied
+        self._highest = 0  # known applied sequence
         self._writing = threading.Lock()
         self._catalog = catalog
         self._nodes = nodes
@@ -86,35 +94,35 @@ class RedisTable:
         self._batch = batch
         self._chunk = max(1, min(_CHUNK_FIELDS, batch, _CHUNK_BYTES // (4 * layout.dim)))
 
-    def look(self, deadline: float | None = None, *, opens: bool = False, first: bool = False) -> None:
-        """Read the marks, and change them so that the table can be used, if allowed; see `Catalog.look`.
+    def refresh_marks(self, deadline: float | None = None, *, opens: bool = False, first: bool = False) -> None:
+        """Read the marks, and change them so that the table can be used, if allowed; see `Catalog.prepare_marks`.
 
         Args:
             deadline: time limit on the monotonic clock.
-            opens: the process opens the table: it takes it as it is, and with nothing below creates missing marks.
+            opens: the process opens the table: it uses it as it is, and without a database below creates missing marks.
             first: the process is about to make its first modification.
         """
         if self.loading:
             return
         me = self.below.process()
         me = replace(me, token=None, previous=None) if first else me
-        self._looked_at = time.monotonic()
+        self._refreshed_at = time.monotonic()
         known = None if opens else self.marks or [b""] * len(self.layout.partitions)
-        marks = self._catalog.look(self.layout, me, deadline, known=known)
+        marks = self._catalog.prepare_marks(self.layout, me, deadline, known=known)
         self._unmodified = me.token is None and not first
         self.marks = marks
 
     def adopt(self, marks: list[bytes], made: Iterable[bytes]) -> None:
-        """Use the table under these marks, some of which were made here to write under."""
+        """Use the table under these marks, of which this process created `made` for its writes."""
         self.marks = marks
-        self._pens.update(made)
-        self._pens.intersection_update(marks)
+        self._our_marks.update(made)
+        self._our_marks.intersection_update(marks)
 
     def fetch(self, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         """As `Database.fetch`. Rows under another mark than the known one do not count.
 
-        Keys of a partition that lost its rows are a failure, not absent. So are all keys while the table is loaded or holds
-        another model, unless a database below has them.
+        If a partition lost its rows, its keys are a failure, not absent. So are all keys while the table is being loaded or has
+        another model's rows, unless a database below has them.
         """
         before = int(np.count_nonzero(found))
         deadline = self._deadline(keys)
@@ -128,7 +136,7 @@ class RedisTable:
                 raise DatabaseError(
                     f"redis: fetching from table {self.layout.tag}: its marks changed {_FETCHES} times meanwhile"
                 )
-            self.look(deadline)
+            self.refresh_marks(deadline)
         return int(np.count_nonzero(found)) - before
 
     def insert(self, keys: KeyArray, vectors: FloatArray, *, loading: bool = False) -> None:
@@ -143,13 +151,13 @@ class RedisTable:
         return sum(self._promote(keys[i : i + self._batch], rows[i : i + self._batch]) for i in batches)
 
     def copy_rows(self, keys: KeyArray, vectors: FloatArray) -> bool:
-        """As `SharedDatabase.copy_rows`. As a write, it makes a generation of its own: what arrives late is refused."""
+        """As `SharedDatabase.copy_rows`. Like any write it creates a generation, so that delayed requests are refused."""
         rows, me = vectors.view(np.uint8), self.below.process()
-        left: list[KeyPartition] = []
+        skipped: list[KeyPartition] = []
 
         def storing(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
-            if not may_promote(_parsed(guard.mark), me):
-                left.append(partition)
+            if not can_promote(_parsed(guard.mark), me):
+                skipped.append(partition)
                 return []
             return self._storing(partition, share, guard, batch, rows[start : start + self._batch])
 
@@ -158,7 +166,7 @@ class RedisTable:
             batch = keys[start : start + self._batch]
             self._write(batch, storing, f"filling table {self.layout.tag} with {batch.size} keys", copying=True)
             usable = usable and self.marks is not None
-        return usable and not left
+        return usable and not skipped
 
     def delete(self, keys: KeyArray) -> int:
 
@@ -179,7 +187,7 @@ class RedisTable:
                 f"redis: following a log of updates for table {self.layout.tag}: the database below must do that"
             )
         deadline, self._follows = time.monotonic() + self._nodes.timeout_s, True
-        marks = self._taken(list(self.layout.partitions), deadline, loading=False) or []
+        marks = self._writable_marks(list(self.layout.partitions), deadline, loading=False) or []
         highest = [Call(partition.slot, "HGET", partition.sequences, "h") for partition in self.layout.partitions]
         self._nodes.run(highest, deadline)
         self._highest = max(int.from_bytes(call.reply or b"") for call in highest)
@@ -188,7 +196,8 @@ class RedisTable:
         return dict(self._positions)
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `OrderedWrites.apply`. Redis compares the sequences, since other processes may apply the same changes."""
+        """As `OrderedWrites.apply`."""
+        # Redis compares the sequences, not this process: others may apply the same log, and each may be ahead or behind.
         if not self._followed:
             raise DatabaseError(f"redis: updating table {self.layout.tag}: it follows no log; call follow_log first")
         made = np.zeros(changes.keys.size, np.bool_)
@@ -206,17 +215,17 @@ class RedisTable:
         return made
 
     def copy_changes(self, changes: RowChanges) -> None:
-        """As `Database.copy_changes`. Beside other writers rows are only removed: a lagging process would write stale ones."""
+        """As `Database.copy_changes`. With other writers rows are only removed: a lagging process would write stale ones."""
         rows, me = changes.vectors.view(np.uint8), self.below.process()
         for start in range(0, changes.keys.size, self._batch):
             part = slice(start, start + self._batch)
             self._copy(me, changes.keys[part], rows[part], None if changes.deleted is None else changes.deleted[part])
 
     def touch(self, keys: KeyArray) -> None:
-        """Note a use of found keys."""
+        """Record a use of found keys."""
         requests: list[Request] = []
         for partition, share in self._shares(keys):
-            requests += self._overflow.note_uses(partition, keys, share)
+            requests += self._overflow.record_uses(partition, keys, share)
         self._nodes.run(requests)
 
     def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
@@ -225,7 +234,7 @@ class RedisTable:
         if known is None:
             return
         for partition in self.layout.partitions:
-            for keys, values in scan_hash(self._nodes, partition.slot, partition.values, min(chunk_rows, self._chunk)):
+            for keys, values in self._nodes.scan_hash(partition.slot, partition.values, min(chunk_rows, self._chunk)):
                 for key, value in zip(keys, values, strict=True):
                     if len(value) != width:
                         raise TableWidthError(
@@ -235,8 +244,8 @@ class RedisTable:
                 vectors = np.frombuffer(bytearray().join(values), np.float32).reshape(-1, dim)
                 for start in range(0, keys.size, chunk_rows):
                     yield keys[start : start + chunk_rows], vectors[start : start + chunk_rows]
-            mark = parse(self._nodes.ask(partition.slot, "GET", partition.mark))
-            if not counts(mark, self.below.process(), _parsed(known[partition.index])):
+            mark = parse(self._nodes.execute(partition.slot, "GET", partition.mark))
+            if not is_valid(mark, self.below.process(), _parsed(known[partition.index])):
                 raise lost(self.layout)
 
     def size(self) -> int:
@@ -272,17 +281,19 @@ class RedisTable:
         if self.loading and not loading and alone:
             marks = [parse(text) for text in self._catalog.marks(self.layout, deadline) or [b""]]
             if any(mark is None or mark.base == LOADING for mark in marks):
-                raise DatabaseError(f"redis: table {self.layout.tag} is being loaded here; try again when it is whole")
-            self.loading, self.marks = False, None  # another process has taken the load over, and ended it
+                raise DatabaseError(
+                    f"redis: table {self.layout.tag} is being loaded by this process; retry when it is complete"
+                )
+            self.loading, self.marks = False, None  # another process has taken over the load and finished it
         if self.marks is None:
-            if alone or time.monotonic() >= self._looked_at + _LOOK_S:
-                self.look(deadline)
+            if alone or time.monotonic() >= self._refreshed_at + _REFRESH_S:
+                self.refresh_marks(deadline)
             if self.marks is None and alone:
-                raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; try again when it is whole")
+                raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; retry when it is complete")
         return self.marks
 
     def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float) -> bool:
-        """Fetch once; return whether some rows did not count, which are then not `found`."""
+        """Fetch once; return whether rows were invalid, which are then not `found`."""
         rows = out.view(np.uint8)
         requests: list[Request] = []
         checks: list[tuple[KeyPartition, IndexArray, list[Request]]] = []
@@ -291,7 +302,8 @@ class RedisTable:
                 FetchRows(partition.slot, partition.values, keys, piece, self.layout.header, rows, found)
                 for piece in self._pieces(share)
             ]
-            # After the vectors: if the mark is unchanged, they were read under it, and absent keys were not lost.
+            # The mark is read after the vectors, on the same connection: if it is unchanged, they were read under it, and
+            # absent keys were not lost.
             pieces.append(GetMark(partition.slot, partition.mark, marks[partition.index]))
             requests += pieces
             checks.append((partition, share, pieces))
@@ -303,12 +315,12 @@ class RedisTable:
                     found[share] = False
             raise
         if self._nodes.clustered:
-            self._read_marks_again([pieces for _, _, pieces in checks], deadline)
+            self._reread_marks([pieces for _, _, pieces in checks], deadline)
         changed = [check for check in checks if check[2][-1].reply != marks[check[0].index]]
         return bool(changed) and self._adopt_changed(marks, changed, found)
 
-    def _read_marks_again(self, fetches: list[list[Request]], deadline: float) -> None:
-        """Read marks again, after the vectors, if either came from another node than the one asked first."""
+    def _reread_marks(self, fetches: list[list[Request]], deadline: float) -> None:
+        """Read marks again, after the vectors, if a redirection changed the order of the two."""
         moved = [pieces[-1] for pieces in fetches if any(piece.redirected for piece in pieces)]
         while moved:
             for mark in moved:
@@ -319,11 +331,11 @@ class RedisTable:
     def _adopt_changed(
         self, marks: list[bytes], changed: list[tuple[KeyPartition, IndexArray, list[Request]]], found: BoolArray
     ) -> bool:
-        """Adopt marks under which the fetched rows count, too; return whether some rows do not count."""
+        """Adopt marks under which the fetched rows are valid, too; return whether rows are invalid."""
         me, now, stale = self.below.process(), list(marks), False
         for partition, share, pieces in changed:
             text = pieces[-1].reply
-            if counts(parse(text), me, _parsed(marks[partition.index])):
+            if is_valid(parse(text), me, _parsed(marks[partition.index])):
                 now[partition.index] = text or b""
             else:
                 found[share] = False
@@ -345,7 +357,7 @@ class RedisTable:
         slot, values, header = partition.slot, partition.values, self.layout.header
         pieces = self._pieces(share, guard)
         return [
-            *self._overflow.note_uses(partition, keys, share),
+            *self._overflow.record_uses(partition, keys, share),
             *(StoreRows(slot, values, keys, piece, header, rows, guard, promotion=promotion) for piece in pieces),
         ]
 
@@ -365,11 +377,11 @@ class RedisTable:
             if _parsed(guard.mark).incarnation != _parsed(followed[partition.index]).incarnation:
                 raise DatabaseError(
                     f"redis: updating table {layout.tag}: it was emptied or loaded since its log was followed; load it "
-                    "again (deploy the model with force), so that the log is read from where the rows are"
+                    "again (deploy the model with force), so that the log is read from the position of the rows"
                 )
-            stored, removed = _kinds(share, deleted)
+            stored, removed = _split(share, deleted)
             return [
-                *self._overflow.note_uses(partition, keys, stored),
+                *self._overflow.record_uses(partition, keys, stored),
                 *self._overflow.forget_uses(partition, keys, removed),
                 *(
                     ApplyRows(partition.slot, partition.values, guard, keys, piece, sequences, layout.header, values)
@@ -381,12 +393,12 @@ class RedisTable:
         made: BoolArray = np.zeros(keys.size, np.bool_)
         for request in self._write(keys, applying, f"updating {keys.size} keys of table {layout.tag}"):
             if isinstance(request, ApplyRows):
-                made[request.order] = request.made()
+                made[request.order] = request.applied()
         return made
 
     def _copy(self, me: Process, keys: KeyArray, rows: Bytes, deleted: BoolArray | None) -> None:
         def copying(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
-            stored, removed = _kinds(share, deleted) if alone(_parsed(guard.mark), me) else (share[:0], share)
+            stored, removed = _split(share, deleted) if is_sole_writer(_parsed(guard.mark), me) else (share[:0], share)
             return [
                 *self._storing(partition, stored, guard, keys, rows),
                 *self._removing(partition, removed, guard, keys),
@@ -402,7 +414,7 @@ class RedisTable:
         shares: list[tuple[KeyPartition, list[Request]]] = []
         for partition, share in self._shares(keys) if marks else ():
             text = marks[partition.index] if marks else b""
-            if may_promote(_parsed(text), me):
+            if can_promote(_parsed(text), me):
                 guard = Guard(partition.mark, text)
                 shares.append((partition, self._storing(partition, share, guard, keys, rows, promotion=True)))
         promotions = [request for _, requests in shares for request in requests if request.once]
@@ -411,9 +423,9 @@ class RedisTable:
         except DatabaseError as error:
             if not all(request.refused or request.reply is not None for request in promotions):
                 raise
-            # All were answered, for instance by a full Redis: none is unanswered or still on its way.
-            self._promotes_after = time.monotonic() + _LOOK_S
-            _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
+            # All were answered, for instance by a full Redis: no request can still arrive later.
+            self._promotes_after = time.monotonic() + _REFRESH_S
+            _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _REFRESH_S)
         return sum(max(0, request.reply or 0) for request in promotions)
 
     def _write(
@@ -424,7 +436,7 @@ class RedisTable:
         todo, done = self._shares(keys), list[Request]()
         attempts = 0
         while True:
-            marks = self._taken([partition for partition, _ in todo], deadline, loading=loading, copying=copying)
+            marks = self._writable_marks([partition for partition, _ in todo], deadline, loading=loading, copying=copying)
             if marks is None:
                 return done
             shares = [
@@ -439,77 +451,77 @@ class RedisTable:
                 return done
             attempts += 1
             if time.monotonic() >= deadline:
-                raise DatabaseTimeoutError(f"redis: {doing}: others wrote first, {attempts} times")
-            time.sleep(random.uniform(0, _PAUSE_S * min(attempts - 1, 16)))  # lets one of two go first
+                raise DatabaseTimeoutError(f"redis: {doing}: other processes wrote first, {attempts} times")
+            time.sleep(random.uniform(0, _PAUSE_S * min(attempts - 1, 16)))  # lets one of two writers win
 
     def _perform(self, shares: list[tuple[KeyPartition, list[Request]]], deadline: float, doing: str) -> set[KeyPartition]:
         """Run guarded requests and enforce the margins; return the partitions that refused some."""
         marks = self.marks or []
         bounded = self._overflow.margin < UNBOUNDED_ROWS
         counted = [(partition, Call(partition.slot, "HLEN", partition.values)) for partition, _ in shares] if bounded else []
-        requests = [request for _, some in shares for request in some]
+        requests = [request for _, parts in shares for request in parts]
         try:
             self._run([*requests, *(call for _, call in counted)], deadline, doing)
         except DatabaseError:
-            # Some may still be on their way. They must not land after what is written next.
-            self._pens.clear()
+            # Requests may still arrive. A new generation for the next write makes Redis refuse them.
+            self._our_marks.clear()
             raise
         refused = {
-            partition for partition, some in shares if any(request.once and request.reply in (None, -1) for request in some)
+            partition for partition, parts in shares if any(request.once and request.reply in (None, -1) for request in parts)
         }
         if refused and marks:
-            self._pens.difference_update(marks[partition.index] for partition in refused)
+            self._our_marks.difference_update(marks[partition.index] for partition in refused)
         for partition, call in counted:
             self._overflow.resolve(partition, call.reply)
         return refused
 
-    def _taken(
+    def _writable_marks(
         self, partitions: list[KeyPartition], deadline: float, *, loading: bool, copying: bool = False
     ) -> list[bytes] | None:
-        """Return marks under which this process may write to these partitions, creating them if necessary; None if it may not.
-
-        The first modification enters this process among the writers of all partitions, whatever it writes. A copy of rows
-        is none: where a modification is missing here, the rows go first.
-        """
+        """Return marks under which this process may write to these partitions, created if necessary; None if it may not."""
+        # The first modification adds this process to the writers of all partitions, whatever it writes: a partition without its
+        # token would pass for one that lacks earlier writes. A copy of rows is no modification.
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; try again")
+            raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; retry")
         try:
             first = not copying and (self._unmodified or self.below.process().base is None)
             self._unmodified = self._unmodified and copying
-            for _ in range(_TAKES):
+            for _ in range(_MARK_ATTEMPTS):
                 marks, me = self._usable(deadline, loading=loading), self.below.process()
                 if marks is None:
                     return None
                 if self._follows and me.base is None:
                     me = replace(me, token=FOLLOWING)
                 parsed = [_parsed(text) for text in marks]
-                entered = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
-                if not entered and not first:
-                    self.look(deadline)  # earlier writes are incomplete
+                is_writer = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
+                if not is_writer and not first:
+                    self.refresh_marks(deadline)  # earlier writes of this process are missing
                     continue
-                wanted = partitions if entered else list(self.layout.partitions)
+                targets = partitions if is_writer else list(self.layout.partitions)
                 changes = [
-                    (partition, marks[partition.index], taken(parsed[partition.index], me, fresh))
-                    for partition in wanted
-                    if marks[partition.index] not in self._pens or not entered
+                    (partition, marks[partition.index], writable(parsed[partition.index], me, fresh))
+                    for partition in targets
+                    if marks[partition.index] not in self._our_marks or not is_writer
                 ]
                 if not changes:
                     return marks
-                there = self._catalog.change(changes, deadline)
-                made = [after.text for (_, _, after), text in zip(changes, there, strict=True) if after.text == text]
+                current = self._catalog.change(changes, deadline)
+                made = [after.text for (_, _, after), text in zip(changes, current, strict=True) if after.text == text]
                 marks = list(marks)
-                for (partition, _, _), text in zip(changes, there, strict=True):
+                for (partition, _, _), text in zip(changes, current, strict=True):
                     marks[partition.index] = text
                 if len(made) == len(changes):
                     self.adopt(marks, made)
                     return marks
                 if loading:
                     raise lost(self.layout)
-                self._pens.update(made)
-                self.look(deadline, first=first and not entered)
+                self._our_marks.update(made)
+                self.refresh_marks(deadline, first=first and not is_writer)
         finally:
             self._writing.release()
-        raise DatabaseError(f"redis: table {self.layout.tag}: others changed its marks {_TAKES} times before a write")
+        raise DatabaseError(
+            f"redis: table {self.layout.tag}: other processes changed its marks {_MARK_ATTEMPTS} times before a write"
+        )
 
     def _deadline(self, keys: KeyArray) -> float:
         return time.monotonic() + max(1, -(-keys.size // self._batch)) * self._nodes.timeout_s
@@ -521,7 +533,7 @@ class RedisTable:
             raise type(error)(f"{error} ({doing})") from error
 
     def _guard(self, partition: KeyPartition, mark: bytes) -> Guard:
-        if not ordered(_parsed(mark)):
+        if not is_ordered(_parsed(mark)):
             return Guard(partition.mark, mark)
         return Guard(partition.mark, mark, partition.sequences, self._highest.to_bytes(8))
 
@@ -543,12 +555,12 @@ class RedisTable:
         ]
 
 
-def _kinds(share: IndexArray, deleted: BoolArray | None) -> tuple[IndexArray, IndexArray]:
+def _split(share: IndexArray, deleted: BoolArray | None) -> tuple[IndexArray, IndexArray]:
     """Split positions into rows to store and rows to remove."""
     return (share, share[:0]) if deleted is None else (share[~deleted[share]], share[deleted[share]])
 
 
 def _parsed(text: bytes) -> Mark:
-    """A mark that this process has seen to be one."""
+    """Parse a mark that is known to be valid."""
     mark = parse(text)
     return Mark("", "") if mark is None else mark

@@ -1,13 +1,10 @@
 """The processes that use a table of a shared Redis; the last one to leave drops it.
 
-Beside the keys of `layout.py`, in the slot of the table's own hash:
-
-    hps_et{T}u        hash: field = token of a process that uses the table, value = until when that counts, in ms since 1970
-
-A process renews its entry by the clock of Redis alone; that of a dead process runs out. The script that finds no other user
-writes into the table's own hash how long the caller may take to drop the table (`dropping`). A process that opens the table
-meanwhile waits, enters itself and creates it again. If the dropping process dies, the next process that opens or discards the
-table completes the drop.
+The hash `hps_et{T}u` has a field for each process that uses the table, with the time at which the entry expires, in ms since
+1970. A process renews its entry; that of a dead process expires. Only the clock of Redis counts. The script that finds no other
+user writes into the table's own hash how long the caller may take to drop the table (`dropping`). A process that opens the
+table meanwhile waits, registers and creates it again. If the dropping process dies, the next process that opens or discards
+the table completes the drop.
 
 HugeCTR's processes have no entries: rows of unknown origin under one of its names (no `@` in the tag) may be theirs.
 """
@@ -29,10 +26,10 @@ from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.requests import Call
 
 _log = logging.getLogger(__name__)
-_RENEWALS: Final = 6  # in the time after which an entry runs out
-_DROP_MS: Final = 10_000  # within which a process that drops a table has done so; most tables take some ms
-_WAIT_S: Final = 0.05  # between two looks at a table that is being dropped
-_CLOSE_S: Final = 1.0  # for leaving all tables
+_RENEWALS: Final = 6  # in the lifetime of an entry
+_DROP_MS: Final = 10_000  # limit for dropping a table; most take some ms
+_WAIT_S: Final = 0.05  # between two checks of a table that is being dropped
+_CLOSE_S: Final = 1.0  # limit for unregistering from all tables
 _NOW: Final = "local t = redis.call('time') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 _USE: Final = (
     _NOW
@@ -43,8 +40,8 @@ redis.call('hsetnx', KEYS[1], ARGV[1], string.format('%.0f', now + ARGV[2]))
 return redis.call('pexpire', KEYS[1], 2 * ARGV[2])
 """
 )
-"""Adds a process to the users unless the table is being dropped. A full Redis allows it after an HDEL."""
-_LEAVE: Final = (
+"""Adds a process to the users unless the table is being dropped. A full Redis allows the HSETNX because an HDEL precedes it."""
+_DISCARD: Final = (
     _NOW
     + """
 redis.call('hdel', KEYS[1], ARGV[1])
@@ -57,7 +54,7 @@ redis.call('hset', KEYS[2], 'dropping', string.format('%.0f', now + ARGV[2]))
 return 1
 """
 )
-"""Removes a process from the users. Returns 1 if it must drop the table, as the last user."""
+"""Removes a process from the users; returns 1 if it was the last one and must drop the table."""
 _OTHERS: Final = (
     _NOW
     + """
@@ -69,8 +66,8 @@ return 0
 
 
 def is_used(nodes: RedisNodes, layout: RedisLayout, token: str = "") -> bool:
-    """Whether processes other than the one with this token use a table. Nothing is written."""
-    return bool(nodes.ask(layout.slot, "EVAL", _OTHERS, 1, layout.users, token))
+    """Return whether other processes than the one with this token use a table. Nothing is written."""
+    return bool(nodes.execute(layout.slot, "EVAL", _OTHERS, 1, layout.users, token))
 
 
 class TableUsers:
@@ -89,20 +86,20 @@ class TableUsers:
         self._token = secrets.token_hex(8)
         self._used: dict[str, RedisLayout] = {}
         self._starting = threading.Lock()
-        self._renewing = threading.Lock()  # held while the entries are renewed, so that none comes back that was removed
+        self._renewing = threading.Lock()  # held during a renewal, which must not restore a removed entry
         self._task: PeriodicTask | None = None
         disown_in_children(self)
 
-    def enter(self, layout: RedisLayout) -> None:
-        """Enter as a user of a table. Waits while it is being dropped.
+    def register(self, layout: RedisLayout) -> None:
+        """Register as a user of a table; wait while it is being dropped.
 
         Raises:
             DatabaseError: Redis failed, or a drop does not end.
         """
-        give_up = time.monotonic() + 3 * _DROP_MS / 1000
-        while not self._nodes.ask(layout.slot, *self._script(_USE, layout, self._lease_ms)):
+        deadline = time.monotonic() + 3 * _DROP_MS / 1000
+        while not self._nodes.execute(layout.slot, *self._script(_USE, layout, self._lease_ms)):
             if not self._drop_unused(layout):
-                if time.monotonic() >= give_up:
+                if time.monotonic() >= deadline:
                     raise DatabaseTimeoutError(f"redis: opening table {layout.tag}: another process has not dropped it yet")
                 time.sleep(_WAIT_S)
         self._used[layout.tag] = layout
@@ -111,43 +108,43 @@ class TableUsers:
                 every_s = self._lease_ms / 1000 / _RENEWALS
                 self._task = PeriodicTask("redis-users", self.renew, every_s, what="renewing the use of tables in Redis")
 
-    def leave(self, layout: RedisLayout) -> None:
-        """Leave a table without dropping it."""
+    def unregister(self, layout: RedisLayout) -> None:
+        """Stop using a table without dropping it."""
         self._forget(layout)
-        self._nodes.ask(layout.slot, "HDEL", layout.users, self._token)
+        self._nodes.execute(layout.slot, "HDEL", layout.users, self._token)
 
-    def others(self, layout: RedisLayout) -> bool:
-        """Whether other processes use a table."""
+    def has_others(self, layout: RedisLayout) -> bool:
+        """Return whether other processes use a table."""
         return is_used(self._nodes, layout, self._token)
 
     def discard(self, layout: RedisLayout, *, spare_foreign: bool = True) -> bool:
-        """Leave a table, and drop it unless others use it; return whether it was dropped.
+        """Stop using a table, and drop it unless other processes use it; return whether it was dropped.
 
         Args:
             spare_foreign: keep a table that HugeCTR may use.
         """
-        if spare_foreign and "@" not in layout.tag and self._may_be_hugectrs(layout):
-            self.leave(layout)
+        if spare_foreign and "@" not in layout.tag and self._has_foreign_rows(layout):
+            self.unregister(layout)
             return False
         self._forget(layout)
         return self._drop_unused(layout)
 
     def close(self) -> None:
-        """Leave all tables without dropping them."""
+        """Stop using all tables without dropping them."""
         if self._task is not None:
             self._task.abandon(self._nodes.timeout_s)
         calls = [Call(layout.slot, "HDEL", layout.users, self._token) for layout in self._used.values()]
         self._used = {}
-        with suppress(DatabaseError, NotReadyError):  # then the entries run out
+        with suppress(DatabaseError, NotReadyError):  # then the entries expire
             self._nodes.run(calls, time.monotonic() + _CLOSE_S)
 
     def disown(self) -> None:
-        """In a forked child, where the thread is not: the tables are the parent's."""
+        """Forget the tables in a forked child, which lacks the thread: the parent uses them."""
         self._used, self._task = {}, None
         self._starting, self._renewing = threading.Lock(), threading.Lock()
 
     def renew(self) -> None:
-        """Renew the entries of all tables that are used. One that is being dropped is lost, as any call will find."""
+        """Renew the entries of all used tables. A table that is being dropped is lost; its next call reports that."""
         with self._renewing:
             self._nodes.run(
                 [Call(layout.slot, *self._script(_USE, layout, self._lease_ms)) for layout in list(self._used.values())]
@@ -158,19 +155,19 @@ class TableUsers:
             self._used.pop(layout.tag, None)
 
     def _drop_unused(self, layout: RedisLayout) -> bool:
-        if not self._nodes.ask(layout.slot, *self._script(_LEAVE, layout, _DROP_MS)):
+        if not self._nodes.execute(layout.slot, *self._script(_DISCARD, layout, _DROP_MS)):
             return False
         self._catalog.drop(layout.tag)
         return True
 
-    def _may_be_hugectrs(self, layout: RedisLayout) -> bool:
-        looks = [
+    def _has_foreign_rows(self, layout: RedisLayout) -> bool:
+        calls = [
             call
             for part in layout.partitions
             for call in (Call(part.slot, "HLEN", part.values), Call(part.slot, "GET", part.mark))
         ]
-        self._nodes.run(looks)
-        marks = [parse(mark.reply) for rows, mark in zip(looks[::2], looks[1::2], strict=True) if rows.reply]
+        self._nodes.run(calls)
+        marks = [parse(mark.reply) for rows, mark in zip(calls[::2], calls[1::2], strict=True) if rows.reply]
         return any(mark is None or mark.base == UNKNOWN for mark in marks)
 
     def _script(self, script: str, layout: RedisLayout, lease_ms: int) -> tuple[str | bytes | int, ...]:

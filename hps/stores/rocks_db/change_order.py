@@ -1,14 +1,14 @@
 """The order of changes to one table: the last change of each row, and the positions in the log of updates.
 
 **On disk.** The sequence of a row's last change follows the time in the value of its key in the times family, in the same write
-as the row; that of a deleted row stays. A value without a sequence is of a row that was written before the table followed a
-log, or by an older release: it is older than any change. RocksDB's own column family has two records: the highest applied
+as the row; that of a deleted row stays. A row whose value has no sequence was written before the table followed a log,
+or by an older release: it is older than any change. RocksDB's own column family has two records: the highest applied
 sequence, in the first write of a batch of changes, so that no row ever has a higher one, and the positions, in the last write.
 
 **Other insertions and deletions** take the highest sequence + 1. They do not store it; the next start allows for it.
 
 **In memory.** Reading the sequence of each changed row would be slow: a read sorts the times family's memtable, which must be
-flushed before, and that also begins another write-ahead log. So the last sequences of some 500,000 rows are kept, 9 MB per
+flushed before, and that also starts another write-ahead log. So the last sequences of some 500,000 rows are cached, 9 MB per
 table, in sets by the hash of the key, with the highest sequence that any other row of the set may have. A change above that is
 the latest without a read. After a start, only the highest sequence of the table is known.
 """
@@ -30,7 +30,7 @@ from hps.types import IndexArray, KeyArray
 
 OLDER: Final = 0
 LATEST: Final = 1
-DOUBTFUL: Final = 2
+UNCERTAIN: Final = 2
 
 _SETS: Final = np.int64(1 << 17)
 _WAYS: Final = 4
@@ -49,14 +49,14 @@ _read_table = read_only(_table)
 def _judge(keys, sequences, known_keys, known_sequences, bounds, verdicts):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         at = scale(mix(keys[i]), _SETS)
-        verdicts[i] = LATEST if sequences[i] > bounds[at] else DOUBTFUL
+        verdicts[i] = LATEST if sequences[i] > bounds[at] else UNCERTAIN
         for way in range(_WAYS):
             if known_keys[at, way] == keys[i] and known_sequences[at, way]:
                 verdicts[i] = LATEST if sequences[i] >= known_sequences[at, way] else OLDER
 
 
 @kernel(numba.void, _read_many, _read_many, _table, _table, _many)
-def _note(keys, sequences, known_keys, known_sequences, bounds):  # type: ignore[no-untyped-def]
+def _record(keys, sequences, known_keys, known_sequences, bounds):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         at, place = scale(mix(keys[i]), _SETS), 0
         for way in range(_WAYS):
@@ -86,7 +86,7 @@ class ChangeOrder:
         self._tag = tag
         self._engine = engine
         self._known: tuple[KeyArray, IndexArray, IndexArray] | None = None  # of sets: keys, sequences, bounds
-        self._noted = 0
+        self._highest_recorded = 0
         doing = f"reading how far table {tag} followed its log"
         positions, highest = engine.get(engine.family(DEFAULT), log_records(tag), doing)
         try:
@@ -108,27 +108,27 @@ class ChangeOrder:
         return self.highest + 1 if self.highest else 0
 
     def judge(self, keys: KeyArray, sequences: IndexArray) -> npt.NDArray[np.uint8]:
-        """Compare changes with the last ones of their rows, (n,): `OLDER`, `LATEST`, or `DOUBTFUL` if a read must tell."""
+        """Compare changes with the last ones of their rows, (n,): `OLDER`, `LATEST`, or `UNCERTAIN` without a read."""
         verdicts = np.empty(keys.size, np.uint8)
         _judge(keys, sequences, *self._sets(), verdicts)
         return verdicts
 
-    def note(self, keys: KeyArray, sequences: IndexArray) -> None:
-        """Note the latest changes of rows, before they are written."""
+    def record(self, keys: KeyArray, sequences: IndexArray) -> None:
+        """Record the latest changes of rows, before they are written."""
         if self._known and keys.size:
-            self._noted = max(self._noted, int(sequences.max()))
-            _note(keys, sequences, *self._known)
+            self._highest_recorded = max(self._highest_recorded, int(sequences.max()))
+            _record(keys, sequences, *self._known)
 
-    def doubt(self) -> None:
-        """Forget all notes after a failed write."""
+    def invalidate(self) -> None:
+        """Forget the cached sequences after a failed write."""
         self._known = None
 
     def raised(self, sequence: int) -> dict[bytes, bytes]:
-        """Make the record to write with the first changes of a batch, whose highest sequence is this."""
+        """Encode the highest sequence of a batch, to be written with its first changes."""
         return {log_records(self._tag)[1]: b"%d" % sequence} if sequence > self.highest else {}
 
     def moved(self, positions: Mapping[Partition, LogPosition]) -> dict[bytes, bytes]:
-        """Make the record of positions to write with the last changes of a batch."""
+        """Encode positions, to be written with the last changes of a batch."""
         merged = {**self.positions, **positions}
         return {
             log_records(self._tag)[0]: json.dumps({name: [at.position, at.sequence] for name, at in merged.items()}).encode()
@@ -139,11 +139,11 @@ class ChangeOrder:
         doing = f"forgetting the log of table {self._tag}"
         self._engine.write({}, {DEFAULT: log_records(self._tag)}, doing)
         self._engine.sync(doing)
-        self.highest, self.positions, self._known, self._noted = 0, {}, None, 0
+        self.highest, self.positions, self._known, self._highest_recorded = 0, {}, None, 0
 
     def _sets(self) -> tuple[KeyArray, IndexArray, IndexArray]:
         if self._known is None:
-            compile_kernels(_judge, _note)
-            nothing = np.zeros((2, _SETS, _WAYS), np.int64)
-            self._known = nothing[0], nothing[1], np.full(_SETS, max(self.next, self._noted), np.int64)
+            compile_kernels(_judge, _record)
+            empty = np.zeros((2, _SETS, _WAYS), np.int64)
+            self._known = empty[0], empty[1], np.full(_SETS, max(self.next, self._highest_recorded), np.int64)
         return self._known

@@ -4,18 +4,15 @@
 8 raw little-endian bytes of its key and its raw float32 vector. Our load records are in RocksDB's default column family, which
 HugeCTR does not use.
 
-**Reads** are sorted multi-gets in small batches. By default there is no block cache: blocks are not compressed, so the kernel's
-page cache holds the same bytes and releases them under pressure, and a cache smaller than the rows in use costs more than it
-saves (benchmarks/bench_rocks_db.py). Every block is checked against its checksum; memory-mapped reads would be faster, but a
-truncated file would then kill the process.
+**Reads** are sorted multi-gets in small batches. Every block is checked against its checksum.
 
 **Durability.** `insert` and `delete` return after syncing the write-ahead log to disk once per call, as HugeCTR does;
-`load_chunk` returns when the rows, and then the record that counts them, are on disk. Acknowledged rows are there at the next
-opening, or it is refused (write_ahead_log.py); a damaged end behind them, as after a power cut, is dropped.
+`load_chunk` returns when the rows, and then the record that counts them, are on disk. The next opening finds all acknowledged
+rows or is refused (write_ahead_log.py); a damaged end behind them, as after a power cut, is dropped.
 
-**Failed writes.** When the disk is full or descriptors run out, RocksDB refuses all later writes, but goes on reading. So the
-next write checks whether there is room again, and then RocksDB is reopened while all calls wait. A start on a full disk opens a
-view of what is there, and goes on in the same way.
+**Failed writes.** When the disk is full or descriptors run out, RocksDB refuses all later writes, but still reads. So the next
+write checks whether there is room again, and then RocksDB is reopened while all calls wait. A start on a full disk opens a
+read-only view of the directory, and recovers in the same way.
 
 **Waiting.** RocksDB has no timeouts: a call takes as long as the disk does. Where RocksDB would stall a write, we wait instead,
 at most `write_timeout_s`. Two locks are held while RocksDB works: one per table, which serialises its writers, and one that
@@ -91,16 +88,15 @@ _MERGED = "a second copy of a table that is being merged"
 _ROOM_BYTES = 4 << 20  # written by RocksDB at an opening, beside the content of the write-ahead logs
 
 
-_written_here: WeakSet["RocksDatabase"] = WeakSet()
+_open_for_writing: WeakSet["RocksDatabase"] = WeakSet()
 
 
 def _writer_of(path: Path) -> int:
-    """Return the process that has a database open for writing; 0 if none has.
-
-    Were the lock asked for by the process that holds it, closing the file would give the lock up: locks of POSIX.
-    """
-    here = any(database.path == path and not database.closed for database in list(_written_here))
-    return os.getpid() if here else directory.holder(path)
+    """Return the process that has a database open for writing; 0 if there is none."""
+    # RocksDB's lock is a POSIX record lock, which a process loses when it closes any descriptor of the file. So the lock of
+    # this process must not be queried through the file.
+    ours = any(database.path == path and not database.closed for database in list(_open_for_writing))
+    return os.getpid() if ours else directory.locking_process(path)
 
 
 class RocksDatabase(PersistentDatabase, OrderedWrites):
@@ -112,8 +108,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
     Args:
         path: the directory; created with its parents if missing. One process at a time may write to it.
         num_threads: for flushing and compacting.
-        read_only: write nothing: for use beside a process that writes, whose later writes are not seen, or on a read-only
-            volume. A table that the other process is loading is waited for.
+        read_only: write nothing: for a read-only volume, or beside a writing process, whose later writes are not seen. Opening
+            waits for a table that the other process is loading.
         max_batch_size: maximum rows of one multi-get or write.
         block_cache_bytes: memory for blocks of the files. Fetching is a sixth faster if it holds all rows in use, and a fifth
             slower if it holds a quarter of them.
@@ -142,7 +138,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         close_timeout_s: float = 30.0,
         load_timeout_s: float = 10.0,
     ) -> None:
-        self.path = self.directory = Path(path).absolute()  # RocksDB would follow the process to another directory
+        self.path = self.directory = Path(path).absolute()  # a relative path would change with the working directory
         self.read_only = read_only
         self._max_batch_size = max_batch_size
         self._write_timeout_s = write_timeout_s
@@ -155,7 +151,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         self._seal_lock = threading.Lock()
         self._seal: directory.Seal | None = None
         self._view: directory.View | None = None
-        self._held = -1  # the file that keeps other processes out while a view is open
+        self._lock_file = -1  # the file that keeps other processes out while a view is open
         self._released = False
         self._recovering = threading.Lock()
         self._recover_at = 0.0
@@ -174,57 +170,57 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         disown_in_children(self)
 
     def _open(self) -> None:
-        """Open the engine if all acknowledged rows are there; on a full disk a view of them, which `_recover` replaces."""
-        self._leave_view()
+        """Open the engine if all acknowledged rows are present; on a full disk open a view, which `_recover` replaces."""
+        self._close_view()
         if self.read_only:
             self._view = self._opened_in_view(self._engine)
             return
-        exists, logs = self._checked()
+        exists, logs = self._check_files()
         open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
         try:
             directory.cut_logs(self.path, logs.ends)
             open_at(self.path)
-            _written_here.add(self)
+            _open_for_writing.add(self)
             directory.clear_staging(self.path)
-            self._drop_the_rest()
+            self._finish_drops()
             self._seal_now()
         except DiskFullError as error:
             self._engine.close()
             if not exists:
                 raise DatabaseError(
-                    f"making a database in {self.path}: the disk is full ({error.__cause__ or error}); make room, or give "
+                    f"creating a database in {self.path}: the disk is full ({error.__cause__ or error}); make room, or give "
                     "another path"
                 ) from error
-            self._held = directory.hold(self.path)
+            self._lock_file = directory.lock_directory(self.path)
             try:
                 self._view = directory.opened_in_view(self.path, open_at, logs.ends, in_memory=True)
             except DatabaseError:
-                self._leave_view()
+                self._close_view()
                 raise
             self._refusal = type(error)(*error.args)
-            _log.error("%s. Until then this process serves the rows that are there", error)
+            _log.error("%s. Until then this process serves the existing rows", error)
         except DatabaseError:
             self._engine.close()
             raise
 
-    def _checked(self) -> tuple[bool, CheckedLogs]:
-        """Return whether a database is there, and the state of its logs, of which none is damaged."""
+    def _check_files(self) -> tuple[bool, CheckedLogs]:
+        """Return whether the database exists, and the state of its logs; raise if one is damaged."""
         exists = directory.check_directory(self.path, self.read_only)
         logs = (
             check_logs(self.path, partial(oldest_needed_log, self.path))
             if exists
             else CheckedLogs(sealed=True, damages={}, ends={})
         )
-        for name, what in logs.damages.items():
-            raise damaged(self.path, name, what)
+        for name, damage in logs.damages.items():
+            raise damaged(self.path, name, damage)
         return exists, logs
 
     def _opened_in_view(self, engine: Engine) -> directory.View:
-        """Open an engine on what is there at one moment."""
+        """Open an engine on a consistent view of the directory."""
 
         def attempt() -> directory.View:
             files = directory.files_of(self.path)
-            exists, logs = self._checked()
+            exists, logs = self._check_files()
             view = directory.opened_in_view(self.path, partial(engine.open, exists=exists, torn=logs.sealed), logs.ends)
             view.files = files
             return view
@@ -235,13 +231,13 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
     def closed(self) -> bool:
         return self._released
 
-    def _leave_view(self) -> None:
+    def _close_view(self) -> None:
         if self._view:
             self._view.cleanup()
             self._view = None
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -260,34 +256,38 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             return [CheckResult("wrong", where, f"{place} is no directory; give another path")]
         if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
             return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
-        held: set[str] = set()
+        present: set[str] = set()
         replaced: set[str] = set()
         loads = config.initialize_after_startup
-        holder = 0 if config.read_only else _writer_of(path)
+        writer = 0 if config.read_only else _writer_of(path)
         try:
             if config.read_only or (path == place and directory.check_directory(path, read_only=False)):
                 with closing(cls(path, read_only=True, num_threads=1, load_timeout_s=0)) as database:
-                    held = set(database.tags())
+                    present = set(database.tags())
                     for spec in tables:
-                        if spec.tag in held and config.read_only:
+                        if spec.tag in present and config.read_only:
                             database.open_table(spec.tag, spec.width)
-                        elif spec.tag in held and loads and database.must_drop(spec.tag, spec.width):
+                        elif spec.tag in present and loads and database.must_drop(spec.tag, spec.width):
                             replaced.add(spec.tag)
-                        elif spec.tag in held:
+                        elif spec.tag in present:
                             database.check_table(spec.tag, spec.width)
         except DatabaseError as error:
-            passes = holder or isinstance(error, DatabaseTimeoutError)
-            return [CheckResult("unreachable" if passes else "wrong", where, str(error))]
-        there = sum(spec.tag in held for spec in tables)
+            temporary = writer or isinstance(error, DatabaseTimeoutError)
+            return [CheckResult("unreachable" if temporary else "wrong", where, str(error))]
+        found = sum(spec.tag in present for spec in tables)
         state = (
-            f"{path} holds {there} of {len(tables)} tables" if held else f"{path} would be made" if path != place else f"{path}"
+            f"{path} holds {found} of {len(tables)} tables"
+            if present
+            else f"{path} would be created"
+            if path != place
+            else f"{path}"
         )
         if replaced:
             state += f", of which a start drops {len(replaced)} of another width, with its online writes, to load it anew"
-        if holder:
-            what = f"{state}; process {holder} has it open, and only one may write to it: stop that process first"
-            return [CheckResult("unreachable", where, what)]
-        needed = sum(size for spec, size in tables.items() if spec.tag not in held - replaced) if loads else 0
+        if writer:
+            locked = f"{state}; process {writer} has it open, and only one may write to it: stop that process first"
+            return [CheckResult("unreachable", where, locked)]
+        needed = sum(size for spec, size in tables.items() if spec.tag not in present - replaced) if loads else 0
         free = shutil.disk_usage(place).free
         room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
         if needed > free:
@@ -305,7 +305,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         if tag == DEFAULT:
             raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, expected another tag")
         if self.read_only:
-            self._await_table(tag)
+            self._wait_for_table(tag)
         elif not self._engine.is_open or self._engine.family(tag) is None:
             self._recover()
         with self._calls, self._tables_lock:
@@ -313,28 +313,28 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             if table is None:
                 self._width(tag, dim)
             elif table.dim != dim:
-                raise self._other_width(tag, table.dim, dim)
+                raise self._width_error(tag, table.dim, dim)
             if table is None:
                 self._tables[tag] = self._make_table(tag, dim)
 
     def _width(self, tag: str, dim: int) -> None:
-        """Create a table unless it is there; check that it can be opened with this width."""
+        """Create a table if it does not exist; check that it can be opened with this width."""
         if self._engine.family(tag) is None:
-            self._drop_families(tag)  # an earlier release dropped the table without its times
+            self._drop_families(tag)  # an earlier release left the times of a dropped table
             self._engine.create(tag)
             self._seal_now()
-        elif (held := width_of(self._engine, tag)) not in (dim, None):
-            raise self._other_width(tag, held, dim)
-        elif held is None and (lack := self._lack(tag)) and self._is_whole(tag):
-            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {lack}. {LOAD_AGAIN}")
+        elif (stored := width_of(self._engine, tag)) not in (dim, None):
+            raise self._width_error(tag, stored, dim)
+        elif stored is None and (defect := self._defect(tag)) and self._is_complete(tag):
+            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {defect}. {LOAD_AGAIN}")
 
-    def _other_width(self, tag: str, held: int | None, dim: int) -> TableWidthError:
+    def _width_error(self, tag: str, stored: int | None, dim: int) -> TableWidthError:
         return TableWidthError(
-            f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. Correct the configured "
+            f"opening table {tag} in {self.path}: it holds vectors of {stored} floats, expected {dim}. Correct the configured "
             f"width, or load other rows: {LOAD_AGAIN}"
         )
 
-    def _is_whole(self, tag: str) -> bool:
+    def _is_complete(self, tag: str) -> bool:
         record = self._records.get(tag)
         return record is not None and record.complete
 
@@ -358,30 +358,30 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
                 return False
             return False
 
-    def _await_table(self, tag: str) -> None:
-        """Wait until a table that another process is loading is whole: the view is renewed when that process has written.
+    def _wait_for_table(self, tag: str) -> None:
+        """Wait until a table that another process is loading is complete, renewing the view when that process has written.
 
         Raises:
-            DatabaseTimeoutError: it was not whole in time.
-            ReadOnlyError: it is not there, and no process writes here.
-            DatabaseError: it has no rows, although its load record says so, or it has none.
+            DatabaseTimeoutError: it was not complete in time.
+            ReadOnlyError: it does not exist, and no process writes to the directory.
+            DatabaseError: it has no rows, although its load record counts some, or it has no record.
         """
-        doing, give_up = f"opening table {tag} in {self.path} with read_only", time.monotonic() + self._load_timeout_s
+        doing, deadline = f"opening table {tag} in {self.path} with read_only", time.monotonic() + self._load_timeout_s
         while True:
             with self._calls:
-                lack = self._lack(tag)
-            if not lack:
+                defect = self._defect(tag)
+            if not defect:
                 return
-            seen = self._view.files if self._view else None
-            writer, changed = _writer_of(self.path), directory.files_of(self.path) != seen
+            before = self._view.files if self._view else None
+            writer, changed = _writer_of(self.path), directory.files_of(self.path) != before
             if not (writer or changed):
                 with self._calls:
-                    self._refuse_lack(tag, doing, lack)
+                    self._check_defect(tag, doing, defect)
                 return
-            if time.monotonic() >= give_up:
-                who = f"process {writer}" if writer > 0 else "another process"
+            if time.monotonic() >= deadline:
+                name = f"process {writer}" if writer > 0 else "another process"
                 raise DatabaseTimeoutError(
-                    f"{doing}: {lack}, and {who} writes there: its load is running, and was not done within "
+                    f"{doing}: {defect}, and {name} writes there: its load is running and did not end within "
                     f"{self._load_timeout_s:g} s. Try again when it is"
                 )
             if changed:
@@ -389,34 +389,34 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             else:
                 time.sleep(_LOAD_POLL_S)
 
-    def _refuse_lack(self, tag: str, doing: str, lack: str) -> None:
+    def _check_defect(self, tag: str, doing: str, defect: str) -> None:
         if self._engine.family(tag) is None:
-            there = ", ".join(sorted(self._engine.names())) or "none"
-            raise ReadOnlyError(f"{doing}: {lack}; there are: {there}. Load it first, without read_only")
+            tables = ", ".join(sorted(self._engine.names())) or "none"
+            raise ReadOnlyError(f"{doing}: {defect}; existing tables: {tables}. Load it first, without read_only")
         record = self._records.get(tag)
-        if record is None or record.complete:  # else its load was interrupted, which the record says
-            raise DatabaseError(f"{doing}: {lack}. {LOAD_AGAIN}")
+        if record is None or record.complete:  # else the record shows an interrupted load
+            raise DatabaseError(f"{doing}: {defect}. {LOAD_AGAIN}")
 
-    def _lack(self, tag: str) -> str:
-        """Say why a table cannot be the whole of what was loaded; empty if it can."""
+    def _defect(self, tag: str) -> str:
+        """Describe why a table cannot be complete; empty if it can."""
         if tag in self._tables:
             return ""
         if self._engine.family(tag) is None:
-            return "it is not there"
+            return "it does not exist"
         record = self._records.get(tag)
         if record is None:
             return "it has no rows, and no load of it is recorded" if self._is_empty(tag) else ""
         if not record.complete:
             return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
         if record.rows_total and not record.modified and self._is_empty(tag):
-            return f"its load record says that it has {record.rows_total} rows, and none is there"
+            return f"its load record counts {record.rows_total} rows, and it has none"
         return ""
 
     def _is_empty(self, tag: str) -> bool:
         return not self._engine.read_keys(self._engine.family(tag), b"", 1, f"opening table {tag}")
 
     def _renew_view(self, doing: str) -> None:
-        """Replace the view by one of the present state.
+        """Replace the view by one of the current state.
 
         Raises:
             DatabaseError: a table in use may have other rows there.
@@ -437,13 +437,13 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
                 self._records, self._view, view = records, view, self._view
                 for table in self._tables.values():
                     table.renew(self._engine, self._records)
-        finally:  # of the two, that which is not in use
+        finally:  # close the engine and the view that are not in use
             engine.close()
             if view:
                 view.cleanup()
 
     def release_table(self, tag: str) -> None:
-        if self.read_only:  # so that the next opening may show another state of it
+        if self.read_only:  # the next opening may then show a later state
             with self._tables_lock:
                 self._tables.pop(tag, None)
 
@@ -462,7 +462,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             return self._tables[tag]
         except KeyError:
             opened = ", ".join(list(self._tables)) or "none"
-            raise UnknownTableError(f"table {tag} is not open in {self.path}; open are: {opened}") from None
+            raise UnknownTableError(f"table {tag} is not open in {self.path}; open tables: {opened}") from None
 
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
@@ -488,9 +488,11 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         with self._calls:
             for tag, dim, rows in tables:
                 family = self._engine.family(tag)
-                held = self._engine.figure(family, "estimate-num-keys") if family is not None else 0
-                if rows > held:
-                    needs[f"{rows - held:,} rows of table {tag} ({stored_text(tag, dim)})"] = _table_bytes(dim, rows - held)
+                present = self._engine.figure(family, "estimate-num-keys") if family is not None else 0
+                if rows > present:
+                    needs[f"{rows - present:,} rows of table {tag} ({stored_text(tag, dim)})"] = _table_bytes(
+                        dim, rows - present
+                    )
                     largest = max(largest, _table_bytes(dim, rows))
         needs[_MERGED] = largest
         check_fits(
@@ -522,8 +524,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
                 self._seal_now()
             shutil.rmtree(links, ignore_errors=True)
 
-    def _drop_the_rest(self) -> None:
-        """Complete interrupted drops: remaining rows would be taken for those of the next load."""
+    def _finish_drops(self) -> None:
+        """Complete interrupted drops: remaining rows would count as rows of the next load."""
         for tag in self._records.dropped():
             self._drop_families(tag)
             self._records.remove(tag)
@@ -539,14 +541,14 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         Other calls wait until the content of the write-ahead logs is written out.
 
         Raises:
-            DatabaseError: it cannot be opened, or writes would fail again. The next call tries again; reads go on if it was not
+            DatabaseError: it cannot be opened, or writes would fail again. The next call retries; reads continue if it was not
                 closed.
         """
         if not self._engine.stuck:
             return
         if not self._recovering.acquire(timeout=self._write_timeout_s):
             raise DatabaseTimeoutError(
-                f"{self.path}: another call was still opening it again after {self._write_timeout_s:g} s; try again"
+                f"{self.path}: another call was still reopening it after {self._write_timeout_s:g} s; try again"
             )
         try:
             if not self._engine.stuck or self._released:
@@ -564,7 +566,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             self._recovering.release()
 
     def _refuse(self) -> None:
-        if self._refusal:  # a copy, since an error keeps the frames that it went through
+        if self._refusal:  # a copy, since a raised error keeps its frames alive
             raise type(self._refusal)(*self._refusal.args)
 
     def _reopen(self) -> None:
@@ -572,9 +574,9 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             logs = sum(os.path.getsize(self.path / name) for name in logs_in(self.path).values())
             directory.check_room(self.path, logs + _ROOM_BYTES)
         except OSError as error:
-            raise database_error(str(error), "opening the database again after a failed write", self.path) from error
+            raise database_error(str(error), "reopening the database after a failed write", self.path) from error
         with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
-            _log.warning("%s refuses writes since one failed: opening it again", self.path)
+            _log.warning("%s refuses writes since one failed: reopening it", self.path)
             self._engine.close()
             self._open()
             for table in self._tables.values():
@@ -595,8 +597,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             try:
                 self._seal_now()  # with RocksDB's last additions; the next opening begins a new MANIFEST
             except DatabaseError as error:
-                _log.warning("%s; it is closed and whole, but later damage to its list of files may go unnoticed", error)
-            self._leave_view()
+                _log.warning("%s; it is closed and complete, but later damage to its list of files may go unnoticed", error)
+            self._close_view()
 
     def disown(self) -> None:
         """In a forked child: leave the files and RocksDB's threads to the parent."""
@@ -681,7 +683,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             table = self._table(tag)
             rows = table.size()
             vector_bytes = rows * table.dim * 4
-            return TableStats(rows, vector_bytes, max(0, table.held_bytes() - vector_bytes))
+            return TableStats(rows, vector_bytes, max(0, table.stored_bytes() - vector_bytes))
 
     def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
         with self._calls:

@@ -1,18 +1,12 @@
-"""Checks of a RocksDB directory for damage that RocksDB does not notice, and views for reading it.
+"""Checks of a RocksDB directory for damage that RocksDB does not detect, and views for reading it.
 
-**A MANIFEST cut short.** RocksDB's list of its files is append-only, and to RocksDB a list that ends early is an older one: it
-opens, every later row is absent, and the files of those rows are deleted. So we store the length and the checksum of the list
-("seal" it), and compare them before opening. A list of another name is not compared, since RocksDB starts a new one at each
-opening, and HugeCTR may have written here meanwhile.
+**A MANIFEST cut short.** RocksDB's list of its files is append-only, and RocksDB takes a list that ends early for an older one:
+it opens, every later row is absent, and the files of those rows are deleted. So we store the length and the checksum of the
+list ("seal" it), and compare them before opening.
 
 **Read-only opening.** The binding writes its log and settings into the directory even then, and fails if it cannot. So it opens
-a directory of links to the files instead, which also works on a read-only volume. So does a start on a full disk, with
+a directory of links to the files instead, which also works on a read-only volume. A start on a full disk does the same, with
 the links in memory.
-
-**A state of one moment.** Another process may write meanwhile. RocksDB reads the list of tables, then the list of files, then
-the newest log. Were a table replaced in between, the log would say that rows are loaded which the list of files does not have:
-an empty table without an error. So the list of files is copied, with the size that the newest log had at that time, and both
-are read again if the list changed while they were read.
 """
 
 import fcntl
@@ -33,8 +27,8 @@ from weakref import finalize
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.stores.rocks_db.engine import database_error
+from hps.stores.rocks_db.write_ahead_log import RESTORE, check_manifest, checksum_of, logs_in, unreadable
 from hps.stores.rocks_db.write_ahead_log import SEAL as LOG_SEAL
-from hps.stores.rocks_db.write_ahead_log import check_manifest, checksum_of, logs_in
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -51,7 +45,7 @@ _FLOCK = "hhqqi"  # struct flock of Linux: type, whence, start, length, process
 
 
 class Files(NamedTuple):
-    """What changes when a process writes to a database: equal twice, nothing changed in between. Empty without a database."""
+    """Figures that change when a process writes to a database. Empty without a database."""
 
     manifest: str = ""
     identity: tuple[int, ...] = ()  # inode, size and time of the MANIFEST
@@ -68,20 +62,20 @@ class Files(NamedTuple):
 
 
 def files_of(path: Path) -> Files:
-    """Look at the MANIFEST and the newest log of a database."""
+    """Read the state of the MANIFEST and of the newest log of a database."""
     try:
         name = (path / _CURRENT).read_text().strip()
-        there = os.stat(path / name)
+        manifest = os.stat(path / name)
         logs = logs_in(path)
         size = os.stat(path / logs[max(logs)]).st_size if logs else 0
-    except (OSError, ValueError):  # none is there, or it is just being replaced
+    except (OSError, ValueError):  # missing, or just being replaced
         return Files()
-    return Files(name, (there.st_ino, there.st_size, there.st_mtime_ns), tuple(sorted(logs)), size)
+    return Files(name, (manifest.st_ino, manifest.st_size, manifest.st_mtime_ns), tuple(sorted(logs)), size)
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The known length of a MANIFEST, with its checksum. *Immutable.*"""
+    """The known length and checksum of a MANIFEST. *Immutable.*"""
 
     manifest: str
     size_bytes: int
@@ -93,7 +87,7 @@ def check_directory(path: Path, read_only: bool) -> bool:
 
     Raises:
         DatabaseError: it is not a directory, or holds no database although `read_only` needs one.
-        DatabaseCorruptError: a database is there, but its first file is missing, or its list of files was cut short.
+        DatabaseCorruptError: the first file of a database is missing, or its list of files was cut short.
     """
     try:
         if not read_only:
@@ -109,34 +103,34 @@ def check_directory(path: Path, read_only: bool) -> bool:
     if leftover:
         raise DatabaseCorruptError(
             f"opening the database {path}: the file {_CURRENT} is missing, but {len(leftover)} files of a database are there "
-            f"(such as {leftover[0]}). Restore it from a backup, or remove the directory and load the models again"
+            f"(such as {leftover[0]}). {RESTORE}"
         )
     if read_only:
         raise DatabaseError(
-            f"opening the database {path} with read_only: no database is there. Load the models first (without read_only), "
+            f"opening the database {path} with read_only: no database exists there. Load the models first (without read_only), "
             "or correct the path"
         )
     return False
 
 
-def holder(path: Path) -> int:
-    """Return the process that has a database open for writing; 0 if none has."""
+def locking_process(path: Path) -> int:
+    """Return the process that has a database open for writing, -1 if its number is unknown, 0 if there is none."""
     try:
         with open(path / "LOCK", "rb") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            lock = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, lock))
     except OSError:
         return 0
     return 0 if kind == fcntl.F_UNLCK else process or -1
 
 
-def hold(path: Path) -> int:
-    """Keep other processes from opening a database for writing, as RocksDB does, until the returned file is closed.
+def lock_directory(path: Path) -> int:
+    """Lock a database against other writers, as RocksDB does, until the returned file is closed.
 
     Raises:
         DatabaseError: another process has it open, or the file cannot be opened.
     """
-    doing = "holding the database"
+    doing = "locking the database"
     try:
         file = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -159,7 +153,7 @@ def seal(path: Path, previous: Seal | None) -> Seal | None:
         name = (path / _CURRENT).read_text().strip()
         size, crc = (previous.size_bytes, previous.crc32) if previous and previous.manifest == name else (0, 0)
         with open(path / name, "rb") as manifest:
-            os.fsync(manifest.fileno())  # so that the seal never promises more than survives a power cut
+            os.fsync(manifest.fileno())  # the seal must not promise more than survives a power cut
             manifest.seek(size)
             while data := manifest.read(_READ_BYTES):
                 crc = zlib.crc32(data, crc)
@@ -183,7 +177,8 @@ def _check_seal(path: Path) -> None:
     except (FileNotFoundError, ValueError, TypeError):
         return  # not sealed: HugeCTR's, or killed before the first seal
     except OSError as error:
-        raise DatabaseError(f"opening the database {path}: {error}; it must be possible to read it") from error
+        raise unreadable(path, error) from error
+    # RocksDB starts a new list at each opening, and HugeCTR may have opened the database since the seal.
     if name != sealed.manifest:
         return
     try:
@@ -194,12 +189,12 @@ def _check_seal(path: Path) -> None:
         raise DatabaseCorruptError(
             f"opening the database {path}: {name} was cut short or changed: its first {sealed.size_bytes} bytes had checksum "
             f"{sealed.crc32:#010x}, and now {size} bytes with {crc:#010x} are there. Rows would be missing unnoticed. "
-            "Restore it from a backup, or remove the directory and load the models again"
+            f"{RESTORE}"
         )
 
 
 def cut_logs(path: Path, ends: dict[str, int]) -> None:
-    """Cut off damaged ends of logs, by name: they were not acknowledged, and would hang RocksDB.
+    """Cut off the damaged, unacknowledged ends of logs, by name: they would hang RocksDB.
 
     Raises:
         DatabaseError: a log cannot be written.
@@ -219,7 +214,7 @@ def check_room(path: Path, size_bytes: int) -> None:
         OSError: it could not.
     """
     trial = path / STAGING / "room"
-    trial.parent.mkdir(exist_ok=True)  # a start on a full disk may have left none
+    trial.parent.mkdir(exist_ok=True)  # a start on a full disk may not have made one
     try:
         with open(trial, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -228,7 +223,7 @@ def check_room(path: Path, size_bytes: int) -> None:
 
 
 def clear_staging(path: Path) -> None:
-    """Make an empty directory for files to load, without those of a killed process."""
+    """Create an empty directory for files to load; remove those of a killed process."""
     staging = path / STAGING
     try:
         if staging.exists():
@@ -239,11 +234,10 @@ def clear_staging(path: Path) -> None:
 
 
 def link_files(path: Path, name: str) -> Path:
-    """Link the files of all tables into a new directory, so that RocksDB frees no space by deleting one; return the directory.
-
-    RocksDB deletes the files of a dropped table with the interpreter lock held, and a file system takes a second to free a GB.
-    Removing the last links with `shutil.rmtree` stalls nothing. Files that cannot be linked stall the process.
-    """
+    """Link the files of all tables into a new directory; return the directory."""
+    # RocksDB deletes the files of a dropped table with the interpreter lock held, and a file system takes a second to free a
+    # GB. While a link is left, deleting frees nothing. The caller then removes the links with `shutil.rmtree`, which stalls no
+    # other thread. Files that cannot be linked stall the process.
     links = path / STAGING / name
     with suppress(OSError):
         links.mkdir()
@@ -266,23 +260,23 @@ class View:
 
     def __init__(self, parent: str | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="hps-rocks-db-", dir=parent))
-        self.cleanup = finalize(self, _remove_own, self.path, os.getpid())
+        self.cleanup = finalize(self, _remove_owned, self.path, os.getpid())
 
 
-def _remove_own(path: Path, owner: int) -> None:
-    if os.getpid() == owner:
+def _remove_owned(path: Path, process: int) -> None:
+    if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def opened_in_view(
     path: Path, open_at: Callable[[Path], None], ends: dict[str, int] | None = None, *, in_memory: bool = False
 ) -> View:
-    """Call `open_at` with a temporary directory of links to the files of a database; return it, for cleaning up afterwards.
+    """Call `open_at` with a temporary directory of links to the files of a database; return the directory.
 
     Args:
         ends: sizes to which files are copied, by name; 0 leaves a file out.
-        in_memory: make the directory on a file system in memory, if there is one: the disk of others may be full. This process
-            then holds the database, so nothing of it changes.
+        in_memory: create the directory on a file system in memory, if there is one: other disks may be full. This process has
+            then locked the database, so that its files do not change.
 
     Raises:
         DatabaseError: the last error of `open_at`.
@@ -294,7 +288,7 @@ def opened_in_view(
         except OSError as error:
             raise database_error(str(error), "making a directory of links", path) from error
         try:
-            _link_files(path, view.path, ends or {}, held=in_memory)
+            _link_files(path, view.path, ends or {}, locked=in_memory)
             open_at(view.path)
         except BaseException:
             view.cleanup()
@@ -305,13 +299,13 @@ def opened_in_view(
 
 
 def settled(path: Path, attempt: Callable[[], _Result]) -> _Result:
-    """Return the result of `attempt`; repeat it if it failed while another process changed the database, within some seconds.
+    """Return the result of `attempt`; for some seconds, retry it if it failed while another process changed the database.
 
     Raises:
-        DatabaseError: that of `attempt`, if nothing changed.
+        DatabaseError: the error of `attempt`, if the database did not change.
         DatabaseTimeoutError: the database kept changing.
     """
-    give_up = time.monotonic() + _SETTLE_TIMEOUT_S
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     while True:
         before = files_of(path)
         try:
@@ -321,26 +315,28 @@ def settled(path: Path, attempt: Callable[[], _Result]) -> _Result:
         except DatabaseError as error:
             if files_of(path).names == before.names:  # RocksDB deletes logs some time after it has changed its list
                 raise
-            if time.monotonic() >= give_up:
+            if time.monotonic() >= deadline:
                 raise DatabaseTimeoutError(
                     f"opening the database {path}: another process kept replacing its files for {_SETTLE_TIMEOUT_S:g} s, the "
                     f"last time with: {error}. Try again when it writes less"
                 ) from error
 
 
-def _link_files(path: Path, view: Path, ends: dict[str, int], *, held: bool) -> None:
+def _link_files(path: Path, view: Path, ends: dict[str, int], *, locked: bool) -> None:
     """Link or copy the files of one moment.
 
     Args:
         ends: as for `opened_in_view`.
-        held: whether this process keeps others from writing, so that no file need be copied for fear of it.
+        locked: whether this process has locked the database, so that no file need be copied.
     """
     try:
         state = files_of(path)
         names = {entry.name for entry in os.scandir(path) if entry.is_file()}
         ends = dict(ends)
-        if not held:
-            # Copied first, from one moment: a link would follow a writer to a state that is not linked here.
+        if not locked:
+            # RocksDB reads the list of tables, then the list of files, then the newest log. If another process replaced a table
+            # in between, the log would count rows that the list of files lacks: an empty table without an error. So the list is
+            # copied, not linked, with the newest log up to its size at that moment; later logs are left out.
             manifest = (path / state.manifest).read_bytes() if state.manifest else b""
             if files_of(path).list_of_files != state.list_of_files:
                 raise DatabaseError(f"opening the database {path} with read_only: another process is changing it; try again")
@@ -349,7 +345,7 @@ def _link_files(path: Path, view: Path, ends: dict[str, int], *, held: bool) -> 
                 names = {name for name in names if not name.startswith("MANIFEST-")}
             newest = max(state.logs, default=-1)
             for number, name in logs_in(path).items():
-                if number >= newest:  # a later one may say what the list of files does not have yet
+                if number >= newest:
                     ends[name] = min(ends.get(name, state.log_bytes), state.log_bytes if number == newest else 0)
         if state.manifest:
             (view / _CURRENT).write_text(state.manifest + "\n")
@@ -364,7 +360,7 @@ def _link_files(path: Path, view: Path, ends: dict[str, int], *, held: bool) -> 
             elif end is None:
                 os.symlink(os.path.abspath(path / name), view / name)
     except OSError as error:
-        raise DatabaseError(f"opening the database {path} with read_only: {error}; it must be possible to read it") from error
+        raise unreadable(path, error) from error
 
 
 def _copy_beginning(source: Path, target: Path, size: int) -> None:

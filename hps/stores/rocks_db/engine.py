@@ -234,11 +234,11 @@ class Engine:
                     fields += islice(found, piece.stop - piece.start)
                 del found  # it would keep the database alive
                 start = after(fields[-width]) if fields else start
-                if len(fields) < rows * width and not self._goes_on(family, start):
+                if len(fields) < rows * width and not self._has_more(family, start):
                     break
         return fields
 
-    def _goes_on(self, family: Family, start: bytes) -> bool:
+    def _has_more(self, family: Family, start: bytes) -> bool:
         probe = family.iter()
         try:
             probe.seek(start)
@@ -278,7 +278,7 @@ class Engine:
             (name, "__setitem__", rows) for name, rows in puts.items()
         ]
         changes += [(name, "__delitem__", (keys,)) for name, keys in removals.items()]
-        give_up = time.monotonic() + self._write_timeout_s
+        deadline = time.monotonic() + self._write_timeout_s
         while True:
             with self._errors(doing):
                 batch = rocksdict.WriteBatch(raw_mode=True)
@@ -290,7 +290,7 @@ class Engine:
                     self._db.write(batch, self._refuse)
                 return
             except WriteStalledError:
-                if time.monotonic() >= give_up:
+                if time.monotonic() >= deadline:
                     raise
             time.sleep(_STALL_POLL_S)
 
@@ -314,7 +314,7 @@ class Engine:
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def begin_load(self, family: Family, doing: str) -> None:
+    def start_load(self, family: Family, doing: str) -> None:
         """Keep ingested files unmerged until `settle`: merging during the load would write every row many times."""
         with self._errors(doing):
             family.set_options({"disable_auto_compactions": "true"})

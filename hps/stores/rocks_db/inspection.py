@@ -10,10 +10,9 @@ from hps.stores.base import LOAD_AGAIN, DatabaseReport, TableCheck
 from hps.stores.rocks_db import directory
 from hps.stores.rocks_db.engine import DEFAULT, Engine, after
 from hps.stores.rocks_db.table import width_of
-from hps.stores.rocks_db.write_ahead_log import SEAL, check_logs, logs_in, record_after
+from hps.stores.rocks_db.write_ahead_log import RESTORE, SEAL, check_logs, logs_in, record_after
 
 _CHUNK_ROWS = 4096
-_LOAD_AGAIN = "restore the directory from a backup, or remove it and load the models again"
 
 
 def inspect(path: Path) -> DatabaseReport:
@@ -26,12 +25,12 @@ def inspect(path: Path) -> DatabaseReport:
                 report.tables.append(_read_table(engine, tag))
     except DatabaseCorruptError as error:
         report.damages.append(str(error))
-        report.cures.append(_LOAD_AGAIN)
+        report.cures.append(RESTORE)
         return report
     for table in report.tables:
         if table.damage:
             report.damages.append(f"table {table.tag}: {table.damage}")
-            report.cures.append(f"table {table.tag}: {_LOAD_AGAIN}, or only the table. {LOAD_AGAIN}")
+            report.cures.append(f"table {table.tag}: {RESTORE}, or only the table. {LOAD_AGAIN}")
     return report
 
 
@@ -58,10 +57,10 @@ def _check_logs(path: Path, report: DatabaseReport) -> dict[str, int]:
     logs = check_logs(path, partial(oldest_needed_log, path))
     if not logs.damages:
         return logs.ends
-    ends, there = dict(logs.ends), set(logs_in(path).values())
-    for name, what in logs.damages.items():
-        report.damages.append(f"{path / name}: {what}")
-        if name in there:
+    ends, present = dict(logs.ends), set(logs_in(path).values())
+    for name, damage in logs.damages.items():
+        report.damages.append(f"{path / name}: {damage}")
+        if name in present:
             ends[name] = _readable_end(path, name, logs.ends)
             report.cures.append(f"truncate --size={ends[name]} {path / name}")
     report.cures.append(f"rm -f {path / SEAL}")
@@ -70,11 +69,11 @@ def _check_logs(path: Path, report: DatabaseReport) -> dict[str, int]:
 
 def _readable_end(path: Path, name: str, ends: dict[str, int]) -> int:
     """Find the size of a damaged log before its first damaged record."""
-    later = {other: 0 for number, other in logs_in(path).items() if number > int(name[:-4])}
+    later = {log: 0 for number, log in logs_in(path).items() if number > int(name[:-4])}
     try:
         with _opened(path, {**ends, **later}, torn=True) as engine:
             return record_after(path / name, engine.last_sequence())
-    except DatabaseCorruptError:  # whole records in the wrong order
+    except DatabaseCorruptError:  # complete records in the wrong order
         return 0
 
 

@@ -30,7 +30,7 @@ from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableE
 from hps.ground.threads.pacing import pieces
 from hps.ground.threads.thread_pool import POOL
 from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
-from hps.stores.rocks_db.change_order import DOUBTFUL, LATEST, OLDER, ChangeOrder
+from hps.stores.rocks_db.change_order import LATEST, OLDER, UNCERTAIN, ChangeOrder
 from hps.stores.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
@@ -146,7 +146,7 @@ class RocksTable:
         for start in range(0, keys.size, self._fetch_rows):
             rows = order[start : start + self._fetch_rows]
             batch = _key_list(keys[rows])
-            there = np.fromiter(_are_there(self._engine.get(self._family, batch, doing)), np.bool_, rows.size)
+            there = np.fromiter(_presence(self._engine.get(self._family, batch, doing)), np.bool_, rows.size)
             written[rows[there]] = np.maximum(self._last_changes(batch, doing)[there, 0], loaded_at)
         return written
 
@@ -155,13 +155,13 @@ class RocksTable:
         last: IndexArray = np.zeros((len(keys), 2), np.int64)
         if self._times is not None:
             values = self._engine.get(self._times, keys, doing)
-            known = np.fromiter(_are_there(values), np.bool_, len(keys))
+            known = np.fromiter(_presence(values), np.bool_, len(keys))
             present: Any = compress(values, known)
             whole = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
             last[known] = np.frombuffer(b"".join(whole), "<i8").reshape(-1, 2)
         return last
 
-    def held_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Return the size of its files and of the rows that are not yet in files."""
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")
         families = [family for family in (self._family, self._times) if family is not None]
@@ -181,7 +181,7 @@ class RocksTable:
         try:
             sizes = set(map(len, values))  # type: ignore[arg-type]
         except TypeError:  # None has no length: a key is absent
-            there = np.fromiter(_are_there(values), np.bool_, len(values))
+            there = np.fromiter(_presence(values), np.bool_, len(values))
             present = list(compress(values, there))
             sizes = set(map(len, present))  # type: ignore[arg-type]
         if not sizes <= {4 * self.dim}:
@@ -255,12 +255,12 @@ class RocksTable:
     def _changed_now(self, keys: KeyArray) -> Iterable[bytes]:
         """Yield, without end, the times family's value for rows that are inserted or deleted now."""
         now, sequence = time.time_ns() // 1000, self._order.next
-        self._order.note(keys, np.full(keys.size, sequence, np.int64))
+        self._order.record(keys, np.full(keys.size, sequence, np.int64))
         return repeat(_CHANGE.pack(now, sequence) if sequence else _TIME.pack(now))
 
     def _present(self, keys: list[bytes], doing: str) -> list[bytes]:
         """Keep the present keys: deletion marks of absent keys would slow down later reads."""
-        return list(compress(keys, _are_there(self._engine.get(self._family, keys, doing)))) if keys else []
+        return list(compress(keys, _presence(self._engine.get(self._family, keys, doing)))) if keys else []
 
     # -- updates of a log ---------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class RocksTable:
             made = changes.at(latest)
             if made.keys.size:
                 self._mark_modified()
-            self._order.note(made.keys, made.sequences)
+            self._order.record(made.keys, made.sequences)
             order, highest = np.argsort(_ranks(made.keys)), int(made.sequences.max(initial=0))
             for piece in pieces(max(1, order.size), self._write_rows):
                 records = self._order.raised(highest) if piece.start == 0 else {}
@@ -291,7 +291,7 @@ class RocksTable:
 
     def _are_latest(self, keys: KeyArray, sequences: IndexArray, doing: str) -> BoolArray:
         verdicts = self._order.judge(keys, sequences)
-        doubtful = np.flatnonzero(verdicts == DOUBTFUL)
+        doubtful = np.flatnonzero(verdicts == UNCERTAIN)
         if doubtful.size and self._times is not None:
             self._engine.flush(self._times, doing)  # reading a key that is not in a file would sort the memtable
             if self._engine.logs_pile_up:
@@ -336,7 +336,7 @@ class RocksTable:
         with self._alone(doing):
             if keys.size:
                 if not self._loading:
-                    self._engine.begin_load(self._family, doing)
+                    self._engine.start_load(self._family, doing)
                     self._loading = True
                 try:
                     self._engine.stage(self._sorted_pieces(keys, vectors, self._piece_rows), staged, doing)
@@ -416,7 +416,7 @@ class RocksTable:
                 raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
             yield
         except BaseException:
-            self._order.doubt()  # it may have noted unwritten changes
+            self._order.invalidate()  # it may have noted unwritten changes
             raise
         finally:
             self._changes += 1
@@ -506,5 +506,5 @@ def _vector_list(
     return encoded
 
 
-def _are_there(values: Sequence[bytes | None]) -> Iterator[bool]:
+def _presence(values: Sequence[bytes | None]) -> Iterator[bool]:
     return map(is_not, values, repeat(None))

@@ -2,9 +2,8 @@
 
 **Acknowledged rows are there, or the opening is refused.** RocksDB treats a damaged, cut or missing log as the end of the log:
 it opens, and later rows are absent. So after each sync we store how far the logs reached before it, with their checksums (the
-"seal", 2 % of an insert of 1,000 rows), and compare at the next opening. The seal itself is not synced: a power cut leaves an
-older one, which is also true. Bytes behind the seal were not acknowledged, unless a power cut took the seal's last seconds, so
-RocksDB keeps those that it can read. This distinguishes a torn end from damage.
+"seal", 2 % of an insert of 1,000 rows), and compare at the next opening. Bytes behind the seal were not acknowledged, unless a
+power cut took the seal's last seconds, so RocksDB keeps those that it can read. This distinguishes a torn end from damage.
 
 **A missing log** was either written to files and deleted by RocksDB, or lost. The MANIFEST names the oldest log still needed.
 
@@ -28,6 +27,7 @@ from typing import NamedTuple
 from hps.errors import DatabaseCorruptError, DatabaseError
 
 SEAL = "hps-log.json"
+RESTORE = "Restore the directory from a backup, or remove it and load the models again"
 _BLOCK_BYTES = 1 << 15  # of RocksDB's logs; a record header stands at the start of each
 _HEADER = struct.Struct("<IHB")  # checksum, bytes that follow, type
 _RECYCLED = frozenset({5, 6, 7, 8, 11})  # types of records in recycled logs, which neither HugeCTR nor hps uses
@@ -71,8 +71,10 @@ class LogSeal:
         with self._lock:
             before = self._end
             self._read_on()
+            # A new log changes the directory's time, but the clock of that time ticks slowly. So an end that has not moved
+            # since the last call is a reason to list the directory, too.
             changed_ns = os.stat(self._path).st_mtime_ns
-            if changed_ns != self._changed_ns or self._end == before:  # a new log? The clock of the former ticks slowly
+            if changed_ns != self._changed_ns or self._end == before:
                 self._find_newer_logs()
                 self._changed_ns = changed_ns
             return (*self._closed_logs, self._end)
@@ -91,8 +93,8 @@ class LogSeal:
     def close(self) -> None:
         """Remove logs that RocksDB deleted when it closed from the seal, and release the files."""
         with contextlib.suppress(OSError):  # an older seal is true, too
-            there = logs_in(self._path)
-            self._write(tuple(end for end in self._sealed if end.number in there))
+            present = logs_in(self._path)
+            self._write(tuple(end for end in self._sealed if end.number in present))
         for file in (self._seal, self._log):
             if file >= 0:
                 os.close(file)
@@ -101,21 +103,21 @@ class LogSeal:
         if self._log < 0:
             return
         number, size, crc = self._end
-        there = os.fstat(self._log).st_size
-        while size < there:
-            data = os.pread(self._log, min(_READ_BYTES, there - size), size)
+        length = os.fstat(self._log).st_size
+        while size < length:
+            data = os.pread(self._log, min(_READ_BYTES, length - size), size)
             size, crc = size + len(data), zlib.crc32(data, crc)
         self._end = LogEnd(number, size, crc)
 
     def _find_newer_logs(self) -> None:
-        there = logs_in(self._path)
-        self._closed_logs = tuple(end for end in self._closed_logs if end.number in there)
-        for number in sorted(number for number in there if number > self._end.number):
+        names = logs_in(self._path)
+        self._closed_logs = tuple(end for end in self._closed_logs if end.number in names)
+        for number in sorted(number for number in names if number > self._end.number):
             try:
-                log = os.open(self._path / there[number], os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:  # written to files, and deleted
+                log = os.open(self._path / names[number], os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # its rows are in files, and it was deleted
                 continue
-            self._read_on()  # to the end: RocksDB has left it
+            self._read_on()  # to its end, since RocksDB no longer writes to it
             if self._log >= 0:
                 self._closed_logs += (self._end,)
                 os.close(self._log)
@@ -125,6 +127,8 @@ class LogSeal:
     def _write(self, ends: tuple[LogEnd, ...]) -> None:
         body = json.dumps([end for end in ends if end.size_bytes])
         text = f'{{"crc32": {zlib.crc32(body.encode())}, "logs": {body}}}\n'.encode()
+        # Not synced: a power cut leaves an older seal, which is true as well, or a half-written one, which fails its own
+        # checksum and counts as none.
         os.pwrite(self._seal, text, 0)
         if len(text) < self._seal_bytes:
             os.ftruncate(self._seal, len(text))
@@ -163,12 +167,12 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
     """
     damages, ends, missing = {}, {}, []
     try:
-        seal, there = _read_seal(path), logs_in(path)
+        seal, names = _read_seal(path), logs_in(path)
         for number, size, crc in seal or ():
-            name = there.get(number, f"{number:06}.log")
+            name = names.get(number, f"{number:06}.log")
             try:
                 got = checksum_of(path / name, size)
-            except FileNotFoundError:  # perhaps just now, by a process that writes here
+            except FileNotFoundError:  # perhaps just deleted by a process that writes here
                 missing.append(name)
                 continue
             if got != (size, crc):
@@ -176,15 +180,15 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
                     f"its first {size} bytes had checksum {crc:#010x}, and now {got[0]} bytes with {got[1]:#010x} are there"
                 )
         sizes = {number: size for number, size, _ in seal or ()}
-        for number, name in there.items():
-            whole = 0 if name in damages else sizes.get(number, 0)
-            hangs = _hanging_record(path / name, whole // _BLOCK_BYTES * _BLOCK_BYTES)
+        for number, name in names.items():
+            intact = 0 if name in damages else sizes.get(number, 0)
+            hangs = _hanging_record(path / name, intact // _BLOCK_BYTES * _BLOCK_BYTES)
             if hangs is not None:
                 ends[name] = hangs
                 if seal is None:
                     damages[name] = f"a record at {hangs} is damaged"
     except OSError as error:
-        raise DatabaseError(f"opening the database {path}: {error}; it must be possible to read it") from error
+        raise unreadable(path, error) from error
     if missing:
         oldest = oldest_needed()
         damages |= {name: "it is missing, and was not yet written to files" for name in missing if int(name[:-4]) >= oldest}
@@ -208,29 +212,33 @@ def check_manifest(path: Path) -> None:
 
 def record_after(log: Path, sequence: int) -> int:
     """Find the offset of the first record that is later than `sequence` or lacks a part; else return the size."""
-    data, at, begun = log.read_bytes(), 0, None
+    data, at, first_part = log.read_bytes(), 0, None
     while at + _HEADER.size + 8 <= len(data):
-        left = _BLOCK_BYTES - at % _BLOCK_BYTES
-        if left < _HEADER.size:  # zeros up to the next block
-            at += left
+        rest = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if rest < _HEADER.size:  # zeros up to the next block
+            at += rest
             continue
         _, length, kind = _HEADER.unpack_from(data, at)
         body = at + _HEADER.size
         later = kind in _BEGINNINGS and int.from_bytes(data[body : body + 8], "little") > sequence
-        if later or kind not in (_BEGINNINGS if begun is None else _CONTINUATIONS):
+        if later or kind not in (_BEGINNINGS if first_part is None else _CONTINUATIONS):
             break
-        begun = at if kind == _FIRST else begun if kind == _MIDDLE else None
+        first_part = at if kind == _FIRST else first_part if kind == _MIDDLE else None
         at = body + length
-    return at if begun is None else begun
+    return at if first_part is None else first_part
 
 
-def damaged(path: Path, name: str, what: str) -> DatabaseCorruptError:
-    """Make the error for a file with missing rows."""
+def damaged(path: Path, name: str, damage: str) -> DatabaseCorruptError:
+    """Build the error for a file with missing rows."""
     return DatabaseCorruptError(
-        f"opening the database {path}: {path / name} is damaged: {what}. Acknowledged rows would be missing unnoticed. "
-        f"`hps check-database {path}` lists what is readable. Restore the directory from a backup, or remove it and load the "
-        "models again"
+        f"opening the database {path}: {path / name} is damaged: {damage}. Acknowledged rows would be missing unnoticed. "
+        f"`hps check-database {path}` lists what is readable. {RESTORE}"
     )
+
+
+def unreadable(path: Path, error: OSError) -> DatabaseError:
+    """Build the error for a directory that cannot be read."""
+    return DatabaseError(f"opening the database {path}: {error}; this process must be able to read it")
 
 
 def _read_seal(path: Path) -> list[LogEnd] | None:
@@ -271,5 +279,5 @@ def _hanging_record(log: Path, start: int) -> int | None:
                     return at + place
                 if not length and not kind:
                     break
-                place += _HEADER.size + length  # past the block's end if it is no length, so that the next block follows
+                place += _HEADER.size + length  # a wrong length leads past the end of the block, and the next one follows
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing, EmbeddingCache
+from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing
 from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.errors import ConfigError, HPSError, MissingDependencyError
@@ -278,7 +278,7 @@ def _gpu_memory(configuration: Configuration) -> list[int]:
     if configuration.device == "cpu":
         return []
     try:
-        cuda: type[EmbeddingCache] = implementation("cache", "cuda")
+        cuda = implementation("cache", "cuda")
     except MissingDependencyError:
         return []
     devices = sorted({device for model in configuration.models for device in model.deployed_device_list})

@@ -84,7 +84,7 @@ class LoadConnection:
 
     def begin(self, number: int, began_ns: int) -> None:
         self.number, self.began_ns = number, began_ns
-        self.answer = AnswerReader(keeps=True)
+        self.answer = AnswerReader(keep_body=True)
 
     def send(self, parts: Parts) -> bool:
         """Send what the socket accepts. Returns whether the request is sent completely."""

@@ -401,7 +401,7 @@ MOST_PENDING = 100
 
 def many_lookups(flood: Flood) -> None:
     flood.send(280, b'{"tables": {"item": [1]}}')
-    wait_until(lambda: flood.service.front.refusals.refused["threads"] == 280 - MOST_PENDING, "the others are refused")
+    wait_until(lambda: flood.service.frontend.refusals.refused["threads"] == 280 - MOST_PENDING, "the others are refused")
 
 
 def large_bodies(flood: Flood) -> None:
@@ -431,7 +431,7 @@ def test_flood(tabletop, reason, limits, work, also, monkeypatch):
 
     def all_at_once():
         work(flood)
-        wait_until(lambda: flood.service.front.refusals.refused[reason], "something is refused")
+        wait_until(lambda: flood.service.frontend.refusals.refused[reason], "something is refused")
         flood.ease()
 
     alerts = [f'HPSOverloaded{{instance="hps-1",reason="{reason}"}}'] + ['HPSServerErrors{instance="hps-1"}'] * also

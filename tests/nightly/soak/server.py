@@ -25,7 +25,7 @@ import numpy.typing as npt
 import hps
 from hps.cache.cpu import cache
 from hps.configuration.load import load_configuration
-from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.frontend import Frontend
 from hps.serve.server import serve
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.nightly.soak.ledger import ABSENT, DEFAULT, PROCESSES, ROWS, TABLES, Bounds, Ledger, draw, encode
@@ -217,7 +217,7 @@ def make_faulty(faults: list[str]) -> None:
                 vectors[there] = encode(table, keys[there], 0)
         return vectors
 
-    insert, update, publish = cache._insert, cache.NumpyCache.update, Front.publish
+    insert, update, publish = cache._insert, cache.NumpyCache.update, Frontend.publish
 
     def insert_spoiled(table: Any, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
         insert(table, keys, spoiled(keys, vectors, chosen), chosen, replace)
@@ -227,7 +227,7 @@ def make_faulty(faults: list[str]) -> None:
 
     leaked = []
 
-    def publish_badly(self: Front) -> None:
+    def publish_badly(self: Frontend) -> None:
         if "front-leak" in faults and len(leaked) < _MOST_LEAKED:
             leaked.append(np.ones(1 << 20))  # 8 MB
         if "drop" in faults and self.connections.order and rng.random() < 0.1:
@@ -238,7 +238,7 @@ def make_faulty(faults: list[str]) -> None:
         cache._insert, cache.NumpyCache.update = insert_spoiled, update_spoiled  # type: ignore[method-assign]
     if "lost" in faults:
         hps.HPS.insert = lambda *_: None  # type: ignore[method-assign]
-    Front.publish = publish_badly  # type: ignore[method-assign]
+    Frontend.publish = publish_badly  # type: ignore[method-assign]
 
 
 def misbehave(faults: list[str]) -> None:

@@ -23,6 +23,7 @@ from hps.tensors.batch import Batch
 from hps.tensors.pooling import pool_rows
 from hps.testing.caches import (
     Create,
+    StaticTablesContract,
     VersionedCacheContract,
     distinct_keys,
     spec,
@@ -32,7 +33,7 @@ from hps.testing.waiting import PATIENCE_S
 from hps.types import ROW_DTYPES, TableSpec
 
 
-class TestNumpyCache(VersionedCacheContract):
+class TestNumpyCache(VersionedCacheContract, StaticTablesContract):
     cache_class = NumpyCache
     stress_queries = 12  # tests/nightly/cache has the storms
 

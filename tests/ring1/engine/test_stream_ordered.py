@@ -1,10 +1,11 @@
 """Which lookups that wait for nothing find a workspace that has room for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
+from hps.cache.base import LookupGraph, StreamOrdered, StreamOrderedCounts
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.engine.stream_ordered import StreamOrderedLookups
 from hps.errors import DeviceError, NotReadyError
@@ -26,10 +27,19 @@ class DeviceLookup(NumpyLookup):
         self.enqueued += 1
 
 
-class DeviceCache(NumpyCache):
+class DeviceCache(NumpyCache, StreamOrdered):
     def create_lookup(self) -> DeviceLookup:
         self.last = DeviceLookup(self)
         return self.last
+
+    def stream_ordered_counts(self, table: int) -> StreamOrderedCounts:
+        return StreamOrderedCounts(0, 0, 0, 0)
+
+    def capture_of(self, batch: Batch) -> None:
+        return None
+
+    def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> LookupGraph:
+        raise NotImplementedError
 
 
 def bags_of(lengths: Sequence[int], hotness: int = 4, weighted: bool = False) -> Batch:

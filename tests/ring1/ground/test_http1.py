@@ -46,7 +46,7 @@ def test_a_client_says_whether_its_connection_stays(keeps):
     bodies = ([], [b"Content-Length: 0"], [b"Content-Length: 3"])
     for (version, lines), method, body in itertools.product(KEPT[keeps], (b"GET", b"POST"), bodies):
         head = head_of(*lines, *body, request=b"%s / HTTP/%s" % (method, version))
-        assert (head.keeps_alive, head.asks_to_stay) == (keeps, keeps and version == b"1.0")
+        assert (head.keeps_alive, head.needs_keep_alive) == (keeps, keeps and version == b"1.0")
 
 
 def test_the_length_of_a_body_is_known_from_its_head():
@@ -226,7 +226,7 @@ ANSWERS = {
 def test_an_answer_ends_where_its_head_says_however_it_arrives(kind):
     raw, body, keeps_alive = ANSWERS[kind]
     for step in (1, 7, len(raw)):
-        reader = AnswerReader(keeps=True)
+        reader = AnswerReader(keep_body=True)
         ends = [reader.feed(raw[at : at + step]) for at in range(0, len(raw), step)]
         assert ends == [False] * (len(ends) - 1) + [True]
         assert (bytes(reader.body), reader.keeps_alive) == (body, keeps_alive)

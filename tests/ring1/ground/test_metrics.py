@@ -32,7 +32,7 @@ def test_a_thread_that_outlives_its_model_adds_no_series():
     def count(model):
         metrics.table(model, "t").keys += 1
         metrics.device(model, 0).lookups += 1
-        metrics.lookup_times(model).whole.add(1)
+        metrics.lookup_times(model).total.add(1)
         metrics.fetch_times(model, "volatile_db").add(1)
         metrics.observe_visible(model, "t", np.ones(1), np.ones(1, np.int64))
         metrics.promoted.labels(model, "t").inc()

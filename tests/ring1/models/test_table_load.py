@@ -728,7 +728,7 @@ def test_a_table_without_the_rows_of_its_record_is_loaded_again(source: str, roc
     rocks.open_table(TAG, DIM)
     rocks.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
     rocks.close()
-    refused = pytest.raises(DatabaseCorruptError, match=r"and none is there.*hps load CONFIG --force")
+    refused = pytest.raises(DatabaseCorruptError, match=r"and it has none.*hps load CONFIG --force")
     with closing(RocksDatabase(rocks.path, num_threads=2)) as database, refused:
         database.open_table(TAG, DIM)
     with closing(RocksDatabase(rocks.path, num_threads=2)) as database:

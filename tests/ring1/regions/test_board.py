@@ -14,7 +14,7 @@ from hps.ground.kernels.numba_kernels import kernel
 from hps.regions import exchange
 from hps.regions.board import Board, Resident
 from hps.regions.exchange import hand_over
-from hps.regions.layout import FRONT_SLEEPS, MALFORMED, RETIRED, RING, SLAB
+from hps.regions.layout import COMPLETED, FRONT_SLEEPS, MALFORMED, RETIRED, RING, SLAB, SUBMITTED
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
 
@@ -149,6 +149,26 @@ def test_a_row_that_is_given_to_another_keeps_what_the_loop_does_there(board):
     assert board.is_idle(new)
     board.end(old)  # only the deployment of a serial is ended
     assert board.deployments[row_of(new), exchange.D_SERIAL] == new
+
+
+def test_rings_and_tables_that_do_not_fit_together_are_found(board, fronts):
+    serve(board, 1, 1)
+    fronts[0].begin(5)
+    board.regions[0, exchange.EPOCH] = 5
+    assert board.check_integrity() == []
+    for word, found in (
+        (board.deployments[0, exchange.D_FIRST :], "tables are range(0, 2)"),
+        (board.regions[0, exchange.IN_FLIGHT :], "but 1 are under way"),
+        (fronts[0].memory.words[COMPLETED // 8 :], "the region has 1 of 0"),
+    ):
+        word[0] += 1
+        [finding] = board.check_integrity()
+        assert found in finding
+        word[0] -= 1
+    fronts[0].memory[SUBMITTED] = -1
+    [finding] = board.check_integrity()
+    assert finding == "region 0: -1 slots are posted and not taken, expected 0 to 2048"
+    assert board.check_integrity() == [finding]
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------------

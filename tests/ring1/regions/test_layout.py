@@ -8,8 +8,9 @@ import os
 import numpy as np
 import pytest
 
+from hps.errors import HPSError
 from hps.regions import layout
-from hps.regions.layout import Memory, read_only, read_text, shared_memory, write_text
+from hps.regions.layout import Memory, create_region, map_region, read_only, read_text, shared_memory, write_text
 
 SIZE = 1 << 16
 MOST = 4096
@@ -28,13 +29,24 @@ def memory(descriptor):
 
 
 def test_control_words_and_rings_do_not_overlap():
-    names = "SUBMITTED TAKEN COMPLETED FRONT_SLEEPS OWNER_SLEEPS FRONT_EPOCH OWNER_EPOCH BEGUN_EPOCH"
+    names = "SUBMITTED TAKEN COMPLETED FRONT_SLEEPS OWNER_SLEEPS FRONT_EPOCH OWNER_EPOCH BEGUN_EPOCH FORMAT_AT"
     words = [getattr(layout, name) for name in names.split()]
     places = [(word, word + 8) for word in words]
     places += [(at, at + 8 * layout.RING) for at in (layout.SUBMISSIONS, layout.COMPLETIONS)]
     places += [(layout.FIGURES, layout.FIGURES + layout.FIGURES_BYTES), (layout.SLAB, layout.SLAB + 1)]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(places)))
     assert len({word // layout.LINE for word in words}) == len(words)
+
+
+def test_a_region_of_another_build_is_refused():
+    descriptor = create_region("hps-test", SIZE)
+    try:
+        assert map_region(descriptor)[layout.FORMAT_AT] == layout.FORMAT
+        Memory(descriptor)[layout.FORMAT_AT] ^= 1
+        with pytest.raises(HPSError, match=r"of another build of hps, expected .* restart the service"):
+            map_region(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def test_memory_has_the_size_of_its_file_begins_as_zeros_and_is_the_same_in_two_maps(descriptor, memory):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import hps
 from hps.configuration.load import load_dense
 from hps.scoring.batching import Batcher, ScoreCall
-from hps.scoring.features import Output, ScoreInputs, read_request
+from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import read_description
 from hps.scoring.scorer import Scorer
-from hps.scoring.signature import Signature, signature_of
+from hps.scoring.signature import Output, Signature, signature_of
 from hps.statistics.scores import ScoreCounters
 from hps.testing.pooling_oracle import pooled
 from hps.testing.waiting import PATIENCE_S, wait_until

@@ -9,10 +9,10 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Output, ScoreInputs, read_request
+from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.scorer import Scorer
-from hps.scoring.signature import signature_of
+from hps.scoring.signature import Output, signature_of
 from hps.testing.pooling_oracle import pooled
 from tests.fakes.networks import ArrayNetwork, Arrays, FakeTables
 from tests.ring1.scoring.test_packing import everything

@@ -64,7 +64,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Connections:
 def test_the_least_missed_connection_is_closed(pool: Connections, peers: list[Any], closed: str | None) -> None:
     pool.order = dict.fromkeys(peers)
     for _ in range(2):
-        found: Any = pool.least_missed()
+        found: Any = pool.find_replaceable()
         assert (found and found.name) == closed
 
 
@@ -74,7 +74,7 @@ def test_connections_that_were_used_go_behind_the_others(pool: Connections) -> N
     for used, order in (("a", "bcda"), ("", "bcda"), ("bd", "cabd")):
         for peer in peers:
             peer.used = peer.name in used
-        pool.look()
+        pool.poll()
         assert "".join(one.name for one in pool.order) == order  # type: ignore[attr-defined]
         assert not any(peer.used for peer in peers)
 

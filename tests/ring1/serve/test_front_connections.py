@@ -319,9 +319,9 @@ async def test_only_the_head_of_a_relayed_answer_is_told_that_it_is_the_last(sce
     def ask(client, *_, **__):
         for piece in (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n", b"a\r\n", b"b\r\n"):
             client.relay(piece)
-        client.relayed(True)
+        client.finish_relay()
 
-    monkeypatch.setattr(front.owner, "ask", ask)
+    monkeypatch.setattr(front.engine, "forward", ask)
     for version, said in ((b"0", "close"), (b"1", None), (b"0\r\nConnection: keep-alive", "keep-alive")):
         client = await scene.connect()
         client.send(b"GET /v1/models HTTP/1.%b\r\n\r\n" % version)
@@ -381,9 +381,9 @@ async def test_a_front_does_not_pass_the_question_on_before_its_owner_has_answer
 
     def asked(client, *_, **__):
         client.relay(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-        client.relayed(True)
+        client.finish_relay()
 
-    monkeypatch.setattr(front.owner, "ask", asked)
+    monkeypatch.setattr(front.engine, "forward", asked)
     client = await scene.connect()
 
     async def answer(path="/v2/health/ready"):
@@ -425,7 +425,9 @@ async def test_a_front_is_not_ready_while_its_owner_answers_nothing(scene, front
         clock.now += SETTINGS["request_timeout_s"]
     front.check_ready("/v2/models/m")
     clock.now += 1
-    with pytest.raises(NotReadyError, match=f"has not answered this front for {2 * SETTINGS['request_timeout_s'] + 1:.0f} s"):
+    with pytest.raises(
+        NotReadyError, match=f"has not answered this frontend for {2 * SETTINGS['request_timeout_s'] + 1:.0f} s"
+    ):
         front.check_ready("/v2/health/ready")
 
 
@@ -668,9 +670,9 @@ async def test_an_idle_connection_keeps_nothing_of_its_requests(scene, front, ow
     connection = connection_of(front)
     assert connection._last is not None
     assert (connection._raw, len(connection._buffer)) == (b"", 8192)
-    connection.look(connection._idle_since + 1, 30, 30, 75)
+    connection.poll(connection._idle_since + 1, 30, 30, 75)
     assert connection._last is not None
-    connection.look(connection._idle_since + 1.1, 30, 30, 75)
+    connection.poll(connection._idle_since + 1.1, 30, 30, 75)
     assert connection._last is None
     await served(scene, owner, client, range(LARGE))
 
@@ -690,13 +692,13 @@ async def test_idle_connections_that_keep_more_than_half_of_the_budget_are_close
     await wait_until_async(lambda: len(front.connections.order) == 3, "they are connected")
     first, second, third = front.connections.order
     for one in (first, second, third):
-        one.note_sizes(30_000, 30_000)
+        one.record_sizes(30_000, 30_000)
     assert first.kept_bytes == 70_000 + 40_000
     front.memory.limit_to(6 * 110_000)
-    front._count_kept()
+    front._count_kept_by_tls()
     assert front.memory.kept == 3 * 110_000
     front.memory.limit_to(4 * 110_000)
-    front._count_kept()
+    front._count_kept_by_tls()
     assert front.memory.kept == 2 * 110_000
     await wait_until_async(lambda: first not in front.connections.order, "the first is closed")
     assert [*front.connections.order] == [second, third]

@@ -16,12 +16,12 @@ from hps.regions.board import Board
 from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SEGMENTS, HEADER_WORDS, read_job
 from hps.regions.layout import HEADER_BYTES, MOST_SEGMENTS, POOLED, SEGMENT_WORDS, SLAB, TRACED
 from hps.serve.engine.batches import _batch_of
-from hps.serve.frontend.answers import ASIDE_ROOM, HEAD_ROOM
-from hps.serve.frontend.lookups import TRACE_ROOM, LaidOut, Placed, read_cached
-from hps.serve.frontend.published import FrontVersion
+from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES
+from hps.serve.frontend.lookups import TRACE_BYTES, Placed, read_cached
+from hps.serve.frontend.published import FrontendVersion
 from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.protocol.json_lookup import decode_lookup
-from hps.serve.protocol.open_inference import lay_out_body
+from hps.serve.protocol.open_inference import decode_inference
 from hps.serve.protocol.request_checks import ModelTables
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
@@ -160,7 +160,7 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     text, binary = request
     expected, length = in_process(decoded(text + binary, len(text)))
     memory = FRONT.memory
-    placed, _, segments = place(LaidOut(lay_out_body(text + binary, len(text), MODEL, 1000)))
+    placed, _, segments = place(decode_inference(text + binary, len(text), MODEL, 1000))
     answer(segments)
     assert encoded(placed) == (expected, length)
     assert_untouched(placed.size)
@@ -173,9 +173,9 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
     memory[SLOT] = SERIAL
     memory.view[SLOT + plan.keys_at : SLOT + plan.keys_at + plan.keys_bytes] = binary
     header, segments = assert_parts(plan.size)
-    assert (header[H_FLAGS], header[H_ASIDE_BYTES], plan.keys_bytes) == (0, ASIDE_ROOM, len(binary))
+    assert (header[H_FLAGS], header[H_ASIDE_BYTES], plan.keys_bytes) == (0, SCRATCH_BYTES, len(binary))
     begin = SLOT + plan.vectors_at - len(plan.text)
-    assert SLOT + plan.keys_at + plan.keys_bytes <= begin - HEAD_ROOM  # for the HTTP head and the JSON part
+    assert SLOT + plan.keys_at + plan.keys_bytes <= begin - HEAD_BYTES  # for the HTTP head and the JSON part
     answer(segments)
     if plan.layout is not None:
         plan.layout.convert(memory.bytes[begin : begin + plan.layout.size])
@@ -217,7 +217,7 @@ def test_lookups_as_json_are_placed_and_answered(tables, found, device):
 
 
 def test_a_traced_request_has_room_for_its_trace():
-    for traced, flag, room in ((False, 0, ASIDE_ROOM), (True, TRACED, TRACE_ROOM)):
+    for traced, flag, room in ((False, 0, SCRATCH_BYTES), (True, TRACED, TRACE_BYTES)):
         _, header, _ = place(decode_lookup(b'{"tables": {"user": [1], "item": []}}', MODEL, 1000), traced)
         assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (flag, room)
         assert (FRONT.memory[SLOT + layout.SERIAL], FRONT.memory[SLOT + layout.SEGMENTS]) == (SERIAL, 2)
@@ -281,7 +281,7 @@ def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weight
     parameters = {"binary_data_output": binary, "datatype": wanted, **({"combiner": "sum"} | more)}
     body, length = with_tensors(tensors, binary=True, parameters=parameters)
     assert read_cached(body[:length], None, MODEL, 1000).plan is None
-    laid = LaidOut(lay_out_body(body, length, MODEL, 1000))
+    laid = decode_inference(body, length, MODEL, 1000)
     placed, _, _ = place(laid)
     own = owned_tables()
     assert_same(own, by_table(laid.batch))
@@ -343,13 +343,13 @@ def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, describ
 
 
 def test_devices_take_turns_unless_one_is_named_and_lost_ones_have_none_while_there_are_others():
-    version = FrontVersion(MODEL, {0: 256, 3: 513, 4: 770}, InferenceCounts())
+    version = FrontendVersion(MODEL, {0: 256, 3: 513, 4: 770}, InferenceCounts())
     for lost, turns in (([], [0, 3, 4]), ([3], [0, 4]), ([0, 3, 4], [0, 3, 4]), ([], [0, 3, 4])):
-        version.leave_out(lost)
+        version.exclude_lost(lost)
         assert sorted(version.device(None) for _ in range(12)) == sorted(turns * (12 // len(turns)))
         assert [version.device(device) for device in (3, 0, 3)] == [3, 0, 3]
         with pytest.raises(UnknownDeviceError, match=r"got device 7, expected one of its deployed_device_list \[0, 3, 4\]"):
             version.device(7)
     for device in (None, 0):  # the owner has no room for it
         with pytest.raises(NotReadyError, match="model 'm' is not ready"):
-            FrontVersion(MODEL, {}, InferenceCounts()).device(device)
+            FrontendVersion(MODEL, {}, InferenceCounts()).device(device)

@@ -19,7 +19,7 @@ def sizes_of(slab_bytes):
 
 def take_all(slots, size):
     found = []
-    while (slot := slots.take(size)) >= 0:
+    while (slot := slots.allocate(size)) >= 0:
         found.append(slot)
     return found
 
@@ -39,22 +39,22 @@ def test_slots_never_overlap_and_all_memory_comes_back(slab_bytes, steps):
     slots, taken = Slots(SLAB + slab_bytes), {}
     for takes, size, which in steps:
         if takes or not taken:
-            slot = slots.take(size)
+            slot = slots.allocate(size)
             if slot >= 0:
                 assert slot not in taken
                 taken[slot] = max(LEAST, 1 << (size - 1).bit_length() if size else LEAST)
         else:
             slot = sorted(taken)[which % len(taken)]
-            slots.give_back(slot)
+            slots.free(slot)
             del taken[slot]
         assert slots.used == sum(taken.values())
         assert slots.check_integrity() == []
         assert_apart(taken, SLAB + slab_bytes)
     for slot in taken:
-        slots.give_back(slot)
+        slots.free(slot)
     assert slots.used == 0
     for size in reversed(sizes_of(slab_bytes)):  # whatever the slab was cut into, it is whole again
-        assert slots.take(size) >= 0
+        assert slots.allocate(size) >= 0
     assert take_all(slots, 1) == []
 
 
@@ -72,37 +72,37 @@ def test_a_slot_is_the_next_power_of_two_and_at_least_a_page(order):
 def test_the_whole_slab_is_one_slot_and_no_larger_one_exists():
     slots = Slots(SLAB + (1 << 20))
     assert slots.largest == 1 << 20
-    assert slots.take((1 << 20) + 1) == -1
-    assert [slots.take(1 << 20), slots.take(1)] == [SLAB, -1]
-    slots.give_back(SLAB)
-    assert slots.take(1 << 20) == SLAB
-    slots.give_back(SLAB)
+    assert slots.allocate((1 << 20) + 1) == -1
+    assert [slots.allocate(1 << 20), slots.allocate(1)] == [SLAB, -1]
+    slots.free(SLAB)
+    assert slots.allocate(1 << 20) == SLAB
+    slots.free(SLAB)
     with pytest.raises(KeyError):  # once
-        slots.give_back(SLAB)
+        slots.free(SLAB)
     for slab_bytes in (0, LEAST - 1):
-        assert Slots(SLAB + slab_bytes).take(1) == -1
+        assert Slots(SLAB + slab_bytes).allocate(1) == -1
 
 
 def test_small_slots_are_joined_for_a_large_one_only_when_all_of_its_memory_is_free():
     slots = Slots(SLAB + (1 << 16))
     first, *others = take_all(slots, LEAST)
     for other in others:
-        slots.give_back(other)
-    assert slots.take(1 << 16) == -1
-    half = slots.take(1 << 15)
+        slots.free(other)
+    assert slots.allocate(1 << 16) == -1
+    half = slots.allocate(1 << 15)
     assert half >= 0, "half of it is free in one piece"
     for one in (first, half):
-        slots.give_back(one)
-    assert slots.take(1 << 16) == SLAB
+        slots.free(one)
+    assert slots.allocate(1 << 16) == SLAB
 
 
 @pytest.mark.parametrize("order", range(13, 16))
 def test_a_slot_of_joined_small_ones_belongs_to_no_larger_one(order):
     slots = Slots(SLAB + (1 << 16))
     for one in take_all(slots, LEAST):
-        slots.give_back(one)
-    taken = slots.take(1 << order)
-    assert slots.take(1 << 16) == -1
+        slots.free(one)
+    taken = slots.allocate(1 << order)
+    assert slots.allocate(1 << 16) == -1
     others = take_all(slots, LEAST)
     assert len(others) == 16 - (1 << order - 12)
     assert not any(taken <= other < taken + (1 << order) for other in others)
@@ -111,7 +111,7 @@ def test_a_slot_of_joined_small_ones_belongs_to_no_larger_one(order):
 def test_broken_slots_are_found():
     def broken(change):
         slots = Slots(SLAB + 8 * LEAST)
-        slots.take(LEAST), slots.take(LEAST)
+        slots.allocate(LEAST), slots.allocate(LEAST)
         change(slots)
         return slots.check_integrity()
 

@@ -128,9 +128,9 @@ async def test_a_frontend_is_ready_to_no_client_before_its_engine_answers_lookup
 
     def yes(client, *_, **__):
         client.relay(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-        client.relayed(True)
+        client.finish_relay()
 
-    monkeypatch.setattr(front.owner, "ask", yes)
+    monkeypatch.setattr(front.engine, "forward", yes)
     service, model = "/inference.GRPCInferenceService/", pb.ModelReadyRequest(name="m").SerializeToString()
     calls = [(f"{service}ServerReady", b""), (f"{service}ModelReady", model), ("/grpc.health.v1.Health/Check", b"")]
     answers = lambda: asyncio.gather(*(channel.unary_unary(path)(request) for path, request in calls))  # noqa: E731
@@ -158,11 +158,11 @@ async def test_metadata_of_which_one_alone_may_be_is_refused_where_there_are_two
 async def test_binary_metadata_is_not_forwarded_to_the_engine(front, engine, channel, port, /, monkeypatch):
     sent = []
 
-    async def answer_of(request):
+    async def fetch_answer(request):
         sent.append(request)
         return 200, b"{}"
 
-    monkeypatch.setattr(front.owner, "answer_of", answer_of)
+    monkeypatch.setattr(front.engine, "fetch_answer", fetch_answer)
     metadata = (("x-more-bin", b"\r\n\r\nGET / HTTP/1.1\r\n"), ("x-plain", "y"))
     await channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")(b"", metadata=metadata)
     [request] = sent
@@ -237,16 +237,16 @@ async def test_a_connection_without_a_token_watches_with_few_calls(front, engine
     calls = [watch(b"") for _ in range(few)]
     for call in calls:
         assert await call.read() in (b"\x08\x01", b"\x08\x02")
-    assert front.owner_health.watchers == few
+    assert front.engine_health.watchers == few
     for _ in range(3):
         assert await code_of(watch(b"").read()) is CODE.RESOURCE_EXHAUSTED
     calls[0].cancel()
-    await wait_until_async(lambda: front.owner_health.watchers == few - 1, "one has ended")
+    await wait_until_async(lambda: front.engine_health.watchers == few - 1, "one has ended")
     calls[0] = watch(b"")
     await calls[0].read()
     for call in calls:
         call.cancel()
-    await wait_until_async(lambda: not front.owner_health.watchers, "all have ended")
+    await wait_until_async(lambda: not front.engine_health.watchers, "all have ended")
 
 
 @beside(serving)

@@ -13,7 +13,7 @@ from hps.configuration.load import ServiceConfig
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError
 from hps.ground.log_limits import LineLimit, OnceAMinute
 from hps.serve.logs import changes
-from hps.serve.logs.lines import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
+from hps.serve.logs.lines import JSONLines, Problem, RecentProblems, TextLines, configure_logging, fields, formatter_of
 from hps.serve.logs.requests import RequestLog, Served, request_id
 from hps.testing.waiting import wait_until_async
 from tests.fakes.clock import Clock
@@ -109,7 +109,7 @@ def test_format_and_level_change_where_the_service_writes_the_lines(monkeypatch)
     root.handlers = [ours, theirs]
     monkeypatch.setattr(logging, "getLogger", lambda: root)
     for change in (("json", "debug"), (None, None)):
-        use(*change)
+        configure_logging(*change)
         assert [type(handler.formatter) for handler in root.handlers] == [JSONLines, logging.Formatter]
         assert root.level == logging.DEBUG
 
@@ -150,11 +150,11 @@ def test_requests_that_find_a_service_not_ready_have_one_line_a_second(monkeypat
     def request(error=None, path="/v2/models/m/infer", status=200):
         served, scope = Served(), {"path": path, "method": "POST"}
         served.id = b"x"
-        log.begin(served, scope, {})
+        log.start(served, scope, {})
         if error is not None:
             served.failed(error)
             status = 503
-        log.end(served, scope, "r", status, 0.1)
+        log.finish(served, scope, "r", status, 0.1)
 
     for lines in (10, 1, 0):
         log = RequestLog(ServiceConfig(access_log_per_s=lines), None)

@@ -9,12 +9,18 @@ import pytest
 import hps
 from hps.cache.cpu.batches import NumpyBatches
 from hps.cache.cpu.cache import NumpyCache
+from hps.configuration.load import load_configuration
 from hps.engine.session import CachedSession
 from hps.errors import NotReadyError
 from hps.regions import layout
 from hps.regions.board import Board
 from hps.regions.exchange import D_IN_FLIGHT, D_SERIAL, D_TIMES, MOST_DEPLOYMENTS, T_HITS, T_KEYS
+from hps.regions.sharing import share
+from hps.serve.engine.app import Application
 from hps.serve.engine.batches import _Served
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.frontend.connection import Connection
+from hps.serve.frontend.frontend import Frontend
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.serve.http.refusals import Refusals
 from hps.statistics.times import LOOKUP_BOUNDS_NS
@@ -186,9 +192,33 @@ def test_a_version_that_fronts_cannot_name_is_not_ready(tmp_path, monkeypatch):
 def test_a_service_is_not_ready_while_its_loops_do_not_know_a_front(tmp_path):
     hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
     with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
-        lifecycle, memory = service.app.lifecycle, service.front.exchange.region
+        lifecycle, memory = service.app.lifecycle, service.frontend.exchange.region
         epoch = memory[layout.OWNER_EPOCH]
         memory[layout.OWNER_EPOCH] = epoch + 1
         assert lifecycle.not_ready_reason == "front 0 is being connected"
         memory[layout.OWNER_EPOCH] = epoch
         wait_until(lambda: not lifecycle.not_ready_reason, "it is ready again")
+
+
+def test_a_frontend_and_an_engine_refuse_shared_memory_of_another_build(tmp_path):
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
+    configuration = load_configuration(document_of(model_of("m", [tmp_path / "t"], {"t": 4})))
+    shared = share(configuration.service, 1, str(tmp_path / "engine.sock"), 0)
+    layout.Memory(shared.regions[0])[layout.FORMAT_AT] ^= 1
+    for connect in (
+        lambda: Frontend(0, shared, configuration, connect=Connection, spins=False, loopback=True),
+        lambda: Application(Lifecycle(configuration)).link.connect(shared),
+    ):
+        with pytest.raises(hps.HPSError, match="of another build of hps"):
+            connect()
+    shared.close()
+
+
+def test_a_check_of_the_parameter_server_covers_the_regions(tmp_path):
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
+    with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
+        region = service.front.exchange.region
+        assert service.app.lifecycle.opened.check() == []
+        region[layout.TAKEN] += 1
+        [finding] = service.app.lifecycle.opened.check()
+        assert finding.startswith("regions of the frontends: region 0: ")

@@ -6,8 +6,8 @@ from contextlib import aclosing
 import pytest
 
 from hps.errors import NotReadyError
-from hps.serve.frontend import engine_health as owner_health
-from hps.serve.frontend.engine_health import OwnerHealth
+from hps.serve.frontend import engine_health as engine_health
+from hps.serve.frontend.engine_health import EngineHealth
 from hps.serve.http.http_answer import RequestError
 from hps.testing.waiting import wait_until_async
 from tests.servers.on_loop import beside
@@ -31,7 +31,7 @@ class Owner:
         if not self.answers:
             raise NotReadyError(path)
 
-    async def answer_of(self, request: bytes) -> tuple[int, bytes]:
+    async def fetch_answer(self, request: bytes) -> tuple[int, bytes]:
         assert request.startswith(b"GET /v2/health/ready HTTP/1.1\r\n")
         self.asked += 1
         await asyncio.sleep(0)
@@ -43,11 +43,11 @@ class Owner:
 class Watcher:
     """A call that watches."""
 
-    def __init__(self, health: OwnerHealth) -> None:
+    def __init__(self, health: EngineHealth) -> None:
         self.seen: list[bool] = []
         self.task = asyncio.ensure_future(self._watch(health))
 
-    async def _watch(self, health: OwnerHealth) -> None:
+    async def _watch(self, health: EngineHealth) -> None:
         async with aclosing(health.watch()) as found:
             async for ready in found:
                 self.seen.append(ready)
@@ -60,9 +60,9 @@ class Watcher:
 
 @beside()
 async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_health, "_POLL_S", 0.001)
+    monkeypatch.setattr(engine_health, "_POLL_S", 0.001)
     owner = Owner()
-    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(500)]
     wanted = []
     for ready in (True, False, None, True):
@@ -80,9 +80,9 @@ async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch
 
 @beside()
 async def test_many_that_come_at_once_take_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_health, "_POLL_S", 1000)
+    monkeypatch.setattr(engine_health, "_POLL_S", 1000)
     owner = Owner()
-    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(4000)]
     await wait_until_async(lambda: all(watcher.seen == [True] for watcher in watchers), "all know it")
     late = Watcher(health)
@@ -99,9 +99,9 @@ async def test_many_that_come_at_once_take_one_question(monkeypatch: pytest.Monk
 
 @beside()
 async def test_the_owner_is_asked_by_nobody_once_the_last_watcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_health, "_POLL_S", 0.001)
+    monkeypatch.setattr(engine_health, "_POLL_S", 0.001)
     owner = Owner()
-    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     before = len(asyncio.all_tasks())
     watcher = Watcher(health)
     await wait_until_async(lambda: owner.asked > 1, "it is asked")
@@ -113,7 +113,7 @@ async def test_the_owner_is_asked_by_nobody_once_the_last_watcher_is_gone(monkey
 @beside()
 async def test_an_owner_that_answers_no_lookups_of_this_front_is_not_ready() -> None:
     owner = Owner()
-    health = OwnerHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
     assert await health.is_ready()
     owner.answers = False
     assert not await health.is_ready()

@@ -44,19 +44,19 @@ class Asker:
 
     def __init__(self, pool: EngineConnections, name: bytes, head_only: bool = False) -> None:
         self.data, self.ended, self.upstream = b"", "", None
-        pool.ask(self, forwarded("GET", b"/" + name, [], b"", ""), head_only=head_only, chosen=self.chosen)
+        pool.forward(self, forwarded("GET", b"/" + name, [], b"", ""), head_only=head_only, use=self.use)
 
-    def chosen(self, upstream: Upstream) -> None:
+    def use(self, upstream: Upstream) -> None:
         self.upstream = upstream
 
     def relay(self, data: bytes) -> None:
         self.data += data
 
-    def relayed(self, keeps_alive: bool) -> None:
-        self.ended += "answered" if keeps_alive else "closed"
+    def finish_relay(self) -> None:
+        self.ended += "answered"
 
-    def unrelayed(self, began: bool) -> None:
-        self.ended += f"lost after {len(self.data)} bytes" if began else "lost"
+    def fail_relay(self, *, started: bool) -> None:
+        self.ended += f"lost after {len(self.data)} bytes" if started else "lost"
 
     async def end(self) -> bytes:
         await wait_until_async(lambda: self.ended, "the request has ended")

@@ -10,11 +10,11 @@ import pytest
 from hps.errors import HPSError
 from hps.ground.memory import bounded_cache
 from hps.ground.memory.bounded_cache import cached_bytes, clear_caches, size_of
-from hps.serve.frontend.grpc_calls import _answer_of
+from hps.serve.frontend.grpc_calls import _cached_answer
 from hps.serve.frontend.lookups import read_cached, read_lookup
 from hps.serve.frontend.shared_memory import _cached_moves, translate
 from hps.serve.protocol import row_writes
-from hps.serve.protocol.open_inference import lay_out_body
+from hps.serve.protocol.open_inference import decode_inference
 from hps.serve.protocol.open_inference_header import CACHED_BYTES
 from hps.serve.protocol.request_checks import ModelTables
 from hps.types import TableSpec
@@ -37,7 +37,7 @@ def text_of(values: str, **more: object) -> bytes:
 
 
 def lay_out(text: bytes) -> Callable[[], object]:
-    return lambda: lay_out_body(text, len(text), MODEL, 1000, read_lookup)
+    return lambda: decode_inference(text, len(text), MODEL, 1000, read_lookup)
 
 
 def look_up(arrays: dict[str, np.ndarray], **more: object) -> Callable[[], object]:
@@ -45,7 +45,7 @@ def look_up(arrays: dict[str, np.ndarray], **more: object) -> Callable[[], objec
 
     def call() -> None:
         read_cached(body[:length], None, MODEL, 1000)
-        lay_out_body(body, length, MODEL, 1000, read_lookup)
+        decode_inference(body, length, MODEL, 1000, read_lookup)
 
     return call
 
@@ -78,7 +78,7 @@ def answer_all() -> None:
     outputs = [
         {"name": f"{number}", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}} for number in range(60)
     ]
-    _answer_of(json.dumps({"model_name": "m", "model_version": "1", "id": "x" * CLOSE, "outputs": outputs}).encode())
+    _cached_answer(json.dumps({"model_name": "m", "model_version": "1", "id": "x" * CLOSE, "outputs": outputs}).encode())
 
 
 HOSTILE = {

@@ -10,8 +10,7 @@ import pytest
 
 import hps
 from hps.configuration.load import load_dense
-from hps.scoring.features import Output
-from hps.scoring.signature import signature_of
+from hps.scoring.signature import Output, signature_of
 from hps.serve.protocol import score_requests
 from hps.serve.protocol.request_checks import PublishedNetwork
 from hps.serve.protocol.score_requests import ScoreBody, answer_text, decode_scores, text_of

@@ -13,12 +13,11 @@ import hps
 from hps.configuration.load import ServiceConfig, load_dense
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES
 from hps.scoring.batching import ScoreCall
-from hps.scoring.features import Output
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.packing import describe, read_description
 from hps.scoring.scorer import Scorer
-from hps.scoring.signature import signature_of
-from hps.serve.engine.batches import FrontLink
+from hps.scoring.signature import Output, signature_of
+from hps.serve.engine.batches import FrontendLink
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.scores import PlacedScores
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
@@ -76,7 +75,7 @@ class Owner:
         served = SimpleNamespace(deployment=SimpleNamespace(scores=self), device=0)
         board = SimpleNamespace(memories=[self.memory])
         job = SimpleNamespace(place=0, slot=slot, header=np.array([1, 0, 0, aside, aside_bytes, 0]))
-        FrontLink._score(self, served, board, job, 0)  # type: ignore[arg-type]
+        FrontendLink._score(self, served, board, job, 0)  # type: ignore[arg-type]
         return self.completed[-1][0]
 
     def score_posted(self, slot: int) -> int:

@@ -68,7 +68,7 @@ def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int
     registry, segments = SharedMemoryRegistry(lambda: 1 << 20, lambda: None), Segments()
     registry.register("first", NAME, 0, SIZE)
     registry.register("second", NAME, SIZE // 2, SIZE // 2)
-    segments.follow(registry.published())
+    segments.update(registry.published())
     tensors, sent, expected = [], b"", b""
     for nth, (count, (region, offset)) in enumerate(inputs):
         tensors.append(a_tensor(region, count, offset) | {"name": f"t{nth}"})
@@ -84,7 +84,7 @@ def test_a_translated_request_has_the_bytes_of_its_places(inputs: list[tuple[int
     assert bytes(segments.body_of(shared)) == shared.text + expected
     sizes = [load["parameters"]["binary_data_size"] for load in json.loads(shared.text)["inputs"]]
     assert sizes == [8 * count for count, _ in inputs]
-    segments.follow([])
+    segments.update([])
     with pytest.raises(InvalidInputError, match="Unable to find"):
         segments.body_of(shared)
 
@@ -119,9 +119,9 @@ Shared = tuple[SharedMemoryRegistry, Segments]
 def shared() -> Iterator[Shared]:
     """The owner's registry, and the segments of a front that follows it."""
     segments = Segments()
-    registry = SharedMemoryRegistry(lambda: 1 << 20, lambda: segments.follow(registry.published()))
+    registry = SharedMemoryRegistry(lambda: 1 << 20, lambda: segments.update(registry.published()))
     yield registry, segments
-    segments.follow([])
+    segments.update([])
 
 
 def test_a_segment_that_a_client_took_back_is_closed(shared: Shared) -> None:

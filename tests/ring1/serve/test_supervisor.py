@@ -24,7 +24,7 @@ DRAIN_S = 50.0
 
 
 def test_a_front_gets_no_connections_before_it_listens() -> None:
-    with supervisor.reserve("127.0.0.1", 0) as place, supervisor.bind_beside(place) as first, supervisor.bind_beside(place):
+    with supervisor.reserve("127.0.0.1", 0) as place, supervisor.bind_shared(place) as first, supervisor.bind_shared(place):
         first.listen()
         for _ in range(32):  # by their ports, about half would go to the other
             with socket.create_connection(place.getsockname()):
@@ -36,7 +36,7 @@ def test_a_port_is_taken_while_the_system_remembers_connections_of_another_progr
         other.accept()[0].close()
         port = other.getsockname()[1]
         other.close()
-        with supervisor.reserve("127.0.0.1", port) as place, supervisor.bind_beside(place) as front:
+        with supervisor.reserve("127.0.0.1", port) as place, supervisor.bind_shared(place) as front:
             assert front.getsockname()[1] == port
 
 
@@ -64,13 +64,13 @@ class Parent:
 
     def begin(self) -> float:
         """Begin to stop, and return after how many seconds the fronts will end."""
-        self.stop_at = self.supervisor._begin_stop()
+        self.stop_at = self.supervisor._start_stop()
         return self.stop_at - self.clock.now
 
     def goes_on(self, seconds: float = 0.0) -> list[tuple[int, int]]:
         """Let time pass; return who is told what. The service has not ended."""
         self.clock.now += seconds
-        assert self.supervisor._stop_on(self.stop_at) is (not self.children)
+        assert self.supervisor._continue_stop(self.stop_at) is (not self.children)
         return self.take()
 
     def take(self) -> list[tuple[int, int]]:
@@ -79,7 +79,7 @@ class Parent:
         return told
 
     def close(self) -> None:
-        self.supervisor._close_places()
+        self.supervisor._close_reserved()
         shared = self.supervisor.shared
         for region in (*shared.regions, *shared.events, *shared.loop_events, shared.page):
             os.close(region)
@@ -162,7 +162,7 @@ def test_a_process_that_dies_again_and_again_is_started_later_and_later(parent: 
     def after(lived_s: float) -> float:
         parent.supervisor._started[number] = parent.clock.now
         parent.clock.now += lived_s
-        return parent.supervisor._after(number, KILL) - parent.clock.now
+        return parent.supervisor._restart_time(number, KILL) - parent.clock.now
 
     assert [after(1) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
     assert after(30) == 30
@@ -176,7 +176,7 @@ def test_the_death_of_the_owner_is_told_to_every_front_and_that_of_a_front_to_no
     for number, told in ((0, False), (-1, True), (1, False), (-1, True)):
         for region in shared.regions:
             Memory(region)[layout.OWNER_EPOCH] = 7
-        parent.supervisor._after(number, KILL)
+        parent.supervisor._restart_time(number, KILL)
         assert [Memory(region)[layout.OWNER_EPOCH] for region in shared.regions] == [0 if told else 7] * len(FRONTS)
         for event in shared.events:
             assert select.select([event], [], [], 0)[0] == ([event] if told else [])
@@ -199,5 +199,5 @@ def test_the_code_is_that_of_the_owner(parent: Parent, stopping: bool, child: in
     parent.supervisor._started[child] = 0.0
     if stopping:
         parent.signal(TERM)
-    again: Any = parent.supervisor._after(child, status)
+    again: Any = parent.supervisor._restart_time(child, status)
     assert (again is None, bool(parent.supervisor._stopping), parent.supervisor._code) == (stops, stops, code)

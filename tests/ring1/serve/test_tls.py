@@ -56,7 +56,7 @@ def test_a_new_pair_is_taken_over_and_a_wrong_one_is_not(tmp_path: Path, caplog:
             assert tls._context is first
             change()
             for _ in range(3):
-                tls.look()
+                tls.poll()
         assert tls._context is not first
     levels = [(record.levelname, record.message.partition(" in ")[0].partition(":")[0]) for record in caplog.records]
     assert levels == [

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError
-from hps.tensors.bags import Bags, Combiner, input_arrays, pooled_batch, pooling_of
-from hps.tensors.batch import Batch, Part
+from hps.tensors.bags import Bags, Combiner, input_arrays, pooling_of
+from hps.tensors.batch import Batch, Part, pooled_batch
 from hps.tensors.pooling import bag_arrays, first_key
 from hps.types import TableSpec
 

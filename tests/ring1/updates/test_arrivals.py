@@ -18,7 +18,7 @@ class Partition:
 
     def look(self, now: float, last: int, took: float = 0.0) -> None:
         self.now = now
-        self.arrivals.look((last,), now, now - took)
+        self.arrivals.observe((last,), now, now - took)
 
     def read(self, now: float, place: int, claimed: float = float("inf")) -> float | None:
         self.now = now
@@ -74,7 +74,7 @@ def test_unread_messages_are_as_old_as_the_first_of_those_that_were_fetched(
     if seen:
         partition.look(102.0, 5)
     partition.now = 102.1
-    partition.arrivals.fetched((5,), claimed, (7,))
+    partition.arrivals.record_fetch((5,), claimed, (7,))
     assert partition.arrivals.unread_since() == since
     assert partition.read(103.0, 5, claimed) == since
     assert partition.arrivals.unread_since() == (max(since, 102.0) if seen else since)
@@ -83,8 +83,8 @@ def test_unread_messages_are_as_old_as_the_first_of_those_that_were_fetched(
 
 def test_a_look_of_unknown_time_says_nothing_about_what_comes_later(partition: Partition) -> None:
     partition.look(100.0, 4)
-    partition.arrivals.look((5,), 101.0)
-    partition.arrivals.look((6,), 102.0)
+    partition.arrivals.observe((5,), 101.0)
+    partition.arrivals.observe((6,), 102.0)
     partition.arrivals.skip((4,))
     assert [partition.read(103.0, place, HOUR) for place in (5, 6, 7)] == [100.0, 100.0, 100.0]
 

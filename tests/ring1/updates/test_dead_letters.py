@@ -73,7 +73,7 @@ def test_files_are_bounded_and_the_oldest_are_removed(tmp_path: Path, caplog) ->
     assert kept == list(range(500 - len(kept), 500))
     assert len(kept) > 40
     assert letters.lost == 501 - len(kept)
-    assert f"{letters.lost} in all could not be kept" in caplog.text
+    assert f"{letters.lost} in total could not be stored" in caplog.text
 
 
 def test_files_of_an_earlier_process_count(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_it_is_logged_at_most_once_a_minute_with_counts(tmp_path: Path, caplog) 
     for reason in ("size", "size", "magic"):
         letters.add(message(b""), reason, "what is wrong", 0)
     assert [record.message for record in caplog.records] == [
-        f"{text} (1 x size); the last is hps_et.shop.item/3 at 17: what is wrong; they go to {tmp_path}"
+        f"{text} (1 x size); the last is hps_et.shop.item/3 at 17: what is wrong; stored in {tmp_path}"
     ]
     clock.now += LOG_INTERVAL_S
     letters.add(message(b""), "magic", "again", 0)
@@ -98,7 +98,7 @@ def test_it_is_logged_at_most_once_a_minute_with_counts(tmp_path: Path, caplog) 
     letters.add(message(b""), "width", "again", 0)
     assert len(caplog.records) == 2
     letters.close()
-    assert f"{text} (1 x width); they go to" in caplog.records[-1].message
+    assert f"{text} (1 x width); stored in" in caplog.records[-1].message
 
 
 def test_a_disk_that_cannot_take_it_loses_the_message_alone(tmp_path: Path, caplog) -> None:
@@ -110,7 +110,7 @@ def test_a_disk_that_cannot_take_it_loses_the_message_alone(tmp_path: Path, capl
     clock.now += LOG_INTERVAL_S
     letters.add(message(b"b"), "size", "short", 1)
     letters.close()
-    assert "1 in all could not be kept: " in caplog.text
+    assert "1 in total could not be stored: " in caplog.text
     assert "Not a directory" in caplog.text
 
 
@@ -220,7 +220,7 @@ def test_a_log_that_refuses_or_is_away_loses_the_message_alone(caplog) -> None:
     add(letters, b"b", b"c")
     assert ([one.value[-1:] for one in broker.messages("hps_dead.shop.item")], letters.lost) == ([b"c"], 2)
     letters.close()
-    assert "2 in all could not be kept: publishing to hps_dead.shop.item/0: refused" in caplog.text
+    assert "2 in total could not be stored: publishing to hps_dead.shop.item/0: refused" in caplog.text
 
 
 def test_topics_that_cannot_be_read_are_no_empty_ones() -> None:
@@ -237,7 +237,7 @@ def test_without_a_place_they_are_counted_and_logged_alone(caplog) -> None:
     letters.add(message(b"a"), "size", "short", 1)
     letters.close()
     assert letters.lost == 0
-    assert "they are kept nowhere: set update_source.dead_letters" in caplog.text
+    assert "not stored: set update_source.dead_letters" in caplog.text
 
 
 GOOD = DeadLetter(message(b"value"), "width", "detail", "shop", "item", 5)

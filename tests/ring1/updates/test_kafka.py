@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError
 import hps.updates.kafka
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.updates.base import Message, Partition
-from hps.updates.kafka import KafkaLog, KafkaWriter, _failed, _keep_cause, _message, _offset
+from hps.updates.kafka import KafkaLog, KafkaWriter, _failed, _message, _offset, _record_cause
 
 FIRST = Partition("hps_et.shop.items", 0)
 
@@ -116,6 +116,6 @@ def test_the_cause_of_a_failure_stands_beside_that_all_brokers_are_down() -> Non
     for errors, kept in (([down], [down]), ([refused, down], [refused]), ([down, refused], [down, refused])):
         found: Any = []
         for error in errors:
-            _keep_cause(found, error)
+            _record_cause(found, error)
         assert [one.code() for one in found] == [one.code() for one in kept]
     assert str(_failed("asking", refused, [down])) == f"asking failed: {refused.str()}; {down.str()}"

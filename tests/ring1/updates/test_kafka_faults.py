@@ -128,7 +128,7 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened):
     assert sorted(values(polled(log, 41))) == sorted([*numbers(100, 140), b"added"])
     found = lost(log)
     assert list(found) == [FIRST]
-    assert "made anew, after message 10 had been read; reading goes on with message 0" in found[FIRST]
+    assert "recreated after message 10 had been read; reading continues with message 0" in found[FIRST]
     wait_until(lambda: log.poll(0.01, 1) == [] and log.problem == "")
 
 
@@ -141,7 +141,7 @@ def test_positions_that_are_not_there_are_noticed_in_either_direction(cluster, w
     assert sorted(values(polled(log, 7))) == [*numbers(5, 10), b"a", b"b"]
     found = lost(log)
     assert "messages 4 to 4" in found[FIRST]
-    assert "message 77 was read and is no longer there, the last one is 1;" in found[other]
+    assert "message 77 was read and is no longer there, the last is 1;" in found[other]
 
 
 def test_messages_that_go_while_they_are_waited_for_are_noticed(cluster, writer, opened):
@@ -185,7 +185,7 @@ def test_brokers_that_answer_and_send_no_message_are_told(cluster, writer, opene
         assert [log.poll(0.01, 1) for _ in range(3)] == [[]] * 3
         assert "send none" not in log.problem, "it was told to wait"
         log.resume([FIRST])
-        said = f"{FIRST}: 2 messages wait there, but the brokers send none"
+        said = f"{FIRST}: 2 messages are unread, but the brokers send none"
         wait_until(lambda said=said: log.poll(0.01, 1) == [] and said in log.problem and said in log.problem_of(TOPIC))
         cluster.work(FETCH)
         assert values(polled(log, 2)) == [value, value]

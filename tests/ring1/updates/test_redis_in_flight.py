@@ -31,7 +31,7 @@ class Streams:
         self.entries: dict[str, list[bytes]] = {_key(partition): [] for partition in partitions}
         self.meanwhile: Callable[[], object] = lambda: None
         self.log = RedisStreamLog(UpdateSourceConfig(type="redis_stream", **settings), "group")
-        self.log.streams = {
+        self.log.states = {
             partition: _Stream(partition, _key(partition), _BEFORE_ALL, _BEFORE_ALL, exact=True) for partition in partitions
         }
         self.reader = _Reader(self.log, [TOPIC])
@@ -55,18 +55,18 @@ class Streams:
         self.reader._read(self)  # type: ignore[arg-type]
 
     def take(self, partition: Partition, position: str) -> None:
-        stream = self.log.streams[partition]
+        stream = self.log.states[partition]
         with self.log.changed:
             reply = [(stream.key.encode(), [(position.encode(), {})])]
-            self.reader._take({stream.key: stream}, {stream.key: str(stream.read)}, reply)
+            self.reader._queue_messages({stream.key: stream}, {stream.key: str(stream.read)}, reply)
 
     def look(self, server_time_us: int = 0) -> None:
         facts = []
-        for partition in self.log.streams:
+        for partition in self.log.states:
             held = len(self.entries[_key(partition)])
             ids = ("1-1" if held else "", f"1-{held}" if held else "")
-            facts.append((self.log.streams[partition], "", _Facts(held, held, f"1-{held}" if held else "0-0", *ids)))
-        self.log.note(facts, time.monotonic(), server_time_us)
+            facts.append((self.log.states[partition], "", _Facts(held, held, f"1-{held}" if held else "0-0", *ids)))
+        self.log.record_facts(facts, time.monotonic(), server_time_us)
 
     def polled(self, most_bytes: int = 1 << 20) -> list[int]:
         return [int(message.value.rstrip(b"\0")) for message in self.messages(most_bytes)]
@@ -149,7 +149,7 @@ def test_streams_are_looked_at_now_and_then_and_at_once_if_one_is_none(now: Cloc
     streams, done = Streams([FIRST]), list[str]()
     replies = iter(["", "", "later", "", "WRONGTYPE", "", "close"])
 
-    def xread(*asked: object) -> list[Any]:
+    def xread(*requested: object) -> list[Any]:
         done.append("read")
         if (reply := next(replies)) == "WRONGTYPE":
             raise ResponseError(reply)
@@ -170,17 +170,17 @@ def test_streams_are_looked_at_now_and_then_and_at_once_if_one_is_none(now: Cloc
 def test_ids_are_dated_by_the_clock_of_the_server(now: Clock, ahead_s: float) -> None:
     server = 1_700_000_000.0 + ahead_s
     streams = Streams()
-    stream = streams.log.streams[FIRST]
+    stream = streams.log.states[FIRST]
     backlog = f"{int((server - 40) * 1000)}-0"
     facts = _Facts(1, 1, backlog, backlog, backlog)
-    streams.log.note([(stream, "", facts)], now.now, int(server * 1e6))
+    streams.log.record_facts([(stream, "", facts)], now.now, int(server * 1e6))
     streams.take(FIRST, backlog)
     (message,) = streams.messages()
     assert message.arrived == pytest.approx(960.0, abs=0.01)
     for later, jump in ((1001.0, 0.0), (1002.0, 7200.0), (1003.0, -100.0)):  # of the server's clock
         now.now = later
         server += 1.0 + jump
-        streams.log.note([(stream, "", facts)], now.now, int(server * 1e6))
+        streams.log.record_facts([(stream, "", facts)], now.now, int(server * 1e6))
         added = f"{int((server + 0.5) * 1000)}-7"
         now.now += 0.75
         streams.take(FIRST, added)
@@ -210,14 +210,14 @@ def test_messages_that_wait_in_the_queue_stay_as_old_as_they_are_while_looks_go_
 
 def test_messages_that_are_removed_while_they_wait_leave_no_lag(now: Clock) -> None:
     streams = Streams()
-    stream = streams.log.streams[FIRST]
+    stream = streams.log.states[FIRST]
     streams.log.pause(PARTITIONS)
     for later, facts in ((1000.0, _Facts(0, 0, "0-0", "", "")), (1001.0, _Facts(5, 5, "1-5", "1-1", "1-5"))):
         now.now = later
-        streams.log.note([(stream, "", facts)], later, 0)
+        streams.log.record_facts([(stream, "", facts)], later, 0)
     assert streams.log.unread_since()[FIRST] == 1000.0
     now.now = 5000.0
-    streams.log.note([(stream, "", _Facts(0, 5, "1-5", "", ""))], 5000.0, 0)
+    streams.log.record_facts([(stream, "", _Facts(0, 5, "1-5", "", ""))], 5000.0, 0)
     assert "5 messages" in streams.log.lost()[FIRST]
     assert streams.log.behind()[FIRST] == 0
     assert streams.log.unread_since()[FIRST] == 5000.0

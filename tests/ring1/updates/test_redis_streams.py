@@ -68,7 +68,7 @@ def test_an_entry_of_any_program_is_a_message(fields: Any, time_us: int, value: 
 
 
 # Redis: `length` entries from `first` to `last`, of `added` ever; the reader: `count` up to `read`, exactly or not.
-ANEW, REMOVED = "the stream was made anew or cut", "were removed before they were read"
+ANEW, REMOVED = "the stream was recreated or cut", "were removed before they were read"
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_latest_holds_for_partitions_that_were_there_at_the_start(
     reader = _Reader(log, [TOPIC])
     for answer in answers:
         server: Any = SimpleNamespace(eval_ro=lambda script, keys, *topics, answer=answer: [answer])
-        reader._find(server)
+        reader._find_partitions(server)
         assert (log.lacks(TOPIC), bool(log.problem_of(TOPIC))) == (answer is None, answer in (None, b"many"))
-    assert [stream.read for stream in log.streams.values()] == begins
+    assert [stream.read for stream in log.states.values()] == begins
 
 
 def log_of(*partitions: Partition) -> RedisStreamLog:
     log = RedisStreamLog(UpdateSourceConfig(type="redis_stream"), "group")
-    log.streams = {partition: _Stream(partition, _key(partition), "0-0", "0-0", added=0) for partition in partitions}
+    log.states = {partition: _Stream(partition, _key(partition), "0-0", "0-0", added=0) for partition in partitions}
     return log
 
 
@@ -155,10 +155,14 @@ def test_a_problem_is_that_of_its_topic_and_the_server_comes_first() -> None:
     assert (log.problem, log.problem_of(TOPIC), log.behind()) == ("", "", {FIRST: 0, SECOND: 0, OTHER: 0})
     log.uncommitted = {FIRST: "not committed"}
     assert (log.problem, log.problem_of(TOPIC), log.problem_of(OTHER.topic)) == ("not committed", "not committed", "")
-    log.streams[SECOND].trouble = "no stream"
-    assert (log.problem_of(TOPIC), log.behind()) == ("no stream", {FIRST: 0, SECOND: None, OTHER: 0})
+    log.states[SECOND].trouble = "no stream"
+    assert (log.problem_of(TOPIC), log.behind()) == ("no stream; not committed", {FIRST: 0, SECOND: None, OTHER: 0})
     log.refused, log.absent = {TOPIC: "no count"}, {TOPIC}
-    assert (log.problem_of(TOPIC), log.lacks(TOPIC), log.lacks(OTHER.topic)) == ("no count", True, False)
+    assert (log.problem_of(TOPIC), log.lacks(TOPIC), log.lacks(OTHER.topic)) == (
+        "no count; no stream; not committed",
+        True,
+        False,
+    )
     log.unreachable = {TOPIC: "away"}
     assert (log.problem, log.problem_of(TOPIC), log.problem_of(OTHER.topic)) == ("away", "away", "")
     assert (log.lacks(TOPIC), log.behind()) == (False, {FIRST: None, SECOND: None, OTHER: 0}), "nobody knows while it is away"
@@ -170,7 +174,7 @@ def test_a_problem_is_that_of_its_topic_and_the_server_comes_first() -> None:
 )
 def test_a_commit_tells_how_many_were_read_if_known(position: str, exact: bool, queued: int, counted: int | None) -> None:
     log = log_of(FIRST)
-    log.streams[FIRST] = _Stream(FIRST, _key(FIRST), "1-9", "1-5", count=7, exact=exact, queued=queued)
+    log.states[FIRST] = _Stream(FIRST, _key(FIRST), "1-9", "1-5", count=7, exact=exact, queued=queued)
     log.commit({FIRST: position, OTHER: "1-1"})
     assert log.commits == {FIRST: (position, counted), OTHER: ("1-1", None)}
 
@@ -206,7 +210,7 @@ def test_messages_of_a_partition_have_the_positions_that_follow_that_of_the_firs
         for value in (b"a", b"b", b"c"):
             writer.send(FIRST, value, sent=answers.append)
         writer.send(SECOND, b"d", sent=answers.append)
-        writer._take_batches()
+        writer._form_batches()
         writer._append(server)
         assert answers == ["1700000000000-7", "1700000000000-8", "1700000000000-9", "1700000000000-7"]
         assert [(key, values) for key, _, values in server.batches[-2:]] == [
@@ -228,8 +232,8 @@ def test_one_bounded_batch_of_a_partition_is_on_its_way(
     for _ in range(count):
         writer.send(FIRST, bytes(size))
     for done in range(1, len(sizes) + 1):
-        writer._take_batches()
-        writer._take_batches()
+        writer._form_batches()
+        writer._form_batches()
         assert len(writer._batches) == 1
         writer._append(server)
         assert [len(values) for _, _, values in server.batches] == sizes[:done]
@@ -247,7 +251,7 @@ def test_what_passes_is_sent_again_and_the_rest_is_told(writer: RedisStreamWrite
     server: Any = Server()
     answers: list[Any] = []
     writer.send(FIRST, b"a", sent=answers.append)
-    writer._take_batches()
+    writer._form_batches()
     server.error = error
     if error in PASSING:
         for _ in range(2):
@@ -256,9 +260,9 @@ def test_what_passes_is_sent_again_and_the_rest_is_told(writer: RedisStreamWrite
         assert (answers, writer.flush(0.0)) == ([], 1)
     else:
         writer._append(server)
-        assert "see what is there and what the user may do" in str(answers.pop())
+        assert "see what the key holds and what the user may do" in str(answers.pop())
         writer.send(FIRST, b"a", sent=answers.append)
-        writer._take_batches()
+        writer._form_batches()
     server.error = None
     writer._append(server)
     assert (answers, writer.flush(0.0)) == (["1700000000000-7"], 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing
+from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing, SharedRows
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.errors import CapacityError
@@ -305,7 +305,7 @@ FILE_ROWS = [100_000, 30]
 REASON = "CUDA device 0 cannot access the memory of device 1"
 
 
-class Apart(NumpyCache):
+class Apart(NumpyCache, SharedRows):
     """A cache of devices that reach each other or do not; it notes what room is asked for."""
 
     device = "cuda"

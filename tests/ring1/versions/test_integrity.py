@@ -79,6 +79,7 @@ def test_findings_of_tiers_are_collected(part: Any, expected: list[str]) -> None
     version = SimpleNamespace(version="1", config=config, device_caches=[part], chain=chain)
     live: Any = SimpleNamespace(all=lambda: [version])
     assert [finding.partition("part: ")[2] for finding in check_tiers(live, 60.0)] == expected
+    assert check_tiers(live, 60.0, {"more": Part(["it leaks"])})[0] == "more: it leaks"
 
 
 def test_a_check_that_does_not_end_is_abandoned() -> None:

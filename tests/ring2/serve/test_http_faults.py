@@ -180,7 +180,7 @@ def test_a_body_that_is_too_large_is_413_before_it_is_read_and_to_a_client_that_
 
 def test_requests_share_a_bound_on_memory_that_leaves_room_for_small_ones(serving):
     with serving(max_body_bytes=100_000, max_held_bytes=2_000_000) as service:
-        memory, body = service.front.memory, b"x" * 90_000
+        memory, body = service.frontend.memory, b"x" * 90_000
         for others, status in ((memory.large_limit // 8, 400), (memory.large_limit - 50_000, 503)):
             memory.held += others
             answer = service.client.post(PATH, content=body)
@@ -214,7 +214,7 @@ def test_half_a_head_silence_and_empty_lines_are_dropped(serving):
 
 def test_clients_that_do_not_read_give_up_their_slots_when_these_run_short(serving):
     with serving(answer_timeout_s=600) as service, ExitStack() as stack:
-        slots, order = service.front.exchange.slots, service.front.connections.order
+        slots, order = service.frontend.exchange.slots, service.frontend.connections.order
         for _ in range(2):
             connection = stack.enter_context(service.connect())
             connection.setblocking(False)
@@ -239,14 +239,14 @@ def test_clients_that_do_not_read_give_up_their_slots_when_these_run_short(servi
         take(-others)
         kept._unread_since = time.monotonic() - 60
         for _ in range(2):
-            look = service.front._ticks["look"]
-            wait_until(lambda look=look: service.front._ticks["look"] is not look, "all connections were looked at")
+            look = service.frontend._ticks["poll"]
+            wait_until(lambda look=look: service.frontend._ticks["poll"] is not look, "all connections were looked at")
         assert kept in order
         take(others)
         wait_until(lambda: kept not in order, "its slot is wanted, too")
         assert slots.used == others
         take(-others)
-        assert service.front.refusals.aborted["answer"] == 2
+        assert service.frontend.refusals.aborted["answer"] == 2
 
 
 def test_trailers_are_no_headers(serving):
@@ -410,7 +410,7 @@ def test_a_connection_is_not_closed_over_bytes_that_have_arrived(service):
     with service.connect() as connection:
         connection.sendall(WHOLE)
         answer_on(connection)
-        (other_end,) = service.front.connections.order
+        (other_end,) = service.frontend.connections.order
 
         def send_and_close():
             connection.sendall(WHOLE)
@@ -453,7 +453,7 @@ def test_idle_connections_are_closed_after_their_time_and_when_the_service_stops
     with running_service(document(drain_s=3600), fake) as service, service.connect() as connection:
         connection.sendall(WHOLE)
         answer_on(connection)
-        (other_end,) = service.front.connections.order
-        assert other_end.front.settings.keep_alive_s == 75 > 60, "longer than load balancers keep theirs"
+        (other_end,) = service.frontend.connections.order
+        assert other_end.frontend.settings.keep_alive_s == 75 > 60, "longer than load balancers keep theirs"
         service.server.stop("SIGINT", force=True)
         assert connection.recv(1) == b""

@@ -138,14 +138,14 @@ def test_lookups_go_on_after_signals(document):
 LATE_FRONT = """
 import sys
 from hps.tools.cli.app import main
-from hps.serve.frontend.frontend import Front
+from hps.serve.frontend.frontend import Frontend
 from hps.testing.waiting import PATIENCE_S, wait_until
-start = Front.start
+start = Frontend.start
 async def late(front, *listeners):
     wait_until(lambda: "m.item: 100 rows in" in open(sys.argv[2] + ".log").read(), "the owner has loaded")
     sys.stderr.write("the front listens late\\n")
     await start(front, *listeners)
-Front.start = late
+Frontend.start = late
 main()
 """
 

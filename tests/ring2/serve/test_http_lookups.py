@@ -250,7 +250,7 @@ def test_rows_of_keys_are_bags_with_a_combiner_and_all_their_vectors_are_held(se
         assert ask().as_numpy("item").shape == (50, 60, 7)
         bags = ask(parameters={"combiner": "sum"}).as_numpy("item")
         np.testing.assert_array_equal(bags, [vectors_of(key, 7).sum(0) for key in keys])
-        monkeypatch.setattr(service.front.memory, "large_limit", 4 * 7 * 3000)
+        monkeypatch.setattr(service.frontend.memory, "large_limit", 4 * 7 * 3000)
         with pytest.raises(InferenceServerException, match="answering the request: it takes up to") as caught:
             ask(parameters={"combiner": "sum"})
     assert (caught.value.status(), service.held) == ("413", 0)

@@ -84,7 +84,7 @@ class TestServer(RedisStreams):
             server.pause()
             with monkeypatch.context() as patch:
                 patch.setattr("hps.updates.redis_streams._FULL_S", 0.2)
-                with pytest.raises(UpdateLogError, match="Redis took nothing"):
+                with pytest.raises(UpdateLogError, match="Redis accepted nothing"):
                     overfill()
             server.resume()
             assert writer.flush(20) == 0

@@ -98,7 +98,7 @@ def test_a_server_starts_without_redis_and_takes_it_in_when_it_comes(fleet: Flee
         with hps.HPS(fleet.document()) as server:
             check(server)
             (text,) = server.degraded
-            assert text.startswith("redis_cluster is away: redis: none of 1 nodes could be asked")
+            assert text.startswith("redis_cluster is away: redis: none of 1 nodes answered")
     server = fleet.start()
     fleet.redis.start()
     wait_until(whole(server), "Redis is taken in")
@@ -262,7 +262,7 @@ def test_with_redis_alone_writes_that_were_not_lost_are_not_replaced_by_the_file
 
 
 def test_a_server_with_redis_alone_does_not_start_without_it(fleet: Fleet) -> None:
-    with pytest.raises(HPSError, match="none of 1 nodes could be asked"):
+    with pytest.raises(HPSError, match="none of 1 nodes answered"):
         fleet.start(rocks=False)
 
 

@@ -116,7 +116,7 @@ class RowRoutes:
         decoded = size
         if header_length is None and size <= MAX_JSON_BYTES:
             decoded = parsed_bytes(memoryview(body), size)  # each value takes at least a byte
-        return self._memory.take(size + decoded, "reading the rows")
+        return self._memory.reserve(size + decoded, "reading the rows")
 
     def _write(self, server: HPS, request: RowRequest, length: int | None, body: bytes | bytearray) -> tuple[str, int]:
         """Check a complete body, then write it. Returns the version that has it, and the number of rows."""

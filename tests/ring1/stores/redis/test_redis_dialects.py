@@ -11,9 +11,9 @@ from hps.configuration.tiers import VolatileDbConfig
 from hps.errors import DatabaseError, UnknownTableError
 from hps.stores.redis.catalog import Catalog
 from hps.stores.redis.database import RedisDatabase
-from hps.stores.redis.dialects import evicts_any_key, is_replica, program_of
 from hps.stores.redis.layout import KeyPartition
 from hps.stores.redis.marks import Mark
+from hps.stores.redis.nodes import evicts_any_key, is_replica, program_of
 from hps.testing.databases import TAG, distinct_keys, vectors_of
 from hps.types import TableSpec
 from tests.servers.redis_proxy import Proxy

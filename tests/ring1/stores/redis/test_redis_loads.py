@@ -111,7 +111,7 @@ def test_another_goes_on_when_the_loader_dies(node):
     assert first.claim_load(TAG, "v1", 600) == 0
     chunk(first, 0, 200)
     assert second.claim_load(TAG, "v1", 600, wait_s=PATIENCE_S) == 200
-    with pytest.raises(DatabaseError, match="another one has taken the load over"):
+    with pytest.raises(DatabaseError, match="another one has taken over the load"):
         chunk(first, 200, 400)
     assert loads(second) == 200  # it may claim it again, as after a failure
     holds(second, 600)
@@ -393,7 +393,7 @@ def test_another_process_copies_when_one_dies_that_did(above, client):
     assert first.claim_copy(TAG, "v1", 600)
     first.copy_rows(TAG, KEYS[:100], VECTORS[:100])
     wait_until(lambda: second.claim_copy(TAG, "v1", 600), "its lease runs out")
-    with pytest.raises(DatabaseError, match="another one has taken the copy over"):
+    with pytest.raises(DatabaseError, match="another one has taken over the copy"):
         first.copy_rows(TAG, KEYS[100:200], VECTORS[100:200])
     first.end_copy(TAG, "interrupted")
     assert copies(second)

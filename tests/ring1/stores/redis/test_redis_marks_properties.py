@@ -19,16 +19,16 @@ from hps.stores.redis.marks import (
     UNKNOWN,
     Mark,
     Process,
-    begun,
-    counts,
-    loaded,
-    may_promote,
+    can_promote,
+    is_valid,
+    loaded_mark,
+    loading_mark,
     opened,
     parse,
     rows_lost,
-    taken,
+    writable,
 )
-from hps.stores.redis.nodes import RedisNodes, parse_addresses
+from hps.stores.redis.nodes import RedisNodes
 from hps.stores.redis.requests import ApplyRows, Guard, SendKeys, StoreRows
 from tests.tables.redis_order_model import Search, start
 
@@ -137,7 +137,7 @@ def perform(step, mirror, nodes, catalog, client):
         allowed = mirror.mark == mark.text
         made = mirror.apply(mark.text, order.tolist(), sequences.tolist(), b"" if raw is None else raw[0].tobytes())
         nodes.run([request])
-        assert request.made().tolist() == made if allowed else request.reply == -1
+        assert request.applied().tolist() == made if allowed else request.reply == -1
     else:
         order, guard = KEYS[part].copy(), Guard(PARTITION.mark, mark.text)
         what, *later = what.split()
@@ -165,9 +165,8 @@ def perform(step, mirror, nodes, catalog, client):
 
 @pytest.fixture
 def nodes(server):
-    settings_of = {"user_name": "", "password": "", "tls": None, "tls_server_name": "", "connections": 1}
     waits = dict.fromkeys(("connect_timeout_s", "read_timeout_s", "timeout_s"), 20.0)
-    with closing(RedisNodes(parse_addresses(server.address), **settings_of, **waits)) as nodes:
+    with closing(RedisNodes(server.address, num_node_connections=1, **waits)) as nodes:
         yield nodes
 
 
@@ -221,25 +220,25 @@ def test_a_table_that_was_modified_since_is_not_a_lost_one():
 
 def test_who_writes_is_a_writer_except_during_a_load_and_the_one_longest_known_is_forgotten():
     me, many = Process("b", token="w"), tuple(f"w{i}" for i in range(MOST_WRITERS))
-    assert taken(THERE, me, NEW) == Mark("i", "", "b", ("w",))
-    assert taken(IN_LOAD, me, NEW) == Mark("i", "", LOADING)
-    assert taken(replace(THERE, writers=many), me, NEW).writers == (*many[1:], "w")
+    assert writable(THERE, me, NEW) == Mark("i", "", "b", ("w",))
+    assert writable(IN_LOAD, me, NEW) == Mark("i", "", LOADING)
+    assert writable(replace(THERE, writers=many), me, NEW).writers == (*many[1:], "w")
 
 
 def test_rows_below_are_added_where_they_are_the_latest_and_nobody_loads():
-    assert may_promote(THERE, Process("b"))
-    assert not may_promote(THERE, READ_ONLY)
-    assert not may_promote(IN_LOAD, Process())
+    assert can_promote(THERE, Process("b"))
+    assert not can_promote(THERE, READ_ONLY)
+    assert not can_promote(IN_LOAD, Process())
 
 
 def test_with_nothing_below_rows_count_that_a_load_has_begun_to_replace():
-    assert counts(IN_LOAD, Process(), THERE)
-    assert not counts(replace(IN_LOAD, incarnation="j"), Process(), THERE)
+    assert is_valid(IN_LOAD, Process(), THERE)
+    assert not is_valid(replace(IN_LOAD, incarnation="j"), Process(), THERE)
 
 
 def test_what_was_on_its_way_before_a_load_begins_or_ends_is_refused():
-    assert begun(THERE, NEW) == Mark("i", "", LOADING)
-    assert loaded(IN_LOAD, "b", NEW) == Mark("i", "", "b")
+    assert loading_mark(THERE, NEW) == Mark("i", "", LOADING)
+    assert loaded_mark(IN_LOAD, "b", NEW) == Mark("i", "", "b")
 
 
 @pytest.mark.parametrize("text", [None, b"", b"0123456789abcdef", b"a b c", b"a b c d e", b"a b c ,", b"a b ? -"])

@@ -130,9 +130,7 @@ def test_a_new_connection_knows_nothing_of_the_last_one():
     assert not found.any()
 
 
-@pytest.mark.parametrize(
-    ("each_s", "time_s", "reason"), [(0.9, 5.0, "when the time for the call was over"), (1.1, 50.0, "silent for 1 s")]
-)
+@pytest.mark.parametrize(("each_s", "time_s", "reason"), [(0.9, 5.0, "when the call timed out"), (1.1, 50.0, "silent for 1 s")])
 def test_a_reply_that_drips_or_stops_ends_with_the_time_of_the_call_or_of_silence(monkeypatch, each_s, time_s, reason):
     clock = Clock()
     monkeypatch.setattr("hps.stores.redis.connections.time", SimpleNamespace(monotonic=clock))

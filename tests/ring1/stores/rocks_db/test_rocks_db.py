@@ -432,7 +432,7 @@ def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monke
         ):
             with pytest.raises(ReadOnlyError, match=rf"{TAG}.*{filled}.*read_only"):
                 call()
-        with pytest.raises(ReadOnlyError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
+        with pytest.raises(ReadOnlyError, match=rf"{OTHER}.*read_only.*existing tables: {TAG}"):
             database.open_table(OTHER, DIM)
         assert_holds(database, ROWS)
     assert contents(filled) == before
@@ -512,7 +512,7 @@ def test_read_only_says_that_a_load_is_running_which_does_not_end(filled: Path):
         with refused, opened(filled, read_only=True, load_timeout_s=0):
             pass
         writer.drop_table(TAG)
-        for there in ("it is not there", "it has no rows, and no load"):
+        for there in ("it does not exist", "it has no rows, and no load"):
             with pytest.raises(DatabaseTimeoutError, match=there), opened(filled, read_only=True, load_timeout_s=0):
                 pass
             writer.open_table(TAG, DIM)
@@ -523,7 +523,7 @@ def test_read_only_refuses_a_table_without_the_rows_of_its_record(filled: Path):
         record = LoadRecord("z", 2000, 2000)
         replaced(writer, 1, 0)
         load(writer, ROWS[:0], record=record)
-    with pytest.raises(DatabaseError, match=rf"{TAG}.*says that it has 2000 rows, and none is there.*hps load"):
+    with pytest.raises(DatabaseError, match=rf"{TAG}.*counts 2000 rows, and it has none.*hps load"):
         RocksDatabase(filled, read_only=True).open_table(TAG, DIM)
 
 

@@ -223,5 +223,5 @@ def test_write_ahead_logs_do_not_pile_up_where_many_changes_must_be_compared(
     monkeypatch.setattr("hps.stores.rocks_db.engine._MANY_LOGS", 10)
     for _ in range(60):
         assert all(applied(table, TAG, changes_of(KEYS[:50], 100)))
-        table._tables[TAG]._order.doubt()  # as after a start
+        table._tables[TAG]._order.invalidate()  # as after a start
     assert len(list(table.path.glob("*.log"))) <= 15

@@ -241,7 +241,7 @@ def test_what_can_be_used_is_good_and_nothing_is_made(tmp_path: Path, content: d
     assert set(found) == {"persistent_db.path", "device", "service.port"}
     assert not (tmp_path / "a").exists()
     text = run(tmp_path / "ps.json", "--connect").stdout
-    assert re.search(r"^good: persistent_db.path: .* would be made; 640 B to load, .* free$", text, re.MULTILINE)
+    assert re.search(r"^good: persistent_db.path: .* would be created; 640 B to load, .* free$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

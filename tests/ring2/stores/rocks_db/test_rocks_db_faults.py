@@ -93,7 +93,7 @@ def test_a_reader_that_waits_leaves_the_lock_to_the_writer_of_its_process(path: 
         assert holder.stdout.readline() == "waited\n", holder.stderr.read()
         with pytest.raises(DatabaseLockedError):
             RocksDatabase(path)
-        with pytest.raises(DatabaseTimeoutError, match=f"it is not there, and process {holder.pid} writes there"):
+        with pytest.raises(DatabaseTimeoutError, match=f"it does not exist, and process {holder.pid} writes there"):
             RocksDatabase(path, read_only=True, load_timeout_s=0).open_table("another", DIM)
         holder.communicate("")
 

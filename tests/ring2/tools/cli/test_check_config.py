@@ -95,7 +95,7 @@ def test_a_cluster_that_is_not_whole_cannot_be_used(tmp_path: Path, content: dic
         path = written(tmp_path, content)
         code, found = findings(path, "--connect")
         assert code == 0
-        assert found["volatile_db.address"][0][1].endswith("a whole cluster")
+        assert found["volatile_db.address"][0][1].endswith("a complete cluster")
         server = cluster.owner(0)
         with server.client() as client:
             client.execute_command("CLUSTER", "DELSLOTS", 0)

@@ -274,6 +274,8 @@ class Deployment:
         rows = encode(f"inserting into {table.tag}", vectors, table.row_dtype, keys)
         distinct, latest = last_rows(keys, rows)  # before any write: an error here changes nothing
 
+        # Called after the databases were written, before fills of upper tiers continue. If the write failed, each key has its
+        # old or new row there: the caches drop the keys, so that lookups read what the databases have.
         def apply(written: bool) -> None:
             for cache in self._all_caches():
                 with cache.unless_lost():

@@ -258,9 +258,6 @@ class Reconciler:
 
         A model differs if its entry, its chosen versions or their files have changed since it was last deployed; a pinned model
         only if the pinned version has. An undeployed model does not differ. Reads no rows.
-
-        Raises:
-            HPSError: the models cannot be listed.
         """
         self._catalog.scan()
         names = self._catalog.names

@@ -217,6 +217,8 @@ class TableLoad:
             self._check_kept(database)
         for database in databases:
             self._open(database)
+        # The files are verified before a database is emptied for them. If the authority has, or may have, newer vectors than
+        # the files, the volatile databases are filled from it instead.
         records = [self._record(database) for database in databases]
         authority = self._authority
         differs = authority is not None and self._differs(authority)
@@ -345,11 +347,7 @@ class TableLoad:
         return record.modified and (kept or not self._targets.force)
 
     def _has_repeats(self, authority: Database | None) -> bool:
-        """Return True if a volatile database would get first rows whose keys are repeated in later rows.
-
-        Raises:
-            ModelFileError: no database has these later rows.
-        """
+        """Return True if a volatile database would get first rows whose keys are repeated in later rows."""
         model = self._model
         for database in self._targets.load:
             if database.persistent:
@@ -450,11 +448,7 @@ class TableLoad:
             _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
 
     def _merge_into(self, model: DeltaModel, database: Database, load: DatabaseLoad) -> None:
-        """Fill a database with the rows of a delta from its base here, or else from files; write its load record last.
-
-        Raises:
-            ModelFileError: the files changed meanwhile, cannot be read, or have a wrong checksum.
-        """
+        """Fill a database with the rows of a delta from its base here, or else from files; write its load record last."""
         self._check_at_rest(model)
         for base in (self._base_rows(model, database), None):
             if base:
@@ -534,15 +528,9 @@ class TableLoad:
     def _check_unchanged(
         self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
     ) -> None:
-        """Check that the loaded rows are of one state of the files, and of the state in `version.json`.
-
-        Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
-        Such files are read again, and the databases are emptied if the content differs.
-
-        Raises:
-            ModelFileChangedError: the files changed meanwhile.
-            ModelFileError: they are not those of `version.json`.
-        """
+        """Check that the loaded rows are of one state of the files, and of the state in `version.json`."""
+        # Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
+        # Such files are read again, and the databases are emptied if the content differs.
         try:
             if model.is_open_for_writing() or self._open_for_writing:
                 for (_, load), feed in zip(targets, feeds, strict=True):
@@ -561,11 +549,7 @@ class TableLoad:
             raise
 
     def _check_finite(self, databases: Sequence[Database] = ()) -> None:
-        """Refuse a table with too many rows that are not finite, and drop it.
-
-        Raises:
-            ModelFileError: it has.
-        """
+        """Refuse a table with too many rows that are not finite, and drop it."""
         found, allowed = self._nonfinite, self._targets.max_nonfinite_rows
         if not found.rows:
             return

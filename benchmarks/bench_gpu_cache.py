@@ -67,7 +67,7 @@ def _queries(
 
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
-            lookup.begin(Batch.of(0, batch, out))
+            lookup.start(Batch.of(0, batch, out))
             lookup.launch_query()
 
         return launch

@@ -234,7 +234,7 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
     figures = time_calls(whole, 100).as_us("call_")
 
     def launch(batch: Any) -> None:
-        lookup.begin(batch)
+        lookup.start(batch)
         lookup.launch_pool("pool")
 
     # what the device does of it; the streams of the tensors are those that work is captured on

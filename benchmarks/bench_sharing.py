@@ -106,7 +106,7 @@ def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: 
 
 
 def _query(lookup: Any, keys: Any, out: Any) -> None:
-    lookup.begin(Batch.of(0, keys, out))
+    lookup.start(Batch.of(0, keys, out))
     lookup.launch_query()
 
 

@@ -57,14 +57,13 @@ class HPS:
     A context manager; `close` frees caches and closes databases. Open servers are closed at interpreter exit.
     All its errors are `hps.HPSError`s.
 
-    It belongs to the process that created it: in a forked child every call raises `ForkedProcessError`, and `close` does
-    nothing.
-    Exception: if it uses only Redis (no other database, no embedding cache), the child opens its own connections.
+    In a forked child every call raises `ForkedProcessError`, and `close` does nothing. Exception: if it uses only Redis (no
+    other database, no embedding cache), the child opens its own connections.
 
     Attributes:
-        path: absolute path of the `ps.json` or repository that it was opened from; empty for any other configuration.
+        path: absolute path of the `ps.json` or repository that it was opened from; empty for other configurations.
         closed: whether it is closed, or belongs to the parent process.
-        cache_class: the kind of embedding cache that `device` chose.
+        cache_class: the class of embedding cache chosen by `device`.
 
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
@@ -88,12 +87,14 @@ class HPS:
         force: bool = False,
         deploy_models: bool = True,
     ) -> None:
-        given = [one for one in (config, ps_config, hps_json_config_file) if one is not None]
-        if len(given) != 1:
-            got = f"{len(given)} configurations" if given else "no configuration"
+        configurations = [
+            configuration for configuration in (config, ps_config, hps_json_config_file) if configuration is not None
+        ]
+        if len(configurations) != 1:
+            got = f"{len(configurations)} configurations" if configurations else "no configuration"
             expected = "expected one of config, ps_config and hps_json_config_file"
             raise InvalidInputError(f"opening a parameter server: got {got}, {expected}")
-        [config] = given
+        [config] = configurations
         self.config = load_configuration(config)
         self.path = os.path.abspath(config) if isinstance(config, str | os.PathLike) and os.path.exists(config) else ""
         self.metrics = Metrics()
@@ -128,15 +129,14 @@ class HPS:
             raise
 
     def _manage(self, targets: Callable[[], LoadTargets]) -> None:
-        """Build what changes and reports the versions, over the tiers that are open."""
+        """Create the objects that change versions and collect statistics, over the open tiers."""
         self._reconciler = Reconciler(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
         chosen_by, fleet = self._reconciler.chosen_by, self._reconciler.fleet
         self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet)
-        self._volatile_tier = self._look_after_volatile_tier(targets)
+        self._volatile_tier = self._start_volatile_tier(targets)
 
-    def _look_after_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
-        """Start what looks after a volatile database that processes share; the hash map of this process needs nobody."""
-        if self._chain.volatile is None or self._chain.volatile.in_process:
+    def _start_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
+        if self._chain.volatile is None or self._chain.volatile.in_process:  # only a shared one needs supervision
             return None
         open_volatile = partial(open_database, self.config.volatile_db)
         tier = VolatileTier(self._chain, self.live, targets, open_volatile, partial(reload_table, self.catalog, targets))
@@ -145,7 +145,7 @@ class HPS:
 
     @property
     def degraded(self) -> list[str]:
-        """What lookups do without, and what is done about it: a volatile database that is away, or tables that lost rows."""
+        """Degradations of lookups and their repair: an unavailable volatile database, or tables that lost rows."""
         return [] if self._volatile_tier is None else self._volatile_tier.degraded
 
     @property
@@ -179,15 +179,15 @@ class HPS:
 
     def in_service(self, model_name: str | None = None) -> list[Deployment]:
         """Return the deployed versions of a model, or of all models."""
-        return [one for one in self.live.all() if model_name in (None, one.config.model)]
+        return [deployment for deployment in self.live.all() if model_name in (None, deployment.config.model)]
 
     def hold(self, model_name: str, version: str, holder: object) -> None:
-        """Keep a deployed version available while an object lives, whatever is deployed after it.
+        """Keep a deployed version available while an object exists, also when other versions are deployed.
 
-        A version that nothing holds any more retires with the next deployment. An undeployment does not ask for holders.
+        A version without holders retires with the next deployment. An undeployment ignores holders.
 
         Args:
-            holder: any hashable object that weak references may refer to, such as a torch module; only its life counts.
+            holder: any hashable object that supports weak references, such as a torch module.
 
         Raises:
             UnknownModelError, UnknownVersionError: it is not deployed.
@@ -196,15 +196,15 @@ class HPS:
         self.live.retain(model_name, version, holder)
 
     def versions(self, model_name: str) -> list[VersionInfo]:
-        """Return the versions of a model that are in service, kept, or still in use by lookups.
+        """Return the versions of a model that are in service, kept for a roll-back, or still used by lookups.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
         """
-        found = [version_info(one, state) for one, state in self.live.versions(model_name)]
-        if not found:
+        versions = [version_info(deployment, state) for deployment, state in self.live.versions(model_name)]
+        if not versions:
             self.model(model_name)
-        return found
+        return versions
 
     @overload
     def lookup(
@@ -236,14 +236,14 @@ class HPS:
             WorkspaceTimeoutError: too many concurrent lookups.
             DatabaseError: keys are missing and the authoritative database did not answer.
         """
-        began = perf_counter_ns()
+        start_ns = perf_counter_ns()
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
         batch = Batch((index,), (flat.size,), (flat,), (vectors,), () if found is None else (found,))
-        self._answer(deployment, deployment.session(device_id), batch, began)
+        self._answer(deployment, deployment.session(device_id), batch, start_ns)
         return vectors if found is None else (vectors, found)
 
     @retry_after_takeover
@@ -272,11 +272,11 @@ class HPS:
         Raises:
             As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
         """
-        began = perf_counter_ns()
+        start_ns = perf_counter_ns()
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
         batch = _named(deployment, session, tables, out, return_found)
-        self._answer(deployment, session, batch, began, wait=wait)
+        self._answer(deployment, session, batch, start_ns, wait=wait)
         vectors = dict(zip(tables, batch.outs, strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, batch.founds, strict=True))
@@ -315,13 +315,13 @@ class HPS:
             DatabaseError: as `lookup`; with `wait=False`, the database failed in an earlier lookup, so unread keys got the
                 default vector.
         """
-        began = perf_counter_ns()
+        start_ns = perf_counter_ns()
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
         batch = table_batch(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        self._answer(deployment, session, batch, began, wait=wait)
+        self._answer(deployment, session, batch, start_ns, wait=wait)
         return batch.founds[0] if return_found else None
 
     @retry_after_takeover
@@ -338,7 +338,7 @@ class HPS:
     ) -> BoolArray | None:
         """Look up all tables of a model, with the keys concatenated in one tensor as for Triton's HPS backend.
 
-        The fastest way for many tables: only two tensors are imported, whatever the number of tables.
+        The fastest call for many tables: only two tensors are imported, for any number of tables.
 
         Args:
             keys: as for `lookup_fromdlpack`: the keys of table 0, then those of table 1, and so on.
@@ -353,13 +353,13 @@ class HPS:
         Raises:
             As `lookup_fromdlpack`; InvalidInputError also when the counts do not match the model or the keys.
         """
-        began = perf_counter_ns()
+        start_ns = perf_counter_ns()
         deployment = self.model(model_name)
         session = deployment.session(device_id, keys, out_tensor)
         batch, found = concatenated_batch(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
         )
-        self._answer(deployment, session, batch, began, wait=wait)
+        self._answer(deployment, session, batch, start_ns, wait=wait)
         return found
 
     @retry_after_takeover
@@ -389,12 +389,12 @@ class HPS:
         Raises:
             As `lookup_tables`; InvalidInputError also for offsets, weights, combiner or max_norm that `Bags` does not allow.
         """
-        began = perf_counter_ns()
+        start_ns = perf_counter_ns()
         deployment = self.model(model_name)
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        self._answer(deployment, session, batch, began, wait=wait)
+        self._answer(deployment, session, batch, start_ns, wait=wait)
         return dict(zip(tables, batch.outs, strict=True)) if out is None else out
 
     @retry_after_takeover
@@ -445,15 +445,15 @@ class HPS:
                     lookup.keys["user"][:] = batch.users
                     vectors = lookup.run()  # complete, as by `lookup_tables`
 
-        Buffers are NumPy arrays, or, if the model has a cache on a GPU, CuPy arrays there, zero at first. A loop of torch's
-        binds torch's tensors, or takes the buffers with `torch.from_dlpack`, as long as it stays on torch's default stream.
+        Buffers are zeroed NumPy arrays, or CuPy arrays if the model has a cache on a GPU. PyTorch code binds its own tensors,
+        or imports the buffers with `torch.from_dlpack` if it uses torch's default stream.
 
         Args:
             tables: by table name or id, a number of keys, for which a buffer is made; or a tensor of keys, as for
                 `lookup_fromdlpack` but int64, which is bound: it must not be resized or freed. On a GPU, torch's or CuPy's.
             device_id: device of the embedding cache to use.
             out: by table, tensors for the vectors as for `lookup_fromdlpack`, bound likewise; default: buffers.
-            return_found: make a mask of the keys that a tier has, too.
+            return_found: also make a mask of the keys that a tier has.
 
         Returns:
             The prepared lookup. One thread at a time may run it.
@@ -475,7 +475,7 @@ class HPS:
             device_id: device of the embedding cache; default: every device of the model.
 
         Returns:
-            Number of distinct keys that a tier has. The others stay absent.
+            Number of distinct keys that a tier has.
 
         Raises:
             As `lookup`; some keys may have been loaded.
@@ -490,9 +490,9 @@ class HPS:
         """Look the vectors of samples up, and run the model's network on them: `dense` of its configuration.
 
         Args:
-            inputs: by name of the inputs in `dense`. Of one with a table: int64 keys (samples, hotness), or (samples,) for one
-                key each, or `Bags` of keys and offsets; of a feature: values of its dtype and shape. Inputs that are
-                `per_request` may have one row for all samples. Arrays or nested sequences in host memory.
+            inputs: by name of the inputs in `dense`, arrays or nested sequences in host memory. For an input with a table:
+                int64 keys (samples, hotness), or (samples,) for one key each, or `Bags` of keys and offsets. For a feature:
+                values of its dtype and shape. `per_request` inputs may have one row for all samples.
             device_id: as for `lookup_tables`.
             version: default: the serving one.
 
@@ -503,14 +503,14 @@ class HPS:
             UnknownModelError: the model is not deployed, or has no network. UnknownVersionError: the version is not.
             InvalidInputError: inputs are missing, unknown, of another shape or dtype, or of sizes that the network refuses.
             TooManyKeysError: more samples or keys than the model allows.
-            NetworkError: the network failed, or an output is not a number.
+            NetworkError: the network failed, or an output is NaN.
             HPSError: as `lookup_tables`.
         """
         deployment = self.model(model_name, version)
         scores = network_of_model(deployment.scores, model_name)
         request = scores.read(arrays_of(scores.opened.features, inputs))
         device = deployment.device(device_id)
-        deployment.session(device)  # or there is none
+        deployment.session(device)  # raises for an unknown device
         return Scores(deployment.version, scores.score(request, device))
 
     def lookup_batch(self, deployment: Deployment, batch: Batch, device_id: int | None = None) -> int:
@@ -525,16 +525,16 @@ class HPS:
             The device that answered.
 
         Raises:
-            As `lookup_tables`; NotReadyError when the deployment was retired; another version may serve by now.
+            As `lookup_tables`; NotReadyError when the deployment was retired.
         """
-        began = perf_counter_ns()
+        start_ns = perf_counter_ns()
         refuse_repeated_tables(batch.tables, deployment.tables)
         device_id = deployment.device(device_id)
-        self._answer(deployment, deployment.session(device_id), batch, began)
+        self._answer(deployment, deployment.session(device_id), batch, start_ns)
         return device_id
 
-    def _answer(self, deployment: Deployment, session: Session, batch: Batch, began_ns: int, *, wait: bool = True) -> None:
-        session.run(batch, began_ns, wait=wait)
+    def _answer(self, deployment: Deployment, session: Session, batch: Batch, start_ns: int, *, wait: bool = True) -> None:
+        session.run(batch, start_ns, wait=wait)
         if self._recorder is not None:
             self._recorder.record(deployment.tables, batch)
 
@@ -570,6 +570,7 @@ class HPS:
         """
         recorder = KeyRecorder(path, rate=rate, max_bytes=max_bytes, hash_keys=hash_keys, outcomes=self.metrics.trace_keys)
         before, self._recorder = self._recorder, recorder
+        self.live.notify_watchers()
         if before is not None:
             before.close()
         return recorder
@@ -585,7 +586,7 @@ class HPS:
             version: version to modify, since each has its own rows; default: the serving version.
 
         Returns:
-            The modified version. By default, a version that was serving when all its tiers had the vectors.
+            The modified version; by default one that served when all its tiers had the vectors.
 
         Raises:
             UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
@@ -596,7 +597,9 @@ class HPS:
             DatabaseError: the authoritative database failed; each key then has its old or its new vector.
         """
         flat, rows = as_host_keys(keys), as_host_vectors(vectors)
-        return self._modify(model_name, version, lambda one: one.insert(one.table_index(table_id), flat, rows))
+        return self._modify(
+            model_name, version, lambda deployment: deployment.insert(deployment.table_index(table_id), flat, rows)
+        )
 
     def delete(self, keys: Any, model_name: str, table_id: int | str, *, version: str | None = None) -> str:
         """Remove keys from every tier, online; lookups then return the default vector for them.
@@ -611,19 +614,20 @@ class HPS:
             As `insert`. DatabaseError: the authoritative database failed; each key is then present or absent.
         """
         flat = as_host_keys(keys)
-        return self._modify(model_name, version, lambda one: one.delete(one.table_index(table_id), flat))
+        return self._modify(model_name, version, lambda deployment: deployment.delete(deployment.table_index(table_id), flat))
 
     @retry_after_takeover
     def _modify(self, model_name: str, version: str | None, modify: Callable[[Deployment], None]) -> str:
-        """Modify a version; retry if another version took over meanwhile."""
+        # A write that races with a deployment may reach only the version that is being replaced, so it is repeated until the
+        # version that serves afterwards has it, too.
         while True:
             deployment = self.model(model_name, version)
             modify(deployment)
             if version is None:
-                taken_over = self.live.serving.get(model_name) is not deployment
+                was_replaced = self.live.serving.get(model_name) is not deployment
             else:  # by one of the same version with tables of its own
-                taken_over = self.live.deployed(model_name, version) not in (deployment, None)
-            if not taken_over:
+                was_replaced = self.live.deployed(model_name, version) not in (deployment, None)
+            if not was_replaced:
                 return deployment.version
 
     @retry_after_takeover
@@ -666,8 +670,8 @@ class HPS:
             version: version to load; default: those the `version_policy` selects, the highest of which serves.
             force: load the files even if a database already holds them; online updates are lost.
             remember: keep this configuration as the known one; if False, a known model uses it for this deployment only.
-            pin: pin the model to `version`, as `rollback` does, or end its pin if no version is given; if False, its pin stays
-                and counts, as at a start.
+            pin: pin the model to `version`, as `rollback` does, or end its pin if no version is given; if False, an existing
+                pin is kept and respected.
 
         Returns:
             The serving version.
@@ -719,23 +723,22 @@ class HPS:
         return self.model(model_name)
 
     def pin(self, model_name: str) -> DesiredVersion | None:
-        """Return the version that a roll-back or a deployment pinned a model to, if any."""
+        """Return the pinned version of a model, if any."""
         return self.catalog.pins.known(model_name)
 
     def change_fleet(self, model_name: str, change: FleetChange, version: str | None = None) -> ServingDocument:
-        """Change what every replica serves of a model: write the `serving.json` beside its versions.
+        """Change the version that every replica serves: write the `serving.json` beside the model's versions.
 
-        Returns when it is written; replicas follow it within `repository_poll_s`, this one at the next `follow` or `poll`.
+        Returns when it is written; replicas follow within `repository_poll_s`, this one at the next `follow` or `poll`.
 
         Args:
-            change: `deploy`; `rollback`, to the previous version, which withdraws the one that was served; or `unpin`, for what
-                the `version_policy` chooses of the versions that are not withdrawn.
-            version: version to deploy; default: the one that the `version_policy` chooses now.
+            change: `deploy`; `rollback` to the previous version, which withdraws the serving one; or `unpin`, which deploys the
+                choice of the `version_policy` among versions that are not withdrawn.
+            version: version to deploy; default: the present choice of the `version_policy`.
 
         Raises:
             UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
-            ConflictError: somebody else changed it at the same time; there is no version to roll back to; or the model has no
-                directory of versions.
+            ConflictError: a concurrent change; no version to roll back to; or the model has no directory of versions.
             ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
         """
         self._require_open()
@@ -747,22 +750,18 @@ class HPS:
         return self._reconciler.fleet(model_name)
 
     def read_documents(self) -> None:
-        """Read the `serving.json` of every model in service or awaited. A load of a version that one supersedes ends."""
+        """Read the `serving.json` of every model in service or awaited, and stop loads of superseded versions."""
         self._reconciler.read_documents()
 
     def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
-        """Deploy what the documents say that `read_documents` has read, where another version serves.
-
-        Returns:
-            As `poll`.
-        """
+        """Deploy the versions of the documents that `read_documents` has read. Returns as `poll`."""
         return self._reconciler.reconcile(progress, documents_only=True)
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
-        Refuses new lookups at once, and waits for running ones. Lookups that still run after 10 s finish normally; their data
-        is freed, and the name becomes available again, after the last of them. The same holds for captured lookups until their
+        Refuses new lookups immediately, and waits for running ones. Lookups that still run after 10 s finish normally; their
+        data is freed, and the name becomes available, after the last of them. The same holds for captured lookups until their
         graphs are freed.
 
         Args:
@@ -793,8 +792,8 @@ class HPS:
         """Check the files of all models once, and deploy every change.
 
         Deploys new or reconfigured models, new versions that the `version_policy` selects, and replaced files. Undeploys models
-        that are gone from the catalog. A pinned model takes no newer version; one that was undeployed is left alone until its
-        files change. Files that cannot be loaded are retried after a growing pause, or when they change.
+        that are no longer in the catalog. A pinned model gets no newer version; an undeployed one is ignored until its files
+        change. Files that cannot be loaded are retried after a growing pause, or when they change.
 
         Returns:
             By model: None for a changed one, the error for one that could not be changed.
@@ -808,8 +807,8 @@ class HPS:
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
         """Reload the vectors of all resident keys, in place, on every device of a model; returns when done.
 
-        First fills its tables in the volatile database again, at full speed, where rows of these were lost and no other process
-        does so. Lookups continue. A model has one refresh at a time; calls made during it share the next one.
+        First refills its tables in the volatile database, at full speed, if rows were lost there and no other process does so.
+        Lookups continue. A model has one refresh at a time; calls made during it share the next one.
 
         Args:
             share: share of the time to spend on databases and devices, in (0, 1]; default: `refresh_device_share`.
@@ -828,7 +827,7 @@ class HPS:
         return deployment.refresh(share)
 
     def updates(self) -> list[UpdateStatus]:
-        """Return how far each table has followed the log of its updates, in every version in service or about to take over.
+        """Return the progress of each table in its log of updates, for versions in service or about to take over.
 
         Lookups that start after this call see all updates up to the reported position.
         """
@@ -854,7 +853,7 @@ class HPS:
             timeout_s: limit for caches and databases together.
 
         Returns:
-            A sentence for each that is broken, or that was not checked in time. Changes that run meanwhile may be reported.
+            A sentence for each violation, and for what was not checked in time. Concurrent changes may be reported.
         """
         self._require_open()
         return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
@@ -868,7 +867,7 @@ class HPS:
         self._close(None)
 
     def _close(self, timeout_s: float | None) -> None:
-        """As `close`, with a limit on the wait for a load on another thread, which then fails."""
+        """Close, with a limit on the wait for a load on another thread, which then fails."""
         self._reopenable = {}
         with self._closing:
             if self.closed:
@@ -891,13 +890,18 @@ class HPS:
         self._closing = threading.Lock()
         self.closed = True
         serving = self.live.serving
-        self._disowned = self.live.disown(), self._updates.disown()  # kept alive: freeing a cache would call its device
+        # The parent's objects are kept alive: freeing a cache would call CUDA, which does not work in a forked child.
+        self._disowned = self.live.disown(), self._updates.disown()
         shared = [database.shared for database in self._chain.databases]
-        if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in serving.values()):
+        if (
+            shared
+            and all(shared)
+            and not any(deployment.caches or deployment.chain is not self._chain for deployment in serving.values())
+        ):
             self._reopenable = serving
 
     def _require_open(self) -> None:
-        """Reopen in a forked child, where that is possible; raise if the server is closed."""
+        """Reopen in a forked child, if possible; raise if the server is closed."""
         self._reopen()
         if self.closed:
             raise refusal(self, "the parameter server")
@@ -908,7 +912,7 @@ class HPS:
             if not self._reopenable:
                 return
             self.metrics = Metrics()
-            self._updates = LiveUpdates(self.config, self.metrics)  # deployments of the child; the parent's remain its own
+            self._updates = LiveUpdates(self.config, self.metrics)
             chain, targets = open_databases(self.config, self.metrics)
             deployments = {}
             for name, deployment in self._reopenable.items():

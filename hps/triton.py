@@ -32,25 +32,19 @@ from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import Deployment
 
 _log = logging.getLogger(__name__)
-_OWN: Final = ("ps", "model", "output_memory")
+_OWN_PARAMETERS: Final = ("ps", "model", "output_memory")
 _MEMORY: Final = {"": None, "cpu": False, "gpu": True}
 _CODES: Final = {400: "INVALID_ARG", 404: "NOT_FOUND", 413: "INVALID_ARG", 503: "UNAVAILABLE"}  # of HTTP's status
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `config.pbtxt` and the `ps.json` that it names say of a model. *Immutable.*
-
-    Attributes:
-        entry: the model's entry, with the parameters of `config.pbtxt`.
-        bags: options of `hps.Bags` by table; empty: each key is answered with a vector.
-        on_gpu: whether vectors are answered in GPU memory; None: where the keys are.
-    """
+    """The settings of a model in `config.pbtxt` and the `ps.json` that it names. *Immutable.*"""
 
     configuration: Configuration
-    entry: ModelConfig
-    bags: Mapping[str, Mapping[str, Any]]
-    on_gpu: bool | None
+    entry: ModelConfig  # with the parameters of `config.pbtxt`
+    bags: Mapping[str, Mapping[str, Any]]  # options of `hps.Bags` by table; empty: a vector for each key
+    on_gpu: bool | None  # whether vectors are in GPU memory; None: on the device of the keys
 
 
 class TritonPythonModel:
@@ -66,10 +60,10 @@ class TritonPythonModel:
         Raises:
             HPSError: the configuration is wrong, or has no such model; Triton does not load the model.
         """
-        given = config.as_dict()
-        if not given["input"] and not given["output"]:
-            settings = _read_settings(given)
-            if not given["max_batch_size"]:
+        document = config.as_dict()
+        if not document["input"] and not document["output"]:
+            settings = _read_settings(document)
+            if not document["max_batch_size"]:
                 config.set_max_batch_size(settings.entry.max_batch_size)
             inputs, outputs = tensors_of(settings.entry, pooled=bool(settings.bags))
             for tensor in inputs:
@@ -110,8 +104,8 @@ class TritonPythonModel:
             new_thread("follow-files", self._follow).start()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests. One that cannot be answered gets a `TritonError`, the others their vectors."""
-        return [self._answered(request) for request in requests]
+        """Answer requests; a failed one with a `TritonError`, without effect on the others."""
+        return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
         """Close the parameter server."""
@@ -119,7 +113,7 @@ class TritonPythonModel:
         self._server.close()
 
     def _follow(self) -> None:
-        """Deploy what the model's `version_policy` selects, at every interval, until the model is unloaded."""
+        """Deploy the version that the `version_policy` selects, at every interval, until the model is unloaded."""
         while not self._stop.wait(self._settings.configuration.service.repository_poll_s):
             try:
                 self._server.catalog.scan()
@@ -128,25 +122,18 @@ class TritonPythonModel:
                 if not self._stop.is_set():
                     _log.error("checking the files of model %s: %s", self._name, error)
 
-    def _answered(self, request: Any) -> Any:
+    def _respond(self, request: Any) -> Any:
         try:
-            return triton.InferenceResponse(self._looked_up({input_.name(): input_.to_dlpack() for input_ in request.inputs()}))
+            return triton.InferenceResponse(self._lookup({input_.name(): input_.to_dlpack() for input_ in request.inputs()}))
         except Exception as error:  # noqa: BLE001 - the other requests of the batch are answered
             if not isinstance(error, HPSError):
                 _log.exception("a request of model %s failed", self._name)
             code = getattr(triton.TritonError, _CODES.get(status_of(error), "INTERNAL"))
             return triton.InferenceResponse(error=triton.TritonError(message_of(error), code))
 
-    def _looked_up(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """Look up a request.
-
-        Args:
-            inputs: DLPack capsules by name.
-
-        Returns:
-            Triton's output tensors.
-        """
-        views = {name: adopt(capsule, what=f"input {name!r}") for name, capsule in inputs.items()}
+    def _lookup(self, inputs: Mapping[str, Any]) -> list[Any]:
+        """Look up DLPack capsules by name; return Triton's output tensors."""
+        views = {name: adopt(capsule, label=f"input {name!r}") for name, capsule in inputs.items()}
         while True:
             deployment = self._server.model(self._name)
             outs = self._answer(deployment, inputs, views)
@@ -168,8 +155,8 @@ class TritonPythonModel:
             self._server.lookup_concatenated(inputs["KEYS"], counts, out, self._name, self._device)
             return {"OUTPUT0": out}
         if not inputs:
-            known = ", ".join(table.table_name for table in deployment.tables)
-            raise InvalidInputError(f"reading the inputs: got none, expected keys of tables: {known}")
+            names = ", ".join(table.table_name for table in deployment.tables)
+            raise InvalidInputError(f"reading the inputs: got none, expected keys of tables: {names}")
         tables = {name: deployment.tables[deployment.table_index(name)] for name in inputs}
         check_counts(((table, views[name].size) for name, table in tables.items()), self._max_keys)
         outs, pooled = {}, self._settings.bags
@@ -184,9 +171,9 @@ class TritonPythonModel:
         return outs
 
     def _new_output(self, deployment: Deployment, keys: TensorView, shape: tuple[int, ...]) -> DeviceArray:
-        """Return memory for vectors: where the keys are, or where `output_memory` says."""
-        wanted = self._settings.on_gpu
-        if not keys.on_host if wanted is None else wanted:
+        """Return memory for vectors: on the device of the keys, or as set by `output_memory`."""
+        on_gpu = self._settings.on_gpu
+        if not keys.on_host if on_gpu is None else on_gpu:
             session = deployment.session(self._device, keys.owner)
             if session.on_cuda and session.cache is not None:
                 return session.cache.new_array(shape, np.float32)
@@ -194,15 +181,7 @@ class TritonPythonModel:
 
 
 def _read_settings(config: Mapping[str, Any]) -> _Settings:
-    """Read the configuration of a model.
-
-    Args:
-        config: Triton's `ModelConfig`.
-
-    Raises:
-        ConfigError, InvalidInputError: a parameter, or what it names, is wrong.
-        UnknownModelError: the `ps.json` has no such model.
-    """
+    """Read the settings of a model from Triton's `ModelConfig`."""
     parameters = {key: value["string_value"] for key, value in config["parameters"].items() if not key.isupper()}
     if not parameters.get("ps"):
         raise ConfigError("config.pbtxt", ["parameters: got no 'ps', expected the path of a ps.json"])
@@ -212,39 +191,40 @@ def _read_settings(config: Mapping[str, Any]) -> _Settings:
     configuration = load_configuration(parameters["ps"])
     entry = ModelCatalog(configuration, ModelSources(configuration.model_source)).model(name)
     bags = _bag_options(parameters, entry)
-    more = {key: {"string_value": value} for key, value in parameters.items() if not (key in _OWN or _is_of_bags(key))}
-    if more:
-        entry = override_model(name, entry, entry_changes(name, {"parameters": more}))
+    overrides = {
+        key: {"string_value": value} for key, value in parameters.items() if not (key in _OWN_PARAMETERS or _is_bag_option(key))
+    }
+    if overrides:
+        entry = override_model(name, entry, entry_changes(name, {"parameters": overrides}))
     return _Settings(configuration, entry, bags, _MEMORY[memory])
 
 
-def _is_of_bags(key: str) -> bool:
+def _is_bag_option(key: str) -> bool:
     return key.rpartition(".")[2] in BAG_OPTIONS
 
 
 def _bag_options(parameters: Mapping[str, str], entry: ModelConfig) -> dict[str, dict[str, Any]]:
     """Return the options of `hps.Bags` by table; empty if no parameter is a combiner."""
     tables = entry.embedding_table_names
-    for key in filter(_is_of_bags, parameters):
+    for key in filter(_is_bag_option, parameters):
         if "." in key and key.rpartition(".")[0] not in tables:
             raise ConfigError("config.pbtxt", [f"parameters: got {key!r}, expected the name of a table of {list(tables)}"])
-    found: dict[str, dict[str, Any]] = {}
+    options_by_table: dict[str, dict[str, Any]] = {}
     for table in tables:
-        given = {option: parameters.get(f"{table}.{option}", parameters.get(option)) for option in BAG_OPTIONS}
+        values = {option: parameters.get(f"{table}.{option}", parameters.get(option)) for option in BAG_OPTIONS}
         try:
             kinds = {"combiner": str, "max_norm": float, "padding_key": int}
-            found[table] = {option: kinds[option](value) for option, value in given.items() if value is not None}
+            options_by_table[table] = {option: kinds[option](value) for option, value in values.items() if value is not None}
         except ValueError as error:
             raise ConfigError("config.pbtxt", [f"parameters: {error}, expected max_norm and padding_key as numbers"]) from error
-    if not any("combiner" in options for options in found.values()):
+    if not any("combiner" in options for options in options_by_table.values()):
         return {}
-    if lacking := [table for table, options in found.items() if "combiner" not in options]:
+    if lacking := [table for table, options in options_by_table.items() if "combiner" not in options]:
         raise ConfigError("config.pbtxt", [f"parameters: got no combiner for {lacking}, expected one for all tables, or none"])
-    return found
+    return options_by_table
 
 
 def _host_counts(view: TensorView) -> list[int]:
-    """Return the values of NUMKEYS."""
     if view.code != INT or not view.on_host or not view.contiguous:
         got = f"{view.dtype_name} on {view.device_name}"
         raise InvalidDtypeError(f"reading NUMKEYS: got {got}, expected integers in host memory")
@@ -253,12 +233,13 @@ def _host_counts(view: TensorView) -> list[int]:
 
 
 def _tensor(name: str, out: DeviceArray) -> Any:
-    """Make Triton's tensor of an output, without a copy."""
+    """Make Triton's tensor of an output without a copy."""
     if not isinstance(out, np.ndarray):
         return triton.Tensor.from_dlpack(name, out)
     if not out.size:
         return triton.Tensor(name, out)  # its strides by DLPack are 0, which Triton refuses
     capsule = out.__dlpack__()
     tensor = triton.Tensor.from_dlpack(name, capsule)
-    mark_consumed(capsule)  # Triton renames it in its own way, and NumPy would print an error when it is collected
+    # Triton renames a consumed capsule differently from DLPack's protocol, so NumPy would print an error when it is collected.
+    mark_consumed(capsule)
     return tensor

@@ -117,7 +117,7 @@ def all_formats(tag: str) -> list[str]:
     """Return the tags of a table in every row format, by one of them."""
     where, _, table = tag.rpartition(".")
     model = where.partition("~")[0]
-    return [f"{model}{'' if one == 'float32' else f'~{one}'}.{table}" for one in ROW_DTYPES]
+    return [f"{model}{'' if row_dtype == 'float32' else f'~{row_dtype}'}.{table}" for row_dtype in ROW_DTYPES]
 
 
 def stored_text(tag: str, width: int) -> str:

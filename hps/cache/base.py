@@ -57,35 +57,32 @@ STATIC_LOAD = 0.85
 """Load factor of static tables. Every row finds a place at any load; keys of fuller tables stand farther from home."""
 
 NEAR_SHARE = 1 / 32
-"""Share of the rows of each device that it keeps for the most used ones of its neighbours, where they share hot rows."""
+"""Share of its rows that a device keeps for copies of its neighbours' most used rows, with `device_sharing: hot`."""
 
 MOST_SHARERS = 15
 """Maximum number of devices that share rows."""
 
 MOST_SHARED_ROWS = (1 << 31) - 1
-"""Maximum number of rows of a table that devices share; kernels number them by 31 bits."""
+"""Maximum number of rows of a shared table: kernels number them by 31 bits."""
 
 
 _SET_ROWS = 14  # of a set on the CPU, and of a pair of buckets on a GPU
 
 
 def resident_rows(rows: int, capacity_rows: int) -> int:
-    """Return how many rows of a table a cache that is not static comes to hold, if all of them are asked for.
-
-    Keys fall to sets at random, so that the number of a set's keys has a Poisson distribution; what a set has no room for is
-    missing. With room for as many rows as the table has, 0.894 of them are resident; 3.9 of a million are missing only with
-    room for 3.7 times as many.
-    """
+    """Return the number of resident rows after lookups of all rows of a table, in a cache that is not static."""
+    # Keys fall into sets at random, so the number of keys of a set has a Poisson distribution, and those beyond its slots are
+    # missing. With a slot for every row 0.894 of the rows are resident; with 3.7 slots a row all but 3.9 of a million.
     sets = -(-capacity_rows // _SET_ROWS)
     if not rows or not sets:
         return 0
     mean = rows / sets
-    probability, fewer, held = math.exp(-mean), math.exp(-mean), 0.0  # of no key, of at most that many
+    probability, fewer, expected = math.exp(-mean), math.exp(-mean), 0.0  # of no key, of at most that many
     for count in range(1, _SET_ROWS + 1):
         probability *= mean / count
         fewer += probability
-        held += count * probability
-    return min(rows, round(sets * (held + _SET_ROWS * (1 - fewer))))
+        expected += count * probability
+    return min(rows, round(sets * (expected + _SET_ROWS * (1 - fewer))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class DeviceSharing:
 
     Attributes:
         device_ids: the devices; each row lies on one of them, and all read it there. Empty for a cache of one device.
-        near_rows: by table, rows that each device keeps beside, the most used ones of its neighbours; empty for none.
+        near_rows: by table, the number of its neighbours' most used rows that each device copies; empty for none.
     """
 
     device_ids: tuple[int, ...] = ()
@@ -172,7 +169,7 @@ class MissedKeys(ABC):
 
     @abstractmethod
     def stage(self, start: int, stop: int) -> None:
-        """Start to copy rows [start, stop) of the buffer to the device. They must not change again."""
+        """Start to copy rows [start, stop) of the buffer to the device. They must not change afterwards."""
 
     @abstractmethod
     def scatter(self, found: BoolArray) -> None:
@@ -188,7 +185,7 @@ class MissedKeys(ABC):
 
     @abstractmethod
     def insert(self, found: BoolArray) -> None:
-        """Insert the fetched vectors whose `found` is True; leave keys alone that have become resident meanwhile.
+        """Insert the fetched vectors whose `found` is True, except of keys that have become resident meanwhile.
 
         Absent keys never become resident. A key is refused if its set is full of keys in use.
         """
@@ -287,7 +284,7 @@ class StreamCapture(ABC):
 
     @abstractmethod
     def watch(self) -> Callable[[], bool]:
-        """Return a function that tells whether the graph and its executables are gone, so that no launch can follow."""
+        """Return a function that returns True once the graph and its executables are destroyed."""
 
 
 class LookupGraph(ABC):
@@ -328,7 +325,7 @@ class BatchDriver(ABC):
 
 
 class CachePlan(ABC):
-    """The memory needs of caches of one kind, as far as known without their device. *Immutable.*"""
+    """The memory needs of caches of one kind, computed without their device. *Immutable.*"""
 
     @classmethod
     @abstractmethod
@@ -339,7 +336,7 @@ class CachePlan(ABC):
         static: bool = False,
         sharing: DeviceSharing = ALONE,
     ) -> list[Need]:
-        """Return what `EmbeddingCache.create` would allocate for each table on a device; arguments as there."""
+        """Return the memory that `EmbeddingCache.create` would allocate for each table on a device, by the same arguments."""
 
     @classmethod
     def workspaces_for(cls, tables: Sequence[TableSpec], workspaces: int) -> list[Need]:
@@ -391,7 +388,7 @@ class EmbeddingCache(ABC):
 
     @classmethod
     def kernels(cls) -> Sequence[Callable[..., Any]]:
-        """Return the numba kernels of lookups and changes, to be compiled at once with those of the databases."""
+        """Return the numba kernels of lookups and changes, to be compiled together with those of the databases."""
         return ()
 
     @classmethod
@@ -557,7 +554,7 @@ class BatchAnswers(ABC):
 
     @classmethod
     @abstractmethod
-    def batches(cls, board: Board) -> BatchDriver:
+    def batches(cls, loop: Board) -> BatchDriver:
         """Return a driver that answers the requests of a loop."""
 
 

@@ -22,26 +22,26 @@ def _rotated(x: npt.NDArray[np.uint64], by: int) -> npt.NDArray[np.uint64]:
     return rotated
 
 
-def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, strangers: int, counted_rows: int) -> list[str]:
-    """Check what all caches promise of a table.
+def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, misplaced: int, counted_rows: int) -> list[str]:
+    """Check the invariants of a table that all caches have.
 
     Args:
         tag: of the table.
         keys: resident keys.
         owned_sets: sets whose version is odd, as while a writer changes them.
-        strangers: resident keys that stand in a set where no query looks for them.
+        misplaced: resident keys in a set that queries of them do not search.
         counted_rows: resident rows by the table's counters.
 
     Returns:
-        A sentence for each broken promise.
+        A sentence for each broken invariant.
     """
     findings = []
     if owned_sets:
         findings.append(f"cached table {tag}: {owned_sets} sets are owned by a writer, expected none at rest")
     if (repeated := keys.size - np.unique(keys).size) > 0:
         findings.append(f"cached table {tag}: {repeated} keys are resident twice, expected each once")
-    if strangers:
-        findings.append(f"cached table {tag}: {strangers} keys stand where no query looks for them")
+    if misplaced:
+        findings.append(f"cached table {tag}: {misplaced} keys are in a set that no query searches")
     if keys.size != counted_rows:
-        findings.append(f"cached table {tag}: {keys.size} rows are resident, but its counters say {counted_rows}")
+        findings.append(f"cached table {tag}: {keys.size} rows are resident, expected the {counted_rows} of its counters")
     return findings

@@ -1,6 +1,6 @@
-"""Reads answers as their bytes arrive, without I/O: both clients use it.
+"""Reads answers as their bytes arrive, without I/O, for both clients.
 
-The vectors of a lookup are received where they stay: in the caller's `out`, or in one new array per answer.
+The vectors of a lookup are received in place: in the caller's `out`, or in one new array per answer.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from hps.errors import (
     UnknownTableError,
     UnknownVersionError,
 )
-from hps.ground.http1 import AnswerHead, end_of_head
+from hps.ground.http1 import final_head
 from hps.types import BoolArray, FloatArray
 
 _FIRST_BYTES: Final = 2048
@@ -65,62 +65,45 @@ _UNKNOWN: Final = (("got table", UnknownTableError), ("got version", UnknownVers
 
 
 def error_of(status: int, message: str) -> HPSError:
-    """Make the error that a server's status and message stand for."""
-    kind = _ERRORS.get(status, RemoteError)
-    if kind is UnknownModelError:
-        kind = next((one for words, one in _UNKNOWN if words in message), kind)
-    return kind(f"{message} (status {status})")
+    """Make the error for a server's status and message."""
+    error_class = _ERRORS.get(status, RemoteError)
+    if error_class is UnknownModelError:
+        error_class = next((error_class for words, error_class in _UNKNOWN if words in message), error_class)
+    return error_class(f"{message} (status {status})")
 
 
 class Tensor(NamedTuple):
-    """An output in an answer: its bytes begin at `start` of the binary part; -1: they are in shared memory."""
+    """An output in an answer."""
 
     name: str
     dtype: "np.dtype[Any]"
     shape: tuple[int, ...]
-    start: int
-    size: int
+    start: int  # in the binary part; -1: in shared memory
+    size: int  # in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The JSON part of a correct answer. *Immutable.*
-
-    Attributes:
-        size: of the binary part in bytes.
-        parameters: of the answer.
-        version: of the model.
-        aligned: whether arrays may lie where their tensors do in the binary part.
-    """
+    """The JSON part of a correct answer. *Immutable.*"""
 
     tensors: tuple[Tensor, ...]
-    size: int
+    size: int  # of the binary part in bytes
     parameters: Mapping[str, Any]
-    version: str
-    aligned: bool
+    version: str  # of the model
+    aligned: bool  # whether arrays may be views of the binary part
 
 
 @dataclass(slots=True)
 class ExpectedAnswer:
-    """What answers to requests of one form must have. *Thread-safe*: what it remembers may be lost, and is read again.
+    """The outputs that answers to requests of one form must have. *Thread-safe*; cached layouts may be lost."""
 
-    Attributes:
-        vectors: by output, the shape of its keys or bags.
-        masks: likewise, for found-masks.
-        version: the requested version; None for any.
-        shared: outputs that are to be in shared memory.
-        datatypes: of outputs whose vectors are not FP32.
-        scores: whether they are scores: outputs of any names, with the same number of samples, in place of vectors.
-        first_bytes: length of head and JSON part of the last answer.
-    """
-
-    vectors: Mapping[str, tuple[int, ...]]
-    masks: Mapping[str, tuple[int, ...]]
-    version: str | None
-    shared: frozenset[str] = frozenset()
-    scores: bool = False
-    datatypes: Mapping[str, str] = field(default_factory=dict)
-    first_bytes: int = _FIRST_BYTES
+    vectors: Mapping[str, tuple[int, ...]]  # by output, the shape of its keys or bags
+    masks: Mapping[str, tuple[int, ...]]  # likewise, for found-masks
+    version: str | None  # the requested one; None for any
+    shared: frozenset[str] = frozenset()  # outputs in shared memory
+    scores: bool = False  # in place of vectors: outputs of any names, with the same number of samples
+    datatypes: Mapping[str, str] = field(default_factory=dict)  # of outputs other than FP32
+    first_bytes: int = _FIRST_BYTES  # length of head and JSON part of the last answer
     _layouts: dict[bytes, Layout] = field(default_factory=dict)
 
     def layout(self, text: bytes, body_bytes: int) -> Layout:
@@ -149,14 +132,14 @@ class ExpectedAnswer:
             for output in answer["outputs"]:
                 name, shape, parameters = output["name"], tuple(output["shape"]), output["parameters"]
                 datatype, is_bfloat16 = output["datatype"], False
-                if self.scores:  # how many, depends on what the network takes for a sample
+                if self.scores:  # the network defines what a sample is, so only the outputs' counts must agree
                     keys: tuple[int, ...] = (tensors[0].shape if tensors else shape)[:1]
-                    good = type(name) is str and all(type(one) is int and one >= 0 for one in shape)
-                    good = good and shape[:1] == keys != ()
+                    is_valid = type(name) is str and all(type(size_) is int and size_ >= 0 for size_ in shape)
+                    is_valid = is_valid and shape[:1] == keys != ()
                 elif name in self.vectors:
                     keys = self.vectors[name]
                     is_bfloat16 = datatype == "BF16"
-                    good = (
+                    is_valid = (
                         datatype == self.datatypes.get(name, "FP32")
                         and shape[:-1] == keys
                         and type(shape[-1]) is int
@@ -164,14 +147,14 @@ class ExpectedAnswer:
                     )
                 else:
                     keys = self.masks[name]
-                    good = datatype == "BOOL" and shape == keys
+                    is_valid = datatype == "BOOL" and shape == keys
                 dtype = _BFLOAT16 if is_bfloat16 else DTYPES[datatype]
                 size = prod(shape) * dtype.itemsize
                 shared = name in self.shared
-                told = parameters["shared_memory_byte_size" if shared else "binary_data_size"]
-                if not good or told != size:
+                reported_bytes = parameters["shared_memory_byte_size" if shared else "binary_data_size"]
+                if not is_valid or reported_bytes != size:
                     raise RemoteError(
-                        f"reading an answer: got {datatype!r:.20} {shape!r:.80} of {told!r:.20} bytes for "
+                        f"reading an answer: got {datatype!r:.20} {shape!r:.80} of {reported_bytes!r:.20} bytes for "
                         f"{name!r:.120}, expected one for each of {keys} keys"
                     )
                 tensors.append(Tensor(name, dtype, shape, -1 if shared else start, size))
@@ -187,18 +170,17 @@ class ExpectedAnswer:
 
 
 class Answer:
-    """One answer, from its first byte to its last. *One exchange.*
+    """Reads one answer. *One exchange.*
 
-    Give the bytes that arrive to `buffer()`, and tell `received` how many they were.
+    Receive bytes into `buffer()`, and pass their number to `received`.
 
     Args:
-        expected: of a lookup; None: the answer is JSON.
-        out: returns the array that takes the vectors of an output, from its name and shape; None: new arrays.
+        expected: for a lookup; None: the answer is JSON.
+        out: returns the array for the vectors of an output, from its name and shape; None: new arrays.
 
     Attributes:
-        begun: whether a byte has arrived.
-        status, head: of the answer.
-        keeps_alive: whether the connection may be used again.
+        started: whether a byte has arrived.
+        keeps_alive: whether the connection can be reused.
         text: body of an answer without vectors.
         layout: of an answer with vectors.
     """
@@ -216,7 +198,7 @@ class Answer:
         self._targets: list[memoryview] = []  # the last one is next
         self._placed = False
         self._arrays: dict[str, Any] = {}
-        self.begun = False
+        self.started = False
         self.status = 0
         self.head: dict[bytes, bytes] = {}
         self.keeps_alive = False
@@ -224,18 +206,18 @@ class Answer:
         self.layout: Layout | None = None
 
     def buffer(self) -> memoryview:
-        """Return where the next bytes go; never empty before the answer is complete."""
+        """Return memory for the next bytes; never empty before the answer is complete."""
         if self._placed:
             return self._targets[-1]
         return memoryview(self._first)[self._have :]
 
     def received(self, count: int) -> bool:
-        """Read on after the arrival of bytes. Returns whether the answer is complete.
+        """Process received bytes. Returns whether the answer is complete.
 
         Raises:
-            RemoteError: it is no answer to this request.
+            RemoteError: it does not answer this request.
         """
-        self.begun = True
+        self.started = True
         if self._placed:
             target = self._targets[-1]
             if count < len(target):
@@ -250,11 +232,11 @@ class Answer:
         if self._have < needed:
             self._grow(needed)
             return False
-        return self._place(needed)
+        return self._place_tensors(needed)
 
     @property
     def version(self) -> str:
-        """Version of the model that answered; empty if the answer does not say."""
+        """Version of the model that answered; empty if unknown."""
         return "" if self.layout is None else self.layout.version
 
     @property
@@ -273,38 +255,37 @@ class Answer:
         return {name: self._arrays[name] for name in self._expected.masks} if self._expected else {}
 
     def error(self) -> HPSError | None:
-        """Make the error that the complete answer stands for; None if it is a success."""
+        """Make the error of a complete answer; None if it is a success."""
         if self.status == 200 or (self._expected is None and 200 < self.status < 300):
             return None
         try:
             message = str(orjson.loads(self.text)["error"])
         except (ValueError, KeyError, TypeError):
-            message = f"asking a server: got {self.text[:200]!r}, which is no answer of hps serve"
+            message = f"calling a server: got {self.text[:200]!r}, which is no answer of hps serve"
         return error_of(self.status, message)
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds after which an overloaded server asks to try again; None if it does not ask."""
+        """Seconds after which an overloaded server allows a retry; None if it gave none."""
         value = self.head.get(b"retry-after", b"") if self.status in (429, 503) else b""
         return float(value) if value.isdigit() else None
 
     def _grow(self, size: int) -> None:
-        if size > len(self._first):  # another one: the caller may still have a view of it
+        if size > len(self._first):  # a new array, since the caller may still have a view of this one
             larger = bytearray(size)
             larger[: self._have] = memoryview(self._first)[: self._have]
             self._first = larger
 
     def _read_head(self) -> bool:
-        end = end_of_head(self._first, self._have)
-        if not end:
+        if (final := final_head(self._first, self._have)) is None:
             if self._have == len(self._first):
                 self._grow(2 * self._have)
             return False
-        found = AnswerHead(bytes(self._first[: end - 4]))
+        found = final.head
         if found.length < 0:
             raise RemoteError("reading an answer: got chunks, expected a Content-Length; is it hps?")
         self.head = head = found.headers
-        self.status, self._head_bytes, self._body_bytes = found.status, end, found.length
+        self.status, self._head_bytes, self._body_bytes = found.status, final.end, found.length
         self.keeps_alive = found.keeps_alive
         length = b"%d" % found.length
         text = head.get(b"inference-header-content-length", length)
@@ -315,30 +296,30 @@ class Answer:
         self._text_bytes = int(text)
         return True
 
-    def _place(self, needed: int) -> bool:
-        """Find where the tensors go, and move there what has arrived of them."""
+    def _place_tensors(self, needed: int) -> bool:
+        """Allocate the tensors, and copy the bytes of them that have arrived."""
         text = bytes(self._first[self._head_bytes : needed])
         surplus = memoryview(self._first)[needed : self._have]
-        left = self._body_bytes - self._text_bytes
-        self.keeps_alive = self.keeps_alive and len(surplus) <= left
+        body_bytes = self._body_bytes - self._text_bytes
+        self.keeps_alive = self.keeps_alive and len(surplus) <= body_bytes
         if self._expected is None or self.status != 200:
             self.text = text
             return True
         self._expected.first_bytes = needed
-        self.layout = layout = self._expected.layout(text, left)
+        self.layout = layout = self._expected.layout(text, body_bytes)
         targets = self._allocate(layout)
-        for place, target in enumerate(targets):
+        for index, target in enumerate(targets):
             count = min(len(surplus), len(target))
             target[:count] = surplus[:count]
             surplus = surplus[count:]
             if count < len(target):
-                self._targets = [target[count:], *targets[place + 1 :]][::-1]
+                self._targets = [target[count:], *targets[index + 1 :]][::-1]
                 self._placed = True
                 return False
         return True
 
     def _allocate(self, layout: Layout) -> list[memoryview]:
-        """Make the arrays of an answer; return the memory of those that arrive, in order."""
+        """Make the arrays of an answer; return the memory of those in its body, in order."""
         vectors = () if self._expected is None else self._expected.vectors
         if self._out is None and layout.aligned:
             body = np.empty(layout.size, np.uint8)

@@ -51,19 +51,19 @@ class AsyncClient(Calls):
         self._idle: list[_AsyncConnection] = []
         self._free = asyncio.Semaphore(connections)
 
-    async def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
+    async def _request(self, call: RemoteCall, timeout_s: float | None) -> Any:
         attempts = Attempts(call, self.timeout_s if timeout_s is None else timeout_s)
         try:
-            async with asyncio.timeout(attempts.left()), self._free:
+            async with asyncio.timeout(attempts.remaining_s()), self._free:
                 while True:
-                    connection = await self._take(attempts)
+                    connection = await self._connection(attempts)
                     try:
                         answer = await self._exchange(connection, call)
                     except RemoteConnectionError as error:
                         pause = attempts.pause_after_loss(error)
                     else:
                         refusal = answer.error()
-                        if refusal is None or call.takes_refusals:
+                        if refusal is None or call.takes_errors:
                             return call.result(answer)
                         pause = attempts.pause_after(answer, refusal)
                     await asyncio.sleep(pause)
@@ -72,23 +72,23 @@ class AsyncClient(Calls):
                 raise attempts.timeout() from None
             raise
 
-    async def _ask_in_parts(
-        self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall
+    async def _request_in_parts(
+        self, routed: Routed[RemoteCall], timeout_s: float | None, merge: Joined, complete: RemoteCall
     ) -> Any:
-        attempts = Attempts(whole, self.timeout_s if timeout_s is None else timeout_s)
-        asked = next(routed)
+        attempts = Attempts(complete, self.timeout_s if timeout_s is None else timeout_s)
+        parts_to_request = next(routed)
         while True:
-            timeout_s = attempts.left() / 2  # others have the rest
-            calls = [self._of_servers[place]._ask(call, timeout_s) for place, call in asked]
+            timeout_s = attempts.remaining_s() / 2  # others have the rest
+            calls = [self._of_servers[index]._request(call, timeout_s) for index, call in parts_to_request]
             outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, BaseException) and not isinstance(outcome, HPSError):
                     raise outcome
             try:
-                asked = routed.send(outcomes)
+                parts_to_request = routed.send(outcomes)
             except StopIteration as end:
                 parts: Parts | None = end.value
-                return await self._ask(whole, attempts.left()) if parts is None else joined(parts)
+                return await self._request(complete, attempts.remaining_s()) if parts is None else merge(parts)
 
     async def _exchange(self, connection: "_AsyncConnection", call: RemoteCall) -> Answer:
         answer = call.answer()
@@ -103,34 +103,34 @@ class AsyncClient(Calls):
             connection.close()
         return answer
 
-    async def _take(self, attempts: Attempts) -> "_AsyncConnection":
+    async def _connection(self, attempts: Attempts) -> "_AsyncConnection":
         self._check_open()
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
         loop, errors = asyncio.get_running_loop(), []
-        for place, one, timeout_s in self._to_try(attempts):
-            connection = _AsyncConnection(one)
-            made = partial(_same, connection)
+        for index, address, timeout_s in self._to_try(attempts):
+            connection = _AsyncConnection(address)
+            factory = partial(_same, connection)
             try:
                 async with asyncio.timeout(timeout_s):
-                    if one.path:
-                        await loop.create_unix_connection(made, one.path)
+                    if address.path:
+                        await loop.create_unix_connection(factory, address.path)
                     else:
-                        await loop.create_connection(made, one.host, one.port, ssl=one.tls)
+                        await loop.create_connection(factory, address.host, address.port, ssl=address.tls)
             except OSError as error:
-                errors.append(f"{one.text}: {error}")
+                errors.append(f"{address.text}: {error}")
             else:
-                self._current = place
+                self._current = index
                 return connection
         raise self._unreachable(attempts, errors)
 
     async def close(self) -> None:
-        """Close the connections; calls under way go on."""
+        """Close the connections; running calls finish."""
         self._closed = True
         self._remove_memories()
-        closing: list[Any] = [one.closed() for one in self._idle]
+        closing: list[Any] = [connection.closed() for connection in self._idle]
         closing += [server.close() for server in self._of_servers]
         self._idle.clear()
         await asyncio.gather(*closing)
@@ -145,14 +145,14 @@ class AsyncClient(Calls):
 
 
 class _AsyncConnection(asyncio.BufferedProtocol):
-    """An open connection with at most one request under way. *Used only by its event loop.*"""
+    """An open connection with at most one pending request. *Used only by its event loop.*"""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
-        self._nobodys = memoryview(bytearray(1))
+        self._discarded = memoryview(bytearray(1))
         self._lost = asyncio.Event()
 
     @property
@@ -190,11 +190,11 @@ class _AsyncConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def get_buffer(self, hint: int) -> memoryview:
-        return self._nobodys if self._answer is None else self._answer.buffer()
+        return self._discarded if self._answer is None else self._answer.buffer()
 
     def buffer_updated(self, count: int) -> None:
         answer, done = self._answer, self._done
-        if answer is None or done is None:  # bytes that nobody asked for
+        if answer is None or done is None:  # bytes without a request
             self.close()
             return
         try:
@@ -216,7 +216,7 @@ class _AsyncConnection(asyncio.BufferedProtocol):
             self._done.set_exception(self._loss(error or "it closed the connection"))
 
     def _loss(self, why: object) -> RemoteConnectionError:
-        return RemoteConnectionError(f"asking {self.address.text}: the connection was lost: {why}")
+        return RemoteConnectionError(f"calling {self.address.text}: the connection was lost: {why}")
 
 
 def _same(connection: _AsyncConnection) -> _AsyncConnection:

@@ -21,7 +21,7 @@ from hps.client.requests import (
     score_inputs,
 )
 from hps.client.retries import Attempts
-from hps.client.routing import PartAnswer, Parts, Routed, Router, joined
+from hps.client.routing import PartAnswer, Parts, Routed, Router, merge_parts
 from hps.client.shared_memory import SharedMemory
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
 from hps.tensors.array_checks import as_host_keys, as_output
@@ -32,14 +32,14 @@ Joined: TypeAlias = Callable[[Parts], Any]
 
 
 class Calls:
-    """What a client can ask a server. *Thread-safe.* `Client` returns the results, `AsyncClient` awaitables of them.
+    """The calls of a client. *Thread-safe.* `Client` returns the results, `AsyncClient` awaitables of them.
 
     Args:
         addresses: of servers with the same models.
-        route: "keys": ask each server for the keys that belong to it; "": ask one server for everything.
+        route: "keys": split the keys of a lookup over the servers; "": one server answers each call.
 
     Attributes:
-        timeout_s: of calls that name none.
+        timeout_s: default timeout of calls.
     """
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
@@ -56,7 +56,7 @@ class Calls:
         self._router = Router(names) if len(names) > 1 and route else None
         self.timeout_s = timeout_s
         self._addresses = addresses
-        self._current = 0  # place of the one that could be reached last
+        self._current = 0  # index of the server that was reached last
         self._closed = False
 
     @property
@@ -74,15 +74,15 @@ class Calls:
             raise NotReadyError("using a client: it is closed; connect again")
 
     def _to_try(self, attempts: Attempts) -> Iterator[tuple[int, Address, float]]:
-        """Yield servers to connect to, the current one first: place, address, and how long the attempt may take."""
+        """Yield the servers to connect to, the current one first: index, address, and time for the attempt."""
         first, count = self._current, len(self._addresses)
         for nth in range(count):
-            place = (first + nth) % count
-            yield place, self._addresses[place], attempts.left() / (count - nth)
+            index = (first + nth) % count
+            yield index, self._addresses[index], attempts.remaining_s() / (count - nth)
 
     @staticmethod
     def _unreachable(attempts: Attempts, errors: Sequence[str]) -> RemoteConnectionError:
-        attempts.left()
+        attempts.remaining_s()
         return RemoteConnectionError(f"connecting to {'; '.join(errors)}; is the server running there?")
 
     def __repr__(self) -> str:
@@ -92,19 +92,21 @@ class Calls:
         for memory in self._encoder.memories:
             memory.close()
 
-    def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
+    def _request(self, call: RemoteCall, timeout_s: float | None) -> Any:
         raise NotImplementedError
 
-    def _ask_in_parts(self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
-        """Ask several servers for parts of a lookup; one for everything if that fails.
+    def _request_in_parts(
+        self, routed: Routed[RemoteCall], timeout_s: float | None, merge: Joined, complete: RemoteCall
+    ) -> Any:
+        """Request parts of a lookup from several servers; if that fails, all keys from one.
 
         Args:
-            joined: makes the result of the call from its parts.
-            whole: the request for everything.
+            merge: makes the result of the call from its parts.
+            complete: the request for all keys.
         """
         raise NotImplementedError
 
-    def _look_up(
+    def _lookup(
         self,
         tables: Mapping[str, KeyArray],
         model_name: str,
@@ -115,31 +117,28 @@ class Calls:
         found: bool,
         timeout_s: float | None,
     ) -> Any:
-        """Look up the keys of tables.
-
-        Args:
-            result: makes the result of the call from vectors, found-masks and version.
-        """
+        # `result` makes the result of the call from vectors, found-masks and version.
         parameters = {} if device_id is None else {"DeviceID": device_id}
         datatypes = narrow_datatypes(tables, out)
 
-        def call(keys: Mapping[str, KeyArray], taken: Mapping[str, Any] | None, read: Callable[[Answer], Any]) -> RemoteCall:
-            inputs, rows = [Input(name, one) for name, one in keys.items()], {name: (one.size,) for name, one in keys.items()}
+        def call(keys: Mapping[str, KeyArray], output: Mapping[str, Any] | None, read: Callable[[Answer], Any]) -> RemoteCall:
+            inputs = [Input(name, array) for name, array in keys.items()]
+            rows = {name: (array.size,) for name, array in keys.items()}
             return self._encoder.lookup(
-                model_name, version, inputs, rows, taken, read, found=found, datatypes=datatypes, parameters=parameters
+                model_name, version, inputs, rows, output, read, found=found, datatypes=datatypes, parameters=parameters
             )
 
-        def part(keys: Mapping[str, KeyArray], is_whole: bool) -> RemoteCall:
-            made = call(keys, out if is_whole else None, _part_answer)
-            return made._replace(repeatable=False)  # the router repeats
+        def part(keys: Mapping[str, KeyArray], is_complete: bool) -> RemoteCall:
+            remote_call = call(keys, out if is_complete else None, _part_answer)
+            return remote_call._replace(repeatable=False)  # the router repeats
 
         def of_parts(parts: Parts) -> Any:
-            return result(*joined(tables, parts, lambda name, shape: _output(out, name, shape)), parts[0][1].version)
+            return result(*merge_parts(tables, parts, lambda name, shape: _output(out, name, shape)), parts[0][1].version)
 
-        whole = call(tables, out, lambda answer: result(answer.vectors, answer.found, answer.version))
+        complete = call(tables, out, lambda answer: result(answer.vectors, answer.found, answer.version))
         if self._router is None:
-            return self._ask(whole, timeout_s)
-        return self._ask_in_parts(self._router.route(tables, part), timeout_s, of_parts, whole)
+            return self._request(complete, timeout_s)
+        return self._request_in_parts(self._router.route(tables, part), timeout_s, of_parts, complete)
 
     def lookup(
         self,
@@ -166,12 +165,12 @@ class Calls:
         """
 
         def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray], _: str) -> Any:
-            taken = vectors[table] if out is None else out
-            return (taken, found[f"{table}.found"]) if return_found else taken
+            output = vectors[table] if out is None else out
+            return (output, found[f"{table}.found"]) if return_found else output
 
         outputs = None if out is None else {table: out}
         flat = {table: as_host_keys(keys)}
-        return self._look_up(flat, model_name, version, device_id, outputs, result, return_found, timeout_s)
+        return self._lookup(flat, model_name, version, device_id, outputs, result, return_found, timeout_s)
 
     def lookup_tables(
         self,
@@ -198,12 +197,12 @@ class Calls:
         _check_outputs(tables, out)
 
         def result(vectors: Mapping[str, FloatArray], found: Mapping[str, BoolArray], answered: str) -> Any:
-            taken = vectors if out is None else dict(out)
-            more = [{name: found[f"{name}.found"] for name in tables}] if return_found else []
-            return (taken, *more, answered) if return_version else (taken, *more) if more else taken
+            output = vectors if out is None else dict(out)
+            masks = [{name: found[f"{name}.found"] for name in tables}] if return_found else []
+            return (output, *masks, answered) if return_version else (output, *masks) if masks else output
 
         flat = {name: as_host_keys(keys) for name, keys in tables.items()}
-        return self._look_up(flat, model_name, version, device_id, out, result, return_found, timeout_s)
+        return self._lookup(flat, model_name, version, device_id, out, result, return_found, timeout_s)
 
     def lookup_pooled(
         self,
@@ -236,12 +235,12 @@ class Calls:
         _check_outputs(tables, out)
 
         def result(answer: Answer) -> Any:
-            taken = answer.vectors if out is None else dict(out)
-            return (taken, answer.version) if return_version else taken
+            output = answer.vectors if out is None else dict(out)
+            return (output, answer.version) if return_version else output
 
         datatypes = narrow_datatypes(tables, out)
         call = self._encoder.lookup(model_name, version, inputs, rows, out, result, datatypes=datatypes, parameters=parameters)
-        return self._ask(call, timeout_s)
+        return self._request(call, timeout_s)
 
     def score(
         self,
@@ -257,13 +256,13 @@ class Calls:
         Args:
             inputs: by name of the network's inputs, as for `HPS.score`. Python's integers are sent as int64 and its floats as
                 float32; a feature of another dtype wants an array of that dtype.
-            timeout_s: the server knows it, and does not begin to score after it.
+            timeout_s: sent to the server, which does not start to score after it.
 
         Returns:
             `Scores`: outputs of the network by name, (samples, ...), and the version that answered.
 
         Raises:
-            InvalidInputError: inputs are wrong, or the client routes keys: scores come from one server.
+            InvalidInputError: inputs are wrong, or the client routes keys, while scores come from one server.
             RemoteError: the network failed.
         """
         if self._router is not None:
@@ -272,12 +271,12 @@ class Calls:
         parameters = deadline(self.timeout_s if timeout_s is None else timeout_s)
         if device_id is not None:
             parameters["DeviceID"] = device_id
-        return self._ask(self._encoder.score(model_name, version, arrays, parameters), timeout_s)
+        return self._request(self._encoder.score(model_name, version, arrays, parameters), timeout_s)
 
     def report(
         self, tables: Mapping[str, Any], model_name: str, *, version: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """Look up several tables, and return where the keys were found and what took how long, by name of the figure."""
+        """Look up several tables, and return the hits of each tier and the times of the stages, by name of the figure."""
         inputs = [Input(name, as_host_keys(keys)) for name, keys in tables.items()]
         rows = {input_.name: (input_.array.size,) for input_ in inputs}
 
@@ -285,7 +284,7 @@ class Calls:
             return {} if answer.layout is None else dict(answer.layout.parameters)
 
         call = self._encoder.lookup(model_name, version, inputs, rows, None, result, parameters={"report": True})
-        return self._ask(call, timeout_s)
+        return self._request(call, timeout_s)
 
     def insert(
         self,
@@ -306,7 +305,7 @@ class Calls:
         Returns:
             The modified version. After `RemoteConnectionError` and `RemoteTimeoutError` each key has its old or its new vector.
         """
-        return self._ask(rows_call("POST", model_name, table, version, keys, vectors), timeout_s)
+        return self._request(rows_call("POST", model_name, table, version, keys, vectors), timeout_s)
 
     def delete(
         self, keys: Any, model_name: str, table: str, *, version: str | None = None, timeout_s: float | None = None
@@ -316,7 +315,7 @@ class Calls:
         Returns:
             The modified version, as for `insert`.
         """
-        return self._ask(rows_call("DELETE", model_name, table, version, keys), timeout_s)
+        return self._request(rows_call("DELETE", model_name, table, version, keys), timeout_s)
 
     def row(self, key: int, model_name: str, table: str, *, version: str | None = None, timeout_s: float | None = None) -> Any:
         """Return the stored row of a key: `vector`, `found`, `tier`, `written_at_us`, `version` and others. For debugging."""
@@ -324,17 +323,19 @@ class Calls:
         def result(row: dict[str, Any]) -> dict[str, Any]:
             return row | {"vector": np.array(row["vector"], np.float32)}
 
-        return self._ask(json_call("GET", rows_path(model_name, table, version, key), result), timeout_s)
+        return self._request(json_call("GET", rows_path(model_name, table, version, key), result), timeout_s)
 
     def models(self, *, timeout_s: float | None = None) -> Any:
         """Return the names of the deployed models, a tuple."""
-        return self._ask(json_call("GET", "/v2", lambda found: tuple(found["models"])), timeout_s)
+        return self._request(json_call("GET", "/v2", lambda answer: tuple(answer["models"])), timeout_s)
 
     def tables(self, model_name: str, *, version: str | None = None, timeout_s: float | None = None) -> Any:
         """Return the tables of a model: {name: dim}."""
         of_version = "" if version is None else f"/versions/{quote(version, safe='')}"
         path = f"/v2/models/{quote(model_name, safe='')}{of_version}"
-        return self._ask(json_call("GET", path, lambda found: {one["name"]: one["dim"] for one in found["tables"]}), timeout_s)
+        return self._request(
+            json_call("GET", path, lambda answer: {table["name"]: table["dim"] for table in answer["tables"]}), timeout_s
+        )
 
     def ready(self, *, timeout_s: float | None = None) -> Any:
         """Return whether lookups of every model are answered.
@@ -343,29 +344,29 @@ class Calls:
             RemoteConnectionError, RemoteTimeoutError: the server does not answer.
         """
         call = json_call(
-            "GET", "/v2/health/ready", lambda found: bool(found["ready"]), repeatable=False, refused=lambda answer: False
+            "GET", "/v2/health/ready", lambda answer: bool(answer["ready"]), repeatable=False, refused=lambda answer: False
         )
-        return self._ask(call, timeout_s)
+        return self._request(call, timeout_s)
 
     def ask(
         self, path: str, method: str = "GET", body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> Any:
-        """Ask any other route: send and receive a JSON object. Sent at most once.
+        """Call any other route: send and receive a JSON object. Sent at most once.
 
         Args:
             path: escaped, with the query.
         """
-        return self._ask(json_call(method, path, dict, body, repeatable=False), timeout_s)
+        return self._request(json_call(method, path, dict, body, repeatable=False), timeout_s)
 
     def shared_memory(self, size_bytes: int, *, timeout_s: float | None = None) -> Any:
-        """Share memory with a server on the same machine, for arrays that then do not pass through the socket.
+        """Share memory with a server on the same machine, so that arrays in it bypass the socket.
 
             memory = client.shared_memory(1 << 20)
             keys, vectors = memory.empty(1000, np.int64), memory.empty((1000, 32), np.float32)
             client.lookup(keys, "sample", "item", out=vectors)
 
         Returns:
-            A `SharedMemory`. Keys and outputs of lookups that lie in it are sent as references.
+            A `SharedMemory`. Keys and outputs of lookups in it are sent as references.
 
         Raises:
             UnauthorizedError: the server does not share memory (service.shared_memory_bytes), or not with this client.
@@ -386,14 +387,14 @@ class Calls:
 
         path = f"/v2/systemsharedmemory/region/{memory.name}/register"
         body = {"key": f"/{memory.name}", "offset": 0, "byte_size": size_bytes}
-        return self._ask(json_call("POST", path, result, body, repeatable=False, refused=refused), timeout_s)
+        return self._request(json_call("POST", path, result, body, repeatable=False, refused=refused), timeout_s)
 
     def release(self, memory: SharedMemory, *, timeout_s: float | None = None) -> Any:
-        """Share memory no more. Its arrays stay valid; lookups send them through the socket again."""
-        self._encoder.memories = [one for one in self._encoder.memories if one is not memory]
+        """Stop sharing memory. Its arrays stay valid; lookups send them through the socket again."""
+        self._encoder.memories = [region for region in self._encoder.memories if region is not memory]
         memory.close()
         path = f"/v2/systemsharedmemory/region/{memory.name}/unregister"
-        return self._ask(json_call("POST", path, lambda found: None), timeout_s)
+        return self._request(json_call("POST", path, lambda _: None), timeout_s)
 
 
 def _part_answer(answer: Answer) -> PartAnswer:
@@ -403,8 +404,8 @@ def _part_answer(answer: Answer) -> PartAnswer:
 def _output(out: Mapping[str, Any] | None, name: str, shape: tuple[int, ...]) -> FloatArray:
     if out is None:
         return np.empty(shape, np.float32)
-    taken: FloatArray = as_output(out[name], *shape, narrow=True)
-    return taken.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
+    vectors: FloatArray = as_output(out[name], *shape, narrow=True)
+    return vectors.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
 
 
 def _check_outputs(tables: Mapping[str, Any], out: Mapping[str, Any] | None) -> None:

@@ -16,7 +16,7 @@ from hps.client.answers import Answer
 from hps.client.calls import Calls, Joined
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.client.routing import Asked, Parts, Routed
+from hps.client.routing import PartRequests, Parts, Routed
 from hps.errors import HPSError, RemoteConnectionError
 
 _MOST_PARTS: Final = 1000  # of one sendmsg
@@ -40,17 +40,17 @@ def connect(
             vectors = client.lookup([17, 42], "sample", "item")  # (2, dim) float32
 
     Args:
-        address: `http://host:port`, `https://host:port` or `unix:///path`; or several of servers with the same models: a
-            client stays with one until it cannot connect to it.
+        address: `http://host:port`, `https://host:port` or `unix:///path`; or several, of servers with the same models: the
+            client uses one until it cannot connect to it.
         token: bearer token, or admin token for writes.
-        tls: context of `https://` addresses, instead of what follows.
+        tls: context of `https://` addresses, instead of `ca_file` and `certificate`.
         ca_file: PEM file of certificate authorities; default: the system's.
         certificate: PEM file with the certificate and key of this client.
         timeout_s: of each call, with all its attempts.
-        connections: maximum number of open connections, hence of calls under way; more calls wait. With a route, for each
+        connections: maximum number of open connections, and so of concurrent calls; more calls wait. With a route, for each
             server.
-        route: "keys": ask each server for the keys that belong to it, all at the same time, so that its cache holds these; for
-            `lookup` and `lookup_tables`. Default: ask one server for everything.
+        route: "keys": `lookup` and `lookup_tables` split their keys over the servers, so that each caches its own share.
+            Default: one server answers all keys.
 
     Raises:
         InvalidInputError: the address, the token, a number or a file is wrong.
@@ -59,44 +59,42 @@ def connect(
 
 
 class Client(Calls):
-    """A client of a remote server, made by `connect`. *Thread-safe.* A context manager; `close` closes its connections, as does
-    the end of the object.
+    """A client of a remote server, made by `connect`. *Thread-safe.* A context manager; `close`, or deleting it, closes the
+    connections.
 
     Tables are named as in `embedding_table_names`. `version` is the serving version by default, and `timeout_s` that of
     `connect`. All calls raise the errors of `HPS`, and `RemoteError`, `RemoteConnectionError`, `RemoteTimeoutError`,
-    `UnauthorizedError` and `NotReadyError` ([clients](client.md) says when).
-
-    A forked child may go on using it: it opens its own connections.
+    `UnauthorizedError` and `NotReadyError` ([clients](client.md)). A forked child can use it, with its own connections.
     """
 
     def __init__(self, addresses: Sequence[Address], token: str, timeout_s: float, connections: int, route: str = "") -> None:
         super().__init__(addresses, token, timeout_s, connections, route)
         self._most = connections
         self._of_servers = [Client([address], token, timeout_s, connections) for address in addresses] if route else []
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._process = os.getpid()
         self._idle: list[_ClientSocket] = []
         weakref.finalize(self, _close_all, self._idle)
         self._free = threading.Semaphore(self._most)
 
-    def _ask(self, call: RemoteCall, timeout_s: float | None) -> Any:
+    def _request(self, call: RemoteCall, timeout_s: float | None) -> Any:
         attempts = Attempts(call, self.timeout_s if timeout_s is None else timeout_s)
         self._follow_fork()
         free = self._free
-        if not free.acquire(timeout=attempts.left()):
+        if not free.acquire(timeout=attempts.remaining_s()):
             raise attempts.timeout()
         try:
             while True:
-                connection = self._take(attempts)
+                connection = self._connection(attempts)
                 try:
                     answer = self._exchange(connection, call, attempts)
                 except RemoteConnectionError as error:
                     pause = attempts.pause_after_loss(error)
                 else:
                     refusal = answer.error()
-                    if refusal is None or call.takes_refusals:
+                    if refusal is None or call.takes_errors:
                         return call.result(answer)
                     pause = attempts.pause_after(answer, refusal)
                 time.sleep(pause)
@@ -106,56 +104,59 @@ class Client(Calls):
     def _follow_fork(self) -> None:
         if self._process != os.getpid():
             _close_all(self._idle)
-            self._begin()
+            self._start()
 
-    def _ask_in_parts(self, routed: Routed[RemoteCall], timeout_s: float | None, joined: Joined, whole: RemoteCall) -> Any:
-        attempts = Attempts(whole, self.timeout_s if timeout_s is None else timeout_s)
-        asked = next(routed)
+    def _request_in_parts(
+        self, routed: Routed[RemoteCall], timeout_s: float | None, merge: Joined, complete: RemoteCall
+    ) -> Any:
+        attempts = Attempts(complete, self.timeout_s if timeout_s is None else timeout_s)
+        parts_to_request = next(routed)
         while True:
-            outcomes = self._ask_each(asked, attempts)
+            outcomes = self._request_each(parts_to_request, attempts)
             try:
-                asked = routed.send(outcomes)
+                parts_to_request = routed.send(outcomes)
             except StopIteration as end:
                 parts: Parts | None = end.value
-                return self._ask(whole, attempts.left()) if parts is None else joined(parts)
+                return self._request(complete, attempts.remaining_s()) if parts is None else merge(parts)
 
-    def _ask_each(self, asked: Asked[RemoteCall], attempts: Attempts) -> list[Any]:
-        """Ask servers once each, all of which work while the first answer is awaited; return results and errors.
+    def _request_each(self, calls: PartRequests[RemoteCall], attempts: Attempts) -> list[Any]:
+        """Send a request to each server, then receive the answers; return results and errors.
 
-        Each has half of the time that is left when its turn comes: one that is silent leaves time to read the other answers.
+        Each answer gets half of the remaining time, so that a silent server leaves time for the others.
         """
-        outcomes: list[Any] = [None] * len(asked)
+        outcomes: list[Any] = [None] * len(calls)
         sent: list[tuple[int, _Sent]] = []
         try:
-            # Calls that wait for connections in the same order do not block each other.
-            for nth, (place, call) in sorted(enumerate(asked), key=lambda one: one[1][0]):
+            # Connections are acquired in the order of servers: in different orders, concurrent lookups could each wait for a
+            # connection that the other has.
+            for nth, (index, call) in sorted(enumerate(calls), key=lambda part: part[1][0]):
                 try:
-                    sent.append((nth, self._of_servers[place]._send(call, Attempts(call, attempts.left() / 2))))
+                    sent.append((nth, self._of_servers[index]._send(call, Attempts(call, attempts.remaining_s() / 2))))
                 except HPSError as error:
                     outcomes[nth] = error
             while sent:
-                nth, begun = sent.pop()
+                nth, request = sent.pop()
                 try:
-                    outcomes[nth] = begun.result(attempts)
+                    outcomes[nth] = request.result(attempts)
                 except HPSError as error:
                     outcomes[nth] = error
         finally:
-            for _, begun in sent:
-                begun.give_up()
+            for _, request in sent:
+                request.abandon()
         return outcomes
 
     def _send(self, call: RemoteCall, attempts: Attempts) -> "_Sent":
         """Send a request once.
 
         Raises:
-            HPSError: it cannot be sent, or there is no time left.
+            HPSError: it cannot be sent in time.
         """
         self._follow_fork()
-        if not self._free.acquire(timeout=attempts.left()):
+        if not self._free.acquire(timeout=attempts.remaining_s()):
             raise attempts.timeout()
         connection = None
         try:
-            connection = self._take(attempts)
+            connection = self._connection(attempts)
             connection.send(self._encoder.parts(call, connection.address), attempts)
         except BaseException as error:
             self._free.release()
@@ -169,7 +170,7 @@ class Client(Calls):
 
         Raises:
             RemoteConnectionError: the connection was lost before the answer was complete.
-            RemoteTimeoutError: there is no time left.
+            RemoteTimeoutError: timeout.
         """
         answer = call.answer()
         try:
@@ -188,7 +189,7 @@ class Client(Calls):
         else:
             connection.close()
 
-    def _take(self, attempts: Attempts) -> "_ClientSocket":
+    def _connection(self, attempts: Attempts) -> "_ClientSocket":
         """Return an idle connection, or a new one.
 
         Raises:
@@ -198,24 +199,24 @@ class Client(Calls):
         while self._idle:
             try:
                 connection = self._idle.pop()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last one
                 break
             if connection.is_quiet():
                 return connection
             connection.close()
         errors = []
-        for place, address, timeout_s in self._to_try(attempts):
+        for index, address, timeout_s in self._to_try(attempts):
             try:
                 connection = _ClientSocket(address, timeout_s)
             except OSError as error:
                 errors.append(f"{address.text}: {error}")
             else:
-                self._current = place
+                self._current = index
                 return connection
         raise self._unreachable(attempts, errors)
 
     def close(self) -> None:
-        """Close the connections; calls under way go on."""
+        """Close the connections; running calls finish."""
         self._closed = True
         self._remove_memories()
         _close_all(self._idle)
@@ -235,26 +236,16 @@ def _close_all(connections: "list[_ClientSocket]") -> None:
 
 
 class _Sent:
-    """A request that was sent, and holds one of its client's connections until it is answered. *One call.*"""
+    """A sent request, with its connection. *One call.*"""
 
     def __init__(self, client: Client, connection: "_ClientSocket", call: RemoteCall) -> None:
         self._client, self._connection, self._call = client, connection, call
 
     def result(self, attempts: Attempts) -> Any:
-        """Receive the answer.
-
-        Args:
-            attempts: of the lookup; half of its time is for this answer.
-
-        Returns:
-            The result of the call.
-
-        Raises:
-            HPSError: the call failed.
-        """
+        """Receive the answer within half of the remaining time of a lookup; return the result of the call."""
         answer, connection = self._call.answer(), self._connection
         try:
-            self._client._receive(connection, answer, Attempts(self._call, attempts.left() / 2))
+            self._client._receive(connection, answer, Attempts(self._call, attempts.remaining_s() / 2))
         except BaseException as error:
             connection.fail(error, attempts)
             raise
@@ -264,14 +255,14 @@ class _Sent:
             raise refusal
         return self._call.result(answer)
 
-    def give_up(self) -> None:
-        """Close the connection instead."""
+    def abandon(self) -> None:
+        """Close the connection without reading the answer."""
         self._connection.close()
         self._client._free.release()
 
 
 class _ClientSocket:
-    """An open connection with at most one request under way. *One thread at a time.*"""
+    """An open connection with at most one pending request. *One thread at a time.*"""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
@@ -282,25 +273,17 @@ class _ClientSocket:
         self._readable.register(self._socket, select.POLLIN)
 
     def is_quiet(self) -> bool:
-        """Whether the server has neither closed the connection nor sent anything that nobody asked for."""
+        """Return whether the server has neither closed the connection nor sent unexpected bytes."""
         return not self._readable.poll(0)
 
     def send(self, parts: list[Any], attempts: Attempts) -> None:
-        """Send a request.
-
-        Raises:
-            OSError: there is no time left.
-        """
         self._limit(attempts)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may have refused the request already: reading shows
+        # A server that refuses a request may close the connection before it has read all of it. Its answer is then already
+        # there, and `receive` reads it, or raises.
+        with suppress(BrokenPipeError, ConnectionResetError):
             self._send(parts)
 
     def receive(self, answer: Answer, attempts: Attempts) -> None:
-        """Receive the answer.
-
-        Raises:
-            OSError: the connection was lost, or there is no time left.
-        """
         buffer, receive, received = answer.buffer, self._socket.recv_into, answer.received
         while True:
             self._limit(attempts)
@@ -321,7 +304,7 @@ class _ClientSocket:
             raise (attempts.timeout() if isinstance(error, TimeoutError) else self.lost(error)) from None
 
     def lost(self, why: object) -> RemoteConnectionError:
-        return RemoteConnectionError(f"asking {self.address.text}: the connection was lost: {why}")
+        return RemoteConnectionError(f"calling {self.address.text}: the connection was lost: {why}")
 
     def close(self) -> None:
         self._socket.close()
@@ -330,12 +313,12 @@ class _ClientSocket:
         if self._tls:
             self._socket.sendall(b"".join(parts))
             return
-        left = sum(map(len, parts)) - self._socket.sendmsg(parts[:_MOST_PARTS])
-        if left:
-            self._socket.sendall(memoryview(b"".join(parts))[-left:])
+        unsent = sum(map(len, parts)) - self._socket.sendmsg(parts[:_MOST_PARTS])
+        if unsent:
+            self._socket.sendall(memoryview(b"".join(parts))[-unsent:])
 
     def _limit(self, attempts: Attempts) -> None:
-        left = attempts.left()
-        if not left <= self._limit_s <= left + _TOLERANCE_S:
-            self._limit_s = left
-            self._socket.settimeout(left)
+        remaining_s = attempts.remaining_s()
+        if not remaining_s <= self._limit_s <= remaining_s + _TOLERANCE_S:
+            self._limit_s = remaining_s
+            self._socket.settimeout(remaining_s)

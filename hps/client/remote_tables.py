@@ -1,6 +1,6 @@
-"""Lookups of layers in a server over HTTP: a client, and what layers need besides: ids of tables, versions, the fallback.
+"""Lookups of PyTorch layers in a server over HTTP: a client with ids of tables, versions, and a fallback.
 
-What says where a layer looks up is one string, which saved programs contain: addresses, and behind a `#` the layer's options.
+The location of a server is a string, which saved programs contain: addresses, and after a `#` the layer's options.
 
     http://a:8000,http://b:8000#timeout_s=0.05&fallback=0.0
 """
@@ -27,11 +27,11 @@ from hps.types import FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
 _log.addFilter(OnceAMinute())
-_AWAY: Final = (RemoteConnectionError, RemoteTimeoutError, NotReadyError)
+_UNAVAILABLE: Final = (RemoteConnectionError, RemoteTimeoutError, NotReadyError)
 _SCHEMES: Final = ("http://", "https://", "unix://")
 _MOST_VERSIONS: Final = 64
 Turn: TypeAlias = Mapping[int | str, Any]
-"""What one request asks for: keys or bags by table, id or name."""
+"""The contents of one request: keys or bags by table, id or name."""
 
 
 class Options(NamedTuple):
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
     Attributes:
         timeout_s: of each call; None: that of the client.
-        fallback: each element of the answers while the server is away; None: such calls fail.
+        fallback: value of each output element while the server is unavailable; None: such calls fail.
     """
 
     timeout_s: float | None = None
@@ -58,44 +58,39 @@ class Options(NamedTuple):
         return self
 
     def changed(self, others: "Options") -> "Options":
-        """Return these options with those of the others that are given."""
+        """Return these options, overridden by those of `others` that are set."""
         return self._replace(**{name: value for name, value in others._asdict().items() if value is not None})
 
     def text(self) -> str:
-        """Write the options as the end of a place; empty if there are none."""
-        given = [f"{name}={float(value)!r}" for name, value in self._asdict().items() if value is not None]
-        return f"#{'&'.join(given)}" if given else ""
+        """Return the options as the end of a location; empty if there are none."""
+        options = [f"{name}={float(value)!r}" for name, value in self._asdict().items() if value is not None]
+        return f"#{'&'.join(options)}" if options else ""
 
 
-def split_options(place: str) -> tuple[str, Options]:
-    """Split the options off a place; a `#` in the path of a file begins none."""
-    before, _, text = place.rpartition("#")
-    given = dict(one.split("=", 1) for one in text.split("&") if "=" in one)
-    if not before or not given or not given.keys() <= {*Options._fields}:
-        return place, Options()
+def split_options(location: str) -> tuple[str, Options]:
+    """Split a location from its options; a `#` in a file's path is no separator."""
+    before, _, text = location.rpartition("#")
+    options = dict(option.split("=", 1) for option in text.split("&") if "=" in option)
+    if not before or not options or not options.keys() <= {*Options._fields}:
+        return location, Options()
     try:
-        return before, Options(**{name: float(value) for name, value in given.items()}).check()
+        return before, Options(**{name: float(value) for name, value in options.items()}).check()
     except ValueError as error:
         raise InvalidInputError(f"looking up through a layer: got options {text!r}, expected numbers") from error
 
 
-def is_address(place: str) -> bool:
-    """Tell whether a place is the address of a server, or several."""
-    return place.startswith(_SCHEMES)
+def is_address(location: str) -> bool:
+    """Return whether a location is one or more addresses of servers."""
+    return location.startswith(_SCHEMES)
 
 
 class RemoteTables:
-    """Answers layers from a server over HTTP. *Thread-safe*; a forked child may go on using it.
-
-    Attributes:
-        client: of the server.
-        options: of the layers.
-    """
+    """The tables of a server over HTTP, for layers. *Thread-safe*; a forked child can use it."""
 
     def __init__(self, client: Client, options: Options | None = None) -> None:
         self.client = client
         self.options = options or Options()
-        self._names: dict[tuple[str, str], tuple[str, ...]] = {}  # of tables, by model and version; "": perhaps the serving one
+        self._names: dict[tuple[str, str], tuple[str, ...]] = {}  # of tables, by model and version; "": the serving version
 
     @property
     def closed(self) -> bool:
@@ -115,33 +110,33 @@ class RemoteTables:
             version: empty: the serving one.
 
         Returns:
-            Their vectors; None: the server is away, and the layer has a fallback.
+            Their vectors; None: the server is unavailable, and the layer has a fallback.
 
         Raises:
             VersionMismatchError: the version is not in service.
             HPSError: as `Client.lookup`.
         """
-        found = self._ask(self.client.lookup_tables, [{table: keys}], model_name, version)
-        return None if found is None else found[0][0]
+        vectors = self._request(self.client.lookup_tables, [{table: keys}], model_name, version)
+        return None if vectors is None else vectors[0][0]
 
     def deployed(self, model_name: str, version: str, tables: Sequence[str]) -> tuple[str, dict[str, int]]:
-        """Return a version that is in service, and the widths of some of its tables.
+        """Return a version that is in service, and the widths of the tables.
 
         Args:
             version: empty: the serving one.
 
         Raises:
-            UnknownModelError, UnknownVersionError, UnknownTableError: it has none, or lacks one of the tables.
+            UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
             HPSError: as `Client.lookup_tables`.
         """
-        found, answered = self.client.lookup_tables(
+        vectors_by_table, answered = self.client.lookup_tables(
             dict.fromkeys(tables, ()),
             model_name,
             version=version or None,
             return_version=True,
             timeout_s=self.options.timeout_s,
         )
-        return answered, {name: vectors.shape[1] for name, vectors in found.items()}
+        return answered, {name: vectors.shape[1] for name, vectors in vectors_by_table.items()}
 
     def pooled(self, turns: Sequence[Mapping[int | str, Bags]], model_name: str, version: str) -> list[list[FloatArray]] | None:
         """Look up bags in several turns, all in one version.
@@ -156,24 +151,24 @@ class RemoteTables:
             InvalidInputError: a turn names a table twice. VersionMismatchError: as for `rows`.
             HPSError: as `Client.lookup_pooled`.
         """
-        return self._ask(self.client.lookup_pooled, turns, model_name, version)
+        return self._request(self.client.lookup_pooled, turns, model_name, version)
 
-    def _ask(
+    def _request(
         self, look_up: Callable[..., Any], turns: Sequence[Turn], model_name: str, version: str
     ) -> list[list[FloatArray]] | None:
         timeout_s = self.options.timeout_s or self.client.timeout_s
         due = time.monotonic() + timeout_s
 
-        def left() -> float:
-            if (left := due - time.monotonic()) <= 0:
+        def remaining_s() -> float:
+            if (remaining_s := due - time.monotonic()) <= 0:
                 raise RemoteTimeoutError(f"looking up through a layer: no complete answer within {timeout_s:g} s (timeout_s)")
-            return left
+            return remaining_s
 
         try:
             while True:
-                found = self._ask_once(look_up, turns, model_name, version, left)
-                if found is not None:
-                    return found
+                vectors = self._request_once(look_up, turns, model_name, version, remaining_s)
+                if vectors is not None:
+                    return vectors
         except UnknownVersionError as error:
             if not version:
                 raise
@@ -182,54 +177,61 @@ class RemoteTables:
                 f"the module, again for the version that serves, or deploy version {version} again; a layer made with "
                 "version='latest' follows the serving version"
             ) from error
-        except _AWAY as error:
-            self._names.clear()  # the next server may be another one
+        except _UNAVAILABLE as error:
+            self._names.clear()  # the next answer may come from another server
             if self.options.fallback is None or self.closed:
                 raise
             _log.warning("layers of model %s answer %g for every element: %s", model_name, self.options.fallback, error)
             return None
 
-    def _ask_once(
-        self, look_up: Callable[..., Any], turns: Sequence[Turn], model_name: str, version: str, left: Callable[[], float]
+    def _request_once(
+        self,
+        look_up: Callable[..., Any],
+        turns: Sequence[Turn],
+        model_name: str,
+        version: str,
+        remaining_s: Callable[[], float],
     ) -> list[list[FloatArray]] | None:
-        """Ask for all turns in one version; None if the server took over another one meanwhile."""
+        """Request all turns in one version; None if another version took over meanwhile."""
         by_id = any(isinstance(table, int) for turn in turns for table in turn)
-        names = self._names_of(model_name, version, left) if by_id else ()
-        own, found = version, []
+        names = self._names_of(model_name, version, remaining_s) if by_id else ()
+        answered_version, vectors_by_turn = version, []
         for turn in turns:
-            tables = {_name(table, names, model_name): given for table, given in turn.items()}
+            tables = {_name(table, names, model_name): keys for table, keys in turn.items()}
             if len(tables) < len(turn):
                 raise InvalidInputError(
                     f"looking up model {model_name!r} through a layer: got tables {', '.join(map(repr, turn))}, expected each "
                     "by id or by name"
                 )
             try:
-                vectors, answered = look_up(tables, model_name, version=own or None, return_version=True, timeout_s=left())
+                vectors, answered = look_up(
+                    tables, model_name, version=answered_version or None, return_version=True, timeout_s=remaining_s()
+                )
             except UnknownVersionError:
-                if own == version:
+                if answered_version == version:
                     raise
                 return None
             except UnknownTableError:
                 self._names.pop((model_name, version), None)
-                if not by_id or self._names_of(model_name, version, left) == names:
+                if not by_id or self._names_of(model_name, version, remaining_s) == names:
                     raise
                 return None
-            if by_id and (right := self._names_of(model_name, answered, left)) != names:
+            if by_id and (right := self._names_of(model_name, answered, remaining_s)) != names:
                 self._names[model_name, ""] = right
                 return None
-            own = answered
-            found.append([vectors[name] for name in tables])
-        return found
+            answered_version = answered
+            vectors_by_turn.append([vectors[name] for name in tables])
+        return vectors_by_turn
 
-    def _names_of(self, model_name: str, version: str, left: Callable[[], float]) -> tuple[str, ...]:
+    def _names_of(self, model_name: str, version: str, remaining_s: Callable[[], float]) -> tuple[str, ...]:
         """Return the tables of a version in the order of their ids."""
-        found = self._names.get((model_name, version))
-        if found is None:
+        names = self._names.get((model_name, version))
+        if names is None:
             if len(self._names) >= _MOST_VERSIONS:
                 self._names.clear()
-            found = tuple(self.client.tables(model_name, version=version or None, timeout_s=left()))
-            self._names[model_name, version] = found
-        return found
+            names = tuple(self.client.tables(model_name, version=version or None, timeout_s=remaining_s()))
+            self._names[model_name, version] = names
+        return names
 
 
 def _name(table: int | str, names: Sequence[str], model_name: str) -> str:

@@ -34,7 +34,7 @@ class RemoteCall(NamedTuple):
         answer: makes a reader of the answer.
         result: makes the result of the call from a complete answer.
         repeatable: whether it may be sent again after it may have been executed.
-        takes_refusals: whether `result` takes answers with any status.
+        takes_errors: whether `result` takes answers with any status.
     """
 
     start: bytes
@@ -43,7 +43,7 @@ class RemoteCall(NamedTuple):
     answer: Callable[[], Answer]
     result: Callable[[Answer], Any]
     repeatable: bool = True
-    takes_refusals: bool = False
+    takes_errors: bool = False
 
 
 class Input(NamedTuple):
@@ -112,21 +112,21 @@ class Encoder:
             parameters: of the request.
         """
         arrays = [input_.array for input_ in inputs]
-        places: list[Reference | None] = []
+        references: list[Reference | None] = []
         targets: dict[str, Reference | None] = {}
         if memories := self.memories:
-            places = [_place(array, memories) for array in arrays]
-            targets = {} if out is None else {name: _place(out[name], memories) for name in rows}
-            arrays = [array for array, place in zip(arrays, places, strict=True) if place is None]
+            references = [_reference(array, memories) for array in arrays]
+            targets = {} if out is None else {name: _reference(out[name], memories) for name in rows}
+            arrays = [array for array, reference in zip(arrays, references, strict=True) if reference is None]
         shapes = tuple((input_.name, input_.array.shape, input_.array.dtype.str) for input_ in inputs)
         options = tuple(datatypes.items()), tuple(parameters.items())
-        key = (model, version, shapes, tuple(rows.items()), found, *options, *places, *targets.items())
+        key = (model, version, shapes, tuple(rows.items()), found, *options, *references, *targets.items())
         form = self._forms.get(key)
         if form is None:
-            form = self._keep(key, self._form(model, version, inputs, rows, found, datatypes, parameters, places, targets))
-        taken = None if out is None else lambda name, shape: _output(out[name], shape)
+            form = self._cache(key, self._form(model, version, inputs, rows, found, datatypes, parameters, references, targets))
+        out_of = None if out is None else lambda name, shape: _output(out[name], shape)
         expected = form.expected
-        return RemoteCall(form.start, form.rest, arrays, lambda: Answer(expected, taken), result)
+        return RemoteCall(form.start, form.rest, arrays, lambda: Answer(expected, out_of), result)
 
     def _form(
         self,
@@ -137,24 +137,24 @@ class Encoder:
         found: bool,
         datatypes: Mapping[str, str],
         parameters: Mapping[str, Any],
-        places: Sequence[Reference | None],
+        references: Sequence[Reference | None],
         targets: Mapping[str, Reference | None],
     ) -> _Form:
         tensors, size = [], 0
-        for nth, one in enumerate(inputs):
-            place = places[nth] if places else None
-            tensors.append(_tensor(one, place))
-            size += 0 if place else one.array.nbytes
+        for index, input_ in enumerate(inputs):
+            reference = references[index] if references else None
+            tensors.append(_tensor(input_, reference))
+            size += 0 if reference else input_.array.nbytes
         masks = {f"{name}.found": shape for name, shape in rows.items()} if found else {}
         options = {**parameters, "binary_data_output": True, "vectors": True}  # of a model with a network, too
         document: dict[str, Any] = {"inputs": tensors, "parameters": options}
-        shared = frozenset(name for name, place in targets.items() if place is not None)
+        shared = frozenset(name for name, reference in targets.items() if reference is not None)
         if shared or datatypes:
             document["outputs"] = outputs = []
             for name in [*rows, *masks]:
-                where = place.parameters if (place := targets.get(name)) else {"binary_data": True}
+                parameters_of = reference.parameters if (reference := targets.get(name)) else {"binary_data": True}
                 kind = {"datatype": datatypes[name]} if name in datatypes else {}
-                outputs.append({"name": name, "parameters": {**where, **kind}})
+                outputs.append({"name": name, "parameters": {**parameters_of, **kind}})
         elif found:
             options["found"] = True
         return _Form(
@@ -180,7 +180,7 @@ class Encoder:
             options = {**parameters, "binary_data_output": True}
             document = {"inputs": [_tensor(input_) for input_ in inputs], "parameters": options}
             start, rest = _infer(model, version, document, sum(array.nbytes for array in arrays))
-            form = self._keep(key, _Form(start, rest, ExpectedAnswer({}, {}, version, scores=True)))
+            form = self._cache(key, _Form(start, rest, ExpectedAnswer({}, {}, version, scores=True)))
         expected = form.expected
         return RemoteCall(
             form.start,
@@ -190,7 +190,7 @@ class Encoder:
             lambda answer: Scores(answer.version, answer.outputs),
         )
 
-    def _keep(self, key: Any, form: _Form) -> _Form:
+    def _cache(self, key: Any, form: _Form) -> _Form:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
         self._forms[key] = form
@@ -205,13 +205,13 @@ def _infer(model: str, version: str | None, document: Mapping[str, Any], size: i
     return start, b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), len(text) + size, text)
 
 
-def _tensor(one: Input, place: Reference | None = None) -> dict[str, Any]:
+def _tensor(input_: Input, reference: Reference | None = None) -> dict[str, Any]:
     """Describe an input whose values are in the binary part, or in shared memory."""
     return {
-        "name": one.name,
-        "datatype": _DATATYPES[one.array.dtype.str],
-        "shape": one.array.shape,
-        "parameters": place.parameters if place else {"binary_data_size": one.array.nbytes},
+        "name": input_.name,
+        "datatype": _DATATYPES[input_.array.dtype.str],
+        "shape": input_.array.shape,
+        "parameters": reference.parameters if reference else {"binary_data_size": input_.array.nbytes},
     }
 
 
@@ -279,9 +279,9 @@ def bag_inputs(name: str, bags: Bags) -> tuple[list[Input], int, dict[str, Any]]
     Raises:
         InvalidInputError, InvalidDtypeError: they are not as `hps.Bags` requires.
     """
-    given = as_host_array(bags.keys, "keys", "integers, or as many of them for every bag")
-    flat = as_host_keys(given.reshape(-1))
-    pooling = pooling_of(name, bags, flat.size, given.shape, on_cuda=False)
+    array = as_host_array(bags.keys, "keys", "integers, or as many of them for every bag")
+    flat = as_host_keys(array.reshape(-1))
+    pooling = pooling_of(name, bags, flat.size, array.shape, on_cuda=False)
     parameters: dict[str, Any] = {f"{name}.combiner": pooling.combiner.name.lower()}
     if pooling.max_norm:
         parameters[f"{name}.max_norm"] = pooling.max_norm
@@ -303,14 +303,14 @@ def score_inputs(inputs: Mapping[str, Any]) -> list[Input]:
     Raises:
         InvalidInputError, InvalidDtypeError: an input is no array in host memory, or of a dtype that no request has.
     """
-    found: list[Input] = []
-    for name, given in inputs.items():
-        for its_name, array in input_arrays(name, given).items():
+    tensors: list[Input] = []
+    for name, value in inputs.items():
+        for tensor_name, array in input_arrays(name, value).items():
             if array.dtype.str not in _DATATYPES:
                 names = ", ".join(map(str, DTYPES.values()))
-                raise InvalidDtypeError(f"scoring: got input {its_name!r} of {array.dtype}, expected one of {names}")
-            found.append(Input(its_name, array))
-    return found
+                raise InvalidDtypeError(f"scoring: got input {tensor_name!r} of {array.dtype}, expected one of {names}")
+            tensors.append(Input(tensor_name, array))
+    return tensors
 
 
 def deadline(timeout_s: float) -> dict[str, int]:
@@ -318,8 +318,8 @@ def deadline(timeout_s: float) -> dict[str, int]:
     return {"timeout": max(1, min(int(1e6 * timeout_s), _MOST_DEADLINE_US))}
 
 
-def _place(array: Any, memories: Sequence[SharedMemory]) -> Reference | None:
-    return next((place for memory in memories if (place := memory.place(array)) is not None), None)
+def _reference(array: Any, memories: Sequence[SharedMemory]) -> Reference | None:
+    return next((reference for memory in memories if (reference := memory.place(array)) is not None), None)
 
 
 def narrow_datatypes(tables: Iterable[str], out: Mapping[str, Any] | None) -> dict[str, str]:
@@ -334,5 +334,5 @@ def narrow_datatypes(tables: Iterable[str], out: Mapping[str, Any] | None) -> di
 
 def _output(out: Any, shape: tuple[int, ...]) -> FloatArray:
     rows, dim = shape
-    taken: FloatArray = as_output(out, rows, dim, narrow=True)
-    return taken
+    vectors: FloatArray = as_output(out, rows, dim, narrow=True)
+    return vectors

@@ -30,19 +30,19 @@ class Attempts:
         self._deadline = time.monotonic() + timeout_s
         self._lost = 0
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Return the seconds that are left.
 
         Raises:
             RemoteTimeoutError: none are.
         """
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
             raise self.timeout()
-        return left
+        return remaining_s
 
     def timeout(self) -> RemoteTimeoutError:
-        return RemoteTimeoutError(f"asking a server: no complete answer within {self._timeout_s:g} s (timeout_s)")
+        return RemoteTimeoutError(f"calling a server: no complete answer within {self._timeout_s:g} s (timeout_s)")
 
     def pause_after_loss(self, error: RemoteConnectionError) -> float:
         """Return the pause before the next attempt, after a connection was lost.
@@ -53,7 +53,7 @@ class Attempts:
         self._lost += 1
         if not self._repeatable or self._lost >= _MOST_LOST:
             raise error
-        return min(self.left(), random.uniform(0.0, _FIRST_PAUSE_S * 2**self._lost))
+        return min(self.remaining_s(), random.uniform(0.0, _FIRST_PAUSE_S * 2**self._lost))
 
     def pause_after(self, answer: Answer, error: HPSError) -> float:
         """Return the pause before the next attempt, after the server refused this one.
@@ -61,10 +61,10 @@ class Attempts:
         Raises:
             HPSError: there is no other attempt.
         """
-        asked = answer.retry_after_s
-        if asked is None or not self._repeatable:
+        requested_s = answer.retry_after_s
+        if requested_s is None or not self._repeatable:
             raise error
-        pause = max(asked, _LEAST_PAUSE_S) * random.uniform(1.0, 1.0 + _JITTER)
+        pause = max(requested_s, _LEAST_PAUSE_S) * random.uniform(1.0, 1.0 + _JITTER)
         if pause >= self._deadline - time.monotonic():
             raise error
         return pause

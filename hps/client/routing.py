@@ -1,7 +1,8 @@
-"""Routes the keys of a lookup over servers, each of which so caches its own share of them, without I/O: both clients use it.
+"""Routes the keys of a lookup over servers, so that each caches its own share. Without I/O, for both clients.
 
-Every server has all rows: any of them may answer any key, and only the caches' hit rates say which should. So keys of a server
-that fails go to others, and keys that came in another version than the rest are asked again where that version is.
+Every server has all rows, so any of them may answer any key; routing only raises the caches' hit rates. The keys of a server
+that fails go to others, and keys whose answers have another version than the rest are requested again from a server with the
+version of most keys.
 """
 
 import random
@@ -23,15 +24,15 @@ _GOLDEN, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
 _MIXES = tuple((np.uint64(a), np.uint64(b)) for a, b in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 _SILENT: Final = (RemoteConnectionError, RemoteTimeoutError)
 _ELSEWHERE: Final = (*_SILENT, NotReadyError, UnknownVersionError)
-"""Errors of one server, after which another may answer. One that is not ready does not rest: others would get its load."""
+"""Errors after which another server may answer."""
 
 
-def places_of(
+def server_indices(
     keys: KeyArray,  # (n,)
     names: Sequence[str],
-    left_out: Collection[int] = (),
+    excluded: Collection[int] = (),
 ) -> IndexArray:  # (n,)
-    """Return for each key the server that it belongs to, as a place in `names`.
+    """Return the server of each key, as an index of `names`.
 
     Rendezvous hashing (Thaler and Ravishankar, *Using Name-Based Mappings to Increase Hit Rates*, IEEE/ACM Transactions on
     Networking 6(1), 1998): a key belongs to the server with the highest hash of both, here splitmix64's output function
@@ -39,15 +40,15 @@ def places_of(
     equal share of the keys of each other one, and moves no other key; one that is left out gives its keys to all others.
 
     Args:
-        left_out: places that get no key; not all of them.
+        excluded: servers that get no key; not all of them.
     """
-    low = np.uint64((1 << len(names).bit_length()) - 1)  # these bits of a hash are the place instead
+    low = np.uint64((1 << len(names).bit_length()) - 1)  # these bits of a hash hold the index instead
     best = np.zeros(keys.shape, np.uint64)
     with np.errstate(over="ignore"):
         mixed = keys.view(np.uint64) * _GOLDEN
         hashes, shifted = np.empty_like(mixed), np.empty_like(mixed)
-        for place, name in enumerate(names):
-            if place in left_out:
+        for index, name in enumerate(names):
+            if index in excluded:
                 continue
             np.bitwise_xor(mixed, _seed(name), out=hashes)
             for shift, factor in _MIXES:
@@ -57,7 +58,7 @@ def places_of(
             np.right_shift(hashes, _LAST_SHIFT, out=shifted)
             hashes ^= shifted
             hashes |= low
-            hashes ^= low ^ np.uint64(place)
+            hashes ^= low ^ np.uint64(index)
             np.maximum(best, hashes, out=best)
     best &= low
     return best.astype(np.intp)
@@ -69,7 +70,7 @@ def _seed(name: str) -> np.uint64:
 
 
 class PartAnswer(NamedTuple):
-    """An answer to a part of a lookup, by table."""
+    """The answer to a part of a lookup, by table."""
 
     version: str
     vectors: Mapping[str, FloatArray]
@@ -77,111 +78,111 @@ class PartAnswer(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Keys of one lookup for one server.
+    """The keys of a lookup for one server.
 
     Attributes:
-        flat: their rows among the keys of all tables, in order; None: all keys.
+        flat: their positions among the keys of all tables, in order; None: all keys.
         rows: the same by table, among its keys.
     """
 
-    place: int
+    server: int
     flat: IndexArray | None
     rows: Mapping[str, IndexArray] | None
 
 
 Call = TypeVar("Call")
-Asked: TypeAlias = list[tuple[int, Call]]
-"""Calls to make at the same time, each of another server, by its place."""
+PartRequests: TypeAlias = list[tuple[int, Call]]
+"""Calls to make at the same time, each with the index of its server."""
 Parts: TypeAlias = Sequence[tuple[Mapping[str, IndexArray] | None, PartAnswer]]
-"""Answers, each with the rows of its keys by table; None for all keys."""
+"""Answers, each with the positions of its keys by table; None for all keys."""
 Routed: TypeAlias = Generator[list[tuple[int, Call]], list[PartAnswer | HPSError], Parts | None]
 
 
 class Router:
-    """Decides which server is asked for which keys. *Thread-safe.*
+    """Decides which server answers which keys. *Thread-safe.*
 
     Args:
-        names: of the servers; what keys belong to depends on them, and not on their order.
+        names: of the servers; the server of a key depends on them, but not on their order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._rests: dict[int, tuple[float, float]] = {}  # by place: until when, and for how long
+        self._rests: dict[int, tuple[float, float]] = {}  # by server: end and duration of its rest
 
     def route(self, keys: Mapping[str, KeyArray], call: Callable[[Mapping[str, KeyArray], bool], Call]) -> Routed[Call]:
-        """Ask for the keys of a lookup in parts.
+        """Request the keys of a lookup in parts.
 
-        Yields calls, and is sent the answers or errors. A lost connection is tried once more; after that, and where a server
-        does not answer in time, is not ready or lacks the version, its keys go to others.
+        Yields calls, and is sent the answers or errors. A lost connection is retried once; after that, or if a server does not
+        answer in time, is not ready or lacks the version, its keys go to others.
 
         Args:
             keys: (n,) of each table.
-            call: makes the request for keys by table; the flag says that they are all of them.
+            call: makes the request for keys by table; the flag is True for all keys.
 
         Returns:
-            Parts of one version that have all keys; None if that was not to be had in parts, and one server has to be asked for
-            everything.
+            Parts of one version with all keys; None if one server must answer all of them.
 
         Raises:
             HPSError: a server refused its keys for another reason.
         """
-        left_out, trying = self._unavailable(), set[int]()
+        excluded, probed = self._unavailable(), set[int]()
         lost: set[int] = set()
         lookup = _Lookup(keys)
         missing: IndexArray | None = None
         done: list[tuple[_Share, PartAnswer]] = []
         for _ in range(_MOST_ROUNDS):
-            waiting = lookup.split(missing, self._names, left_out, done)
-            trying |= self._try_again(part.place for part in waiting)
-            outcomes = yield [(part.place, call(lookup.keys(part), part.rows is None)) for part in waiting]
+            shares = lookup.split(missing, self._names, excluded, done)
+            probed |= self._probe(part.server for part in shares)
+            outcomes = yield [(part.server, call(lookup.keys(part), part.rows is None)) for part in shares]
             failed: list[_Share] = []
-            for part, outcome in zip(waiting, outcomes, strict=True):
+            for part, outcome in zip(shares, outcomes, strict=True):
                 if isinstance(outcome, PartAnswer):
                     done.append((part, outcome))
-                    self._rests.pop(part.place, None)
+                    self._rests.pop(part.server, None)
                     continue
                 if not isinstance(outcome, _ELSEWHERE):
                     raise outcome
                 failed.append(part)
-                if isinstance(outcome, RemoteConnectionError) and part.place not in lost:
-                    lost.add(part.place)
+                if isinstance(outcome, RemoteConnectionError) and part.server not in lost:
+                    lost.add(part.server)
                     continue
-                left_out.add(part.place)
+                excluded.add(part.server)
                 if isinstance(outcome, _SILENT):
-                    self._rest(part.place, part.place in trying)
+                    self._rest(part.server, part.server in probed)
             if not failed:
-                failed, done, place = _of_one_version(done)
+                failed, done, server = _split_by_version(done)
                 if not failed:
                     return [(part.rows, answer) for part, answer in done]
-                left_out = set(range(len(self._names))) - {place}
-            elif len(left_out) == len(self._names):
+                excluded = set(range(len(self._names))) - {server}
+            elif len(excluded) == len(self._names):
                 return None
             missing = np.sort(np.concatenate([part.flat for part in failed if part.flat is not None])) if done else None
         return None
 
     def _unavailable(self) -> set[int]:
-        """Return the places that rest; none if all do."""
+        """Return the servers that rest; none if all do."""
         now = time.monotonic()
-        resting = {place for place, (until, _) in list(self._rests.items()) if until > now}
+        resting = {server for server, (until, _) in list(self._rests.items()) if until > now}
         return resting if len(resting) < len(self._names) else set()
 
-    def _try_again(self, places: Iterable[int]) -> set[int]:
-        """Return those of the places that have rested; other lookups leave them out until this one had time to try them."""
+    def _probe(self, servers: Iterable[int]) -> set[int]:
+        """Return the servers whose rest has ended, and extend it for other lookups while this one tries them."""
         if not self._rests:
             return set()
-        now, found = time.monotonic(), set()
-        for place in places:
-            until, rest_s = self._rests.get(place, (now + 1, 0.0))
+        now, probed = time.monotonic(), set()
+        for server in servers:
+            until, rest_s = self._rests.get(server, (now + 1, 0.0))
             if until <= now:
-                self._rests[place] = now + rest_s, rest_s
-                found.add(place)
-        return found
+                self._rests[server] = now + rest_s, rest_s
+                probed.add(server)
+        return probed
 
-    def _rest(self, place: int, tried_again: bool) -> None:
-        rest_s = self._rests.get(place, (0.0, _FIRST_REST_S / 2))[1]
-        if tried_again or place not in self._rests:
+    def _rest(self, server: int, probed: bool) -> None:
+        # Only servers that did not answer rest. One that is not ready does not: the others would get its load.
+        rest_s = self._rests.get(server, (0.0, _FIRST_REST_S / 2))[1]
+        if probed or server not in self._rests:
             rest_s = min(2 * rest_s, _LONGEST_REST_S)
-            self._rests[place] = time.monotonic() + rest_s * random.uniform(0.75, 1.0), rest_s
+            self._rests[server] = time.monotonic() + rest_s * random.uniform(0.75, 1.0), rest_s
 
 
 class _Lookup:
@@ -196,29 +197,29 @@ class _Lookup:
         self,
         missing: IndexArray | None,
         names: Sequence[str],
-        left_out: Collection[int],
+        excluded: Collection[int],
         done: Iterable[tuple[_Share, PartAnswer]],
     ) -> list[_Share]:
-        """Split keys over the servers that are not left out.
+        """Split keys over the servers that are not excluded.
 
         Args:
-            missing: flat rows of the keys, in order; None: all.
-            done: answers that say which tables without keys are still to be asked for.
+            missing: positions of the keys, in order; None: all.
+            done: earlier answers; tables without keys are requested until one has them.
         """
-        places = places_of(self._flat if missing is None else self._flat[missing], names, left_out)
-        counts = np.bincount(places, minlength=len(names))
-        used = np.flatnonzero(counts).tolist()
-        if missing is None and len(used) <= 1:
-            return [_Share(used[0] if used else min(set(range(len(names))) - set(left_out)), None, None)]
-        order = np.argsort(places.astype(np.min_scalar_type(len(names))), kind="stable")
+        owners = server_indices(self._flat if missing is None else self._flat[missing], names, excluded)
+        counts = np.bincount(owners, minlength=len(names))
+        used_servers = np.flatnonzero(counts).tolist()
+        if missing is None and len(used_servers) <= 1:
+            return [_Share(used_servers[0] if used_servers else min(set(range(len(names))) - set(excluded)), None, None)]
+        order = np.argsort(owners.astype(np.min_scalar_type(len(names))), kind="stable")
         order = order if missing is None else missing[order]
         answered = {table for _, answer in done for table in answer.vectors}
         bare = [table for table, keys in self._tables.items() if not keys.size and table not in answered]
         ends = np.cumsum(counts).tolist()
         parts: list[_Share] = []
-        for place in used:
-            flat = order[ends[place] - counts[place] : ends[place]]
-            parts.append(_Share(place, flat, self._by_table(flat, () if parts else bare)))
+        for server in used_servers:
+            flat = order[ends[server] - counts[server] : ends[server]]
+            parts.append(_Share(server, flat, self._by_table(flat, () if parts else bare)))
         return parts
 
     def keys(self, part: _Share) -> Mapping[str, KeyArray]:
@@ -237,15 +238,15 @@ class _Lookup:
         return rows
 
 
-def joined(
+def merge_parts(
     tables: Mapping[str, KeyArray],
     parts: Parts,
     out: Callable[[str, tuple[int, ...]], FloatArray],
 ) -> tuple[dict[str, FloatArray], dict[str, BoolArray]]:
-    """Put the vectors and masks of parts in the order of the keys.
+    """Merge vectors and masks of parts, in the order of the keys.
 
     Args:
-        out: returns the array that takes the vectors of a table, from its name and shape.
+        out: returns the array for the vectors of a table, from its name and shape.
     """
     vectors: dict[str, FloatArray] = {}
     masks: dict[str, BoolArray] = {}
@@ -262,15 +263,15 @@ def joined(
     return {table: vectors[table] for table in tables}, masks
 
 
-def _of_one_version(
+def _split_by_version(
     done: list[tuple[_Share, PartAnswer]],
 ) -> tuple[list[_Share], list[tuple[_Share, PartAnswer]], int]:
-    """Return the parts that lack the version of most keys, those that have it, and a server of this version."""
+    """Return the parts of other versions than that of most keys, the parts of that version, and a server with it."""
     if len({answer.version for _, answer in done}) == 1:
-        return [], done, done[0][0].place
+        return [], done, done[0][0].server
     counts: Counter[str] = Counter()
     for part, answer in done:
         counts[answer.version] += 0 if part.flat is None else part.flat.size
     version = max(counts, key=counts.__getitem__)
     right = [(part, answer) for part, answer in done if answer.version == version]
-    return [part for part, answer in done if answer.version != version], right, right[0][0].place
+    return [part for part, answer in done if answer.version != version], right, right[0][0].server

@@ -55,7 +55,7 @@ from hps.configuration.fields import (
 )
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
-from hps.ground.registry import IMPLEMENTATIONS, keeps_order
+from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
 from hps.types import ROW_DTYPES, TableSpec
 
 FIRST_VERSION: Final = "1"
@@ -471,7 +471,7 @@ def _unfollowable(tiers: list[Any]) -> str:
     title = authority.model_config["title"]
     if getattr(authority, "read_only", False):
         return f"{title}.read_only does not allow writing them; set it to false"
-    if not keeps_order(authority.type):
+    if not can_follow_updates(authority.type):
         return f"databases of type {authority.type} keep no order of updates ({title}); configure another type"
     return ""
 

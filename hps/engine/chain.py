@@ -277,7 +277,7 @@ class DatabaseChain:
             WorkQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
         )
         if self._promotions:
-            self._promotions.end_with(self)
+            self._promotions.stop_with(self)
         self._modification_timeout_s = modification_timeout_s
 
     @property

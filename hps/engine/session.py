@@ -201,6 +201,7 @@ class CachedSession(_TableLimits):
 
     Attributes:
         before_close: called with a timeout when it closes: end what else reads the cache; False if that goes on.
+        on_loss: called once when the device is lost, by the lookup that finds it so.
     """
 
     def __init__(
@@ -234,9 +235,10 @@ class CachedSession(_TableLimits):
             metrics.workspace_timeouts.labels(model),
         )
         self._inserts = WorkQueue("insertion", settings.insert_queue_length, 1, metrics)
-        self._inserts.end_with(self)
+        self._inserts.stop_with(self)
         self._stream_ordered = StreamOrderedLookups(self.tables, cache, settings.stream_order_refusals, metrics)
         self.before_close: list[Callable[[float], bool]] = []
+        self.on_loss: list[Callable[[], object]] = []
         self._without_device = DirectSession(tables, chain, metrics)
         self._databases_complete = settings.databases_complete
         self.lost = False
@@ -405,6 +407,8 @@ class CachedSession(_TableLimits):
                 if self._databases_complete
                 else "lookups fail, since no database holds every row",
             )
+            for notify in self.on_loss:
+                notify()
         if not (self._databases_complete and (batch is None or _on_host(batch))):
             raise error
 

@@ -6,7 +6,7 @@ a length or in chunks; others are refused.
 
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import unquote
 
 import httptools
@@ -283,20 +283,31 @@ class AnswerHead:
         self.keeps_alive = protocol == b"HTTP/1.1" and self.headers.get(b"connection", b"").lower() != b"close"
 
 
-def end_of_head(data: bytes | bytearray, have: int) -> int:
-    """Return where the body of an answer begins; 0 if its head has not arrived.
+class FinalHead(NamedTuple):
+    """The head of an answer, and where it lies in the received bytes: from `start` to `end`, where the body begins."""
 
-    Args:
-        have: number of bytes that have arrived.
+    head: AnswerHead
+    start: int
+    end: int
+
+
+def final_head(data: bytes | bytearray, have: int) -> FinalHead | None:
+    """Find the head of an answer in the first `have` bytes, behind interim ones; return None if it has not arrived.
 
     Raises:
-        RemoteError: it is too long.
+        RemoteError: it is malformed or too long.
     """
-    if (end := data.find(b"\r\n\r\n", 0, have) + 4) < 4:
-        if have > MAX_HEAD_BYTES:
-            raise RemoteError("reading an answer: its head is too long")
-        return 0
-    return end
+    # A server or a proxy may send interim answers (1xx) before any answer (RFC 9110, section 15.2): 103 Early Hints, or a 100
+    # Continue that was not requested. They have no body, and are skipped; together they are as long as a head at most.
+    start = 0
+    while (end := data.find(b"\r\n\r\n", start, have) + 4) >= 4:
+        head = AnswerHead(bytes(data[start : end - 4]))
+        if head.status >= 200:
+            return FinalHead(head, start, end)
+        start = end
+    if have > MAX_HEAD_BYTES:
+        raise RemoteError("reading an answer: its head is too long")
+    return None
 
 
 class AnswerReader:
@@ -337,15 +348,11 @@ class AnswerReader:
         if self.head is None:
             self.fed = b""
             self._raw += data
-            while True:  # past interim answers (RFC 9110, section 15.2), which may come before any answer
-                if not (end := end_of_head(self._raw, len(self._raw))):
-                    return False
-                if (head := AnswerHead(bytes(self._raw[: end - 4]))).status >= 200:
-                    break
-                del self._raw[:end]
-            self.fed, self.raw, data = bytes(self._raw), bytes(self._raw[:end]), bytes(self._raw[end:])
-            self.head = head
-            self._left = 0 if self._head_only else head.length
+            if (found := final_head(self._raw, len(self._raw))) is None:
+                return False
+            self.head, start, end = found
+            self.fed, self.raw, data = bytes(self._raw[start:]), bytes(self._raw[start:end]), bytes(self._raw[end:])
+            self._left = 0 if self._head_only else self.head.length
             self._chunks = Chunks() if self._left < 0 else None
         piece: bytes | bytearray
         if (chunks := self._chunks) is not None:

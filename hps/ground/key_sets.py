@@ -1,7 +1,7 @@
 """Sets of keys: finds distinct keys, new keys, and the positions of keys in an array.
 
-All are hash tables with linear probing. A `KeySet` holds the keys themselves. The others hold positions in an array of keys
-that is passed along with the slots: a power of two, at least twice the number of keys, -1 in free slots.
+All are hash tables with linear probing. A `KeySet` stores the keys. The others store positions in an array of keys that is
+passed with the slots, of which there are a power of two, at least twice the number of keys; -1 marks a free slot.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from hps.ground.threads.thread_pool import POOL
 from hps.types import BoolArray, IndexArray, KeyArray
 
 SHARED_KEYS: Final = 16_384
-"""For fewer keys, a thread that wakes late costs more than it helps."""
+"""Minimum number of keys for threads: with fewer, a thread that wakes late costs more than it helps."""
 PIECE_KEYS: Final = 2048
 """Minimum number of keys in a piece of work."""
-_PARTS: Final = 256  # partitions of a large set, so that threads share it and the slots of one stay in their caches
+_PARTS: Final = 256  # partitions of a large set, so that threads share it and the slots of each stay in their caches
 _PART_SHIFT = np.uint64(56)  # 64 bits less those of the partition number
 _SLOTS_A_KEY: Final = 1.6
 _U0, _U1 = np.uint64(0), np.uint64(1)
@@ -123,10 +123,8 @@ def _contains(keys: KeyArray, slots: npt.NDArray[np.uint64], found: BoolArray) -
 
 @njit(inline="always")
 def slot_of(hashed: np.uint64, key: np.int64, keys: KeyArray, slots: npt.NDArray[Any], wrap: np.uint64) -> np.uint64:
-    """Find the slot of a key: the one with its position in `keys`, or the free slot for it.
-
-    The number is unsigned, so that numba does not check for negative ones: that takes a third of the time.
-    """
+    """Find the slot with the position of a key in `keys`, or the free slot for it."""
+    # The number is unsigned, so that numba does not check for negative ones, which takes a third of the time.
     slot = hashed & wrap
     while slots[slot] >= 0 and keys[slots[slot]] != key:
         slot = (slot + _U1) & wrap
@@ -219,9 +217,9 @@ class DistinctKeys:
         places: IndexArray,  # (m,) int64, at least one
         inverse: IndexArray,  # (at least m,) int64, written
     ) -> KeyArray:
-        """List the distinct keys at the given positions, in unspecified order, in an array that the caller owns.
+        """Return the distinct keys at the given positions, in unspecified order, in a new array.
 
-        `inverse` gets the index in that list of the key at each position.
+        `inverse` gets the index in it of the key at each position.
         """
         if places.size >= SHARED_KEYS:
             return self._find_by_threads(keys, places, inverse)

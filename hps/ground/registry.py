@@ -29,7 +29,7 @@ def install_hint(extra: str = "") -> str:
 _CORE = install_hint()
 
 
-class Ours(NamedTuple):
+class BuiltIn(NamedTuple):
     """A built-in implementation.
 
     Attributes:
@@ -45,62 +45,62 @@ class Ours(NamedTuple):
     spellings: tuple[str, ...] = ()
 
 
-IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
+IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
     "cache": {
-        "cuda": Ours("hps.cache.cuda.cache:CupyCache", install_hint("cuda13") + "; cuda12 for CUDA 12"),
-        "cpu": Ours("hps.cache.cpu.cache:NumpyCache"),
+        "cuda": BuiltIn("hps.cache.cuda.cache:CupyCache", install_hint("cuda13") + "; cuda12 for CUDA 12"),
+        "cpu": BuiltIn("hps.cache.cpu.cache:NumpyCache"),
     },
     "cache_plan": {
-        "cuda": Ours("hps.cache.cuda.geometry:CudaPlan"),
-        "cpu": Ours("hps.cache.cpu.miniature:NumpyPlan"),
+        "cuda": BuiltIn("hps.cache.cuda.geometry:CudaPlan"),
+        "cpu": BuiltIn("hps.cache.cpu.miniature:NumpyPlan"),
     },
     "database": {
-        "hash_map": Ours("hps.stores.hash_map.database:HashMapDatabase", _CORE, "volatile_db", ("hashmap", "hash", "map")),
-        "parallel_hash_map": Ours(
+        "hash_map": BuiltIn("hps.stores.hash_map.database:HashMapDatabase", _CORE, "volatile_db", ("hashmap", "hash", "map")),
+        "parallel_hash_map": BuiltIn(
             "hps.stores.hash_map.database:HashMapDatabase",
             _CORE,
             "volatile_db",
             ("parallel_hashmap", "parallel_hash", "parallel_map"),
         ),
-        "redis_cluster": Ours("hps.stores.redis.database:RedisDatabase", _CORE, "volatile_db", ("redis",)),
-        "rocks_db": Ours("hps.stores.rocks_db.database:RocksDatabase", _CORE, "persistent_db", ("rocksdb", "rocks")),
+        "redis_cluster": BuiltIn("hps.stores.redis.database:RedisDatabase", _CORE, "volatile_db", ("redis",)),
+        "rocks_db": BuiltIn("hps.stores.rocks_db.database:RocksDatabase", _CORE, "persistent_db", ("rocksdb", "rocks")),
     },
     "filesystem": {
-        "": Ours("hps.filesystems.local:LocalFileSystem"),
-        "file": Ours("hps.filesystems.local:LocalFileSystem"),
-        "hdfs": Ours("hps.filesystems.hdfs:HdfsFileSystem", install_hint("hdfs")),
-        "s3": Ours("hps.filesystems.s3:S3FileSystem"),
-        "s3a": Ours("hps.filesystems.s3:S3FileSystem"),
-        "gs": Ours("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
+        "": BuiltIn("hps.filesystems.local:LocalFileSystem"),
+        "file": BuiltIn("hps.filesystems.local:LocalFileSystem"),
+        "hdfs": BuiltIn("hps.filesystems.hdfs:HdfsFileSystem", install_hint("hdfs")),
+        "s3": BuiltIn("hps.filesystems.s3:S3FileSystem"),
+        "s3a": BuiltIn("hps.filesystems.s3:S3FileSystem"),
+        "gs": BuiltIn("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
     },
     "update_log": {
-        "kafka_message_queue": Ours(
+        "kafka_message_queue": BuiltIn(
             "hps.updates.kafka:KafkaLog", install_hint("kafka"), "update_source", ("kafka_mq", "kafka")
         ),
-        "redis_stream": Ours("hps.updates.redis_streams:RedisStreamLog", _CORE, "update_source", ("redis_streams",)),
+        "redis_stream": BuiltIn("hps.updates.redis_streams:RedisStreamLog", _CORE, "update_source", ("redis_streams",)),
     },
     "update_log_writer": {
-        "kafka_message_queue": Ours("hps.updates.kafka:KafkaWriter", install_hint("kafka")),
-        "redis_stream": Ours("hps.updates.redis_streams:RedisStreamWriter"),
+        "kafka_message_queue": BuiltIn("hps.updates.kafka:KafkaWriter", install_hint("kafka")),
+        "redis_stream": BuiltIn("hps.updates.redis_streams:RedisStreamWriter"),
     },
     "format": {
-        "npy": Ours("hps.models.formats.numpy_files:NpyFiles"),
-        "npz": Ours("hps.models.formats.numpy_files:NpzArchive"),
-        "safetensors": Ours("hps.models.formats.safetensors_files:SafetensorsFile", install_hint("import")),
-        "torch": Ours("hps.models.formats.torch_state:TorchState", install_hint("torch")),
-        "parquet": Ours("hps.models.formats.parquet:ParquetFiles", install_hint("import")),
-        "dcp": Ours("hps.models.formats.torch_distributed:DistributedCheckpoint", install_hint("torch")),
-        "dynamicemb": Ours("hps.models.formats.raw_dumps:DynamicembDump"),
-        "hugectr": Ours("hps.models.formats.raw_dumps:HugectrDump"),
-        "sok": Ours("hps.models.formats.raw_dumps:SokDump"),
-        "int32_keys": Ours("hps.models.formats.raw_dumps:Int32Keys"),
-        "torcheasyrec": Ours("hps.models.formats.numpy_files:NpzShards"),
-        "torcheasyrec_delta": Ours("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
+        "npy": BuiltIn("hps.models.formats.numpy_files:NpyFiles"),
+        "npz": BuiltIn("hps.models.formats.numpy_files:NpzArchive"),
+        "safetensors": BuiltIn("hps.models.formats.safetensors_files:SafetensorsFile", install_hint("import")),
+        "torch": BuiltIn("hps.models.formats.torch_state:TorchState", install_hint("torch")),
+        "parquet": BuiltIn("hps.models.formats.parquet:ParquetFiles", install_hint("import")),
+        "dcp": BuiltIn("hps.models.formats.torch_distributed:DistributedCheckpoint", install_hint("torch")),
+        "dynamicemb": BuiltIn("hps.models.formats.raw_dumps:DynamicembDump"),
+        "hugectr": BuiltIn("hps.models.formats.raw_dumps:HugectrDump"),
+        "sok": BuiltIn("hps.models.formats.raw_dumps:SokDump"),
+        "int32_keys": BuiltIn("hps.models.formats.raw_dumps:Int32Keys"),
+        "torcheasyrec": BuiltIn("hps.models.formats.numpy_files:NpzShards"),
+        "torcheasyrec_delta": BuiltIn("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
     },
     "network": {
-        "pt2": Ours("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
-        "torchscript": Ours("hps.networks.torch_networks:TorchScript", install_hint("torch")),
-        "onnx": Ours("hps.networks.onnx_runtime:OnnxNetwork", install_hint("onnx")),
+        "pt2": BuiltIn("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
+        "torchscript": BuiltIn("hps.networks.torch_networks:TorchScript", install_hint("torch")),
+        "onnx": BuiltIn("hps.networks.onnx_runtime:OnnxNetwork", install_hint("onnx")),
     },
 }
 _BASES = {
@@ -158,7 +158,7 @@ def section_of(database: Any) -> str:
     return "persistent_db" if database.persistent else "volatile_db"
 
 
-def keeps_order(database: str) -> bool:
+def can_follow_updates(database: str) -> bool:
     """Return whether databases of a type can follow a log of updates. All built-in ones can; imports none of them."""
     if database in IMPLEMENTATIONS["database"]:
         return True

@@ -1,8 +1,7 @@
-"""How a row of a table is stored in fewer bits than float32, and how vectors become rows and rows vectors.
+"""Formats of rows with fewer bits than float32: encodes vectors as rows, and decodes rows.
 
-Tiers store, copy and hand on rows as they are; only who takes vectors from a caller or a file *encodes* them, and only who
-answers *decodes* them. A row is whole words of 4 bytes, so that everything between the two treats it as an array of `width`
-float32 whose values mean nothing:
+Vectors are *encoded* when they arrive from a caller or a file, and *decoded* for an answer. In between, tiers store and copy
+rows as they are: a row is a multiple of 4 bytes, treated as an array of `width` float32 without meaning:
 
     float32    dim x float32
     float16    dim x IEEE 754 binary16, then zeros up to 4 bytes

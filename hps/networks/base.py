@@ -1,8 +1,8 @@
 """The contract of an engine that runs dense networks.
 
 A network takes named tensors and returns named tensors. Each has the samples as its first dimension, unless the configuration
-says otherwise. Some of its inputs are vectors that were looked up, and are in the memory of the network's device already;
-`Network.empty` is where lookups write them. Programs that compute keys are networks, too.
+says otherwise. Some of its inputs are vectors that lookups wrote to memory of the network's device, which `Network.empty`
+allocates. Programs that compute keys are networks, too.
 
 Another package adds an engine by an entry point of the group `hps.networks`, whose name is the `format` (docs/extending.md).
 """
@@ -50,14 +50,14 @@ class Network(ABC):
     """A network on one device. *Thread-safe.* `close` is called once, after the last call."""
 
     on_cuda: ClassVar[bool] = False
-    """Whether it can run on CUDA devices; others run on the CPU, also where a GPU looks up."""
+    """Whether it can run on CUDA devices. Others run on the CPU, even if a GPU answers the lookups."""
 
     @classmethod
     def runs_code(cls, name: str, content: bytes) -> bool:
         """Return whether a file is machine code, which is opened only with `model_source.trust`.
 
         Raises:
-            ModelFileError: it cannot be told.
+            ModelFileError: the file cannot be read.
         """
         return False
 
@@ -66,7 +66,7 @@ class Network(ABC):
     def open(
         cls, name: str, content: bytes, inputs: Sequence[NetworkTensor], outputs: Sequence[str], device: int | None
     ) -> Self:
-        """Load a network. Its file is data of somebody else: whatever it holds, nothing but its arithmetic is run.
+        """Load a network. Its file is untrusted: only arithmetic in it may run.
 
         Args:
             name: of its file, for errors.
@@ -94,7 +94,7 @@ class Network(ABC):
         return memory, memory
 
     def part(self, memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor that begins at a byte of a uint8 tensor of the device, or of `staging`; only if `on_cuda`."""
+        """Return the tensor at a byte offset of a uint8 tensor of the device, or of `staging`; only if `on_cuda`."""
         raise NotImplementedError
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
@@ -110,7 +110,7 @@ class Network(ABC):
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
 
     def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
-        """Return what repeats a run, of `take` and `run` on the same tensors of a CUDA device; only if `on_cuda`."""
+        """Return a function that repeats a run of `take` and `run` on the same tensors of a device; only if `on_cuda`."""
         return run
 
     @abstractmethod
@@ -132,6 +132,6 @@ def refuse_inputs(name: str, has: Sequence[str], inputs: Sequence[NetworkTensor]
     if sorted(has) != sorted(named):
         missing, extra = sorted(set(has) - set(named)), sorted(set(named) - set(has))
         problem = (
-            f"got no input {missing[0]!r}, which it has" if missing else f"got input {(extra or named)[0]!r}, which it has not"
+            f"got no input {missing[0]!r}, which it has" if missing else f"got input {(extra or named)[0]!r}, which it lacks"
         )
         raise ModelFileError(f"opening the network {name}: {problem}; expected in dense.inputs: {', '.join(has)}")

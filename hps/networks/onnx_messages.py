@@ -1,7 +1,7 @@
 """ONNX files, read as messages before ONNX Runtime opens them: their tensors have to be in the file.
 
-ONNX lets a tensor name another file (`external_data`). ONNX Runtime opens it, relative to the working directory of the process,
-so whoever writes a network could read files of the server by its scores. Numbers of fields are those of onnx.proto.
+A tensor of ONNX may name another file (`external_data`). ONNX Runtime opens it, relative to the working directory of the
+process, so the author of a network could read files of the server through its scores. Field numbers are those of onnx.proto.
 """
 
 from collections.abc import Iterator
@@ -34,9 +34,9 @@ def refuse_external_data(name: str, content: bytes) -> None:
     stack = [("model", memoryview(content))]
     try:
         while stack:
-            message, held = stack.pop()
+            message, data = stack.pop()
             tensor, is_outside = "", False
-            for number, value in _fields(held):
+            for number, value in _fields(data):
                 if message == "tensor":
                     is_outside |= number == _EXTERNAL or (number == _LOCATION and value != 0)
                     tensor = bytes(value).decode(errors="replace") if number == _NAME and not isinstance(value, int) else tensor
@@ -50,32 +50,32 @@ def refuse_external_data(name: str, content: bytes) -> None:
     except (IndexError, ValueError) as error:
         if isinstance(error, ModelFileError):
             raise
-        raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: its messages are broken off") from error
+        raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: its messages are truncated") from error
 
 
-def _fields(held: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield the number and value of each field: a number, or the bytes of a text or message."""
     place = 0
-    while place < len(held):
-        tag, place = _number(held, place)
+    while place < len(data):
+        tag, place = _number(data, place)
         if tag >> 32:  # protobuf drops the bits above, and finds another field
             raise ValueError(f"a field has number {tag >> 3}")
         kind = tag & 7
         if kind == 0:
-            value, place = _number(held, place)
+            value, place = _number(data, place)
             yield tag >> 3, value
             continue
-        size, place = _number(held, place) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), place)
-        if size < 0 or place + size > len(held):  # groups are none of ONNX
+        size, place = _number(data, place) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), place)
+        if size < 0 or place + size > len(data):  # groups are none of ONNX
             raise ValueError(f"a field of kind {kind} has {size} bytes")
-        yield tag >> 3, held[place : place + size]
+        yield tag >> 3, data[place : place + size]
         place += size
 
 
-def _number(held: memoryview, place: int) -> tuple[int, int]:
+def _number(data: memoryview, place: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = held[place]
+        byte = data[place]
         value |= (byte & 127) << shift
         place += 1
         if byte < 128:

@@ -44,8 +44,8 @@ class OnnxNetwork(Network):
             session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except Exception as error:
             lines = str(error).strip().splitlines()
-            what = lines[0][:300] if lines else repr(error)
-            raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: {what}") from error
+            reason = lines[0][:300] if lines else repr(error)
+            raise ModelFileError(f"opening the network {name}: it cannot be read as ONNX: {reason}") from error
         has = {input_.name: input_ for input_ in session.get_inputs()}
         refuse_inputs(name, list(has), inputs)
         for input_ in inputs:

@@ -1,7 +1,7 @@
-"""The archives that PyTorch writes, looked into before PyTorch opens them.
+"""The archives that PyTorch writes, checked before PyTorch opens them.
 
-`torch.export.load` and `torch.jit.load` find their files in a ZIP archive with a reader of their own. So an archive is taken
-apart here, and what PyTorch gets is put together anew, of members that were checked: no other reader finds anything else.
+`torch.export.load` and `torch.jit.load` have a ZIP reader of their own, which may find other members than Python's. So members
+are read and checked here, and PyTorch gets a new archive of them.
 """
 
 import io
@@ -39,18 +39,18 @@ def members(name: str, content: bytes) -> dict[str, bytes]:
             to far more than the archive has.
     """
     with _opened(name, content) as archive:
-        listed = [one for one in archive.infolist() if not one.is_dir()]
-        if sum(one.file_size for one in listed) > len(content) + _MOST_UNPACKED:
+        listed = [member for member in archive.infolist() if not member.is_dir()]
+        if sum(member.file_size for member in listed) > len(content) + _MOST_UNPACKED:
             raise ModelFileError(f"opening the network {name}: got members of far more bytes than the file has")
-        found = {one.filename: _read(archive, one) for one in listed}
+        found = {member.filename: _read(archive, member) for member in listed}
     root = next(iter(found), "").partition("/")[0] + "/"
-    if all(one.startswith(root) for one in found):
-        found = {one.removeprefix(root): held for one, held in found.items()}
-    if len({one.lower() for one in found}) < len(listed):  # PyTorch's reader takes one for the other
+    if all(member.startswith(root) for member in found):
+        found = {member.removeprefix(root): data for member, data in found.items()}
+    if len({member.lower() for member in found}) < len(listed):  # PyTorch's reader ignores case
         raise ModelFileError(f"opening the network {name}: got a name twice in its archive, expected each once")
-    for one in found:
-        if not _PLAIN.fullmatch(one) or {"", ".", ".."} & {*one.split("/")}:
-            refuse_member(name, one)
+    for member in found:
+        if not _PLAIN.fullmatch(member) or {"", ".", ".."} & {*member.split("/")}:
+            refuse_member(name, member)
     return found
 
 
@@ -67,7 +67,7 @@ def _opened(name: str, content: bytes) -> Iterator[zipfile.ZipFile]:
 
 
 def _read(archive: zipfile.ZipFile, listed: zipfile.ZipInfo) -> bytes:
-    """Read a member in pieces: `ZipFile.read` expands all that is packed, whatever size the member is said to have."""
+    """Read a member in pieces: `ZipFile.read` expands all packed data, beyond the declared size of the member."""
     if listed.compress_type == zipfile.ZIP_STORED:
         return archive.read(listed)
     if listed.compress_type != zipfile.ZIP_DEFLATED:  # others expand a piece without a bound
@@ -77,7 +77,7 @@ def _read(archive: zipfile.ZipFile, listed: zipfile.ZipInfo) -> bytes:
 
 
 def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:
-    """Move members into an archive that PyTorch reads: weights are large, so what is written is given back."""
+    """Move members into an archive that PyTorch reads. Weights are large, so each is freed once it is written."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name in list(found):
@@ -86,9 +86,9 @@ def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:
     return file
 
 
-def refuse_member(name: str, member: str, what: str = "") -> NoReturn:
+def refuse_member(name: str, member: str, detail: str = "") -> NoReturn:
     """Raise the error of a member that is neither tensors nor text."""
     raise ModelFileError(
-        f"opening the network {name}: got {member!r} in its archive{what}, expected tensors and JSON alone: anything else may "
-        "run code when it is read"
+        f"opening the network {name}: got {member!r} in its archive{detail}, expected tensors and JSON alone: anything else "
+        "may run code when it is read"
     )

@@ -1,4 +1,4 @@
-"""Sizes and guards in programs of `torch.export`: text that PyTorch evaluates as Python. Only arithmetic is let through.
+"""Sizes and guards in programs of `torch.export`: text that PyTorch evaluates as Python. Anything but arithmetic is refused.
 
 Symbol('s52', positive=True, integer=True)          a size as sympy writes it; older releases write s0 + 1
 L['a'].size()[0] == L['b'].size()[0]                a guard: a condition on the inputs under which the program is right
@@ -70,8 +70,10 @@ def _check_size(node: ast.expr, text: str) -> None:
         case ast.Call(ast.Name("Symbol"), [ast.Constant(str(symbol))], options) if _SYMBOL.fullmatch(symbol):
             below = [option.value for option in options]  # what sympy assumes of it
         case ast.Call(ast.Name("Float"), [ast.Constant(str(number))], options) if _NUMBER.fullmatch(number):
-            said = [option.value.value for option in options if isinstance(option.value, ast.Constant)]
-            if len(said) < len(options) or not all(isinstance(one, int) and 0 <= one <= _MOST_PRECISION for one in said):
+            precisions = [option.value.value for option in options if isinstance(option.value, ast.Constant)]
+            if len(precisions) < len(options) or not all(
+                isinstance(precision, int) and 0 <= precision <= _MOST_PRECISION for precision in precisions
+            ):
                 raise ValueError(f"got {text[:200]!r}, expected floats of at most {_MOST_PRECISION} bits")
             return
         case ast.Call(ast.Name("Piecewise"), [*pairs], []):
@@ -82,8 +84,8 @@ def _check_size(node: ast.expr, text: str) -> None:
             return
         case _:
             below = _arithmetic(node, text)
-    for one in below:
-        _check_size(one, text)
+    for operand in below:
+        _check_size(operand, text)
 
 
 def compiled_guards(texts: Sequence[str], places: Mapping[Path, int]) -> Callable[[Sequence[Any]], str]:
@@ -93,7 +95,7 @@ def compiled_guards(texts: Sequence[str], places: Mapping[Path, int]) -> Callabl
         places: by path, the place of each input among the program's tensors.
 
     Returns:
-        What takes the tensors in order, and returns the first guard that they do not fulfil; empty if they fulfil all.
+        A function of the tensors in order that returns the first guard that they violate; empty if none.
 
     Raises:
         ValueError: one is not arithmetic on sizes, or names no input.
@@ -109,11 +111,11 @@ def compiled_guards(texts: Sequence[str], places: Mapping[Path, int]) -> Callabl
     return first_failed
 
 
-def _of_places(node: ast.expr, text: str, places: Mapping[Path, int], *, whole: bool = False) -> ast.expr:
+def _of_places(node: ast.expr, text: str, places: Mapping[Path, int], *, sequences: bool = False) -> ast.expr:
     """Return a guard with `given[place]` for each input.
 
     Args:
-        whole: whether the node may be a text or all sizes of a tensor: what Python would repeat where it is multiplied.
+        sequences: whether the node may be a text or all sizes of a tensor: what Python would repeat where it is multiplied.
     """
     match node:
         case ast.Subscript() if (path := _path(node)) is not None:
@@ -121,9 +123,9 @@ def _of_places(node: ast.expr, text: str, places: Mapping[Path, int], *, whole: 
                 raise ValueError(f"got guard {text[:200]!r}, expected conditions on inputs: it has none at {list(path)}")
             return ast.Subscript(ast.Name("given", ast.Load()), ast.Constant(places[path]), ast.Load())
         case ast.Subscript(value, ast.Constant(int())) if isinstance(value, ast.Call):
-            return ast.Subscript(_of_places(value, text, places, whole=True), node.slice, ast.Load())
+            return ast.Subscript(_of_places(value, text, places, sequences=True), node.slice, ast.Load())
         case ast.Call(ast.Attribute(ast.Subscript() as tensor, name), [], []) if name in _OF_TENSORS:
-            if name != "storage_offset" and not whole:
+            if name != "storage_offset" and not sequences:
                 raise ValueError(f"got guard {text[:200]!r}, expected conditions on sizes: {name}() needs an index")
             return ast.Call(ast.Attribute(_of_places(tensor, text, places), name, ast.Load()), [], [])
         case ast.Call(ast.Name("float"), [ast.Constant(str(number))], []) if number in ("inf", "-inf", "nan"):
@@ -131,15 +133,15 @@ def _of_places(node: ast.expr, text: str, places: Mapping[Path, int], *, whole: 
         case ast.Call(ast.Attribute(ast.Name("math"), name) | ast.Name(name) as called, [*below], []) if name in (
             _OF_MATH if isinstance(called, ast.Attribute) else _BUILTINS
         ):
-            return ast.Call(called, [_of_places(one, text, places) for one in below], [])
+            return ast.Call(called, [_of_places(operand, text, places) for operand in below], [])
         case ast.Attribute(ast.Name("math"), "inf"):
             return node
-        case ast.Constant(str()) if whole:
+        case ast.Constant(str()) if sequences:
             return node
         case ast.IfExp(test, then, other):
-            return ast.IfExp(*(_of_places(one, text, places) for one in (test, then, other)))
+            return ast.IfExp(*(_of_places(operand, text, places) for operand in (test, then, other)))
     compared = isinstance(node, ast.Compare)
-    below = [_of_places(one, text, places, whole=compared) for one in _arithmetic(node, text)]
+    below = [_of_places(operand, text, places, sequences=compared) for operand in _arithmetic(node, text)]
     match node:
         case ast.BinOp(op=op):
             return ast.BinOp(below[0], op, below[1])
@@ -189,7 +191,7 @@ def _refuse_powers(tree: ast.AST, text: str) -> None:
                 power *= _exponent(exponent, text)
         if power > _MOST_POWER:
             raise ValueError(f"got {text[:200]!r}, expected powers of at most {_MOST_POWER}")
-        stack += [(one, power) for one in ast.iter_child_nodes(node)]
+        stack += [(child, power) for child in ast.iter_child_nodes(node)]
 
 
 def _exponent(node: ast.expr, text: str) -> int:

@@ -31,14 +31,14 @@ _FORBIDDEN: Final = re.compile(
     rf"\b({'|'.join(sorted(REFUSED_OPERATORS))}|rpc_\w+|ops{_DOT}({REFUSED_SPACES.pattern})\b)".encode()
 )
 _FORBIDDEN_CLASSES: Final = re.compile(rf"\bclasses{_DOT}(dist\w*|c10d|profiler)\b".encode())
-"""What TorchScript can do beside arithmetic. Methods may do it while they are loaded: their text is read before."""
+"""What TorchScript can do besides arithmetic. Methods may run while they are loaded, so their text is searched before."""
 
 _GETATTR: Final = re.compile(rb'\bgetattr\([\w.]+, "(?![A-Za-z_]\w*")[^"\\\n]*"\)')
-"""What torch.jit.save writes of an attribute whose name is no identifier: `getattr(self.layers, "0")`."""
+"""How torch.jit.save writes an attribute whose name is no identifier: `getattr(self.layers, "0")`."""
 _INDIRECT: Final = re.compile(
     rb"\bgetattr\b|(?<![\w.\"'])(ops|__torch__|__torch__\.torch|__torch__\.torch\.classes)\b(?!\.\w| : )"
 )
-"""Other ways to name what the text then does not show: by a text with escapes or in parts, by another name of a namespace."""
+"""Indirect names of forbidden operators: strings with escapes or in parts, or aliases of a namespace."""
 
 _SCRIPT: Final = re.compile(
     r"(data|constants|attributes)\.pkl|(data|constants)/[0-9]+|code/.+\.(py|debug_pkl)|version|byteorder|\.data/(version|serialization_id)|"
@@ -50,7 +50,7 @@ _LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
 
 
 class _TorchNetwork(Network):
-    """What all of PyTorch's networks have in common.
+    """Runs a network of PyTorch.
 
     Args:
         call: takes the inputs by name, and returns the outputs as the network does.
@@ -110,6 +110,7 @@ class _TorchNetwork(Network):
                     for _ in range(_WARM_UPS):  # libraries choose kernels and take memory
                         run()
                 stream.synchronize()
+                # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     outputs = run()
@@ -183,19 +184,19 @@ class TorchScript(_TorchNetwork):
     ) -> Self:
         place = _device(device)
         found = members(name, content)
-        codes = [one for one in found if one.startswith("code/")]
+        codes = [member for member in found if member.startswith("code/")]
         if not codes:
             raise ModelFileError(
                 f"opening the network {name}: it is a pickle of torch.save, which may run any code when it is read; expected "
                 "TorchScript (torch.jit.save), or better a program (torch.export.save) with format pt2"
             )
-        for one in list(found):
-            if _EXAMPLES.fullmatch(one):
-                del found[one]
-            elif not _SCRIPT.fullmatch(one):
-                refuse_member(name, one)
-        searched = [(code, _FORBIDDEN) for code in codes] + [(one, _FORBIDDEN_CLASSES) for one in found if "." in one]
-        forbidden = next(filter(None, (pattern.search(found[one]) for one, pattern in searched)), None)
+        for member in list(found):
+            if _EXAMPLES.fullmatch(member):
+                del found[member]
+            elif not _SCRIPT.fullmatch(member):
+                refuse_member(name, member)
+        searched = [(code, _FORBIDDEN) for code in codes] + [(member, _FORBIDDEN_CLASSES) for member in found if "." in member]
+        forbidden = next(filter(None, (pattern.search(found[member]) for member, pattern in searched)), None)
         forbidden = forbidden or next(filter(None, (_INDIRECT.search(_direct(found[code])) for code in codes)), None)
         if forbidden is not None:
             raise ModelFileError(
@@ -221,14 +222,16 @@ def _direct(code: bytes) -> bytes:
 def _register_operators(name: str, called: Iterable[tuple[str, str]]) -> None:
     """Import the library of the operators that a program calls, if it is known; refuse those that nothing registers."""
     operators = sorted(called)
-    for space in {space for space, one in operators if not hasattr(getattr(torch.ops, space), one)} & {*_LIBRARIES}:
+    for space in {space for space, operator in operators if not hasattr(getattr(torch.ops, space), operator)} & {*_LIBRARIES}:
         with suppress(ImportError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own
             importlib.import_module(_LIBRARIES[space])
-    if missing := [(space, one) for space, one in operators if not hasattr(getattr(torch.ops, space), one)]:
-        space, one = missing[0]
+    if missing := [(space, operator) for space, operator in operators if not hasattr(getattr(torch.ops, space), operator)]:
+        space, operator = missing[0]
         wanted = f"expected the package {_LIBRARIES[space]}" if space in _LIBRARIES else "expected operators of torch"
-        raise ModelFileError(f"opening the network {name}: got operator {space}.{one}, which nothing here registers; {wanted}")
+        raise ModelFileError(
+            f"opening the network {name}: got operator {space}.{operator}, which nothing here registers; {wanted}"
+        )
 
 
 def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.device) -> Callable[[Mapping[str, Tensor]], Any]:
@@ -243,25 +246,23 @@ def _package(content: bytes, inputs: Sequence[NetworkTensor], device: torch.devi
 
 
 def _run_of(program: Any, checked: CheckedProgram) -> Callable[[list[Tensor]], Any]:
-    """Return what runs a program on its inputs in their order.
-
-    A call of a module of `torch.export` checks the structure of its arguments, and sizes, for 40 us. That is done once for
-    each combination of sizes; the same graph without these checks runs from then on. Guards are checked here: PyTorch's own
-    function of them takes minutes to make for thousands of inputs.
-    """
+    """Return a function that runs a program on its inputs in their order."""
+    # A module of `torch.export` checks the structure and sizes of its arguments for 40 us a call. That is done once for each
+    # combination of sizes; later calls run the same graph without these checks. Guards are checked here: PyTorch's own function
+    # for them takes minutes to compile for thousands of inputs.
     inputs, outputs = program.call_spec.in_spec, program.call_spec.out_spec
     module, bare = _module(program), _module(program)
     positional, keywords = inputs.unflatten(range(inputs.num_leaves))
     bound = inspect.signature(module.forward).bind(*positional, **keywords)
     first_failed = compiled_guards(checked.guards, _places(bound.arguments))
     order = outputs.unflatten(range(outputs.num_leaves))
-    named = isinstance(order, Mapping) and all(type(one) is int for one in order.values())
+    named = isinstance(order, Mapping) and all(type(place) is int for place in order.values())
     bare.graph.set_codegen(torch.fx.graph.CodeGen())
     bare.recompile()
     run, seen = bare.forward, set[tuple[torch.Size, ...]]()
 
     def call(given: list[Tensor]) -> Any:
-        sizes = tuple([one.shape for one in given])
+        sizes = tuple([tensor.shape for tensor in given])
         if sizes not in seen:
             if guard := first_failed(given):
                 raise ValueError(f"Guard failed: {guard}")
@@ -283,30 +284,30 @@ def _module(program: Any) -> Any:
 
 
 def _places(arguments: Mapping[str, Any]) -> dict[InputPath, int]:
-    """Return the place of each input by its path, as guards write it: by structure, or by place where export was strict."""
+    """Return the place of each input by its path in guards: by structure, or by place after a strict export."""
     found: dict[InputPath, int] = {}
 
     def add(structure: Any, path: InputPath) -> None:
         if isinstance(structure, int):
             found[path] = found["flat_args", structure] = structure
             return
-        for key, one in structure.items() if isinstance(structure, Mapping) else enumerate(structure):
-            add(one, (*path, key))
+        for key, argument in structure.items() if isinstance(structure, Mapping) else enumerate(structure):
+            add(argument, (*path, key))
 
-    for name, one in arguments.items():
-        add(one, (name,))
+    for name, argument in arguments.items():
+        add(argument, (name,))
         base, _, number = name.rpartition("_")
         if base and number.isdecimal():  # of *args
-            add(one, (base, int(number)))
+            add(argument, (base, int(number)))
     return found
 
 
 def _names(structure: Any, placeholders: Iterator[str], key: str = "") -> list[str]:
     """Name the tensors of nested tuples, lists and dicts."""
     if isinstance(structure, Mapping):
-        return [name for key, one in structure.items() for name in _names(one, placeholders, str(key))]
+        return [name for key, part in structure.items() for name in _names(part, placeholders, str(key))]
     if isinstance(structure, tuple | list):
-        return [name for one in structure for name in _names(one, placeholders)]
+        return [name for part in structure for name in _names(part, placeholders)]
     placeholder = next(placeholders)
     return [key or placeholder]
 
@@ -334,8 +335,8 @@ def _device(device: int | None) -> torch.device:
     return torch.device("cuda", device)
 
 
-def _failure(name: str, what: str, error: Exception) -> Exception:
+def _failure(name: str, form: str, error: Exception) -> Exception:
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(f"opening the network {name}: it does not fit on the device: {error}")
-    said = (str(error).strip() or repr(error)).splitlines()[0][:300]
-    return ModelFileError(f"opening the network {name}: it cannot be read as {what}: {said}")
+    reason = (str(error).strip() or repr(error)).splitlines()[0][:300]
+    return ModelFileError(f"opening the network {name}: it cannot be read as {form}: {reason}")

@@ -1,9 +1,9 @@
 """Programs of `torch.export`, checked before PyTorch reads them.
 
-`torch.export.load` is made for files that one trusts. It unpickles anything where its restricted reader fails, resolves
-`torch.os.system` as an operator, hands sizes to sympy, which evaluates them, imports modules that the structure of the inputs
-names, and writes names of tensors into source code that it compiles. So each of these is checked here: members are tensors and
-JSON; operators are those that compute; sizes are arithmetic; names are names. What the computation does not need is left out.
+`torch.export.load` trusts its files. It unpickles anything if its restricted reader fails, resolves `torch.os.system` as an
+operator, evaluates sizes with sympy, imports the modules that the structure of the inputs names, and compiles source code with
+the names of tensors. So each of these is checked here: members are tensors and JSON, operators compute, sizes are arithmetic,
+names are identifiers. Parts that the computation does not need are left out.
 """
 
 import io
@@ -82,7 +82,7 @@ class CheckedProgram:
 
 
 def checked_program(name: str, content: bytes) -> CheckedProgram:
-    """Look into a program, and write what PyTorch may read.
+    """Check a program, and write the archive that PyTorch reads.
 
     Raises:
         ModelFileError: it is no program, or holds what may run code; the message names it.
@@ -100,24 +100,24 @@ def checked_program(name: str, content: bytes) -> CheckedProgram:
     for member in found:
         if config := _CONFIGS.fullmatch(member):
             pickled |= _checked_config(name, member, config[1], found)
-    said, has_examples = _Program(name), False
+    program, has_examples = _Program(name), False
     for member in list(found):
-        held = found.pop(member)
+        data = found.pop(member)
         if member == model:
-            written[member] = json.dumps(said.checked(_json(name, member, held))).encode()
+            written[member] = json.dumps(program.checked(_json(name, member, data))).encode()
         elif _CONFIGS.fullmatch(member) or _TEXTS.fullmatch(member):
-            written[member] = held
+            written[member] = data
         elif _EXAMPLES.fullmatch(member):
-            has_examples = bool(_repickled(name, member, held))
+            has_examples = bool(_repickled(name, member, data))
             written[member] = b""  # nothing needs them
         elif _PICKLES.fullmatch(member) or member in pickled:
-            written[member] = _repickled(name, member, held)
+            written[member] = _repickled(name, member, data)
         elif _TENSORS.fullmatch(member):
-            written[member] = held
+            written[member] = data
         elif not _IGNORED.fullmatch(member):
             refuse_member(name, member)
     root = "archive/" if model == _MODEL else ""
-    return CheckedProgram(archive_of(written, root), tuple(said.guards), frozenset(said.operators), has_examples)
+    return CheckedProgram(archive_of(written, root), tuple(program.guards), frozenset(program.operators), has_examples)
 
 
 def _json(name: str, member: str, content: bytes) -> Any:
@@ -131,14 +131,14 @@ def _checked_config(name: str, member: str, directory: str, found: Mapping[str, 
     """Check the list of weights or constants, and return the members that are pickled tensors."""
     pickled = set()
     try:
-        for one in _json(name, member, found[member])["config"].values():
-            place = directory + one["path_name"]
+        for entry in _json(name, member, found[member])["config"].values():
+            place = directory + entry["path_name"]
             if not _TENSORS.fullmatch(place) or place not in found:
                 refuse_member(name, place)
-            if one.get("use_pickle"):
+            if entry.get("use_pickle"):
                 pickled.add(place)
-            elif not found[place] and prod(size["as_int"] for size in one["tensor_meta"]["sizes"]):
-                raise ValueError(f"{one['path_name']} is empty, and its sizes are not")
+            elif not found[place] and prod(size["as_int"] for size in entry["tensor_meta"]["sizes"]):
+                raise ValueError(f"{entry['path_name']} is empty, and its sizes are not")
     except ModelFileError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -151,12 +151,12 @@ def _repickled(name: str, member: str, content: bytes) -> bytes:
     if not content:
         return content
     try:
-        held = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        tensors = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - whatever the pickle brings about
         called = re.search(r"GLOBAL (\S+)", str(error))
         refuse_member(name, member, f", a pickle of {called[1] if called else 'something else than tensors'}")
     file = io.BytesIO()
-    torch.save(held, file)
+    torch.save(tensors, file)
     return file.getvalue()
 
 
@@ -170,28 +170,30 @@ class _Program:
         self.guards: list[str] = []
         self.operators: set[tuple[str, str]] = set()
 
-    def checked(self, said: Any) -> Any:
-        if not isinstance(said, dict) or not isinstance(said.get("graph_module"), dict):
-            self._refuse("graph_module", said)
-        guards = said.pop("guards_code", None) or []
+    def checked(self, document: Any) -> Any:
+        if not isinstance(document, dict) or not isinstance(document.get("graph_module"), dict):
+            self._refuse("graph_module", document)
+        guards = document.pop("guards_code", None) or []
         if not isinstance(guards, list) or not all(isinstance(guard, str) for guard in guards):
             self._refuse("guards_code", guards)
         self.guards = guards
-        for symbol in said.get("range_constraints") or {}:
+        for symbol in document.get("range_constraints") or {}:
             self._size("range_constraints", symbol)
         calls = (
-            said["graph_module"].get("module_call_graph") or []
+            document["graph_module"].get("module_call_graph") or []
         )  # those after the first describe modules that were flattened
-        said["graph_module"]["module_call_graph"] = [call for call in calls if isinstance(call, dict) and call.get("fqn") == ""]
-        return self._walked("", said)
+        document["graph_module"]["module_call_graph"] = [
+            call for call in calls if isinstance(call, dict) and call.get("fqn") == ""
+        ]
+        return self._walked("", document)
 
     def _walked(self, key: str, value: Any) -> Any:
         if isinstance(value, dict):
             if not all(map(_is_plain, value)):
-                self._refuse(key, next(one for one in value if not _is_plain(one)))
-            return {one: ({} if one in _DROPPED else self._walked(one, below)) for one, below in value.items()}
+                self._refuse(key, next(name for name in value if not _is_plain(name)))
+            return {name: ({} if name in _DROPPED else self._walked(name, below)) for name, below in value.items()}
         if isinstance(value, list):
-            return [self._walked(key, one) for one in value]
+            return [self._walked(key, item) for item in value]
         return self._text(key, value) if isinstance(value, str) else value
 
     def _text(self, key: str, text: str) -> str:
@@ -244,16 +246,16 @@ class _Program:
                 keys = context if isinstance(context, list) else [context]
                 if not all(key is None or isinstance(key, str | int | float) for key in keys):
                     self._refuse(key, node["context"], "expected keys that are texts or numbers")
-            named = [one for one in top["children_spec"][1:2] if one["type"] == "builtins.dict"] if key == "in_spec" else []
-            for one in (load for node in named for load in json.loads(node["context"])):
-                if not _NAME.fullmatch(one) or keyword.iskeyword(one):
-                    self._refuse(key, one)
+            named = [node for node in top["children_spec"][1:2] if node["type"] == "builtins.dict"] if key == "in_spec" else []
+            for name in (load for node in named for load in json.loads(node["context"])):
+                if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+                    self._refuse(key, name)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             self._refuse(key, text, repr(error))
 
-    def _refuse(self, key: str, what: Any, why: str = "it may run code when it is read") -> NoReturn:
+    def _refuse(self, key: str, value: Any, why: str = "it may run code when it is read") -> NoReturn:
         raise ModelFileError(
-            f"opening the network {self._name}: got {str(what)[:200]!r} as {key or 'the program'}: {why[:300]}; expected what "
+            f"opening the network {self._name}: got {str(value)[:200]!r} as {key or 'the program'}: {why[:300]}; expected what "
             "torch.export.save writes of a module that computes with tensors"
         )
 

@@ -15,16 +15,16 @@ from hps.statistics.scores import ScoreCounters
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 4096
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class ScoreCall:
-    """A request that waits for its scores.
+    """A queued request.
 
     Attributes:
         done: called once, in any thread, with the outputs or why there are none, and the times of the batch. Raises nothing.
-        due_ns: when it is too late to begin, as `perf_counter_ns`; 0: never.
+        due_ns: deadline for the start of its batch, as `perf_counter_ns`; 0: none.
     """
 
     request: Request
@@ -35,21 +35,21 @@ class ScoreCall:
 class Batcher:
     """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
 
-    A batch has all that wait, in their order, up to `max_samples` and the most keys of each table; those with other free sizes
-    than the oldest are left to later batches. It begins as soon as the batch before it has ended, or, with a delay, when the
-    oldest has waited so long or the batch is full.
+    A batch takes the waiting requests in order, up to `max_samples` and the maximum number of keys of each table. Requests with
+    other free sizes than the oldest are left to later batches. A batch starts when the previous one has ended, or, with a
+    delay, when the oldest request has waited that long or the batch is full.
 
-    If the network fails on a batch, or keys that were computed for it are refused, each of its requests is tried alone: a
-    request can fail no other.
+    If the network fails on a batch, or refuses keys that were computed for it, each request is scored alone, so that no request
+    fails because of another.
 
     Args:
-        max_delay_us: how long a batch that is not full waits for more.
-        alone: each request is a batch by itself.
+        max_delay_us: how long a batch waits for more requests.
+        alone: each request is a batch of its own.
     """
 
     def __init__(
         self,
-        what: str,
+        name: str,
         scorer: Scorer,
         counters: ScoreCounters,
         max_samples: int,
@@ -57,7 +57,7 @@ class Batcher:
         *,
         alone: bool = False,
     ) -> None:
-        self._what = what
+        self._name = name
         self._scorer = scorer
         self._counters = counters
         self._max_samples = max_samples
@@ -69,7 +69,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._closed = False
         self._idle = True
-        self._thread = new_thread(f"scores-{what}", self._run)
+        self._thread = new_thread(f"scores-{name}", self._run)
         self._thread.start()
 
     @property
@@ -86,8 +86,8 @@ class Batcher:
         seconds = self._scorer.network_seconds().get(self._thread.ident or 0, 0.0)
         if seconds > most_s:
             raise NetworkBusyError(
-                f"scoring with {self._what}: a call of its network has been under way for {seconds:.1f} s, expected at most "
-                f"{most_s:g} s; requests are answered again when it returns"
+                f"scoring with {self._name}: a call of its network has been under way for {seconds:.1f} s, expected at most "
+                f"{most_s:g} s; requests are accepted again when it returns"
             )
 
     def submit(self, call: ScoreCall, most_s: float = math.inf) -> None:
@@ -107,13 +107,15 @@ class Batcher:
             raise
         with self._changed:
             if self._closed:
-                raise NotReadyError(f"scoring with {self._what}: it was undeployed")
+                raise NotReadyError(f"scoring with {self._name}: it was undeployed")
             if len(self._waiting) >= _MOST_WAITING:
                 raise NotReadyError(
-                    f"scoring with {self._what}: {len(self._waiting)} requests wait; send the request again later"
+                    f"scoring with {self._name}: {len(self._waiting)} requests wait; send the request again later"
                 )
             self._waiting.append((call, time.monotonic()))
             self._samples += call.request.samples
+            # The thread is woken only if it sleeps without a batch, or if its batch is full: while a batch runs or a delay
+            # passes, it finds the request anyway.
             if self._idle or self._samples >= self._max_samples:
                 self._changed.notify()
 
@@ -138,7 +140,7 @@ class Batcher:
                 if self._closed:
                     return None
                 self._idle = True
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             if self._delay_s:
                 until = self._waiting[0][1] + self._delay_s
                 while self._samples < self._max_samples and not self._closed and (left := until - time.monotonic()) > 0:
@@ -146,7 +148,7 @@ class Batcher:
             self._idle = False
             batch: list[ScoreCall] = []
             late: list[ScoreCall] = []
-            others: list[tuple[ScoreCall, float]] = []
+            of_other_forms: list[tuple[ScoreCall, float]] = []
             samples, keys, now = 0, [0] * len(self._limits), time.perf_counter_ns()
             while self._waiting:
                 call = self._waiting[0][0]
@@ -154,7 +156,7 @@ class Batcher:
                 if call.due_ns and call.due_ns <= now:
                     late.append(call)
                 elif batch and not self._alone and request.form != batch[0].request.form:
-                    others.append(self._waiting.popleft())
+                    of_other_forms.append(self._waiting.popleft())
                     continue
                 elif batch and (
                     self._alone
@@ -168,12 +170,12 @@ class Batcher:
                     keys = [have + more for have, more in zip(keys, request.keys, strict=True)]
                 self._waiting.popleft()
                 self._samples -= request.samples
-            self._waiting.extendleft(reversed(others))
+            self._waiting.extendleft(reversed(of_other_forms))
         for call in late:
             self._counters.count_late()
-            self._tell(
+            self._deliver(
                 call,
-                DeadlineError(f"scoring with {self._what}: the request's timeout was over before a batch could take it"),
+                DeadlineError(f"scoring with {self._name}: the request's timeout was over before a batch could take it"),
             )
         return batch
 
@@ -184,24 +186,24 @@ class Batcher:
             if len(batch) == 1:
                 if isinstance(error, NetworkError):
                     self._counters.count_failure("network")
-                self._tell(batch[0], error)
+                self._deliver(batch[0], error)
                 return
             for call in batch:
                 self._answer([call])
             return
-        except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread goes on
+        except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread must not end
             for call in batch:
-                self._tell(call, error)
+                self._deliver(call, error)
             return
-        samples = sum(one.request.samples for one in batch)
+        samples = sum(call.request.samples for call in batch)
         self._counters.count(len(batch), samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
         for call, answer in zip(batch, answers, strict=True):
             if isinstance(answer, HPSError):
                 self._counters.count_failure("nan")
-            self._tell(call, answer, times)
+            self._deliver(call, answer, times)
 
-    def _tell(self, call: ScoreCall, answer: Outputs | Exception, times: ScoreTimes | None = None) -> None:
+    def _deliver(self, call: ScoreCall, answer: Outputs | Exception, times: ScoreTimes | None = None) -> None:
         try:
             call.done(answer, times)
         except Exception:  # noqa: BLE001 - of this request alone
-            _log.exception("scoring with %s: a request could not be told its scores", self._what)
+            _log.exception("scoring with %s: delivering the scores of a request failed", self._name)

@@ -34,7 +34,7 @@ _DESCRIBED_BYTES = 42  # at most, of what is read of a description, for each of 
 
 
 class OpenedNetwork:
-    """A version's network on its devices. *Thread-safe.* Shared by the deployments that hold the version's tables in turn.
+    """A version's network on its devices. *Thread-safe.* Reused by successive deployments of the version.
 
     Args:
         contents: of its files, by their names in `dense`.
@@ -42,7 +42,7 @@ class OpenedNetwork:
         devices: CUDA devices that answer lookups; empty: the CPU does.
 
     Attributes:
-        signature: what it needs of a request.
+        signature: its inputs.
         outputs: its outputs.
         on_device: whether it runs on the devices that look up.
 
@@ -66,19 +66,19 @@ class OpenedNetwork:
 
         def open_all() -> None:
             programs = [(dense.file, self.signature.tensors(), dense.outputs)]
-            for said, program in zip(dense.keys, self.signature.programs, strict=True):
-                programs.append((said.file, self.signature.inputs_of(program), said.outputs))
+            for keys_config, program in zip(dense.keys, self.signature.programs, strict=True):
+                programs.append((keys_config.file, self.signature.inputs_of(program), keys_config.outputs))
             for device in devices if self.on_device else [None]:
                 opened: list[Network] = []
                 try:
                     for name, tensors, outputs in programs:
                         opened.append(engine.open(name, contents[name], tensors, outputs, device))
                 except BaseException:
-                    for one in opened:
-                        one.close()
+                    for part in opened:
+                        part.close()
                     raise
                 network = self._add(device, NetworkCalls(opened[0], opened[1:]))
-                scorer = Scorer(config.model, config.tables, self.signature, network, unlooked, on_device=self.on_device)
+                scorer = Scorer(config.model, config.tables, self.signature, network, no_lookup, on_device=self.on_device)
                 self.outputs = scorer.try_out()
 
         try:
@@ -90,7 +90,7 @@ class OpenedNetwork:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What requests give."""
+        """The inputs of requests."""
         return self.signature.features
 
     def _add(self, device: int | None, calls: NetworkCalls) -> NetworkCalls:
@@ -99,10 +99,10 @@ class OpenedNetwork:
                 self.networks[device] = calls
                 return calls
         calls.close()
-        raise NotReadyError(f"opening the network {self.fingerprint}: its deployment was given up")
+        raise NotReadyError(f"opening the network {self.fingerprint}: its deployment was aborted")
 
     def close(self) -> None:
-        """Free the networks, those in use after their last calls; no deployment asks them any more. Idempotent."""
+        """Free the networks, those in use after their last calls. No deployment may use them any more. Idempotent."""
         with self._changing:
             self._closed = True
             networks = list(self.networks.values())
@@ -111,8 +111,8 @@ class OpenedNetwork:
             network.close()
 
 
-def unlooked(batch: Batch) -> None:
-    """Stand for the lookups of a network that is run on zeros."""
+def no_lookup(batch: Batch) -> None:
+    """Replace the lookups of a network that runs on zeros."""
     raise NotImplementedError
 
 
@@ -120,7 +120,7 @@ class DeploymentScores:
     """Scores of one deployment. *Thread-safe.*
 
     Args:
-        sessions: by device, what looks up there; on the CPU all devices have the same.
+        sessions: by device; on the CPU all devices have the same.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class DeploymentScores:
         counters: ScoreCounters,
     ) -> None:
         self.opened = opened
-        self._what = f"model {config.model!r}, version {config.version}"
+        self._name = f"model {config.model!r}, version {config.version}"
         self._model = config.model
         self.max_samples = config.max_batch_size
         self._counters = counters
-        self._calls = OpenCalls(f"scoring with {self._what}")
+        self._calls = OpenCalls(f"scoring with {self._name}")
         made: dict[int, Scorer] = {}
         self._scorers: dict[int, Scorer] = {}
         for device, session in sessions.items():
@@ -154,7 +154,7 @@ class DeploymentScores:
                     max_samples=config.max_batch_size,
                     outputs=opened.outputs,
                 )
-                doing = f"warming up the network of {self._what}"
+                doing = f"warming up the network of {self._name}"
                 bounded(dense.open_timeout_s, doing, made[id(session)].warm)
             self._scorers[device] = made[id(session)]
         self._described = BoundedCache(
@@ -164,7 +164,7 @@ class DeploymentScores:
         alone = not (dense.dynamic_batching and opened.signature.merges)
         delay_us = 0 if alone else dense.max_queue_delay_us
         batchers = {
-            id(scorer): Batcher(self._what, scorer, counters, config.max_batch_size, delay_us, alone=alone)
+            id(scorer): Batcher(self._name, scorer, counters, config.max_batch_size, delay_us, alone=alone)
             for scorer in made.values()
         }
         self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
@@ -208,7 +208,7 @@ class DeploymentScores:
             most_s: as for `Batcher.submit`.
 
         Raises:
-            NotReadyError: the deployment is closed, or too many requests wait. NetworkBusyError: as of `Batcher.submit`.
+            NotReadyError: the deployment is closed, or too many requests wait. NetworkBusyError: see `Batcher.submit`.
         """
         if not call.request.samples:
             call.done(self._of_no_samples(call.request), None)
@@ -216,7 +216,7 @@ class DeploymentScores:
         self._batchers[device].submit(call, most_s)
 
     def _of_no_samples(self, request: Request) -> Outputs:
-        """Answer a request without samples, which the network need not run with."""
+        """Answer a request without samples; the network may not run with none."""
         return {output.name: np.empty((0, *output.shape_with(request.sizes)), output.dtype) for output in self.opened.outputs}
 
     def refuse_if_busy(self, most_s: float) -> None:
@@ -229,9 +229,9 @@ class DeploymentScores:
             batcher.refuse_if_busy(most_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse further requests, and wait for those under way; False if they take longer and may still look up.
+        """Refuse further requests, and wait for running ones. Return False if they take longer and may still look up.
 
-        Calls that have been in the network for the whole time are left to it: they need no tier any more.
+        Calls that spent the entire timeout in the network are abandoned: they need no tier any more.
         """
         until = time.monotonic() + timeout_s
         ended = [batcher.close(max(0.0, until - time.monotonic())) for batcher in dict.fromkeys(self._batchers.values())]
@@ -240,7 +240,7 @@ class DeploymentScores:
         seconds = [second for scorer in dict.fromkeys(self._scorers.values()) for second in scorer.network_seconds().values()]
         if not seconds or min(seconds) < timeout_s:
             return False
-        _log.warning("scoring with %s: its network has not returned for %.1f s; it is left alone", self._what, min(seconds))
+        _log.warning("scoring with %s: its network has not returned for %.1f s; it is abandoned", self._name, min(seconds))
         return True
 
 

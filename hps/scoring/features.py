@@ -6,7 +6,7 @@ An input is one of three:
   hotness), or (samples,) for one key each, or, where they are pooled, keys (n,) of bags with `<input>.offsets` (samples + 1,),
   and perhaps `<input>.weights` (n,);
 - a *feature*: values (samples, ...) of the configured dtype and shape, in which sizes may be free;
-- the *request index*: for each sample the number of its request within the batch, which nobody gives.
+- the *request index*: for each sample the number of its request within the batch, which the batch adds.
 
 An input that is given once per request (`per_request`) has one row, or one a sample. Its row counts for all samples of the
 request.
@@ -31,8 +31,8 @@ WEIGHTS: Final = ".weights"
 
 
 @dataclass(slots=True, eq=False)
-class Given:
-    """What a request gives for one input. *Immutable.*
+class InputValues:
+    """The values of one input of a request. *Immutable.*
 
     Attributes:
         values: keys, int64: (rows, hotness), (rows,), or (n,) with offsets; or a feature, (rows, ...).
@@ -46,7 +46,7 @@ class Given:
     weights: npt.NDArray[np.float32] | None = None
 
 
-_NOTHING: Final = Given(np.empty(0), 0)
+_NOTHING: Final = InputValues(np.empty(0), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +58,10 @@ class ScoreInputs:
         samples: number of samples.
         keys: number of keys of each lookup in `Signature.counted`.
         sizes: named sizes.
-        form: those that requests of one batch share.
+        form: sizes that requests of one batch share.
     """
 
-    given: Sequence[Given]
+    given: Sequence[InputValues]
     samples: int
     keys: tuple[int, ...]
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def read_request(
         TooManyKeysError: there are more samples or keys than the model allows.
     """
     doing, features = f"scoring with model {model!r}", signature.features
-    given: list[Given] = []
+    given: list[InputValues] = []
     used = 0
     for feature in features:
         if feature.index:
@@ -98,7 +98,7 @@ def read_request(
         values = arrays.get(feature.name)
         if values is None:
             refuse_unknown(doing, arrays, features)  # which may be this one, misspelled
-            names = ", ".join(other.name for other in features if not other.index)
+            names = ", ".join(known.name for known in features if not known.index)
             raise InvalidInputError(f"{doing}: input {feature.name!r} is missing; expected {names}")
         used += 1
         if not feature.is_lookup:
@@ -119,10 +119,10 @@ def read_request(
     if not signature.is_sized:
         return ScoreInputs(given, _samples(doing, features, given, max_samples, signature, {}), keys)
     sizes: dict[str, int] = {}
-    for place, axis, name in sorted(signature.named, key=lambda one: not given[one[0]].rows):
+    for place, axis, name in sorted(signature.named, key=lambda named: not given[named[0]].rows):
         values = given[place].values
         if sizes.setdefault(name, values.shape[axis]) != values.shape[axis] and (given[place].rows or not axis):
-            raise _wrong_shape(doing, features[place], values, f" with {name} {sizes[name]}, as of another input")
+            raise _wrong_shape(doing, features[place], values, f" with {name} {sizes[name]}, as for another input")
     samples = _samples(doing, features, given, max_samples, signature, sizes)
     for place, axis, size in signature.derived if samples else ():  # no samples have no sizes: the answer is empty
         values = given[place].values
@@ -139,26 +139,28 @@ def refuse_unknown(doing: str, names: Iterable[str], features: Sequence[Feature]
     """Check that a network has all inputs of these names.
 
     Args:
-        hint: what else to do, for errors.
+        hint: further advice, for errors.
 
     Raises:
-        InvalidInputError: it lacks one; the error has the input that was probably meant.
+        InvalidInputError: it lacks one; the message suggests the nearest known input.
     """
-    asked = [feature for feature in features if not feature.index]
-    known = {one.name + end for one in asked for end in (("", OFFSETS, WEIGHTS) if one.is_lookup else ("",))}
+    expected_features = [feature for feature in features if not feature.index]
+    known = {
+        feature.name + end for feature in expected_features for end in (("", OFFSETS, WEIGHTS) if feature.is_lookup else ("",))
+    }
     if unknown := next((name for name in names if name not in known), None):
-        expected = f"expected {', '.join(one.name for one in asked)}{meant(unknown, known)}{hint}"
+        expected = f"expected {', '.join(feature.name for feature in expected_features)}{meant(unknown, known)}{hint}"
         raise InvalidInputError(f"{doing}: got input {unknown[:120]!r}, which the network does not have; {expected}")
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the hint at the known name that is like an unknown one; empty if there is none."""
+    """Return a hint at the most similar known name; empty without one."""
     near = get_close_matches(name[:120], known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Make arrays of what a caller in this process gives; see `HPS.score`.
+    """Convert the inputs of a caller in this process to arrays; see `HPS.score`.
 
     Raises:
         InvalidInputError: an input cannot be read as an array in host memory.
@@ -166,119 +168,125 @@ def arrays_of(features: Sequence[Feature], inputs: Mapping[str, Any]) -> dict[st
     known = {feature.name: feature for feature in features}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, given in inputs.items():
-        one = known.get(name)
-        arrays |= input_arrays(name, given, np.int64 if one is None or one.is_lookup else np.dtype(one.dtype))
+        feature = known.get(name)
+        arrays |= input_arrays(name, given, np.int64 if feature is None or feature.is_lookup else np.dtype(feature.dtype))
     return arrays
 
 
-def _feature(doing: str, one: Feature, values: npt.NDArray[Any]) -> Given:
-    if values.dtype != one.dtype:
-        raise InvalidDtypeError(f"{doing}: got input {one.name!r} of {values.dtype}, expected {one.dtype}")
-    if not one.shape and values.ndim == 2 and values.shape[1] == 1 and one.first == -1:
+def _feature(doing: str, feature: Feature, values: npt.NDArray[Any]) -> InputValues:
+    if values.dtype != feature.dtype:
+        raise InvalidDtypeError(f"{doing}: got input {feature.name!r} of {values.dtype}, expected {feature.dtype}")
+    if not feature.shape and values.ndim == 2 and values.shape[1] == 1 and feature.first == -1:
         values = values.reshape(-1)
-    if values.shape[1:] != one.shape or not values.ndim:  # or sizes are free
-        free = values.ndim == 1 + len(one.shape) and all(
-            isinstance(size, str) or size == got for size, got in zip(one.shape, values.shape[1:], strict=True)
+    if values.shape[1:] != feature.shape or not values.ndim:  # or sizes are free
+        free = values.ndim == 1 + len(feature.shape) and all(
+            isinstance(size, str) or size == got for size, got in zip(feature.shape, values.shape[1:], strict=True)
         )
         if not free:
-            raise _wrong_shape(doing, one, values)
-    if one.first != -1 and not isinstance(one.first, str) and len(values) != one.first:
-        raise _wrong_shape(doing, one, values)
-    return Given(values, len(values))
+            raise _wrong_shape(doing, feature, values)
+    if feature.first != -1 and not isinstance(feature.first, str) and len(values) != feature.first:
+        raise _wrong_shape(doing, feature, values)
+    return InputValues(values, len(values))
 
 
-def _wrong_shape(doing: str, one: Feature, values: npt.NDArray[Any], which: str = "") -> InvalidInputError:
-    expected = [SAMPLES if one.first == -1 else one.first, *one.shape]
+def _wrong_shape(doing: str, feature: Feature, values: npt.NDArray[Any], which: str = "") -> InvalidInputError:
+    expected = [SAMPLES if feature.first == -1 else feature.first, *feature.shape]
     return InvalidInputError(
-        f"{doing}: got input {one.name!r} of shape {list(values.shape)}, expected [{', '.join(map(str, expected))}]{which}"
+        f"{doing}: got input {feature.name!r} of shape {list(values.shape)}, expected [{', '.join(map(str, expected))}]{which}"
     )
 
 
-def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Given], place: int) -> None:
+def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[InputValues], place: int) -> None:
     """Check offsets into another input: in a batch they could point at values of other requests."""
-    one, offsets = features[place], given[place].values.reshape(-1)
-    n, ends = given[one.offsets_of].rows, one.drops_first
+    feature, offsets = features[place], given[place].values.reshape(-1)
+    n, ends = given[feature.offsets_of].rows, feature.drops_first
     last = int(offsets[-1]) if offsets.size else 0
     wrong = offsets.size and (offsets[0] != 0 or np.any(offsets[1:] < offsets[:-1]))
     if wrong or last > n or (ends and last != n):
         shown = f"begin with {offsets[0]} and end with {last}" if offsets.size else "are none"
         raise InvalidInputError(
-            f"{doing}: got offsets {one.name!r} that {shown}, expected 0 to {'' if ends else 'at most '}{n}, the number of "
-            f"values of {features[one.offsets_of].name!r}, never falling"
+            f"{doing}: got offsets {feature.name!r} that {shown}, expected 0 to {'' if ends else 'at most '}{n}, the number of "
+            f"values of {features[feature.offsets_of].name!r}, never falling"
         )
 
 
-def _unfulfilled(signature: Signature, given: Sequence[Given], samples: int, sizes: Mapping[str, int]) -> str:
-    """Say which guard refuses a request, and the input whose size it is about."""
+def _unfulfilled(signature: Signature, given: Sequence[InputValues], samples: int, sizes: Mapping[str, int]) -> str:
+    """Describe the guard that refuses a request, and the input whose size it limits."""
     known = {**sizes, SAMPLES: samples}
     refusing = [guard for guard in signature.guards if not guard.holds(known)]
-    guard = next((one for one in refusing if SAMPLES not in one.names), refusing[0])  # samples may be added
+    guard = next((guard for guard in refusing if SAMPLES not in guard.names), refusing[0])  # samples may be added
     got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
     which = "1 sample" if samples == 1 else f"{samples} samples"
-    for one, values in zip(signature.features, given, strict=True):
-        if {one.first, *one.shape} & {*guard.names}:
-            which = f"input {one.name!r} of shape {list(values.values.shape)}"
+    for feature, values in zip(signature.features, given, strict=True):
+        if {feature.first, *feature.shape} & {*guard.names}:
+            which = f"input {feature.name!r} of shape {list(values.values.shape)}"
             break
     return f"{which}: the network needs {guard}, got {got}"
 
 
 def _keys(
     doing: str,
-    one: Feature,
+    feature: Feature,
     values: npt.NDArray[Any],
     offsets: npt.NDArray[Any] | None,
     weights: npt.NDArray[Any] | None,
     blank: bool,
-) -> Given:
+) -> InputValues:
     if values.dtype != np.int64:
-        raise InvalidDtypeError(f"{doing}: got keys of input {one.name!r} of {values.dtype}, expected int64")
+        raise InvalidDtypeError(f"{doing}: got keys of input {feature.name!r} of {values.dtype}, expected int64")
     if offsets is not None or weights is not None:
-        if not one.bags:
-            what = "pooled vectors of any number of keys" if one.combiner else "pooled vectors"
-            raise InvalidInputError(f"{doing}: got offsets or weights of input {one.name!r}, which has no {what}")
-        if weights is not None and one.combiner == "max":
-            raise InvalidInputError(f"{doing}: got weights of input {one.name!r}, whose pooling is max, expected none")
+        if not feature.bags:
+            vectors = "pooled vectors of any number of keys" if feature.combiner else "pooled vectors"
+            raise InvalidInputError(f"{doing}: got offsets or weights of input {feature.name!r}, which has no {vectors}")
+        if weights is not None and feature.combiner == "max":
+            raise InvalidInputError(f"{doing}: got weights of input {feature.name!r}, whose pooling is max, expected none")
         if weights is not None and (weights.dtype != np.float32 or weights.size != values.size):
             got = f"{weights.size} weights of {weights.dtype}"
-            raise InvalidInputError(f"{doing}: got {got} for input {one.name!r}, expected {values.size} of float32")
+            raise InvalidInputError(f"{doing}: got {got} for input {feature.name!r}, expected {values.size} of float32")
     if offsets is None:
-        hotness = one.hotness or 1
+        hotness = feature.hotness or 1
         if values.ndim not in (1, 2) or (values.ndim == 1 and hotness != 1):
             raise InvalidInputError(
-                f"{doing}: got keys of shape {list(values.shape)} for input {one.name!r}, expected "
-                f"[samples, {one.hotness or 'keys'}]"
+                f"{doing}: got keys of shape {list(values.shape)} for input {feature.name!r}, expected "
+                f"[samples, {feature.hotness or 'keys'}]"
             )
-        if values.ndim == 2 and values.shape[1] != hotness and not one.bags:
-            raise InvalidInputError(f"{doing}: got {values.shape[1]} keys a sample for input {one.name!r}, expected {hotness}")
-        return Given(values, len(values), None, weights)
+        if values.ndim == 2 and values.shape[1] != hotness and not feature.bags:
+            raise InvalidInputError(
+                f"{doing}: got {values.shape[1]} keys a sample for input {feature.name!r}, expected {hotness}"
+            )
+        return InputValues(values, len(values), None, weights)
     if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or not offsets.size:
         got = f"keys of shape {list(values.shape)} and offsets {list(offsets.shape)} of {offsets.dtype}"
-        raise InvalidInputError(f"{doing}: got {got} for input {one.name!r}, expected [n] and [samples + 1] of int64")
+        raise InvalidInputError(f"{doing}: got {got} for input {feature.name!r}, expected [n] and [samples + 1] of int64")
     if blank:
-        return Given(values, offsets.size - 1, offsets, weights)
+        return InputValues(values, offsets.size - 1, offsets, weights)
     if offsets[0] != 0 or offsets[-1] != values.size or np.any(offsets[1:] < offsets[:-1]):
         raise InvalidInputError(
-            f"{doing}: got offsets of input {one.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected "
+            f"{doing}: got offsets of input {feature.name!r} that begin with {offsets[0]} and end with {offsets[-1]}, expected "
             f"0 to {values.size}, the number of its keys, never falling"
         )
     rows = offsets.size - 1
     if rows and weights is None and np.array_equal(offsets, np.arange(rows + 1) * offsets[1]):  # bags of one size
-        return Given(values.reshape(rows, int(offsets[1])), rows)
-    return Given(values, rows, offsets, weights)
+        return InputValues(values.reshape(rows, int(offsets[1])), rows)
+    return InputValues(values, rows, offsets, weights)
 
 
 def _samples(
     doing: str,
     features: Sequence[Feature],
-    given: Sequence[Given],
+    given: Sequence[InputValues],
     most: int,
     signature: Signature,
     sizes: Mapping[str, int],
 ) -> int:
     """Find the number of samples that all inputs agree on."""
-    rows = {one.name: got.rows for one, got in zip(features, given, strict=True) if not one.index and one.first == -1}
-    own = [rows[feature.name] for feature in features if feature.name in rows and not feature.per_request]
-    samples = own[0] if own else max(rows.values(), default=0)
+    rows = {
+        feature.name: values.rows
+        for feature, values in zip(features, given, strict=True)
+        if not feature.index and feature.first == -1
+    }
+    sample_rows = [rows[feature.name] for feature in features if feature.name in rows and not feature.per_request]
+    samples = sample_rows[0] if sample_rows else max(rows.values(), default=0)
     if not rows:
         samples = _solved(doing, signature, given, sizes)
     once = any(feature.index for feature in features)
@@ -295,7 +303,7 @@ def _samples(
     return samples
 
 
-def _solved(doing: str, signature: Signature, given: Sequence[Given], sizes: Mapping[str, int]) -> int:
+def _solved(doing: str, signature: Signature, given: Sequence[InputValues], sizes: Mapping[str, int]) -> int:
     """Find the number of samples from an expression of it, such as `2*samples`."""
     for place, axis, size in signature.derived:
         if SAMPLES in size.names:
@@ -304,4 +312,4 @@ def _solved(doing: str, signature: Signature, given: Sequence[Given], sizes: Map
             if samples is None:
                 raise _wrong_shape(doing, signature.features[place], values)
             return samples
-    raise InvalidInputError(f"{doing}: no input tells the number of samples")
+    raise InvalidInputError(f"{doing}: the number of samples follows from no input")

@@ -1,4 +1,4 @@
-"""The forms of batches that memory is kept for, and where their inputs lie in it: for the scorer, and for plans."""
+"""The forms of batches that have kept memory, and the layout of their inputs in it: for the scorer, and for plans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,20 +51,20 @@ class KeptBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where the inputs of batches of one form lie in one piece of memory, and what memory there is beside it. *Immutable.*
+    """The layout of the inputs of one form of batches in one piece of memory, and the buffers besides. *Immutable.*
 
     It begins with the index, (indices,) int64: the request of each sample.
 
     Attributes:
         indices: samples if anything is given once, else 0.
-        starts: by feature, where its values begin; those that are nothing but keys lie behind all else, from `keys_at` on, one
-            behind the other as they are filled.
+        starts: by feature, offset of its values. Features that are only keys follow all others, from `keys_at` on, packed as
+            they are filled.
         keys_only: names of these.
-        limits: by feature, how many bytes have room.
+        limits: by feature, bytes of its room.
         shapes: by feature, a row a request if it is given once.
         once: names of features, outputs of keys programs, and lookups that have a row a request.
         vectors: by lookup, the shape of its vectors.
-        buffers: memory of their own for keys and weights.
+        buffers: separate memory for keys and weights.
     """
 
     indices: int
@@ -79,14 +79,14 @@ class BatchLayout:
     buffers: tuple[KeptBuffer, ...]
 
     @property
-    def beside_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Size of vectors and buffers."""
         buffers = sum(prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
         return buffers + sum(4 * prod(shape) for shape in self.vectors)
 
 
 def room_for(count: int, most: int) -> int:
-    """Return for how many samples or requests, of at most `most`, there is room where there is for `count`."""
+    """Return the room for `count` samples or requests, rounded up so that few forms exist; at most `most`."""
     room = _LEAST
     while room < count:
         room *= _STEP
@@ -94,7 +94,7 @@ def room_for(count: int, most: int) -> int:
 
 
 def can_be_kept(signature: Signature) -> bool:
-    """Return whether all features have a row a sample or a request, and the network does not expand them by itself."""
+    """Return True if all features have a row a sample or a request, and the network does not expand them itself."""
     return (
         signature.merges
         and all(not feature.index and feature.first == -1 and feature.offsets_of < 0 for feature in signature.features)
@@ -131,7 +131,7 @@ def lay_out(
     """
     known = {**signature.sizes, **dict(zip(signature.inner, form.sizes, strict=True)), SAMPLES: 1}
     rows = {feature.name: feature.shape_with(known)[1:] for feature in signature.features}
-    once = {one.name for one, given in zip(signature.features, form.once, strict=True) if given}
+    once = {feature.name for feature, given in zip(signature.features, form.once, strict=True) if given}
     for program in signature.programs:
         largest = max((rows[name] for name in program.inputs), key=prod)
         rows |= {name: largest if computed is None else computed[name] for name in program.outputs}
@@ -140,7 +140,7 @@ def lay_out(
     features = {feature.name: feature for feature in signature.features}
     vectors, buffers = [], []
     for place, lookup in enumerate(signature.lookups):
-        sources = [one for one in (lookup.keys, lookup.weights) if one is not None]
+        sources = [source for source in (lookup.keys, lookup.weights) if source is not None]
         if once.issuperset(source.name for source in sources):
             once.add(lookup.name)
         count = form.requests if lookup.name in once else form.samples
@@ -153,15 +153,15 @@ def lay_out(
     keys_only = _keys_only(signature, {(buffer.lookup, buffer.source) for buffer in buffers})
     starts, limits, shapes, at = [], [], [], aligned(8 * indices)
     keys_bytes = 0
-    for one, n in zip(signature.features, form.rows, strict=True):
+    for feature, n in zip(signature.features, form.rows, strict=True):
         starts.append(at)
-        shapes.append((n, *rows[one.name]))
-        if one.is_lookup:
-            keys = one.max_keys // max_samples if one.bags else 0
-            limits.append(8 * min(n * (one.hotness or keys or 1), one.max_keys))
+        shapes.append((n, *rows[feature.name]))
+        if feature.is_lookup:
+            keys = feature.max_keys // max_samples if feature.bags else 0
+            limits.append(8 * min(n * (feature.hotness or keys or 1), feature.max_keys))
         else:
-            limits.append(prod(shapes[-1]) * np.dtype(one.dtype).itemsize)
-        if one.name in keys_only:
+            limits.append(prod(shapes[-1]) * np.dtype(feature.dtype).itemsize)
+        if feature.name in keys_only:
             keys_bytes += aligned(limits[-1])
         else:
             at += aligned(limits[-1])
@@ -180,7 +180,7 @@ def lay_out(
 
 
 def _reads(lookup: NetworkLookup, feature: Feature | None, source: Source, dtype: str, once: set[str]) -> bool:
-    """Return whether a lookup reads a feature as it is given."""
+    """Return True if a lookup reads a feature unchanged."""
     if feature is None or source.column is not None or (not feature.is_lookup and feature.dtype != dtype):
         return False
     return feature.name not in once or lookup.name in once
@@ -196,7 +196,7 @@ def _row_of(signature: Signature, lookup: NetworkLookup, rows: Mapping[str, tupl
 
 
 def _keys_only(signature: Signature, buffered: set[tuple[int, Source]]) -> set[str]:
-    """Return the names of features that nothing but lookups reads, as they are given."""
+    """Return the names of features that only lookups read, unchanged."""
     read = {name for program in signature.programs for name in program.inputs}
     read |= {source.name for _, source in buffered}
     lookups = {lookup.name for lookup in signature.lookups}
@@ -206,5 +206,5 @@ def _keys_only(signature: Signature, buffered: set[tuple[int, Source]]) -> set[s
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to where the next input may begin."""
+    """Round a number of bytes up to the alignment of inputs."""
     return -(-size // _ALIGNED) * _ALIGNED

@@ -1,4 +1,4 @@
-"""Batches of any requests, in new memory: inputs are put together, keys computed, vectors looked up."""
+"""Batches of any requests, in new memory: merges inputs, computes keys, looks vectors up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from hps.types import KeyArray
 
 @dataclass(slots=True)
 class _ScoredBatch:
-    """What is known of a batch, by name of a feature, an output of a keys program, or a lookup.
+    """The values of a batch, by name of a feature, an output of a keys program, or a lookup.
 
     Attributes:
         values: in the memory of lookups: on a CUDA device tensors, else arrays; of a feature with a table, `Keys`.
-        times, sizes: as of `Merged`.
+        times, sizes: see `Merged`.
     """
 
     values: dict[str, Any]
@@ -30,8 +30,8 @@ class _ScoredBatch:
     sizes: Mapping[str, int]
 
 
-class _Asked(NamedTuple):
-    """What a lookup asks of a batch.
+class _LookupRequest(NamedTuple):
+    """The keys of one lookup of a batch.
 
     Attributes:
         keys: int64, of any shape.
@@ -82,7 +82,7 @@ class NewBatches:
             return dict(values)
         put = self._runner.network.put
         return {
-            name: Keys(*[one if one is None else put(np.ascontiguousarray(one)) for one in given])
+            name: Keys(*[array if array is None else put(np.ascontiguousarray(array)) for array in given])
             if isinstance(given, Keys)
             else put(np.ascontiguousarray(given))
             for name, given in values.items()
@@ -106,7 +106,7 @@ class NewBatches:
                     batch.times[name] = times
 
     def _shared_times(self, batch: _ScoredBatch, names: Sequence[str]) -> KeyArray | None:
-        """Return how often each row of several values counts, if it is the same of all; None if each counts once."""
+        """Return the repetitions of each row that several values share; None if they differ, or rows count once."""
         times = [batch.times.get(name) for name in names]
         first = times[0]
         if first is None or any(time is None or not np.array_equal(time, first) for time in times):
@@ -122,14 +122,13 @@ class NewBatches:
         return self._runner.network.take(values, self._runner.network.put(index)) if self._runner.on_device else values[index]
 
     def _find_vectors(self, batch: _ScoredBatch, dry: bool) -> None:
-        """Look up the vectors of all lookups."""
-        asked = {place: self._ask(batch, one) for place, one in enumerate(self._signature.lookups)}
-        for pooled, places in self._runner.groups({place: one.bags is not None for place, one in asked.items()}):
+        requests = {place: self._lookup_request(batch, request) for place, request in enumerate(self._signature.lookups)}
+        for pooled, places in self._runner.groups({place: request.bags is not None for place, request in requests.items()}):
             tables: dict[str, Any] = {}
             outs: dict[str, Any] = {}
             for place in places:
-                lookup, one = self._signature.lookups[place], asked[place]
-                flat = (int(np.prod(one.shape)), lookup.dim)
+                lookup, request = self._signature.lookups[place], requests[place]
+                flat = (int(np.prod(request.shape)), lookup.dim)
                 out = (
                     self._runner.network.empty(flat, "float32")
                     if self._runner.on_device and not dry
@@ -139,13 +138,13 @@ class NewBatches:
                     out.fill(0)
                     out = self._runner.network.put(out) if self._runner.on_device else out
                 name = self._names[lookup.table]
-                tables[name] = one.keys.reshape(-1) if one.bags is None else one.bags
-                outs[name], batch.values[_vectors_of(lookup.name)] = out, out.reshape((*one.shape, lookup.dim))
+                tables[name] = request.keys.reshape(-1) if request.bags is None else request.bags
+                outs[name], batch.values[_vectors_of(lookup.name)] = out, out.reshape((*request.shape, lookup.dim))
             if not dry:
-                self._look_up(tables, outs, pooled)
+                self._run_lookup(tables, outs, pooled)
 
-    def _look_up(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
-        """Look up one lookup of each table."""
+    def _run_lookup(self, tables: Mapping[str, Any], outs: Mapping[str, Any], pooled: bool) -> None:
+        """Look up each table once."""
         index, on_device = self._indices.__getitem__, self._runner.on_device
         tables_of = self._runner.tables
         if pooled:
@@ -154,14 +153,14 @@ class NewBatches:
             batch = named_batch(tables, outs, index, self._indices, tables_of, on_cuda=on_device, with_found=False)
         self._runner.lookup(batch)
 
-    def _ask(self, batch: _ScoredBatch, lookup: NetworkLookup) -> _Asked:
+    def _lookup_request(self, batch: _ScoredBatch, lookup: NetworkLookup) -> _LookupRequest:
         """Find the keys of a lookup, and its bags if it pools."""
         if lookup.feature >= 0:
             given: Keys = batch.values[lookup.name]
             keys, offsets, weights = given
             if not lookup.combiner:
                 rows = keys if self._signature.features[lookup.feature].hotness is not None else keys.reshape(-1)
-                return _Asked(rows, rows.shape, None)
+                return _LookupRequest(rows, rows.shape, None)
         else:
             times = None
             if batch.times:
@@ -174,16 +173,16 @@ class NewBatches:
             weights = None if lookup.weights is None else self._source(batch, lookup.weights, _FLOAT32, times is None)
             weights = weights if weights is None else weights.reshape(-1)
             if not lookup.combiner and not lookup.clips:
-                return _Asked(keys, keys.shape, None)
+                return _LookupRequest(keys, keys.shape, None)
             if lookup.clips:
-                return _Asked(keys, keys.shape, lookup.bags_of(keys.reshape(-1, 1)))
+                return _LookupRequest(keys, keys.shape, lookup.bags_of(keys.reshape(-1, 1)))
         if offsets is not None:
             bags = lookup.bags_of(keys.reshape(-1), offsets, weights)
-            return _Asked(bags.keys, (len(offsets) - lookup.include_last_offset,), bags)
+            return _LookupRequest(bags.keys, (len(offsets) - lookup.include_last_offset,), bags)
         rows = keys.reshape(len(keys), -1)
         if weights is None and not lookup.pools(rows.shape[1]):
-            return _Asked(keys, (len(keys),), None)
-        return _Asked(rows, (len(keys),), lookup.bags_of(rows, None, weights))
+            return _LookupRequest(keys, (len(keys),), None)
+        return _LookupRequest(rows, (len(keys),), lookup.bags_of(rows, None, weights))
 
     def _source(self, batch: _ScoredBatch, source: Source, dtype: "np.dtype[Any]", each: bool) -> Any:
         """Return the values of a source, C-contiguous and of a dtype.

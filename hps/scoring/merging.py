@@ -1,4 +1,4 @@
-"""Puts the inputs of several requests together, for one lookup and one call of the network."""
+"""Merges the inputs of several requests, for one lookup and one call of the network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hps.scoring.features import Given, ScoreInputs
+from hps.scoring.features import InputValues, ScoreInputs
 from hps.scoring.packing import PackedRequest
 from hps.scoring.signature import Feature, Signature
 from hps.types import KeyArray
@@ -43,34 +43,36 @@ class Merged:
 
 
 def merge(signature: Signature, requests: Sequence[ScoreInputs], counts: KeyArray) -> Merged:
-    """Put the inputs of requests together.
+    """Merge the inputs of requests.
 
     Args:
         counts: by request, number of samples.
     """
     found = Merged(sizes=merged_sizes(signature, requests))
-    for place, one in enumerate(signature.features):
-        if one.index:
-            found.values[one.name] = np.repeat(np.arange(len(requests)), counts)
+    for place, feature in enumerate(signature.features):
+        if feature.index:
+            found.values[feature.name] = np.repeat(np.arange(len(requests)), counts)
             continue
         parts = [request.given[place] for request in requests]
-        if one.is_lookup:
-            found.values[one.name] = _merged_keys(one, parts)
+        if feature.is_lookup:
+            found.values[feature.name] = _merged_keys(feature, parts)
         elif len(parts) == 1:
-            found.values[one.name] = parts[0].values
-        elif one.offsets_of >= 0:
-            found.values[one.name] = _shifted(one, parts, [request.given[one.offsets_of].rows for request in requests])
+            found.values[feature.name] = parts[0].values
+        elif feature.offsets_of >= 0:
+            found.values[feature.name] = _shifted(
+                feature, parts, [request.given[feature.offsets_of].rows for request in requests]
+            )
         else:
-            found.values[one.name] = np.concatenate([part.values for part in parts])
-        if one.per_request:
+            found.values[feature.name] = np.concatenate([part.values for part in parts])
+        if feature.per_request:
             rows = np.array([part.rows for part in parts])
             if not np.array_equal(rows, counts):  # a row that stands for all samples of its request, or one of several
-                found.times[one.name] = np.repeat(np.where(rows == 1, counts, 1), rows)
+                found.times[feature.name] = np.repeat(np.where(rows == 1, counts, 1), rows)
     return found
 
 
 def merged_sizes(signature: Signature, requests: Sequence[ScoreInputs | PackedRequest]) -> Mapping[str, int]:
-    """Return the named sizes of requests that are put together."""
+    """Return the named sizes of merged requests."""
     first = requests[0].sizes
     if len(requests) == 1 or len(signature.inner) == len(first):
         return first
@@ -83,58 +85,58 @@ def merged_sizes(signature: Signature, requests: Sequence[ScoreInputs | PackedRe
 def padded(signature: Signature, request: ScoreInputs, more: int) -> ScoreInputs:
     """Repeat the last sample of a request; of bags that other inputs delimit, add empty ones."""
     given = []
-    for feature, one in zip(signature.features, request.given, strict=True):
+    for feature, part in zip(signature.features, request.given, strict=True):
         if feature.offsets_of >= 0:
-            ends = np.full(more, request.given[feature.offsets_of].rows, one.values.dtype)
-            given.append(Given(np.concatenate([one.values, ends]), one.rows + more))
+            ends = np.full(more, request.given[feature.offsets_of].rows, part.values.dtype)
+            given.append(InputValues(np.concatenate([part.values, ends]), part.rows + more))
         else:
-            is_whole = isinstance(feature.first, str) or one.rows < request.samples
-            given.append(one if is_whole else _padded(one, more))
+            is_whole = isinstance(feature.first, str) or part.rows < request.samples
+            given.append(part if is_whole else _padded(part, more))
     return replace(request, given=given, samples=request.samples + more)
 
 
-def _padded(one: Given, more: int) -> Given:
-    if one.offsets is None:
-        weights = one.weights
+def _padded(part: InputValues, more: int) -> InputValues:
+    if part.offsets is None:
+        weights = part.weights
         if weights is not None:
-            rows = weights.reshape(one.rows, -1)
+            rows = weights.reshape(part.rows, -1)
             weights = np.concatenate([rows, *[rows[-1:]] * more]).reshape(-1)
-        return Given(np.concatenate([one.values, *[one.values[-1:]] * more]), one.rows + more, None, weights)
-    last = slice(int(one.offsets[-2]), int(one.offsets[-1]))
-    values = np.concatenate([one.values, *[one.values[last]] * more])
-    ends = one.offsets[-1] + np.arange(1, more + 1) * (last.stop - last.start)
-    weights = None if one.weights is None else np.concatenate([one.weights, *[one.weights[last]] * more])
-    return Given(values, one.rows + more, np.concatenate([one.offsets, ends]), weights)
+        return InputValues(np.concatenate([part.values, *[part.values[-1:]] * more]), part.rows + more, None, weights)
+    last = slice(int(part.offsets[-2]), int(part.offsets[-1]))
+    values = np.concatenate([part.values, *[part.values[last]] * more])
+    ends = part.offsets[-1] + np.arange(1, more + 1) * (last.stop - last.start)
+    weights = None if part.weights is None else np.concatenate([part.weights, *[part.weights[last]] * more])
+    return InputValues(values, part.rows + more, np.concatenate([part.offsets, ends]), weights)
 
 
-def _shifted(one: Feature, parts: Sequence[Given], rows: Sequence[int]) -> npt.NDArray[Any]:
-    """Concatenate offsets into values that are concatenated, too.
+def _shifted(feature: Feature, parts: Sequence[InputValues], rows: Sequence[int]) -> npt.NDArray[Any]:
+    """Concatenate offsets into concatenated values.
 
     Args:
         rows: number of values of each request.
     """
     starts = np.cumsum([0, *rows[:-1]])
     shifted = [
-        part.values[1 if one.drops_first and place else 0 :] + part.values.dtype.type(start)
+        part.values[1 if feature.drops_first and place else 0 :] + part.values.dtype.type(start)
         for place, (part, start) in enumerate(zip(parts, starts, strict=True))
     ]
     return np.concatenate(shifted)
 
 
-def _merged_keys(one: Feature, parts: Sequence[Given]) -> Keys:
+def _merged_keys(feature: Feature, parts: Sequence[InputValues]) -> Keys:
     """Concatenate the keys of a feature with a table: rows of one width, or bags of any."""
     first = parts[0]
     fixed = all(part.offsets is None for part in parts)
     weighted = any(part.weights is not None for part in parts)
     if fixed and not weighted and len({part.values.shape[1:] for part in parts}) == 1:
         return Keys(first.values if len(parts) == 1 else np.concatenate([part.values for part in parts]))
-    if not one.combiner:  # some give (rows,), some (rows, 1)
+    if not feature.combiner:  # some give (rows,), some (rows, 1)
         return Keys(np.concatenate([part.values.reshape(part.rows) for part in parts]))
     offsets, weights, start = [np.zeros(1, np.int64)], [], 0
     for part in parts:
         n = part.values.size
-        own = np.arange(1, part.rows + 1) * (n // part.rows) if part.offsets is None else part.offsets[1:]
-        offsets.append(own + start)
+        ends = np.arange(1, part.rows + 1) * (n // part.rows) if part.offsets is None else part.offsets[1:]
+        offsets.append(ends + start)
         start += n
         weights.append(np.ones(n, np.float32) if part.weights is None else part.weights.reshape(-1))
     return Keys(

@@ -1,4 +1,4 @@
-"""The calls of a network, any of which may never return."""
+"""Calls of networks that may never return."""
 
 import math
 import threading
@@ -19,8 +19,8 @@ _bounded = threading.Semaphore(_MOST_BOUNDED)
 class NetworkCalls:
     """Counts the calls of one network and its keys programs on one device, and frees them after the last. *Thread-safe.*
 
-    A thread in a network cannot be interrupted. Nobody has to wait for it: the last call to return frees a network that was
-    closed meanwhile.
+    A thread in a network cannot be interrupted, so closing does not wait for it: the last call to return frees a network that
+    was closed meanwhile.
     """
 
     def __init__(self, network: Network, programs: Sequence[Network] = ()) -> None:
@@ -70,7 +70,7 @@ class NetworkCalls:
         """Return how long each call of a caller has been in the network, by thread; 0.0 while it is elsewhere."""
         with self._lock:
             now = time.monotonic()
-            return {thread: max(0.0, now - since) for thread, (one, since) in self._under_way.items() if one is caller}
+            return {thread: max(0.0, now - since) for thread, (user, since) in self._under_way.items() if user is caller}
 
     def close(self) -> None:
         """Refuse further calls, and free the network: now, or when the last call returns. Called once."""
@@ -86,13 +86,13 @@ class NetworkCalls:
 
 
 def bounded(timeout_s: float, doing: str, call: Callable[[], T]) -> T:
-    """Run a call that may wait for a network in a thread of its own, and give it up after a timeout.
+    """Run a call of a network in a thread of its own, and abandon it after a timeout.
 
     Args:
         doing: for the error, such as `warming the network of model 'm'`.
 
     Raises:
-        NetworkError: it takes longer; the thread goes on. At most eight such threads run at a time, given up or not.
+        NetworkError: it takes longer; its thread continues. At most eight such threads run at a time, abandoned ones included.
     """
 
     def late() -> NetworkError:

@@ -1,8 +1,8 @@
-"""Requests for scores in memory that others share: how they are described, and how batches of them are gathered.
+"""Requests for scores in shared memory: how they are described, and how batches of them are gathered.
 
 A description is JSON: `{"inputs": [[name, dtype, shape, offset], ...], "outputs": [...], "timeout_us": n}`, with offsets from
-where the tensors begin. It is the same for all requests that look alike, so it is read once; then a batch costs one copy of
-each input of each request, made by one call without the interpreter lock.
+the first tensor. Requests of the same form share a description, which is parsed once. A batch then costs one copy of each input
+of each request, in one call without the interpreter lock.
 """
 
 import json
@@ -18,7 +18,7 @@ from numba import int64, types, void
 from hps.configuration.networks import DTYPES
 from hps.errors import InvalidInputError
 from hps.ground.kernels.numba_kernels import kernel, read_only
-from hps.scoring.features import Given, ScoreInputs, read_request
+from hps.scoring.features import InputValues, ScoreInputs, read_request
 from hps.scoring.signature import Signature
 from hps.types import IndexArray
 
@@ -41,7 +41,7 @@ def gather(sources: IndexArray, sizes: IndexArray, targets: IndexArray) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor of a description. *Immutable.* `at` is its offset from where the tensors begin, `size` its bytes."""
+    """A tensor of a description. *Immutable.* `at` is its offset from the first tensor, `size` its bytes."""
 
     name: str
     dtype: "np.dtype[Any]"
@@ -50,13 +50,13 @@ class Described:
     size: int
 
     def array(self, memory: Any, start: int) -> npt.NDArray[Any]:
-        """Return the tensor of the request whose tensors begin at `start` of a memory."""
+        """Return the tensor of the request whose tensors start at `start` of a memory."""
         return np.ndarray(self.shape, self.dtype, memory, start + self.at)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLayout:
-    """What `gather` has to know of the inputs of a request but the request index. *Immutable.*
+    """The layout of a request's inputs for `gather`, without the request index. *Immutable.*
 
     Attributes:
         columns: dtype, and shape of a row.
@@ -71,22 +71,21 @@ class RequestLayout:
     rows: IndexArray
 
 
-def layout_of(given: Sequence[Given]) -> RequestLayout:
-    """Return the layout of what a request gives."""
-    columns = tuple([(one.values.dtype, one.values.shape[1:]) for one in given])
+def layout_of(given: Sequence[InputValues]) -> RequestLayout:
+    columns = tuple([(part.values.dtype, part.values.shape[1:]) for part in given])
     sizes = tuple([prod(shape) for _, shape in columns])
     widths = np.array([size * dtype.itemsize for size, (dtype, _) in zip(sizes, columns, strict=True)], np.int64)
-    return RequestLayout(columns, sizes, widths, np.array([one.rows for one in given], np.int64))
+    return RequestLayout(columns, sizes, widths, np.array([part.rows for part in given], np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """What requests that look alike have in common. *Immutable.*
+    """The common part of requests of the same form. *Immutable.*
 
     Attributes:
         end: bytes that its tensors take.
-        samples: number of samples; 0: only the values say it.
-        keys, sizes, form: as of `ScoreInputs`.
+        samples: number of samples; 0 if it depends on values.
+        keys, sizes, form: see `ScoreInputs`.
         layout: None if `gather` cannot read them: it cannot read bags of any size.
         offsets: of each feature but the request index, where its values are.
     """
@@ -109,14 +108,14 @@ def describe(inputs: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], 
 
 
 def read_description(text: bytes, signature: Signature, max_samples: int, model: str) -> Description:
-    """Read a description of requests for a network, which may come from anybody.
+    """Parse an untrusted description of requests for a network.
 
     Raises:
         InvalidInputError: it is none, or other inputs than the network's. TooManyKeysError: too many keys or samples.
     """
     try:
         found = json.loads(text)
-        inputs, outputs = (tuple(_described(*one) for one in found[what]) for what in ("inputs", "outputs"))
+        inputs, outputs = (tuple(_described(*entry) for entry in found[side]) for side in ("inputs", "outputs"))
         timeout_us = int(found["timeout_us"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidInputError(f"reading a request for scores: its description is wrong: {error!r}") from error
@@ -127,13 +126,15 @@ def read_description(text: bytes, signature: Signature, max_samples: int, model:
         or any(feature.name not in by_name for feature in features if not feature.index)
         or len(by_name) != len(features) - sum(feature.index for feature in features)
     ):
-        # its values say what is wrong, or it has bags or offsets
+        # it has bags or offsets, or is wrong, which checking its values reports
         return Description(inputs, outputs, timeout_us, end, 0, (), None)
-    blank = {name: np.ndarray(one.shape, one.dtype, _BLANK, 0, (0,) * len(one.shape)) for name, one in by_name.items()}
+    blank = {
+        name: np.ndarray(tensor.shape, tensor.dtype, _BLANK, 0, (0,) * len(tensor.shape)) for name, tensor in by_name.items()
+    }
     request = read_request(signature, blank, max_samples, model)
-    asked = [(one, given) for one, given in zip(features, request.given, strict=True) if not one.index]
-    layout = layout_of([given for _, given in asked])
-    offsets = np.array([by_name[one.name].at for one, _ in asked], np.int64)
+    gathered = [(feature, given) for feature, given in zip(features, request.given, strict=True) if not feature.index]
+    layout = layout_of([given for _, given in gathered])
+    offsets = np.array([by_name[feature.name].at for feature, _ in gathered], np.int64)
     return Description(
         inputs, outputs, timeout_us, end, request.samples, request.keys, layout, offsets, request.sizes, request.form
     )
@@ -157,8 +158,8 @@ class PackedRequest:
 
     Attributes:
         memory: that it is in.
-        start: where in the memory its tensors begin.
-        address: of the same.
+        start: offset of its first tensor in the memory.
+        address: of its first tensor.
     """
 
     description: Description
@@ -187,14 +188,14 @@ class PackedRequest:
         """Copy its values, and check them.
 
         Raises:
-            InvalidInputError, TooManyKeysError: as of `read_request`.
+            InvalidInputError, TooManyKeysError: see `read_request`.
         """
         arrays = {input_.name: input_.array(self.memory, self.start).copy() for input_ in self.description.inputs}
         return read_request(signature, arrays, max_samples, model)
 
 
 def rows_of(requests: Sequence[PackedRequest | ScoreInputs]) -> tuple[RequestLayout, IndexArray] | None:
-    """Compare what requests give.
+    """Compare the inputs of requests.
 
     Returns:
         The layout of the first, whose rows all requests have, and their numbers of rows, (requests, inputs), read only; None if
@@ -223,8 +224,8 @@ def gather_into(
     Args:
         sizes: bytes of each input.
         memory: where they go.
-        starts: by input, where its values begin in the memory.
-        filled: by input, bytes to fill; its first values are repeated behind the last, none twice.
+        starts: by input, offset of its values in the memory.
+        filled: by input, bytes to fill; its first values are repeated after the last.
     """
     before = np.zeros_like(sizes)
     np.cumsum(sizes[:-1], axis=0, out=before[1:])
@@ -237,10 +238,10 @@ def gather_into(
 def _layout_of(request: PackedRequest | ScoreInputs) -> RequestLayout | None:
     if isinstance(request, PackedRequest):
         return request.description.layout
-    return layout_of(request.given) if all(one.offsets is None and one.weights is None for one in request.given) else None
+    return layout_of(request.given) if all(part.offsets is None and part.weights is None for part in request.given) else None
 
 
 def _addresses_of(request: PackedRequest | ScoreInputs) -> Any:
     if isinstance(request, PackedRequest):
         return request.description.offsets + request.address
-    return [one.values.ctypes.data for one in request.given]
+    return [part.values.ctypes.data for part in request.given]

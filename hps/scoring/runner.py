@@ -1,4 +1,4 @@
-"""What the two ways of scoring a batch have in common: a network, its keys programs, and lookups of one deployment."""
+"""The network, keys programs and lookups of one deployment, which batches in new and in kept memory run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -53,8 +53,8 @@ class Runner:
         """
         return self.running(lambda: self.network.fetch(run()), "the network")
 
-    def running(self, run: Callable[[], T], what: str) -> T:
-        """Call what runs the network or a keys program; errors as of `run`."""
+    def running(self, run: Callable[[], T], program: str) -> T:
+        """Run the network or a keys program; errors as for `run`."""
         try:
             with self.calls.running(self):
                 return run()
@@ -63,25 +63,25 @@ class Runner:
         except Exception as error:
             lines = str(error).strip().splitlines()
             raise NetworkError(
-                f"running {what} of model {self.model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
+                f"running {program} of model {self.model!r}: {type(error).__name__}: {lines[0][:300] if lines else ''}"
             ) from error
 
     @staticmethod
     def run_of(
         network: Network, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]
     ) -> Callable[[], Mapping[str, Tensor]]:
-        """Return the run of a network on inputs; those that have an index are repeated by it."""
+        """Return a run of a network on inputs; inputs with an index are repeated by it."""
         if not indices:
             return lambda: network.run(inputs)
         return lambda: network.run({**inputs, **{name: network.take(inputs[name], index) for name, index in indices.items()}})
 
     def groups(self, pooled: Mapping[int, bool]) -> list[tuple[bool, list[int]]]:
-        """Group lookups, by their places, such that a group asks a table once, and pools all or none."""
+        """Group lookups, by their places: a group has each table at most once, and pools all or none."""
         groups: dict[tuple[bool, int], list[int]] = {}
         turns: dict[tuple[bool, int], int] = {}
         for place, pools in pooled.items():
-            asked = pools, self.signature.lookups[place].table
-            turns[asked] = turn = turns.get(asked, -1) + 1
+            group = pools, self.signature.lookups[place].table
+            turns[group] = turn = turns.get(group, -1) + 1
             groups.setdefault((pools, turn), []).append(place)
         return [(pools, places) for (pools, _), places in groups.items()]
 

@@ -1,7 +1,7 @@
 """One call of a network on the vectors of one deployment: compute keys, look up, pool, run.
 
-There are two ways. In general, the inputs of all requests are put together in new memory (`general.py`). Batches of requests
-that look alike take the other way, in memory that is kept (`kept.py`).
+Requests of the same form are merged in memory that is kept between batches (`kept.py`); all others in new memory
+(`general.py`).
 """
 
 import threading
@@ -34,7 +34,7 @@ _OUTPUT_DTYPES = ("float32", "float16", "int64", "int32", "bool", "float64")
 
 @dataclass(frozen=True, slots=True)
 class ScoreTimes:
-    """When a batch began, had its vectors, and had its scores, as `perf_counter_ns`. *Immutable.*"""
+    """When a batch started, had its vectors, and had its scores, as `perf_counter_ns`. *Immutable.*"""
 
     began_ns: int
     looked_up_ns: int
@@ -42,7 +42,7 @@ class ScoreTimes:
 
 
 class _OtherShapes(NamedTuple):
-    """Sizes, and shapes of the outputs of a sample with them."""
+    """Sizes, and the shapes of a sample's outputs with them."""
 
     sizes: Mapping[str, int]
     shapes: _Shapes
@@ -51,7 +51,7 @@ class _OtherShapes(NamedTuple):
 class Scorer:
     """Answers requests from one deployment on one device. *Thread-safe.*
 
-    One call at a time uses the memory that is kept; calls beside it take the general way.
+    One call at a time uses the kept memory; concurrent calls use new memory.
 
     Args:
         model: its name, for errors.
@@ -84,7 +84,7 @@ class Scorer:
         self._runner = Runner(model, tables, signature, network, lookup, on_device=on_device)
         self._new = NewBatches(self._runner)
         self._kept = KeptBatches(self._runner, max_samples)
-        self._own = threading.Lock()  # of what is kept
+        self._in_use = threading.Lock()  # of the kept memory
 
     def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         """Score requests in one call of the network.
@@ -108,30 +108,30 @@ class Scorer:
         outputs: Outputs | None = None
         looked_up = began
         padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
-        # Memory that is kept serves one batch at a time. Another one does not wait for it: to score it in new memory costs an
-        # allocation, to wait costs a run of the network. Nor is a padded batch put there, whose last request is repeated.
-        if not padding and self._own.acquire(False):
+        # Kept memory serves one batch at a time. A concurrent batch does not wait for it: new memory costs an allocation,
+        # waiting costs a run of the network. A padded batch never uses it, since its last request is repeated.
+        if not padding and self._in_use.acquire(False):
             try:
                 outputs, looked_up = self._kept.score(requests, counts)
             finally:
-                self._own.release()
+                self._in_use.release()
         if outputs is None:
             outputs, looked_up = self._score_any(requests, counts, padding)
         self._check(outputs, int(counts.sum()))
-        whole = self._checked(outputs)
+        checked = self._checked(outputs)
         answers: list[Outputs | HPSError] = []
         if len(requests) == 1:
-            answers.append(whole)
+            answers.append(checked)
         else:
             start = 0
             for samples in counts.tolist():
-                own = {name: values[start : start + samples] for name, values in outputs.items()}
-                answers.append(own if whole is outputs else self._checked(own))
+                part = {name: values[start : start + samples] for name, values in outputs.items()}
+                answers.append(part if checked is outputs else self._checked(part))
                 start += samples
         return answers, ScoreTimes(began, looked_up, perf_counter_ns())
 
     def _padding(self, requests: Sequence[Request], samples: int) -> int:
-        """Return how often to repeat the last sample, for a number of samples with which the network runs.
+        """Return how often to repeat the last sample, to get a number of samples that the network accepts.
 
         Raises:
             NetworkError: there is none; then each request is scored alone.
@@ -145,7 +145,7 @@ class Scorer:
         return found
 
     def _score_any(self, requests: Sequence[Request], counts: KeyArray, padding: int = 0) -> tuple[Outputs, int]:
-        """Score any requests.
+        """Score requests of any forms in new memory.
 
         Args:
             padding: how often the last sample is repeated; its scores are dropped.
@@ -186,12 +186,12 @@ class Scorer:
                 f"trying the network of model {self._model!r}: its guards refuse any number of samples with dense.sizes: "
                 f"{', '.join(map(str, self.signature.guards))}"
             )
-        (first, found), *others = shapes.items()
-        for samples, other in others:
-            if other != found:
+        (first, found), *repeats = shapes.items()
+        for samples, outcome in repeats:
+            if outcome != found:
                 raise NetworkError(
-                    f"trying the network of model {self._model!r}: its outputs are {found} for {_counted(first)}, {other} for "
-                    f"{_counted(samples)}"
+                    f"trying the network of model {self._model!r}: its outputs are {found} for {_counted(first)}, {outcome} "
+                    f"for {_counted(samples)}"
                 )
         for name, (dtype, _) in found.items():
             if dtype not in _OUTPUT_DTYPES:
@@ -204,23 +204,23 @@ class Scorer:
         return self.outputs
 
     def _free_shapes(self, samples: int, shapes: _Shapes) -> Mapping[str, tuple[int | str, ...]]:
-        """Find how the shapes of outputs follow from named sizes, by runs with other ones.
+        """Find how the shapes of outputs depend on named sizes, by runs with other sizes.
 
-        Each size of an output is taken for a sum of multiples of them; a service refuses to answer where it is another.
+        Each size of an output is assumed to be a sum of multiples of them; a service refuses to answer with any other shape.
 
         Args:
             shapes: with the sizes of the configuration, without the samples.
         """
         known = self.signature.sizes
-        if not known or ((every := self._shapes_with(samples, known)) is not None and every.shapes == shapes):
+        if not known or ((trial := self._shapes_with(samples, known)) is not None and trial.shapes == shapes):
             return shapes
         terms: dict[tuple[str, int], list[tuple[int, str]]] = {}
         for name, size in known.items():
-            if (other := self._shapes_with(samples, [name])) is None:
+            if (trial := self._shapes_with(samples, [name])) is None:
                 continue
             for output, shape in shapes.items():
-                for axis, (width, moved) in enumerate(zip(shape, other.shapes[output], strict=False)):
-                    if times := (moved - width) // (other.sizes[name] - size):
+                for axis, (width, moved) in enumerate(zip(shape, trial.shapes[output], strict=False)):
+                    if times := (moved - width) // (trial.sizes[name] - size):
                         terms.setdefault((output, axis), []).append((times, name))
 
         def free(output: str, axis: int, width: int) -> int | str:
@@ -233,17 +233,17 @@ class Scorer:
         return {name: tuple(free(name, axis, width) for axis, width in enumerate(shape)) for name, shape in shapes.items()}
 
     def _shapes_with(self, samples: int, names: Collection[str]) -> "_OtherShapes | None":
-        """Run the network on zeros where sizes of these names are others; None if it does not run with any."""
+        """Run the network on zeros with other values of the named sizes; None if it runs with none."""
         if (sizes := self.signature.other_sizes(samples, names)) is None:
             return None
         try:
             outputs = self._runner.run(self._new.prepared_zeros(samples, sizes))
-        except NetworkError:  # guards that nobody wrote down
+        except NetworkError:  # the network has a guard that its configuration lacks
             return None
         return _OtherShapes(sizes, {name: values.shape[1:] for name, values in outputs.items()})
 
     def warm(self) -> None:
-        """Keep memory for the forms of batches that are known, and run the network on it, before the first request does."""
+        """Allocate memory for the known forms of batches, and run the network on it, before the first request."""
         with self._calls.of(self._runner):
             self._kept.warm()
 

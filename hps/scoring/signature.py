@@ -1,4 +1,4 @@
-"""What a network needs of a request: inputs, what is computed of them, lookups, and the sizes that it runs with.
+"""The signature of a network: inputs, keys computed from them, lookups, and the sizes that it runs with.
 
     features (of the request) -> keys programs -> lookups -> network
 
@@ -112,9 +112,8 @@ class NetworkLookup:
         table: index of the table.
         dim: width of its vectors.
         combiner: how vectors are pooled; empty: they are not.
-        max_norm, padding_key: as of `Bags`.
-        keys, offsets, weights: where they come from. A feature with a table brings its own offsets and weights.
-        include_last_offset: as of `Bags`.
+        max_norm, padding_key, include_last_offset: see `Bags`.
+        keys, offsets, weights: their sources. A feature with a table has its own offsets and weights.
         feature: place of the feature with a table whose keys they are; -1 for others.
         max_keys: most keys of a lookup of the table.
     """
@@ -134,7 +133,7 @@ class NetworkLookup:
 
     @property
     def clips(self) -> bool:
-        """Whether vectors are clipped that are not pooled: each is a bag by itself."""
+        """Whether vectors are clipped without pooling; each is then a bag of its own."""
         return not self.combiner and self.max_norm is not None
 
     def pools(self, keys: int) -> bool:
@@ -170,7 +169,7 @@ class KeysProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """What a network needs of a request. *Immutable*, but for what it remembers of sizes. *Thread-safe.*
+    """The inputs, lookups and sizes of a network. *Immutable*, but for a cache of accepted sizes. *Thread-safe.*
 
     Attributes:
         features: inputs, in the order of the configuration.
@@ -183,9 +182,9 @@ class Signature:
         pads: whether the last sample may be repeated until the number of samples is one with which the network runs.
         inner: named sizes that requests must share to be put together.
         named: of each size that is alone in a shape, place of the feature, axis, and name.
-        derived: of each size that is an expression of others, likewise.
+        derived: of each size that is an expression of others, place, axis and expression.
         shifted: places of features that are offsets of others.
-        counted: of lookups whose number of keys a request tells, place and column of the feature.
+        counted: of lookups whose number of keys follows from a request, place and column of the feature.
         limits: by place in `counted`, most keys of a lookup.
     """
 
@@ -228,7 +227,7 @@ class Signature:
         return found
 
     def _vectors_shape(self, lookup: NetworkLookup) -> tuple[int, ...] | None:
-        """Return the shape of vectors; None if only the keys program tells it."""
+        """Return the shape of vectors; None if it depends on the keys program."""
         feature = next((feature for feature in self.features if feature.name == lookup.keys.name), None)
         if lookup.combiner or lookup.keys.column is not None:
             return -1, lookup.dim
@@ -243,30 +242,30 @@ class Signature:
         """Return the first guard that does not hold; None if all hold."""
         if not self.guards:
             return None
-        asked = samples, *[sizes[name] for name in self.sizes]
-        if asked in self._fulfilled:
+        combination = samples, *[sizes[name] for name in self.sizes]
+        if combination in self._fulfilled:
             return None
         known = {**sizes, SAMPLES: samples}
         if (found := next((guard for guard in self.guards if not guard.holds(known)), None)) is None:
             if len(self._fulfilled) >= _MOST_FULFILLED:
                 self._fulfilled.clear()
-            self._fulfilled.add(asked)
+            self._fulfilled.add(combination)
         return found
 
     def padding(self, samples: int, sizes: Mapping[str, int]) -> int | None:
-        """Return how often to repeat the last sample of a batch; None if the guards refuse it all the same."""
+        """Return how often to repeat the last sample of a batch; None if the guards refuse it with any padding."""
         for more in range(1 + _MOST_PADDING if self.pads else 1):
             if self.refused_by(samples + more, sizes) is None:
                 return more
         return None
 
     def admits(self, samples: int, sizes: Mapping[str, int]) -> bool:
-        """Return whether a request of these sizes is answered, perhaps padded."""
+        """Return True if a request of these sizes is answered, with padding if necessary."""
         known = {**sizes, SAMPLES: samples}
         return all(guard.holds(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
 
     def trial_samples(self) -> tuple[int, ...]:
-        """Return numbers of samples with which to try the network: 1 and 3, or the next ones that it runs with."""
+        """Return the numbers of samples of trials: 1 and 3, or the next ones that the network runs with."""
         first = self._runs_from(1)
         if first is None:
             return ()
@@ -313,11 +312,11 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     names = {name: place for place, name in enumerate(dense.inputs)}
     features: list[Feature] = []
     lookups: list[NetworkLookup] = []
-    for name, one in dense.inputs.items():
-        if one.table is not None:
-            place = places[one.table]
+    for name, input_ in dense.inputs.items():
+        if input_.table is not None:
+            place = places[input_.table]
             table = tables[place]
-            combiner = "" if one.pooling == "none" else one.pooling
+            combiner = "" if input_.pooling == "none" else input_.pooling
             lookups.append(
                 NetworkLookup(
                     name,
@@ -325,32 +324,34 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
                     table.dim,
                     Source(name),
                     combiner=combiner,
-                    max_norm=one.max_norm,
-                    padding_key=one.padding_key,
+                    max_norm=input_.max_norm,
+                    padding_key=input_.padding_key,
                     feature=len(features),
                     max_keys=table.max_keys,
                 )
             )
-            features.append(Feature(name, place, one.hotness, combiner, per_request=one.per_request, max_keys=table.max_keys))
-        elif one.request_index:
+            features.append(
+                Feature(name, place, input_.hotness, combiner, per_request=input_.per_request, max_keys=table.max_keys)
+            )
+        elif input_.request_index:
             features.append(Feature(name, dtype="int64", index=True))
         else:
-            first, *shape = one.shape
-            offsets_of = -1 if one.offsets_of is None else names[one.offsets_of]
+            first, *shape = input_.shape
+            offsets_of = -1 if input_.offsets_of is None else names[input_.offsets_of]
             first = -1 if first == SAMPLES else first
             features.append(
                 Feature(
                     name,
-                    dtype=one.dtype,
+                    dtype=input_.dtype,
                     shape=tuple(shape),
-                    per_request=one.per_request,
+                    per_request=input_.per_request,
                     first=first,
                     offsets_of=offsets_of,
                 )
             )
     for name, lookup in dense.lookups.items():
         place = places[lookup.table]
-        keys, offsets, weights = (_source(one) for one in (lookup.keys, lookup.offsets, lookup.weights))
+        keys, offsets, weights = (_source(source) for source in (lookup.keys, lookup.offsets, lookup.weights))
         lookups.append(
             NetworkLookup(
                 name,
@@ -369,11 +370,11 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
     counted = [(lookup, names[lookup.keys.name]) for lookup in lookups if lookup.keys.name in dense.inputs]
     strings = [
         (place, axis, SizeExpression(width))
-        for place, one in enumerate(features)
-        for axis, width in enumerate((one.first, *one.shape))
+        for place, feature in enumerate(features)
+        for axis, width in enumerate((feature.first, *feature.shape))
         if isinstance(width, str)
     ]
-    named = tuple((place, axis, one.text) for place, axis, one in strings if one.text in dense.sizes)
+    named = tuple((place, axis, size.text) for place, axis, size in strings if size.text in dense.sizes)
     programs = tuple(
         KeysProgram(key.inputs, key.outputs, all(dense.inputs[name].per_request for name in key.inputs)) for key in dense.keys
     )
@@ -394,15 +395,15 @@ def signature_of(dense: DenseConfig, tables: Sequence[TableSpec]) -> Signature:
         inner,
         named,
         tuple(string for string in strings if string[2].text not in dense.sizes),
-        tuple(place for place, one in enumerate(features) if one.offsets_of >= 0),
-        tuple((place, one.keys.column) for one, place in counted),
-        tuple(one.max_keys for one, _ in counted),
+        tuple(place for place, feature in enumerate(features) if feature.offsets_of >= 0),
+        tuple((place, lookup.keys.column) for lookup, place in counted),
+        tuple(lookup.max_keys for lookup, _ in counted),
         request_guards,
     )
 
 
-def _source(said: SourceConfig | None) -> Source | None:
-    return None if said is None else Source(said.input or said.output or "", said.column)
+def _source(config: SourceConfig | None) -> Source | None:
+    return None if config is None else Source(config.input or config.output or "", config.column)
 
 
 def _merging(
@@ -417,8 +418,10 @@ def _merging(
     widths = [width for feature in features for width in feature.shape if isinstance(width, str)]
     if summed & {name for width in widths for name in SizeExpression(width).names}:
         return False, ()
-    own = summed - {SAMPLES}
-    if any("==" in guard.text and own.intersection(guard.names) for guard in guards):  # such as m == 3*samples, or m % 3 == 0
+    summed_names = summed - {SAMPLES}
+    if any(
+        "==" in guard.text and summed_names.intersection(guard.names) for guard in guards
+    ):  # such as m == 3*samples, or m % 3 == 0
         return False, ()
     for feature in features:
         ends = feature.drops_first and SizeExpression(str(feature.first)).value({**sizes, SAMPLES: 2}) == 3

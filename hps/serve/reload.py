@@ -31,8 +31,7 @@ CHANGEABLE = frozenset(
         "triton_metrics",
     }
 )
-"""Keys of `service` that a running service applies."""
-
+"""Keys of `service` that can change while it runs."""
 
 _OF_VERSIONS = {"keep_versions", "version_path", "version_policy", "versions"}
 

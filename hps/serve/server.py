@@ -44,8 +44,8 @@ from hps.serve.reload import compare
 
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.5
-_OWN_KEEP_ALIVE_S: Final = 3600  # of fronts
-_HEAPS: Final = 8  # of an owner: threads that fetch and load take memory at the same time
+_FRONTEND_KEEP_ALIVE_S: Final = 3600
+_HEAPS: Final = 8  # of the engine, whose threads fetch and load at the same time
 
 logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
@@ -67,30 +67,25 @@ def serve(
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread of a process without others.
 
-    With fronts, this process becomes the parent of the frontend processes and of one that has the tiers, and returns in both.
+    With frontends, this process becomes the parent of their processes and of the engine's, and returns in both.
 
     Args:
-        host: overrides the configured host.
-        port: overrides the configured port; 0 picks a free one, which is logged.
+        host, port, log_level, log_format, fronts, grpc_port, allow_empty: override the configured ones. Port 0 picks a free
+            one, which is logged; without frontend processes (`fronts` is 0) this process does everything.
         progress: receives loading progress; by default it is logged.
         force: load the model files even if a database already holds them; online updates are lost.
         path: file of the configuration, reread on SIGHUP.
-        log_level: overrides the configured level.
-        log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
-        on_open: receives the parameter server before any model is loaded; what it raises ends the service.
-        fronts: overrides the configured number of frontend processes; 0: this process does all.
-        grpc_port: overrides the configured port for gRPC; 0 picks a free one, which is logged.
-        allow_empty: overrides whether a service without models is ready.
+        on_open: receives the parameter server before any model is loaded; an exception ends the service.
 
     Returns:
-        Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
-        interpreter from exiting.
+        Whether everything was closed. If not, a thread waits for an unresponsive source or database, and keeps the interpreter
+        from exiting.
 
     Raises:
         ConfigError: an address cannot be bound, or the certificate or the file of tokens cannot be used.
-        MissingDependencyError: what gRPC needs is not installed.
-        HPSError: the databases could not be opened, or no model could be loaded, for a reason that does not pass by itself.
-        SystemExit: the same in the process of the owner, which has reported it.
+        MissingDependencyError: the packages for gRPC are not installed.
+        HPSError: the databases could not be opened, or no model could be loaded, and retries would not help.
+        SystemExit: the same in the parent, after the engine has reported it.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     configure_logging(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
@@ -108,8 +103,8 @@ def serve(
         service = configuration.service.model_copy(update={"allow_empty": allow_empty})
         configuration = configuration.model_copy(update={"service": service})
 
-    def own(
-        place: socket.socket | None,
+    def run_engine(
+        listener: socket.socket | None,
         grpc_address: tuple[str, int] | None = None,
         shared: FrontendDescriptors | None = None,
         url: str | None = None,
@@ -120,14 +115,14 @@ def serve(
         lifecycle = Lifecycle(configuration, progress=progress, force=force)
         lifecycle.on_open.insert(0, on_open)
         app = Application(lifecycle)
-        server = Server(app, place, shared, url, grpc_address)
+        server = Server(app, listener, shared, url, grpc_address)
         actions: dict[int, Callable[[], None]] = {
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
             signal.SIGUSR1: lifecycle.leave,
         }
         if shared is not None:
-            actions[signal.SIGINT] = lambda: None  # the parent says when
+            actions[signal.SIGINT] = lambda: None  # the parent handles it
         if path is not None:
             actions[signal.SIGHUP] = partial(server.reload, path, given)
         before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
@@ -145,51 +140,51 @@ def serve(
     if not count:
         with listen(host, port) as listener:
             if grpc_port is None:
-                return own(listener)
-            with reserve(host, grpc_port, "grpc_port") as grpc_place:
-                return own(listener, grpc_place.getsockname()[:2])
+                return run_engine(listener)
+            with reserve(host, grpc_port, "grpc_port") as grpc_reserved:
+                return run_engine(listener, grpc_reserved.getsockname()[:2])
     supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
-        if code > 1:  # of an error, which the owner has reported
+        if code > 1:  # an error, which the engine has reported
             raise SystemExit(code)
         return code == 0
-    return own(None, None, supervisor.shared, supervisor.url)
+    return run_engine(None, None, supervisor.shared, supervisor.url)
 
 
 def _check_grpc() -> None:
-    """Check that the packages are there, without an import: this process may fork fronts, which grpcio does not survive."""
+    """Check that the packages for gRPC are installed."""
+    # Without importing them: this process may fork the frontends, and grpcio's threads do not survive a fork.
     for name in ("grpc", "google.protobuf"):
         try:
             found = find_spec(name) is not None
-        except (ImportError, ValueError):  # no package `google`, or one that is blocked
+        except (ImportError, ValueError):  # no package `google`, or a blocked one
             found = False
         if not found:
             raise MissingDependencyError(f"serving gRPC: there is no package {name!r}; {install_hint('grpc')}")
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the caller."""
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`."""
         yield
 
 
 class Server:
-    """Runs an application under uvicorn, on a unix socket that fronts use, until it is stopped or its loading fails.
+    """Runs an application under uvicorn, on the frontends' unix socket, until it is stopped or its loading fails.
 
     *One per event loop*; `stop` and `reload` may be called from any thread and from signal handlers.
 
     Args:
-        listener: a listening socket; the server closes it. It serves it by a front on its own event loop. None: the fronts are
+        listener: a listening socket, served by a frontend on this event loop, and closed in the end; None if the frontends are
             processes.
-        shared: what it shares with the frontend processes.
-        url: where clients reach those.
-        grpc_address: where it serves gRPC, beside the other; reserved by `supervisor.reserve`.
+        shared: descriptors shared with the frontend processes.
+        url: address of the frontend processes.
+        grpc_address: address for gRPC of the frontend on this event loop, reserved by `supervisor.reserve`.
 
     Attributes:
-        url: address of the listener.
-        frontend: the frontend on this event loop.
+        url: address for clients.
+        frontend: the frontend on this event loop, if any.
     """
 
     def __init__(
@@ -219,12 +214,12 @@ class Server:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=_OWN_KEEP_ALIVE_S,
+                timeout_keep_alive=_FRONTEND_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,  # after `_stop` has waited
             )
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told: deque[Callable[[], None]] = deque()  # requests from other threads and signals to the event loop
+        self._calls: deque[Callable[[], None]] = deque()  # from other threads and signals, to run on the event loop
         self._serving: asyncio.Task[None]  # while the event loop runs
         self._stopping: asyncio.Task[None] | None = None
         self._drained, self._forced = asyncio.Event(), asyncio.Event()
@@ -240,65 +235,65 @@ class Server:
             self._app.link.connect(shared)
             if self._listener is not None:
                 self.frontend = Frontend(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
-            with suppress(FileNotFoundError):  # of an owner that has died
+            with suppress(FileNotFoundError):  # the socket of a dead engine
                 os.unlink(shared.path)
-            own = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            own.bind(shared.path)
-            own.listen(BACKLOG)
-            uvloop.run(self._serve(own))
+            unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            unix.bind(shared.path)
+            unix.listen(BACKLOG)
+            uvloop.run(self._serve(unix))
             if self._shared is None and self._app.closed:  # else a thread may still use it
                 shared.close()
 
     def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
         """Turn not ready, refuse new connections, finish running requests, and stop.
 
-        A second call ends the draining at once; with `force`, a later one ends the wait for running requests.
+        A second call ends the draining at once; a later one with `force` ends the wait for running requests.
 
         Args:
             why: reason for the log.
             drain: keep serving for `service.drain_s` after turning not ready, so that load balancers can switch.
         """
-        self._tell(partial(self._on_stop, why, drain=drain, force=force))
+        self._run_on_loop(partial(self._on_stop, why, drain=drain, force=force))
 
     def reload(self, path: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
         """Reread the configuration, apply the changes that a running service can apply, and log the others.
 
         Args:
-            path: file of the configuration. If it is wrong nothing changes.
-            kept: keys of `service` that stay as they are.
+            path: file of the configuration. If it is invalid nothing changes.
+            kept: keys of `service` that are not changed.
         """
-        self._tell(partial(self._on_reload, path, kept))
+        self._run_on_loop(partial(self._on_reload, path, kept))
 
     @property
     def _settings(self) -> ServiceConfig:
         return self._app.lifecycle.configuration.service
 
-    def _tell(self, action: Callable[[], None]) -> None:
-        self._told.append(action)
+    def _run_on_loop(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
         if self._loop is not None:
             with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._hear)
+                self._loop.call_soon_threadsafe(self._run_calls)
 
-    def _hear(self) -> None:
-        while self._told:
-            self._told.popleft()()
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
-    async def _serve(self, own: socket.socket) -> None:
+    async def _serve(self, unix: socket.socket) -> None:
         count = len(self._app.lifecycle.configuration.models)
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
         for warning in exposures(self._settings, self._app.address[0]):
             _log.warning("%s", warning)
-        serving = self._serving = asyncio.create_task(self._uvicorn.serve([own]))
+        serving = self._serving = asyncio.create_task(self._uvicorn.serve([unix]))
         if self.frontend is not None and self._listener is not None:
             if self._grpc_address is not None:
-                from hps.serve.frontend.grpc_server import GrpcServer  # of an extra
+                from hps.serve.frontend.grpc_server import GrpcServer  # an extra
 
                 self.frontend.grpc = GrpcServer(self.frontend, self._grpc_address)
             await self.frontend.start(self._listener)
             if self._grpc_address is not None:
                 _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._loop = asyncio.get_running_loop()
-        self._hear()
+        self._run_calls()
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
@@ -307,7 +302,7 @@ class Server:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled and self._app.link.answers_clients:
                 announced = True
-                self._app.link.publish()  # fronts know before anybody who reads the log
+                self._app.link.publish()  # before the log line, which tells readers to send requests
                 self._announce()
             if self._stopping is not None and self._stopping.done():
                 self._stopping.result()
@@ -322,7 +317,7 @@ class Server:
             drain_s = self._settings.drain_s if drain and self._app.lifecycle.settled else 0.0
             self._stopping = asyncio.create_task(self._stop(why, drain_s))
         elif not self._drained.is_set():
-            _log.info("%s: the draining ends now", why)
+            _log.info("%s: draining ends now", why)
             self._drained.set()
         elif force:
             self._forced.set()
@@ -338,10 +333,10 @@ class Server:
                     await asyncio.wait_for(self._drained.wait(), drain_s)
             self._drained.set()
             _log.info("%s: no longer listening, after %.1f s", why, time.monotonic() - began)
-            stopping = [asyncio.create_task(one) for one in (frontend.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
+            stopping = [asyncio.create_task(wait) for wait in (frontend.stop(CLOSE_TIMEOUT_S), self._forced.wait())]
             await asyncio.wait(stopping, return_when=asyncio.FIRST_COMPLETED)
-            for one in stopping:
-                one.cancel()
+            for task in stopping:
+                task.cancel()
             _log.info("requests have ended; connections left: %d", len(frontend.connections.order))
         self._uvicorn.should_exit = True
         await asyncio.wait([self._serving])
@@ -349,9 +344,9 @@ class Server:
 
     def _on_reload(self, path: str | os.PathLike[str], kept: Collection[str]) -> None:
         self._reads += 1
-        new_thread("reload", partial(self._read_again, path, kept, self._reads), lasting=False).start()
+        new_thread("reload", partial(self._reread, path, kept, self._reads), lasting=False).start()
 
-    def _read_again(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
+    def _reread(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
         try:
             wanted = load_configuration(path)
             if wanted.service.tokens_path:
@@ -359,10 +354,10 @@ class Server:
         except ConfigError as error:
             _log.error("nothing changes: %s", error)
         else:
-            self._tell(partial(self._take_over, wanted, kept, number))
+            self._run_on_loop(partial(self._apply, wanted, kept, number))
 
-    def _take_over(self, wanted: Configuration, kept: Collection[str], number: int) -> None:
-        if number < self._reads:  # another reload has begun
+    def _apply(self, wanted: Configuration, kept: Collection[str], number: int) -> None:
+        if number < self._reads:  # another reload has started
             return
         lifecycle = self._app.lifecycle
         failed = {model.name for model in lifecycle.states.models() if model.state == "failed"}
@@ -377,7 +372,7 @@ class Server:
         for line in changes.refused:
             _log.warning("not changed before a restart: %s", line)
         if not changes.made and not changes.refused:
-            _log.info("the configuration was read again; nothing in it has changed")
+            _log.info("the configuration was reread; nothing in it has changed")
         lifecycle.change(changes.deploy, changes.undeploy)
 
     def _announce(self) -> None:
@@ -402,7 +397,7 @@ def listen(host: str, port: int, key: str = "port") -> socket.socket:
     """Bind and listen; port 0 picks a free one.
 
     Args:
-        key: of the port in the configuration, for errors.
+        key: the port's key in the configuration, for errors.
 
     Raises:
         ConfigError: the address cannot be bound; the message says why.

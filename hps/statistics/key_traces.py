@@ -54,8 +54,8 @@ _HASHES: Final = 1 << 64
 _MOST_BLOCK_BYTES: Final = 1 << 28
 _MOST_LINE_BYTES: Final = 1 << 16
 _INFLATED_BYTES: Final = 64 << 20
+# A recording inflates to at most this many times its size beyond `_INFLATED_BYTES`; recorded keys to some 4 times.
 _INFLATED_RATIO: Final = 32
-"""A recording inflates to at most this many times its size beyond `_INFLATED_BYTES`; recorded keys to some 4 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,6 @@ def _hash(key: np.int64) -> np.uint64:
 
 @kernel(int64, read_only(int64[::1]), uint64, int64[::1])
 def _sample(keys: KeyArray, threshold: np.uint64, out: KeyArray) -> int:
-    """Write the sampled keys to `out`, as large as `keys`, and return their number."""
     sampled, end = 0, keys.size // _BLOCK * _BLOCK
     for start in range(0, end, _BLOCK):
         matches = 0
@@ -270,7 +269,6 @@ class KeyRecorder:
         self.close()
 
     def _room(self, n: int) -> KeyArray:
-        """Return this thread's buffer, with room for `n` keys."""
         scratch: KeyArray = getattr(self._scratch, "keys", _NONE)
         if scratch.size < n:
             scratch = self._scratch.keys = np.empty(max(1024, 1 << (n - 1).bit_length()), np.int64)
@@ -369,11 +367,7 @@ def read_traces(path: str | os.PathLike[str]) -> list[KeyTrace]:
 
 
 def _about(line: bytes, data_bytes: int, first: bool, doing: str) -> dict[str, Any]:
-    """Read the line of JSON of a block.
-
-    Raises:
-        ModelFileError: this release cannot have written it.
-    """
+    """Read the line of JSON of a block; refuse one that this release cannot have written."""
     try:
         about: Any = json.loads(line) if len(line) <= _MOST_LINE_BYTES else None
     except (ValueError, RecursionError):

@@ -253,7 +253,6 @@ class Metrics(Collector):
         return self._tables.of(model, table)
 
     def device(self, model: str, device_id: int | None) -> DeviceCounters:
-        """Return the counters of a model on a device; None is the CPU."""
         return self._devices.of(model, "cpu" if device_id is None else str(device_id))
 
     def lookup_times(self, model: str) -> LookupTimes:
@@ -263,7 +262,6 @@ class Metrics(Collector):
         return self._scores.of(model)
 
     def fetch_times(self, model: str, tier: str) -> Times:
-        """Return the times of fetches from a database for a model."""
         return self._fetches.of(model, tier)
 
     @contextmanager
@@ -289,7 +287,6 @@ class Metrics(Collector):
             self._visible.of(model, table).add_buckets(counts.tolist(), round(1e9 * float(ages_s @ rows)))
 
     def updates(self) -> list[UpdateStatus]:
-        """Return how far each table has followed the log of its updates."""
         return [status for feed in self.feeds for status in feed()]
 
     def show_queue(self, work: str, waiting: Callable[[], int]) -> None:
@@ -298,11 +295,9 @@ class Metrics(Collector):
             self._queues[work].add(waiting)
 
     def count_dropped(self, work: str) -> None:
-        """Count a batch of background work dropped because the queue was full."""
         self.background_dropped.labels(work).inc()
 
     def count_failed(self, work: str) -> None:
-        """Count a batch of background work that raised an error."""
         self.background_errors.labels(work).inc()
 
     def queues(self) -> dict[str, int]:
@@ -366,7 +361,6 @@ class Metrics(Collector):
         return found
 
     def families(self) -> Iterator[Family]:
-        """Return all metrics as families of the text format."""
         self._settle()
         tables = self._read(self._tables, _TABLE, TableCounters.copy)
         devices = self._read(self._devices, ("model", "device"), lambda device: device.lookups)

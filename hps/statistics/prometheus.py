@@ -91,7 +91,6 @@ class Values:
         self._values.remove(*values)
 
     def family(self) -> Family:
-        """Return all values as a family."""
         return family(*self._of, [(value.labels, value.value) for _, value in self._values.items()])
 
 

@@ -31,7 +31,6 @@ class ScoreCounters:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, requests: int, samples: int, lookup_ns: int, network_ns: int) -> None:
-        """Count a batch that was answered."""
         with self.lock:
             self.batches += 1
             self.requests += requests
@@ -40,7 +39,6 @@ class ScoreCounters:
             self.network_times.add(network_ns)
 
     def count_failure(self, reason: str) -> None:
-        """Count a request that the network failed."""
         with self.lock:
             self.failures[reason] += 1
 

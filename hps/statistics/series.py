@@ -69,6 +69,8 @@ class Series(Generic[_T]):
 
     def of(self, *labels: str) -> _T:
         """Return the counter for these labels, created on first use; a discarded one if their model has ended."""
+        # Lookups come here, so the usual case takes no lock: reading a dict is atomic. Only a new counter must not be created
+        # while its model ends, or its series would stay for ever.
         counter = self._counters.get(labels)
         if counter is not None:
             return counter

@@ -37,12 +37,10 @@ class Times:
         self.total_ns = 0
 
     def add(self, ns: int) -> None:
-        """Add one duration."""
         self.buckets[bisect_left(self.bounds_ns, ns)] += 1
         self.total_ns += ns
 
     def add_buckets(self, buckets: Iterable[int], total_ns: int) -> None:
-        """Add the counts of a histogram with the same buckets."""
         self.buckets = [have + more for have, more in zip(self.buckets, buckets, strict=True)]
         self.total_ns += total_ns
 

@@ -55,7 +55,6 @@ class TableAnswers:
     deferred: int = 0
 
     def add(self, tier: str, hits: int) -> None:
-        """Count keys answered by a tier of `metrics.TIERS`."""
         setattr(self, tier, getattr(self, tier) + hits)
 
 
@@ -72,7 +71,6 @@ class LookupTrace:
     tables: dict[str, TableAnswers] = field(default_factory=dict)
 
     def of(self, table: str) -> TableAnswers:
-        """Return the answers of a table, created on first use."""
         found = self.tables.get(table)
         if found is None:
             found = self.tables[table] = TableAnswers()

@@ -1,10 +1,10 @@
 """The contract of a database tier, volatile or persistent.
 
-`Database` is what every tier does. A database is of one of three kinds, and may have further capabilities; callers test for
-them with `isinstance`, once, where they are built.
+Every tier implements `Database`. A database is of one of three kinds, and may have further capabilities, for which callers
+test with `isinstance` once, when they are built.
 
     Database
-    ├── InProcessDatabase      tables in the memory of this process, which end with it (the hash map)
+    ├── InProcessDatabase      tables in the memory of this process (the hash map)
     └── LastingDatabase        tables and load records outlive this process
         ├── SharedDatabase     several processes share the tables, and one of them loads each (Redis)
         └── PersistentDatabase holds every row (RocksDB)
@@ -16,12 +16,15 @@ them with `isinstance`, once, where they are built.
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import numpy as np
 
+from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
@@ -32,8 +35,8 @@ CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
 
-LOAD_AGAIN: Final = "Load its model again with `hps load CONFIG --force`, which replaces the table"
-"""The advice for a table that is damaged or not what the configuration says."""
+LOAD_ADVICE: Final = "Load its model again with `hps load CONFIG --force`, which replaces the table"
+"""The advice for a table that is damaged or contradicts the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class LoadRecord:
         rows_done: leading rows of the files that the table holds.
         rows_total: rows of the files.
         modified: whether `insert` or `delete` has modified the table since the load.
-        source: path or URI of the files, for people.
+        source: path or URI of the files, for messages.
         size_bytes: total size of both files; 0 if unknown.
         checksum: CRC-32 of the loaded keys in file order, then of their vectors, 8 hexadecimal digits each; empty if unknown.
         loaded_at_us: time of the last loaded rows in microseconds since 1970, set by the database; 0 if unknown. Not compared.
@@ -74,7 +77,7 @@ class RowChanges:
         vectors: (n, dim) float32; unspecified for deleted rows.
         sequences: (n,) int64, at least 1; the later of two changes to a row has the higher sequence.
         deleted: (n,) bool, True for deletions; None if there are none.
-        exact: if `vectors` are rows in fewer bits, what they were encoded from, (n, dim) float32; else None.
+        exact: if `vectors` are rows in fewer bits, the vectors that they encode, (n, dim) float32; else None.
     """
 
     keys: KeyArray
@@ -104,12 +107,12 @@ class Partition(str):
     __slots__ = ()
 
     def __new__(cls, topic: str, number: int | None = None) -> "Partition":
-        """Join a topic and a number, or take a whole name."""
+        """Join a topic and a number, or parse a name."""
         return super().__new__(cls, topic if number is None else f"{topic}/{number}")
 
     @property
     def topic(self) -> str:
-        """The topic, which may hold slashes."""
+        """The topic, which may contain slashes."""
         return self.rpartition("/")[0]
 
     @property
@@ -150,7 +153,7 @@ class DatabaseReport:
     """The state of a persistent database after an inspection. *One per thread.*
 
     Attributes:
-        cures: steps that save the readable rows and give up the others.
+        cures: steps that save the readable rows and discard the others.
     """
 
     tables: list[TableCheck]
@@ -164,7 +167,7 @@ class TableStats:
 
     Attributes:
         vector_bytes: memory or disk space of the vectors.
-        overhead_bytes: memory or disk space beside the vectors; -1 if unknown.
+        overhead_bytes: memory or disk space of everything else; -1 if unknown.
         capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
         evictions: rows evicted by this process since it opened the table; None if not counted.
     """
@@ -179,11 +182,11 @@ class TableStats:
 class Database(ABC):
     """A key-value store of embedding tables, each addressed by its tag. *Thread-safe.*
 
-    A vector is a row as the table stores it, and `dim` its words of 4 bytes, whatever they mean (`ground/rows.py`).
+    A vector is a row as the table stores it, and `dim` the number of its 4-byte words (`ground/rows.py`).
 
-    Arrays in, arrays out: no call loops over keys in Python. Keys are any int64. If a batch holds a key twice, the last one
-    wins. An absent key is not an error; a database that cannot answer raises `DatabaseError` (or a subclass), so that a
-    failure is never reported as an absent key. Every wait has a timeout. A call with a tag that was never opened raises
+    No call loops over keys in Python. Keys are any int64. If a batch has a key twice, the last one wins. An absent key is
+    not an error; a database that cannot answer raises `DatabaseError` (or a subclass), so that a failure is never reported as
+    an absent key. Every wait has a timeout. A call with a tag that was never opened raises
     `UnknownTableError`; a call after `close` raises `NotReadyError`.
     """
 
@@ -197,20 +200,20 @@ class Database(ABC):
     """Whether other processes use and modify its tables."""
 
     persistent: ClassVar[bool] = False
-    """Whether it holds every row of a table and keeps it over restarts."""
+    """Whether it has every row of a table and preserves it over restarts."""
 
     read_only: bool = False
     """Whether it refuses modifications."""
 
     row_dtype: Literal["float32"] | None = None
-    """The format of all its rows, also of tables whose rows have fewer bits elsewhere; None for that of each table."""
+    """The format of all its rows; None for the format of each table."""
 
     load_bytes: int = 0
     """Preferred size of a `load_chunk` in bytes of keys and vectors; 0 for any."""
 
     rows_worth_a_thread: int = 0
-    """Smallest number of rows worth a thread of its own in a `fetch` (about 100 us of work); 0 if threads gain nothing, or the
-    database distributes a fetch by itself."""
+    """Minimum number of rows for another thread in a `fetch` (about 100 us of work); 0 if threads gain nothing, or the database
+    distributes a fetch by itself."""
 
     @classmethod
     @abstractmethod
@@ -260,7 +263,7 @@ class Database(ABC):
 
         Raises:
             DatabaseError: the database failed. `out` and `found` may be partly filled; every row that is marked as found
-                holds its whole vector, others may have been written.
+                has its complete vector, others may have been written.
         """
 
     @abstractmethod
@@ -270,7 +273,7 @@ class Database(ABC):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Add or replace vectors. A concurrent `fetch` sees, for each key, the old or the new vector, whole."""
+        """Add or replace vectors. A concurrent `fetch` gets the complete old or new vector of each key."""
 
     def promote(
         self,
@@ -281,14 +284,14 @@ class Database(ABC):
         """Add vectors that the database below has. A shared database replaces no row.
 
         Returns:
-            How many vectors were added. The others are dropped, which costs a later miss and nothing else.
+            How many vectors were added. The others are dropped, which only costs a later miss.
         """
         self.insert(tag, keys, vectors)
         return keys.size
 
     @abstractmethod
     def delete(self, tag: str, keys: KeyArray) -> int:
-        """Remove keys; return how many distinct ones were there, or -1 if counting is expensive."""
+        """Remove keys; return how many distinct ones were present, or -1 if counting is expensive."""
 
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
         """Apply changes that the database below has just applied; a shared database may drop the rows instead."""
@@ -300,7 +303,7 @@ class Database(ABC):
 
     @abstractmethod
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        """Yield every row once, in chunks of at most `chunk_rows`, in unspecified order, as arrays that the caller owns.
+        """Yield every row once, in chunks of at most `chunk_rows`, in unspecified order, as arrays for the caller to keep.
 
         The scan may or may not see rows that are inserted or deleted while it runs; no vector is torn.
         """
@@ -315,7 +318,7 @@ class Database(ABC):
 
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
-        """Estimate what tables would take in an empty database of this configuration, without opening or connecting to one.
+        """Estimate the needs of tables in an empty database of this configuration, without opening or connecting to one.
 
         Args:
             config: as for `from_config`.
@@ -327,13 +330,14 @@ class Database(ABC):
         return []
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
-        """Refuse tables that do not fit beside the present ones, before any row is loaded. Nothing is reserved or created.
+        """Refuse tables that do not fit in addition to the present ones, before any row is loaded. Nothing is reserved or
+        created.
 
         Args:
-            tables: tag, dim and total rows of each, all to be loaded. Rows that a table holds already need no more room.
+            tables: tag, dim and total rows of each, all to be loaded. Rows that a table has already need no more room.
 
         Raises:
-            CapacityError: they do not fit; the message says what each needs, what is free and how to make room.
+            CapacityError: they do not fit; the message has the need of each, the free room and how to make more.
             DatabaseError: the engine did not answer.
         """
 
@@ -345,7 +349,7 @@ class Database(ABC):
         """Free this process' memory of a table that no deployed model uses. Rows elsewhere stay."""
 
     def discard_table(self, tag: str) -> bool:
-        """Drop a table, opened or not, that no process uses any more; return whether it was dropped."""
+        """Drop a table, opened or not, that no process uses; return whether it was dropped."""
         if self.read_only:
             return False
         self.drop_table(tag)
@@ -361,11 +365,11 @@ class Database(ABC):
 
 
 class OrderedWrites(ABC):
-    """Keeps the order of changes to rows. A database that holds every row needs it to follow a log of updates."""
+    """Keeps the order of changes to rows. A database with every row needs it to follow a log of updates."""
 
     @abstractmethod
     def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
-        """Keep the order of changes to an open table from now on, for as long as its rows stay.
+        """Start keeping the order of changes to an open table, for as long as its rows exist.
 
         Returns:
             The last positions given to `apply`, by partition; empty for a table that never followed a log.
@@ -383,7 +387,7 @@ class OrderedWrites(ABC):
             tag: a table for which `follow_log` was called.
             changes: may be empty.
             positions: how far the log had been applied to *every* tier before these changes were read. They are stored with the
-                changes, so that reading continues there after a crash; what is then applied again changes nothing.
+                changes, so that reading continues there after a crash; applying changes again has no effect.
 
         Returns:
             (n,) bool: True for applied changes, False for rows with a later change. As durable as an `insert`.
@@ -394,7 +398,7 @@ class OrderedWrites(ABC):
 
 
 class DeviceReadable(ABC):
-    """Its tables lie in memory that devices can map and read in place."""
+    """Its tables are in memory that devices can map and read in place."""
 
     @abstractmethod
     def host_table(self, tag: str) -> HostTable:
@@ -412,10 +416,10 @@ class InProcessDatabase(Database):
     in_process = True
 
     def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:
-        """Make room for `rows` in total, so that loading need not grow the table step by step.
+        """Reserve memory for `rows` in total, so that loading need not grow the table step by step.
 
         Args:
-            keys: the keys to be loaded, at least most of them, in parts that the next one may overwrite; read if of use.
+            keys: the keys to be loaded, at least most of them, in parts, each of which may overwrite the last; read if useful.
         """
 
     def release_table(self, tag: str) -> None:
@@ -427,15 +431,13 @@ class LastingDatabase(Database):
 
     @classmethod
     def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
-        """Open the database that `config` describes read-only and check that it could be opened and filled. Nothing is written.
-
-        Not for a process that has it open.
+        """Check that the database of `config` can be opened and filled. Nothing is written. Not for a process that has it open.
 
         Args:
             tables: the tables to load, with the bytes of their files.
 
         Returns:
-            The results; none if there is nothing to check.
+            The results; empty by default.
         """
         return []
 
@@ -451,7 +453,7 @@ class LastingDatabase(Database):
         """
 
     def finish_load(self, tag: str) -> None:
-        """Let the engine settle (flush, compact, give up a lease). Called once, after the last `load_chunk` of a table."""
+        """Finish the load of a table (flush, compact, release a lease). Called once, after its last `load_chunk`."""
 
 
 class SharedDatabase(LastingDatabase):
@@ -463,35 +465,34 @@ class SharedDatabase(LastingDatabase):
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
         """Claim the right to load an open table, before the first `load_chunk`.
 
-        The database remembers the loaded rows, and empties a table that holds another model. The process with the claim
+        The database records the loaded rows, and empties a table with another model's rows. The process with the claim
         loads the rows in order and then calls `finish_load`. If it dies, another may claim the rest after a while.
 
         Args:
-            fingerprint: identifies the model files.
-            rows: how many leading rows of the files the table is to hold.
-            wait_s: how long to wait while another process loads.
-            replaces: whether to empty a table that holds another model while other processes use it, which then need a
-                database below.
+            fingerprint: identifies the model files. rows: how many leading rows of the files to load. wait_s: how long to wait
+            while another process loads. replaces: whether to empty a table with another model's rows while other processes use
+            it, which then need a database
+                below.
 
         Returns:
             The first row to load; `rows` if the table has them all; None if another process is still loading after `wait_s`.
 
         Raises:
-            DatabaseError: other processes use another model's rows, and they must stay.
+            DatabaseError: other processes use another model's rows, which must stay.
         """
 
     def stand_above(self, tag: str, database: "PersistentDatabase", below: str = "") -> None:
-        """Name the database of this process that holds every row of an open table.
+        """Set the database of this process that has every row of an open table.
 
         Args:
             below: the tag of the table there; by default the same.
 
-        From then on this database shows no row older than a modification by this process, including modifications before
-        its start. Where it cannot tell, it has no rows and takes none.
+        From then on this database returns no row older than a modification by this process, including modifications before
+        its start. In doubt it has no rows and accepts none.
         """
 
     def used_by_others(self, tag: str) -> bool:
-        """Whether other processes use a table, opened by this one or not; False by default."""
+        """Return whether other processes use a table, opened by this one or not; False by default."""
         return False
 
     def clear_table(self, tag: str, fingerprint: str) -> bool:
@@ -503,16 +504,16 @@ class SharedDatabase(LastingDatabase):
         return True
 
     def empty_table(self, tag: str) -> bool:
-        """Drop a table, opened or not and whoever wrote it, unless another process uses it; return whether it was dropped."""
+        """Drop a table, opened or not and of any origin, unless another process uses it; return whether it was dropped."""
         self.drop_table(tag)
         return True
 
     def lacks_rows(self, tag: str) -> bool:
-        """Whether an open table has lost rows that were loaded, or their load or copy did not end; False by default."""
+        """Return whether an open table lost loaded rows, or its load or copy did not end; False by default."""
         return False
 
     def holds_writes(self, tag: str) -> bool:
-        """Whether an open table has rows that processes modified online; False by default."""
+        """Return whether an open table has rows that processes modified online; False by default."""
         return False
 
     def claim_copy(self, tag: str, fingerprint: str, rows: int) -> bool:
@@ -529,15 +530,15 @@ class SharedDatabase(LastingDatabase):
         return False
 
     def copy_rows(self, tag: str, keys: KeyArray, vectors: FloatArray) -> bool:
-        """Add or replace rows with those of the database below, which no modification by this process may overtake.
+        """Add or replace rows with those of the database below. No modification by this process may run meanwhile.
 
         Returns:
-            Whether all were stored. They are not where other processes have modified the table: theirs may be newer.
+            Whether all were stored. Rows are skipped if other processes have modified the table: theirs may be newer.
         """
         return False
 
     def end_copy(self, tag: str, outcome: CopyOutcome) -> None:
-        """End a copy. A table of which a copy was `refused` does not count as lacking rows until it loses some again."""
+        """End a copy. After a `refused` copy a table does not count as lacking rows until it loses more."""
 
     def discard_table(self, tag: str) -> bool:
         """Stop using a table; the last user drops it. Return whether it was dropped, by default never.
@@ -550,19 +551,19 @@ class SharedDatabase(LastingDatabase):
 
 
 class PersistentDatabase(LastingDatabase):
-    """A database that holds every row, and remembers which model files they came from."""
+    """A database with every row of a table and a record of the model files they came from."""
 
     persistent = True
 
     directory: Path | None = None
-    """Local directory that lasts as long as the tables, where files of callers may stand; None if there is none."""
+    """Local directory that lasts as long as the tables, for files of callers; None if there is none."""
 
     def must_drop(self, tag: str, dim: int, *, force: bool = False) -> bool:
         """Return whether a table, not open here, must be dropped before it is loaded: it was loaded with another width.
 
         Args:
             dim: of the table to be loaded.
-            force: also if it is damaged, or its rows may be of other origin than files.
+            force: also if it is damaged, or its rows may not be from files.
         """
         return False
 
@@ -576,9 +577,9 @@ class PersistentDatabase(LastingDatabase):
     def writer_token(self, tag: str) -> str | None:
         """Return the token of this table's modifications, for shared databases above; None if unmodified since the load.
 
-        The first `insert` or `delete` stores one durably before it changes a row. By default tokens differ by object, so that
-        a shared database never relies on an earlier process' writes.
+        The first `insert` or `delete` stores one durably before it changes a row.
         """
+        # By default tokens differ by object, so that a shared database never relies on writes of an earlier process.
         tokens: dict[str, str] = self.__dict__.setdefault("_writer_tokens", {})
         return tokens.setdefault(tag, secrets.token_hex(6))
 
@@ -595,5 +596,20 @@ class PersistentDatabase(LastingDatabase):
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         """Insert one chunk of a model in bulk, then store `record`, which counts this chunk.
 
-        A process that is killed between the two leaves the older record; loading the chunk again changes nothing.
+        A process that is killed between the two leaves the older record; loading the chunk again has no effect.
         """
+
+
+@contextmanager
+def exclusive(lock: Lock, timeout_s: float, busy: str) -> Iterator[None]:
+    """Hold a lock within the block.
+
+    Raises:
+        DatabaseTimeoutError: other threads held it for too long; the message is `busy`.
+    """
+    if not lock.acquire(timeout=max(0.0, timeout_s)):
+        raise DatabaseTimeoutError(busy)
+    try:
+        yield
+    finally:
+        lock.release()

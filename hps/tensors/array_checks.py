@@ -1,4 +1,4 @@
-"""Checks of callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
+"""Adopts and checks callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
 
 Arrays and tensors are checked once a call, at the entry point. Every check raises `InvalidDtypeError` for a wrong dtype or a
 non-array, and `InvalidInputError` for a wrong shape or place, an array that is not C-contiguous, and a read-only output. Only
@@ -29,7 +29,7 @@ def check_fetch(
     *,
     aligned: bool = False,
 ) -> tuple[KeyArray, FloatArray, BoolArray]:
-    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, begins the message."""
+    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, starts the message."""
     keys = check_keys(doing, keys, aligned=aligned)
     out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True, aligned=aligned)
     return keys, out, check_array(doing, "found", found, np.bool_, (keys.size,), writable=True)
@@ -132,7 +132,7 @@ def as_host_vectors(vectors: Any) -> FloatArray:
     return np.ascontiguousarray(array, np.float32)
 
 
-def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
+def as_host_array(values: Any, label: str, expected: str) -> npt.NDArray[Any]:
     """Read an array or nested sequences as an array in host memory.
 
     Raises:
@@ -141,7 +141,7 @@ def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InvalidInputError(f"reading {what}: got {type(values).__name__} ({error}), expected {expected}") from error
+        raise InvalidInputError(f"reading {label}: got {type(values).__name__} ({error}), expected {expected}") from error
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def as_keys(keys: Any) -> KeyArray:
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
-    return view_as_keys(adopt(keys, what="keys"))
+    return view_as_keys(adopt(keys, label="keys"))
 
 
 def view_as_keys(view: TensorView) -> KeyArray:
@@ -187,7 +187,7 @@ def as_output(out: Any, rows: int, dim: int, *, narrow: bool = False) -> Any:  #
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    return view_as_output(adopt(out, what="output"), rows, dim, narrow=narrow)
+    return view_as_output(adopt(out, label="output"), rows, dim, narrow=narrow)
 
 
 def view_as_output(view: TensorView, rows: int, dim: int, *, narrow: bool = False) -> Any:  # (rows, dim)
@@ -207,13 +207,13 @@ def _array(tensor: Any) -> np.ndarray | None:
         return None
 
 
-def check_key_tensor(view: TensorView, what: str = "keys") -> None:
+def check_key_tensor(view: TensorView, label: str = "keys") -> None:
     """Check a tensor on any device as keys: int64 or int32 (see `view.bits`), C-contiguous."""
     if view.code != INT or view.bits not in (32, 64) or view.lanes != 1:
         hint = "; view the same bits as int64" if (view.code, view.bits) == (UINT, 64) else "; convert them"
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
+        raise InvalidDtypeError(f"adopting {label}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
     if not view.contiguous:
-        _fail_layout(view, what)
+        _fail_layout(view, label)
 
 
 def check_output_tensor(view: TensorView, rows: int, dim: int, *, narrow: bool = False) -> None:
@@ -237,16 +237,16 @@ def check_output_tensor(view: TensorView, rows: int, dim: int, *, narrow: bool =
         )
 
 
-def _check_host(view: TensorView, what: str) -> None:
+def _check_host(view: TensorView, label: str) -> None:
     if not view.on_host:
         raise InvalidInputError(
-            f"adopting {what}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
+            f"adopting {label}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
         )
 
 
-def _fail_layout(view: TensorView, what: str) -> NoReturn:
+def _fail_layout(view: TensorView, label: str) -> NoReturn:
     raise InvalidInputError(
-        f"adopting {what}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
+        f"adopting {label}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
         "contiguous"
     )
 
@@ -268,7 +268,7 @@ def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     if on_cuda and type(keys) is not np.ndarray:
         if (size := size_on_device(keys)) >= 0:
             return keys, size
-        view = adopt(keys, what="keys")
+        view = adopt(keys, label="keys")
         if not view.on_host:
             return view, view.size
         flat = view_as_keys(view)
@@ -282,6 +282,6 @@ def adopt_output(out: Any, rows: int, dim: int, *, on_cuda: bool, narrow: bool =
     if on_cuda and type(out) is not np.ndarray:
         if size_on_device(out) >= 0:
             return out
-        view = adopt(out, what="output")
+        view = adopt(out, label="output")
         return view_as_output(view, rows, dim, narrow=narrow) if view.on_host else view
     return as_output(out, rows, dim, narrow=narrow)

@@ -146,7 +146,7 @@ def _input_array(name: str, values: Any, dtype: npt.DTypeLike | None) -> npt.NDA
 
 
 def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") -> None:
-    """Check that numbers of Python fit an integer dtype, which would take their lowest bits."""
+    """Check that Python's numbers fit an integer dtype; the conversion would silently take their lowest bits."""
     if dtype.kind in "iu" and array.size and array.dtype.kind in "iu":
         least, most = int(array.min()), int(array.max())
         if not np.iinfo(dtype).min <= least <= most <= np.iinfo(dtype).max:
@@ -155,13 +155,13 @@ def _refuse_range(name: str, array: npt.NDArray[Any], dtype: "np.dtype[Any]") ->
 
 
 def keys_of_bags(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
-    """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, integer arrays. Return them with their number and shape."""
+    """Adopt keys as `HPS.lookup_tables` does, and return them with their number and shape."""
     if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
         array = as_host_array(keys, "keys", "integers, or as many of them for every bag")
         flat = np.require(as_host_keys(array.reshape(-1)), requirements=["ALIGNED"])
         return flat, flat.size, array.shape
     shape = getattr(keys, "shape", None)
-    return *adopt_keys(keys, on_cuda), adopt(keys, what="keys").shape if shape is None else shape
+    return *adopt_keys(keys, on_cuda), adopt(keys, label="keys").shape if shape is None else shape
 
 
 def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: bool) -> Pooling:
@@ -219,29 +219,29 @@ def _check_offsets(doing: str, offsets: np.ndarray, n: int, include_last: bool) 
         )
 
 
-def _adopted(doing: str, tensor: Any, on_cuda: bool, what: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
+def _adopted(doing: str, tensor: Any, on_cuda: bool, label: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
     """Adopt offsets or weights as a contiguous host array, or as the tensor that a CUDA cache reads; also return the size."""
     if tensor is None:
         return None, 0
     if on_cuda and (size := size_on_device(tensor)) >= 0:
         return tensor, size
-    expected = _EXPECTED[what]
+    expected = _EXPECTED[label]
     if isinstance(tensor, np.ndarray) or not (type(tensor) is CAPSULE or hasattr(tensor, "__dlpack__")):
-        array = as_host_array(tensor, what, expected)
-        if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if what == "weights" else "")):
+        array = as_host_array(tensor, label, expected)
+        if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if label == "weights" else "")):
             array = array.astype(dtypes[0])  # Python's numbers
     else:
-        view = adopt(tensor, what=what)
+        view = adopt(tensor, label=label)
         if not view.on_host:
             if on_cuda:
                 return view, view.size
-            raise InvalidInputError(f"{doing}: got {what} on {view.device_name}, expected host memory; copy them to the CPU")
+            raise InvalidInputError(f"{doing}: got {label} on {view.device_name}, expected host memory; copy them to the CPU")
         if not view.contiguous:
-            raise InvalidInputError(f"{doing}: got {what} with strides {view.strides}, expected them C-contiguous")
+            raise InvalidInputError(f"{doing}: got {label} with strides {view.strides}, expected them C-contiguous")
         if view.dtype_name not in expected.split(" or "):
-            raise InvalidDtypeError(f"{doing}: got {what} of dtype {view.dtype_name}, expected {expected}")
+            raise InvalidDtypeError(f"{doing}: got {label} of dtype {view.dtype_name}, expected {expected}")
         array = view.host_array((view.size,))
     if array.dtype not in dtypes:
-        raise InvalidDtypeError(f"{doing}: got {what} of dtype {array.dtype}, expected {expected}")
+        raise InvalidDtypeError(f"{doing}: got {label} of dtype {array.dtype}, expected {expected}")
     array = np.require(array.reshape(-1), requirements=["C_CONTIGUOUS", "ALIGNED"])
     return array, array.size

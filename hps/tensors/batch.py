@@ -45,8 +45,8 @@ class Part:
 class Batch:
     """One lookup: the keys of some tables of a model, and where their vectors go. *One lookup at a time if `kept`.*
 
-    All columns are in the order of `tables`. Everything that looks up makes batches: calls in process, prepared and captured
-    lookups, layers, scores and the service; the engine runs them.
+    All columns are in the order of `tables`. Calls in process, prepared and captured lookups, layers, scores and the service
+    make batches; the engine runs them.
 
     Attributes:
         tables: indexes of the tables within the model, each at most once.
@@ -107,7 +107,7 @@ class Batch:
         keys, outs = [batch.keys[0] for batch in batches], [batch.outs[0] for batch in batches]
         poolings = [pooling for batch in batches for pooling in batch.poolings]
         if poolings and len(poolings) != len(batches):
-            raise InvalidInputError("looking up bags: got a table without bags beside some with bags, expected bags alone")
+            raise InvalidInputError("looking up bags: got a table without bags and others with bags, expected bags of all")
         masked = any(batch.founds for batch in batches)
         founds = [batch.founds[0] if batch.founds else None for batch in batches] if masked else ()
         return cls(tables, sizes, keys, outs, founds, poolings)
@@ -123,7 +123,7 @@ def table_batch(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, wit
     Raises:
         InvalidDtypeError, InvalidInputError: the tensors cannot be keys or an output of `dim` elements per key.
     """
-    if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # what the functions below would find
+    if on_cuda and getattr(keys, "is_cuda", False) and getattr(out, "is_cuda", False):  # as the functions below, but faster
         flat, n, place = keys, keys.numel(), out
     elif on_cuda and type(keys) is type(out) is cupy_array():
         flat, n, place = keys, keys.size, out
@@ -158,8 +158,13 @@ def named_batch(
         UnknownTableError: raised by `table_index`.
         InvalidDtypeError, InvalidInputError: as for `table_batch`; also if `out` lacks a table, or a table is named twice.
     """
-    if on_cuda and out is not None and not with_found and (alike := _alike_batch(tables, out, table_index, indices, specs)):
-        return alike
+    if (
+        on_cuda
+        and out is not None
+        and not with_found
+        and (batch_of_one_kind := _alike_batch(tables, out, table_index, indices, specs))
+    ):
+        return batch_of_one_kind
     found, sizes, flats, places = [], [], [], []
     for name, keys in tables.items():
         index = indices.get(name) if type(name) is str else None
@@ -231,7 +236,7 @@ def kept_batch(
     *,
     on_cuda: bool,
 ) -> Batch:
-    """Make a batch of tensors that lookups read and write again and again.
+    """Make a batch of tensors that are reused by many lookups.
 
     Args:
         founds: masks by table, of the caller's own; or empty.
@@ -239,7 +244,7 @@ def kept_batch(
     Raises:
         UnknownTableError: raised by `table_index`.
         InvalidDtypeError, InvalidInputError: as for `named_batch`; also for keys that would have to be copied, and for tensors
-            on a device whose framework does not tell its current stream.
+            on a device whose framework does not report its current stream.
     """
     found, sizes, flats, places = [], [], [], []
     for name, given in tables.items():
@@ -382,7 +387,7 @@ def concatenated_batch(
 
 
 def _widen(batch: Batch) -> None:
-    """Let the lookup write outputs of 16 bits in host memory as float32; `fill_narrow` then rounds them."""
+    """Replace outputs of 16 bits in host memory by float32 arrays, which `fill_narrow` rounds after the lookup."""
     narrow = {place: out for place, out in enumerate(batch.outs) if type(out) is np.ndarray and out.dtype != _FLOAT32}
     if narrow:
         batch.outs = [np.empty(out.shape, np.float32) if place in narrow else out for place, out in enumerate(batch.outs)]
@@ -391,7 +396,7 @@ def _widen(batch: Batch) -> None:
 
 def fill_narrow(batch: Batch) -> None:
     """Write the outputs of 16 bits in host memory, after a lookup."""
-    from hps.ground.rows import to_16_bits  # not above: clients, which import this module, do without numba
+    from hps.ground.rows import to_16_bits  # not at the top: clients import this module, and run without numba
 
     for wide, out in batch.narrow:
         to_16_bits(wide, out)

@@ -140,7 +140,7 @@ class TensorView:
     def host_array(self, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array of the given shape over the first elements of a contiguous tensor in host memory."""
         typestr = _TYPESTRS[self.code, self.bits]
-        if not self.pointer or 0 in shape:  # an empty tensor may lie anywhere, also where none of its elements could
+        if not self.pointer or 0 in shape:  # the address of an empty tensor may be invalid
             return np.empty(shape, typestr)
         memory = _Memory()
         memory.owner = self.owner
@@ -162,7 +162,7 @@ class _Memory:
     __array_interface__: dict[str, Any]
 
 
-def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> TensorView:
+def adopt(tensor: Any, stream: int | None = None, label: str = "tensor") -> TensorView:
     """Read the address and layout of a tensor. Copies nothing; a bare capsule stays usable by its owner.
 
     Args:
@@ -176,10 +176,10 @@ def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> Tenso
         InvalidInputError: it is not a tensor, it cannot be exported, or its capsule was already consumed.
     """
     if isinstance(tensor, np.ndarray):
-        return _of_numpy(tensor, what)
+        return _of_numpy(tensor, label)
     if type(tensor) is CAPSULE:
-        return read_capsule(tensor, what)
-    return read_object(tensor, what) or read_capsule(_exported(tensor, stream, what), what)
+        return read_capsule(tensor, label)
+    return read_object(tensor, label) or read_capsule(_exported(tensor, stream, label), label)
 
 
 def cuda_device_of(tensor: Any) -> int | None:
@@ -196,26 +196,26 @@ def cuda_device_of(tensor: Any) -> int | None:
     return int(device[1]) if device[0] in (CUDA, CUDA_MANAGED) else None
 
 
-def _of_numpy(array: np.ndarray, what: str) -> TensorView:
+def _of_numpy(array: np.ndarray, label: str) -> TensorView:
     code = NUMPY_CODES.get(array.dtype.kind)
     if code is None or not array.dtype.isnative:
-        raise InvalidDtypeError(f"adopting {what}: got dtype {array.dtype.str}, expected numbers in native byte order")
+        raise InvalidDtypeError(f"adopting {label}: got dtype {array.dtype.str}, expected numbers in native byte order")
     strides: tuple[int, ...] | None = None
     if not array.flags.c_contiguous:
         if any(stride % array.itemsize for stride in array.strides):
-            raise InvalidInputError(f"adopting {what}: got byte strides {array.strides} that are no multiple of an element")
+            raise InvalidInputError(f"adopting {label}: got byte strides {array.strides} that are no multiple of an element")
         strides = tuple([stride // array.itemsize for stride in array.strides])
     dtype = (code, 8 * array.itemsize, 1)
     return TensorView(array.ctypes.data, array.shape, strides, dtype, (CPU, 0), not array.flags.writeable, array)
 
 
-def _exported(tensor: Any, stream: int | None, what: str) -> Any:
-    """Ask a tensor's producer for a capsule."""
+def _exported(tensor: Any, stream: int | None, label: str) -> Any:
+    """Export a tensor as a capsule, through its `__dlpack__`."""
     try:
         export = tensor.__dlpack__
     except AttributeError:
         raise InvalidInputError(
-            f"adopting {what}: got {type(tensor).__name__}, expected a tensor that speaks DLPack (NumPy, torch, CuPy, JAX) "
+            f"adopting {label}: got {type(tensor).__name__}, expected a tensor that supports DLPack (NumPy, torch, CuPy, JAX) "
             "or a capsule of one"
         ) from None
     arguments: dict[str, Any] = {}
@@ -227,15 +227,15 @@ def _exported(tensor: Any, stream: int | None, what: str) -> Any:
         except TypeError:  # the producer is older than DLPack 1.0
             capsule = export(**arguments)
     except (AssertionError, AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise InvalidInputError(f"adopting {what}: its {type(tensor).__name__} cannot be exported: {error}") from error
+        raise InvalidInputError(f"adopting {label}: its {type(tensor).__name__} cannot be exported: {error}") from error
     if type(capsule) is not CAPSULE:
         raise InvalidInputError(
-            f"adopting {what}: {type(tensor).__name__}.__dlpack__ gave {type(capsule).__name__}, no capsule"
+            f"adopting {label}: {type(tensor).__name__}.__dlpack__ gave {type(capsule).__name__}, no capsule"
         )
     return capsule
 
 
-def read_capsule(capsule: Any, what: str) -> TensorView:
+def read_capsule(capsule: Any, label: str) -> TensorView:
     """Read the tensor of a capsule, versioned or not; the view keeps the capsule alive.
 
     Raises:
@@ -244,12 +244,12 @@ def read_capsule(capsule: Any, what: str) -> TensorView:
     name = _capsule_name(capsule)
     if name == b"dltensor":
         raw = _TENSOR.unpack_from(_TENSOR_BYTES.from_address(_capsule_pointer(capsule, name)))
-        return _view(raw, capsule, what, read_only=False)
+        return _view(raw, capsule, label, read_only=False)
     if name == b"dltensor_versioned":
-        return _read_versioned(_capsule_pointer(capsule, name), capsule, what)
+        return _read_versioned(_capsule_pointer(capsule, name), capsule, label)
     if name in (b"used_dltensor", b"used_dltensor_versioned"):
-        raise InvalidInputError(f"adopting {what}: got a capsule that was consumed already; export the tensor again")
-    raise InvalidInputError(f"adopting {what}: got a capsule named {name!r}, expected one of DLPack ('dltensor')")
+        raise InvalidInputError(f"adopting {label}: got a capsule that was consumed already; export the tensor again")
+    raise InvalidInputError(f"adopting {label}: got a capsule named {name!r}, expected one of DLPack ('dltensor')")
 
 
 def mark_consumed(capsule: Any) -> None:
@@ -257,7 +257,7 @@ def mark_consumed(capsule: Any) -> None:
     _name_capsule(capsule, _CONSUMED)
 
 
-def read_object(tensor: Any, what: str) -> TensorView | None:
+def read_object(tensor: Any, label: str) -> TensorView | None:
     """Read a tensor through its type's `__dlpack_c_exchange_api__`; return None without a supported table.
 
     The view keeps the tensor alive. CUDA memory comes with the producer's stream and is not ordered.
@@ -277,7 +277,7 @@ def read_object(tensor: Any, what: str) -> TensorView | None:
         return None  # `__dlpack__` raises with the reason
     managed = made.value or 0
     try:
-        view = _read_versioned(managed, tensor, what)
+        view = _read_versioned(managed, tensor, label)
     finally:
         _delete(managed)
     if view.device_type in (CUDA, CUDA_MANAGED):
@@ -330,21 +330,21 @@ def _delete(managed: int) -> None:
     delete(managed)
 
 
-def _read_versioned(address: int, owner: Any, what: str) -> TensorView:
+def _read_versioned(address: int, owner: Any, label: str) -> TensorView:
     raw = _VERSIONED.unpack_from(_VERSIONED_BYTES.from_address(address))
     if raw[0] != _MAJOR:
-        raise InvalidInputError(f"adopting {what}: got a tensor of DLPack {raw[0]}.{raw[1]}, expected {_MAJOR}.x")
-    return _view(raw[5:], owner, what, read_only=bool(raw[4] & _READ_ONLY))
+        raise InvalidInputError(f"adopting {label}: got a tensor of DLPack {raw[0]}.{raw[1]}, expected {_MAJOR}.x")
+    return _view(raw[5:], owner, label, read_only=bool(raw[4] & _READ_ONLY))
 
 
-def _view(raw: Sequence[int], owner: Any, what: str, *, read_only: bool) -> TensorView:
+def _view(raw: Sequence[int], owner: Any, label: str, *, read_only: bool) -> TensorView:
     pointer, device_type, device_id, dimensions, code, bits, lanes, shape_at, strides_at, offset = raw
     if not 0 <= dimensions <= _MOST_DIMENSIONS or (dimensions and not shape_at):
-        raise InvalidInputError(f"adopting {what}: got a tensor of {dimensions} dimensions; its description is damaged")
+        raise InvalidInputError(f"adopting {label}: got a tensor of {dimensions} dimensions; its description is damaged")
     integers, array = _INTEGERS[dimensions]
     shape = integers.unpack_from(array.from_address(shape_at)) if dimensions else ()
     strides = integers.unpack_from(array.from_address(strides_at)) if strides_at and dimensions else None
     if (shape and min(shape) < 0) or (not pointer and 0 not in shape):
-        raise InvalidInputError(f"adopting {what}: got shape {shape} at address {pointer:#x}; its description is damaged")
+        raise InvalidInputError(f"adopting {label}: got shape {shape} at address {pointer:#x}; its description is damaged")
     start = pointer + offset if pointer else 0
     return TensorView(start, shape, strides, (code, bits, lanes), (device_type, device_id), read_only, owner)

@@ -27,10 +27,10 @@ INT64 = np.iinfo(np.int64)
 AWKWARD_KEYS = np.unique(
     np.array([0, -1, INT64.min, INT64.max, INT64.min + 1, INT64.max - 1, *(1 << np.arange(62)), *(np.arange(-20, 20) << 32)])
 )
-"""Keys that an implementation may take for a sentinel, or that a poor hash piles up."""
+"""Keys that an implementation may use as a sentinel, or that a poor hash clusters."""
 DEFAULT = -7.25
 GIVEN = ["host", "device", "int32", "short", "hotness"]
-"""How offsets of bags are given."""
+"""Forms of the offsets of bags."""
 Create = Callable[..., EmbeddingCache]
 CreateStatic = Callable[..., StaticTables]
 
@@ -66,22 +66,22 @@ def spec(dim: int, name: str = "item", max_keys: int = 1 << 20) -> TableSpec:
 
 
 class CacheContract:
-    """Subclass it; give `cache_class` and `raw_rows`, and `to_device` and `to_host` where arrays are elsewhere."""
+    """Subclass it with `cache_class` and `raw_rows`; override `to_device` and `to_host` if arrays are on a device."""
 
     cache_class: ClassVar[type[EmbeddingCache]]
     ways: ClassVar[int] = 14
     """Keys of a set: a cache of this capacity is one set."""
     probation: ClassVar[int] = 15
-    """Epochs by which a key that became resident without being asked for stands behind one that was just hit."""
+    """Epochs by which a key that became resident without a request ranks behind one that was just hit."""
     stress_queries: ClassVar[int] = 200
     """Queries of each reader in the stress test."""
 
     def to_device(self, array: np.ndarray) -> DeviceArray:
-        """A copy of a host array where callers have theirs."""
+        """Copy a host array to where callers' arrays are."""
         return array.copy()
 
     def to_host(self, array: DeviceArray) -> np.ndarray:
-        """A copy of such an array in host memory."""
+        """Copy such an array to host memory."""
         copy: np.ndarray = array.copy()
         return copy
 
@@ -90,24 +90,24 @@ class CacheContract:
         raise NotImplementedError("a subclass reads the memory itself")
 
     def crowd(self, cache: EmbeddingCache) -> tuple[KeyArray, int]:
-        """Keys that fill a table 0 of `ways` rows whole, and how many of them find no room."""
+        """Return keys that fill a table 0 of `ways` rows, and the number of keys without room."""
         return distinct_keys(self.ways + 3), 3
 
     @pytest.fixture
     def create(self) -> Iterator[Create]:
-        """create(tables, capacity_rows, static): caches that are closed after the test."""
-        made: list[EmbeddingCache] = []
+        """create(tables, capacity_rows, static) makes caches that are closed after the test."""
+        caches: list[EmbeddingCache] = []
 
         def make(
             tables: Sequence[TableSpec] | TableSpec, capacity_rows: Sequence[int] | int, static: bool = False
         ) -> EmbeddingCache:
             tables = [tables] if isinstance(tables, TableSpec) else tables
             capacity_rows = [capacity_rows] if isinstance(capacity_rows, int) else capacity_rows
-            made.append(self.make_cache(tables, capacity_rows, static))
-            return made[-1]
+            caches.append(self.make_cache(tables, capacity_rows, static))
+            return caches[-1]
 
         yield make
-        for cache in made:
+        for cache in caches:
             cache.close()
 
     def make_cache(self, tables: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool) -> EmbeddingCache:
@@ -116,7 +116,7 @@ class CacheContract:
     # -- what a session does, on host arrays ---------------------------------------------------------------------------
 
     def batch(self, cache: EmbeddingCache, table: int, keys: KeyArray, *, with_found: bool = True) -> Batch:
-        """A batch on the device, its output full of NaN and its found-mask of nonsense."""
+        """Make a batch on the device, with NaN in its output and noise in its found-mask."""
         out = np.full((keys.size, cache.tables[table].dim), np.nan, np.float32)
         found = self.to_device(np.arange(keys.size) % 2 == 0) if with_found else None
         return Batch.of(table, self.to_device(keys), self.to_device(out), found)
@@ -124,7 +124,7 @@ class CacheContract:
     def query(
         self, cache: EmbeddingCache, keys: KeyArray, table: int = 0, lookup: CacheLookup | None = None
     ) -> tuple[FloatArray, BoolArray]:
-        """Query one table; returns what `out` and `found` hold then."""
+        """Query one table; returns `out` and `found`."""
         lookup, batch = lookup or cache.create_lookup(), self.batch(cache, table, keys)
         missing = lookup.query(batch)
         lookup.finish()
@@ -140,17 +140,17 @@ class CacheContract:
         self,
         cache: EmbeddingCache,
         batch: Batch,
-        known: KeyArray,
+        stored_keys: KeyArray,
         lookup: CacheLookup | None = None,
         vectors_below: Callable[[KeyArray, int], FloatArray] = lambda keys, dim: vectors_of(keys, dim, 1),
     ) -> list[int]:
-        """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
+        """Run a complete lookup; the database has version 1 of the `stored_keys`. Returns the misses of each table."""
         lookup = lookup or cache.create_lookup()
         missing = lookup.query(batch)
         assert missing == sum(lookup.counts)
         for missed in lookup.unique():
             buffer = missed.buffer()
-            found = np.isin(missed.keys, known)
+            found = np.isin(missed.keys, stored_keys)
             half = missed.keys.size // 2
             vectors = vectors_below(missed.keys, buffer.shape[1])
             for start, stop in ((0, half), (half, missed.keys.size)):
@@ -162,7 +162,7 @@ class CacheContract:
         return lookup.counts
 
     def pass_epoch(self, cache: EmbeddingCache, table: int = 0) -> None:
-        """Query as many absent keys as the table has slots: whatever is used next was used later than all before."""
+        """Query as many absent keys as the table has slots, so that later uses count as more recent than all before."""
         self.query(cache, distinct_keys(cache.stats(table).capacity_rows, seed=99), table)
 
     # -- query, unique, scatter ----------------------------------------------------------------------------------------
@@ -197,19 +197,19 @@ class CacheContract:
 
     def test_duplicate_keys_of_a_query_are_all_answered(self, create: Create) -> None:
         cache, keys = create(spec(8), 1000), distinct_keys(20)
-        asked = np.random.default_rng(3).choice(keys, 3000)
+        requested = np.random.default_rng(3).choice(keys, 3000)
         cache.insert(0, keys[:10], vectors_of(keys[:10], 8))
-        batch = self.batch(cache, 0, asked)
-        assert self.lookup(cache, batch, keys) == [np.count_nonzero(np.isin(asked, keys[10:]))]
-        expected = vectors_of(asked, 8, np.isin(asked, keys[10:]))
+        batch = self.batch(cache, 0, requested)
+        assert self.lookup(cache, batch, keys) == [np.count_nonzero(np.isin(requested, keys[10:]))]
+        expected = vectors_of(requested, 8, np.isin(requested, keys[10:]))
         np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected))
         assert self.to_host(batch.founds[0]).all()
 
     def test_missing_keys_are_listed_once_and_outlive_the_lookup(self, create: Create) -> None:
         cache, keys = create([spec(4, "a"), spec(4, "b")], [1000, 1000]), distinct_keys(300)
-        asked = np.concatenate([keys, keys[:50], keys[100:200]])
+        requested = np.concatenate([keys, keys[:50], keys[100:200]])
         lookup = cache.create_lookup()
-        lookup.query(self.batch(cache, 1, asked, with_found=False))
+        lookup.query(self.batch(cache, 1, requested, with_found=False))
         (missed,) = lookup.unique()
         assert missed.table == 1
         assert missed.keys.dtype == np.int64
@@ -222,10 +222,10 @@ class CacheContract:
         cache, keys = create(spec(16), 40_000), distinct_keys(3000 + missing)
         cache.insert(0, keys[missing:], vectors_of(keys[missing:], 16))
         was_resident = self.resident(cache, keys)
-        asked = np.random.default_rng(4).permutation(np.arange(keys.size))
-        batch = self.batch(cache, 0, keys[asked])
+        order = np.random.default_rng(4).permutation(np.arange(keys.size))
+        batch = self.batch(cache, 0, keys[order])
         assert self.lookup(cache, batch, keys) == [np.count_nonzero(~was_resident)]
-        expected = vectors_of(keys, 16, ~was_resident)[asked]
+        expected = vectors_of(keys, 16, ~was_resident)[order]
         np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected))
         out, found = self.query(cache, keys)
         np.testing.assert_array_equal(found, self.resident(cache, keys))
@@ -241,30 +241,32 @@ class CacheContract:
         cache.insert(0, keys[:2000], vectors_of(keys[:2000], 5))
         was_resident = self.resident(cache, keys)
         draw = np.random.default_rng(6).zipf(1.2, 80_000) - 1
-        asked = np.concatenate([np.arange(40_000), draw[draw < 40_000]])
-        batch = self.batch(cache, 0, keys[asked], with_found=with_found)
+        order = np.concatenate([np.arange(40_000), draw[draw < 40_000]])
+        batch = self.batch(cache, 0, keys[order], with_found=with_found)
         lookup = cache.create_lookup()
-        for part in (asked, asked[3000:3100], asked):  # its memory serves large and small lookups in any order
+        for part in (order, order[3000:3100], order):  # its memory serves large and small lookups in any order
             lookup.query(self.batch(cache, 0, keys[part]))
             distinct = np.unique(keys[part][~was_resident[part]])
-            assert [np.sort(one.keys).tolist() for one in lookup.unique()] == [distinct.tolist()] * bool(distinct.size)
-        assert lookup.query(batch) == np.count_nonzero(~was_resident[asked])
+            assert [np.sort(missed_keys.keys).tolist() for missed_keys in lookup.unique()] == [distinct.tolist()] * bool(
+                distinct.size
+            )
+        assert lookup.query(batch) == np.count_nonzero(~was_resident[order])
         (missed,) = lookup.unique()
         np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys[~was_resident]))
-        known = missed.keys % 3 != 0
+        is_known = missed.keys % 3 != 0
         missed.buffer()[:] = vectors_of(missed.keys, 5, 1)
         missed.stage(0, missed.keys.size)
-        assert missed.absent(known) == np.count_nonzero(~was_resident[asked] & (keys[asked] % 3 == 0))
-        assert missed.absent(np.ones_like(known)) == 0
-        assert missed.absent(np.zeros_like(known)) == np.count_nonzero(~was_resident[asked])
-        missed.scatter(known)
-        missed.insert(known)
+        assert missed.absent(is_known) == np.count_nonzero(~was_resident[order] & (keys[order] % 3 == 0))
+        assert missed.absent(np.ones_like(is_known)) == 0
+        assert missed.absent(np.zeros_like(is_known)) == np.count_nonzero(~was_resident[order])
+        missed.scatter(is_known)
+        missed.insert(is_known)
         lookup.finish()
         expected = vectors_of(keys, 5, ~was_resident)
         expected[~was_resident & (keys % 3 == 0)] = DEFAULT
-        np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected[asked]))
+        np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(expected[order]))
         if with_found:
-            np.testing.assert_array_equal(self.to_host(batch.founds[0]), (was_resident | (keys % 3 != 0))[asked])
+            np.testing.assert_array_equal(self.to_host(batch.founds[0]), (was_resident | (keys % 3 != 0))[order])
         assert set(self.raw_rows(cache, 0)) <= set(keys[was_resident | (keys % 3 != 0)].tolist())
 
     @pytest.mark.parametrize("with_found", [True, False])
@@ -286,14 +288,14 @@ class CacheContract:
 
     def test_a_vector_that_became_resident_meanwhile_is_kept(self, create: Create) -> None:
         cache, keys = create(spec(3), 2000), distinct_keys(20)
-        lookup, every = cache.create_lookup(), np.ones(20, np.bool_)
+        lookup, all_found = cache.create_lookup(), np.ones(20, np.bool_)
         lookup.query(self.batch(cache, 0, keys))
         (missed,) = lookup.unique()
         missed.buffer()[:] = vectors_of(missed.keys, 3)
         missed.stage(0, 20)
         cache.insert(0, keys[:5], vectors_of(keys[:5], 3, 1))
-        missed.scatter(every)
-        missed.insert(every)
+        missed.scatter(all_found)
+        missed.insert(all_found)
         lookup.finish()
         out, _ = self.query(cache, keys)
         np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 3, np.arange(20) < 5)))
@@ -458,8 +460,8 @@ class CacheContract:
         count, hotness = bounds.size - 1, int(bounds[-1]) // max(1, bounds.size - 1) if given == "hotness" else 0
         offsets: DeviceArray | None = None if given == "hotness" else bounds
         if given in ("device", "int32", "short"):
-            asked = bounds[:-1] if given == "short" else bounds
-            offsets = self.to_device(asked.astype(np.int32 if given == "int32" else np.int64))
+            given_bounds = bounds[:-1] if given == "short" else bounds
+            offsets = self.to_device(given_bounds.astype(np.int32 if given == "int32" else np.int64))
         pooling = Pooling(
             count,
             offsets,
@@ -475,7 +477,7 @@ class CacheContract:
     def check_bags(
         self, cache: EmbeddingCache, cases: Sequence[dict[str, Any]], known: KeyArray, lookup: CacheLookup | None = None
     ) -> None:
-        """Look up bags of several tables at once, twice, and compare them with the oracle. Of absent keys they get defaults."""
+        """Look up bags of several tables at once, twice, and compare them with the oracle; absent keys have default vectors."""
         lookup = lookup or cache.create_lookup()
         expected = [self.expected_bags(cache, case, known) for case in cases]
         for _ in range(2):
@@ -485,8 +487,8 @@ class CacheContract:
             paddings = [int(np.count_nonzero(case["keys"] == case.get("padding_key"))) for case in cases]
             padded = any(case.get("padding_key") is not None for case in cases)
             assert list(lookup.padding) == (paddings if padded else [])
-            for one, batch in zip(expected, batches, strict=True):
-                one.check(self.to_host(batch.outs[0]))
+            for expected_bags_, batch in zip(expected, batches, strict=True):
+                expected_bags_.check(self.to_host(batch.outs[0]))
 
     def missing_in_bags(self, cache: EmbeddingCache, case: dict[str, Any]) -> int:
         counted = case["keys"] != case.get("padding_key")
@@ -530,9 +532,9 @@ class CacheContract:
         for index, dim in enumerate(dims):
             chosen = keys[: index * 2]
             cache.insert(index, chosen, small_vectors_of(chosen, dim))
-        for some in (1, 33, 40):
+        for count in (1, 33, 40):
             cases = []
-            for index in range(some):
+            for index in range(count):
                 case = self.random_bags(keys, given[index % len(given)], index, count=index % 9)
                 case |= {"table": index, "combiner": tuple(COMBINERS)[index % 3], "padding_key": int(keys[index])}
                 case |= {"weights": case["weights"] if index % 2 else None, "max_norm": 0.7 if index % 4 == 0 else None}
@@ -558,8 +560,8 @@ class CacheContract:
         cache, keys = create(spec(12), 30_000), distinct_keys(1000)
         cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], 12))
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        asked = np.random.default_rng(len(lengths)).choice(keys, bounds[-1])
-        case = {"table": 0, "keys": asked, "bounds": bounds, "combiner": "mean", "padding_key": int(keys[0])}
+        requested = np.random.default_rng(len(lengths)).choice(keys, bounds[-1])
+        case = {"table": 0, "keys": requested, "bounds": bounds, "combiner": "mean", "padding_key": int(keys[0])}
         self.check_bags(cache, [case], keys[:900])
 
     def test_bags_without_keys_that_count_are_zeros(self, create: Create) -> None:
@@ -579,18 +581,18 @@ class CacheContract:
     def test_a_maximum_is_zeros_without_keys_and_nan_where_its_first_vector_is(self, create: Create) -> None:
         """As of torch, whichever of the vectors are resident."""
         keys, nan = distinct_keys(4), np.nan
-        known = np.array([[1, nan, -3], [nan, -1, -2], [-np.inf] * 3, [9, 9, 9]], np.float32)
-        places = [0, 1, 1, 0, 3, 0, 2, 2, 3, 0]
+        vectors = np.array([[1, nan, -3], [nan, -1, -2], [-np.inf] * 3, [9, 9, 9]], np.float32)
+        positions = [0, 1, 1, 0, 3, 0, 2, 2, 3, 0]
         bounds = np.array([0, 2, 4, 4, 7, 8, 9, 10])
         expected = [[1, nan, -2], [nan, -1, -2], [0] * 3, [1, nan, -3], [-np.inf] * 3, [0] * 3, [1, nan, -3]]
         for resident in itertools.product([False, True], repeat=3):
             cache = create(spec(3), 100)
             chosen = np.flatnonzero(resident)
-            cache.insert(0, keys[chosen], known[chosen])
-            batch = self.bags(cache, 0, keys[places], bounds, combiner="max", padding_key=int(keys[3]))
+            cache.insert(0, keys[chosen], vectors[chosen])
+            batch = self.bags(cache, 0, keys[positions], bounds, combiner="max", padding_key=int(keys[3]))
 
-            def vectors_below(asked: KeyArray, _dim: int) -> FloatArray:
-                return np.asarray(known[np.argmax(asked[:, None] == keys, 1)], np.float32)
+            def vectors_below(missed: KeyArray, _dim: int) -> FloatArray:
+                return np.asarray(vectors[np.argmax(missed[:, None] == keys, 1)], np.float32)
 
             self.lookup(cache, batch, keys, vectors_below=vectors_below)
             np.testing.assert_array_equal(self.to_host(batch.outs[0]), expected)
@@ -607,29 +609,29 @@ class CacheContract:
         self.expected_bags(cache, case, keys[self.resident(cache, keys)]).check(self.to_host(batch.outs[0]))
 
     @pytest.mark.parametrize(
-        ("wrong", "n"),
-        [(wrong, 10) for wrong in ("falls", "begins late", "begins early", "passes the end", "ends early", "huge")]
+        ("fault", "n"),
+        [(fault, 10) for fault in ("falls", "begins late", "begins early", "passes the end", "ends early", "huge")]
         + [("falls", 20_000), ("passes the end", 20_000)],
     )
-    def test_offsets_on_the_device_that_are_wrong_are_refused(self, create: Create, wrong: str, n: int) -> None:
+    def test_offsets_on_the_device_that_are_wrong_are_refused(self, create: Create, fault: str, n: int) -> None:
         cache, lookup, keys = create(spec(4), 1000), None, distinct_keys(n)
         cache.insert(0, keys[:100], small_vectors_of(keys[:100], 4))
-        good = np.linspace(0, n, 9).astype(np.int64)
-        bad = good.copy()
-        place, value = {
-            "falls": (4, good[2]),
+        right = np.linspace(0, n, 9).astype(np.int64)
+        bad = right.copy()
+        position, value = {
+            "falls": (4, right[2]),
             "begins late": (0, 1),
             "begins early": (0, -1),
             "passes the end": (-1, n + 1),
             "ends early": (-1, n - 1),
             "huge": (5, INT64.max),
-        }[wrong]
-        bad[place] = value
+        }[fault]
+        bad[position] = value
         lookup = cache.create_lookup()
         batch = self.bags(cache, 0, keys, bad, "device")
         with pytest.raises(InvalidInputError, match="offsets"):
             self.lookup(cache, batch, keys, lookup, small_vectors_of)
-        self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": good, "given": "device"}], keys, lookup)
+        self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": right, "given": "device"}], keys, lookup)
 
     @pytest.mark.parametrize(("dim", "static"), [(4, False), (33, False), (128, False), (33, True)])
     def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int, static: bool) -> None:
@@ -639,7 +641,7 @@ class CacheContract:
         keys = distinct_keys(2 * capacity)
         patterns = vectors_of(keys, dim + 1)[:, 1:] % 1024
         cache = create(spec(dim), capacity, static)
-        begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        started, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
         cache.insert(0, keys, patterns)
         done = threading.Event()
 
@@ -647,20 +649,20 @@ class CacheContract:
             rng = np.random.default_rng(1)
             while not done.is_set():
                 chosen = rng.permutation(keys.size)[:8]
-                begun[chosen] = (complete[chosen] + 1) % 100_000
-                cache.insert(0, keys[chosen], patterns[chosen] + begun[chosen, None].astype(np.float32))
-                complete[chosen] = begun[chosen]
+                started[chosen] = (complete[chosen] + 1) % 100_000
+                cache.insert(0, keys[chosen], patterns[chosen] + started[chosen, None].astype(np.float32))
+                complete[chosen] = started[chosen]
 
         def read(seed: int) -> None:
             rng, lookup = np.random.default_rng(seed), cache.create_lookup()
             for turn in range(self.stress_queries):
                 hot = 1 if turn % 2 else hotness
-                asked = rng.integers(0, keys.size, (500, hot))
+                requested = rng.integers(0, keys.size, (500, hot))
                 if turn % 4 == 2:
-                    asked[:] = asked[:, :1]  # bags of one key
-                bounds = np.arange(asked.shape[0] + 1) * asked.shape[1]
-                oldest = complete[asked].sum(1)
-                batch = self.bags(cache, 0, keys[asked].reshape(-1), bounds, "hotness")
+                    requested[:] = requested[:, :1]  # bags of one key
+                bounds = np.arange(requested.shape[0] + 1) * requested.shape[1]
+                oldest = complete[requested].sum(1)
+                batch = self.bags(cache, 0, keys[requested].reshape(-1), bounds, "hotness")
                 lookup.query(batch)
                 for missed in lookup.unique():
                     rows = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
@@ -668,8 +670,8 @@ class CacheContract:
                     missed.stage(0, rows.size)
                     missed.scatter(np.ones(rows.size, np.bool_))
                 lookup.finish()
-                newest = begun[asked].sum(1)
-                versions = self.to_host(batch.outs[0]) - patterns[asked].sum(1)
+                newest = started[requested].sum(1)
+                versions = self.to_host(batch.outs[0]) - patterns[requested].sum(1)
                 np.testing.assert_array_equal(versions, np.broadcast_to(versions[:, :1], versions.shape))
                 assert (versions[:, 0] >= oldest).all()
                 assert (versions[:, 0] <= newest).all()
@@ -695,8 +697,8 @@ class CacheContract:
             cache.insert(0, keys, vectors_of(keys, 4))
             rows = self.raw_rows(cache, 0)
             assert len(rows) <= limit
-            held = np.array(list(rows), np.int64)
-            assert rows == {int(key): vectors_of(held, 4)[i].tobytes() for i, key in enumerate(held)}
+            resident_keys = np.array(list(rows), np.int64)
+            assert rows == {int(key): vectors_of(resident_keys, 4)[i].tobytes() for i, key in enumerate(resident_keys)}
             assert cache.stats(0).resident_rows == len(rows) == cache.dump(0).size
         assert len(rows) == limit  # 15 times as many keys as slots: every set is full
 
@@ -776,8 +778,8 @@ class CacheContract:
         cache, new = create(spec(4), self.ways), distinct_keys(3, seed=13)
         keys, _evicted = self.crowd(cache)
         cache.insert(0, keys, vectors_of(keys, 4))
-        used, evictions = cache.dump(0), cache.stats(0).evictions
-        self.query(cache, used)
+        resident_keys, evictions = cache.dump(0), cache.stats(0).evictions
+        self.query(cache, resident_keys)
         if inserted:
             cache.insert(0, new, vectors_of(new, 4, 1))
         else:
@@ -785,7 +787,7 @@ class CacheContract:
             assert self.lookup(cache, batch, new) == [3]
             np.testing.assert_array_equal(bits(self.to_host(batch.outs[0])), bits(vectors_of(new, 4, 1)))
         assert cache.stats(0).evictions == evictions + 3 * inserted
-        assert self.resident(cache, used).all() == (not inserted)
+        assert self.resident(cache, resident_keys).all() == (not inserted)
         assert self.resident(cache, new).any() == inserted
 
     def test_the_used_tenth_stays_while_others_stream_through(self, create: Create) -> None:
@@ -834,19 +836,25 @@ class CacheContract:
         """
         writers, keys = 3, distinct_keys(2 * capacity)
         cache = create(spec(dim), capacity, static)
-        begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        started, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
         done = threading.Event()
 
         def write(index: int) -> None:
             rng = np.random.default_rng(index)
-            own = np.arange(index, keys.size, writers)
+            own_keys = np.arange(index, keys.size, writers)
             version = 0
             while not done.is_set():
                 version = (version + 1) % (1 << 24)
-                chosen = own if version % 8 == 0 else own[:1] if version % 2 else own[rng.integers(0, own.size, 8)]
+                chosen = (
+                    own_keys
+                    if version % 8 == 0
+                    else own_keys[:1]
+                    if version % 2
+                    else own_keys[rng.integers(0, own_keys.size, 8)]
+                )
                 vectors = vectors_of(keys[chosen], dim, version)
                 batch, rows = np.tile(keys[chosen], 40), np.tile(vectors, (40, 1))
-                begun[chosen] = version
+                started[chosen] = version
                 action = rng.integers(0, 10)
                 if action < 5:
                     cache.insert(0, batch, rows)
@@ -861,12 +869,12 @@ class CacheContract:
             lookup = cache.create_lookup()
             checked = 0
             for _ in range(self.stress_queries):
-                asked = np.minimum(rng.zipf(1.3, 5000) - 1, keys.size - 1)
-                oldest = complete[asked]
-                out, found = self.query(cache, keys[asked], lookup=lookup)
-                newest = begun[asked]
+                requested = np.minimum(rng.zipf(1.3, 5000) - 1, keys.size - 1)
+                oldest = complete[requested]
+                out, found = self.query(cache, keys[requested], lookup=lookup)
+                newest = started[requested]
                 versions = out[found, 0].astype(np.int64)
-                expected = vectors_of(keys[asked][found], dim, versions)
+                expected = vectors_of(keys[requested][found], dim, versions)
                 np.testing.assert_array_equal(bits(out[found]), bits(expected))
                 assert (versions >= oldest[found]).all()
                 assert (versions <= newest[found]).all()
@@ -930,19 +938,21 @@ class StaticTablesContract(CacheContract):
             version = np.zeros(rows, np.int64)
             cache.insert(0, keys, vectors_of(keys, dim))
             self.check_static(cache, keys, version)
-            gone, written, again = np.split(np.random.default_rng(seed).permutation(rows), [rows // 3, 2 * rows // 3])
+            erased, written, unchanged = np.split(np.random.default_rng(seed).permutation(rows), [rows // 3, 2 * rows // 3])
             cache.update(0, keys[written], vectors_of(keys[written], dim, 1))
-            cache.erase(0, keys[gone])
+            cache.erase(0, keys[erased])
             version[written] = 1
             self.check_static(
-                cache, keys[np.sort(np.concatenate([written, again]))], version[np.sort(np.concatenate([written, again]))]
+                cache,
+                keys[np.sort(np.concatenate([written, unchanged]))],
+                version[np.sort(np.concatenate([written, unchanged]))],
             )
-            assert not self.query(cache, keys[gone])[1].any()
-            cache.update(0, keys[gone], vectors_of(keys[gone], dim, 2))
-            assert not self.query(cache, keys[gone])[1].any()
-            back = np.concatenate([gone, again, gone[:5]])  # some twice
-            cache.insert(0, keys[back], vectors_of(keys[back], dim, 3))
-            version[back] = 3
+            assert not self.query(cache, keys[erased])[1].any()
+            cache.update(0, keys[erased], vectors_of(keys[erased], dim, 2))
+            assert not self.query(cache, keys[erased])[1].any()
+            reinserted = np.concatenate([erased, unchanged, erased[:5]])  # some twice
+            cache.insert(0, keys[reinserted], vectors_of(keys[reinserted], dim, 3))
+            version[reinserted] = 3
             self.check_static(cache, keys, version)
             cache.erase(0, keys)
             assert cache.dump(0).size == cache.stats(0).resident_rows == 0
@@ -1038,7 +1048,7 @@ class StaticTablesContract(CacheContract):
 
 
 class VersionedCacheContract(CacheContract):
-    """Also the behaviour of a cache whose sets carry versions; give `raw_sets` and `raw_version`, too."""
+    """Also the behaviour of a cache whose sets have versions; needs `raw_sets` and `raw_version`, too."""
 
     def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
         """A copy of the sets of table 0: keys, versions and recency."""
@@ -1049,7 +1059,7 @@ class VersionedCacheContract(CacheContract):
         raise NotImplementedError("a subclass reads the memory itself")
 
     def keys_of_first_set(self, cache: EmbeddingCache, count: int) -> KeyArray:
-        """Different keys that belong into the first set of table 0, which has `ways` rows."""
+        """Return different keys of the first set of table 0, which has `ways` rows."""
         return distinct_keys(count)
 
     def test_calls_that_change_nothing_leave_versions_alone(self, create: Create) -> None:

@@ -55,7 +55,7 @@ AWKWARD_KEYS = np.array(
     [0, -1, 1, INT64.min, INT64.max, INT64.min + 1, INT64.max - 1, *(1 << np.arange(62)), *(np.arange(-20, 20) << 32)],
     dtype=np.int64,
 )
-"""Keys that an implementation may take for a sentinel, or that a poor hash piles up."""
+"""Keys that an implementation may use as a sentinel, or that a poor hash clusters."""
 
 
 def vectors_of(keys: KeyArray, dim: int, version: int = 0) -> FloatArray:
@@ -87,11 +87,11 @@ def bits(vectors: FloatArray) -> np.ndarray:
 def changes_of(
     keys: KeyArray, sequence: int | Sequence[int], deleted: bool | Sequence[bool] = False, version: int = 0
 ) -> RowChanges:
-    """Changes that are all upserts or all deletions, all at one sequence, unless they are given one by one."""
+    """Make changes with one sequence and kind for all keys, or one for each."""
     n = keys.size
     sequences = np.broadcast_to(np.array(sequence, np.int64), n).copy()
-    gone = np.broadcast_to(np.array(deleted, np.bool_), n).copy()
-    return RowChanges(keys, vectors_of(keys, DIM, version), sequences, gone if gone.any() else None)
+    is_deleted = np.broadcast_to(np.array(deleted, np.bool_), n).copy()
+    return RowChanges(keys, vectors_of(keys, DIM, version), sequences, is_deleted if is_deleted.any() else None)
 
 
 class OrderedDatabase(Database, OrderedWrites):
@@ -109,12 +109,12 @@ def applied(
 ) -> list[bool]:
     latest = database.apply(tag, changes, positions or {})
     assert latest.dtype == np.bool_
-    made: list[bool] = latest.tolist()
-    return made
+    changed: list[bool] = latest.tolist()
+    return changed
 
 
 class DatabaseFixtures:
-    """What each contract needs: the fixture `database` (fresh, empty, closed after the test) and `raw_rows`."""
+    """Base of the contracts: needs the fixture `database` (fresh, empty, closed after the test) and `raw_rows`."""
 
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         """All rows of a table as key -> bytes of its vector, read without the methods under test."""
@@ -169,8 +169,8 @@ class DatabaseContract(DatabaseFixtures):
         assert raw == {key: row.tobytes() for key, row in zip(keys.tolist(), rows, strict=True)}
         scanned = {
             key: row.tobytes()
-            for some, vectors in database.scan(tag, 97)
-            for key, row in zip(some.tolist(), vectors, strict=True)
+            for chunk_keys, vectors in database.scan(tag, 97)
+            for key, row in zip(chunk_keys.tolist(), vectors, strict=True)
         }
         assert scanned == raw
         with pytest.raises(TableWidthError):
@@ -725,11 +725,11 @@ class OrderedWritesContract(DatabaseFixtures):
         for _ in range(2):
             assert all(applied(followed, TAG, changes))
             assert not any(applied(followed, TAG, changes_of(keys, 49, version=1)))
-        stays, vectors, gone = changes.split()
+        remaining, vectors, deleted = changes.split()
         out, found = fetched(followed, TAG, keys, DIM)
-        np.testing.assert_array_equal(found, ~np.isin(keys, gone))
+        np.testing.assert_array_equal(found, ~np.isin(keys, deleted))
         np.testing.assert_array_equal(out[found], vectors)
-        assert followed.size(TAG) == stays.size
+        assert followed.size(TAG) == remaining.size
 
     def test_of_threads_that_change_the_same_rows_the_latest_change_stays(self, followed: OrderedDatabase) -> None:
         keys = distinct_keys(1500)
@@ -776,8 +776,8 @@ class OrderedWritesContract(DatabaseFixtures):
         order = data.draw(st.permutations([*range(len(history)), *data.draw(st.lists(st.sampled_from(range(len(history)))))]))
         for message in order:
             chosen, deleted = history[message]
-            made = applied(followed, TAG, changes_of(keys[chosen], message + 1, deleted, message + 1))
-            assert made == [last.get(key, 0) <= message + 1 for key in chosen]
+            changed = applied(followed, TAG, changes_of(keys[chosen], message + 1, deleted, message + 1))
+            assert changed == [last.get(key, 0) <= message + 1 for key in chosen]
             last |= {key: max(last.get(key, 0), message + 1) for key in chosen}
         rows = {int(keys[key]): sequence for key, sequence in last.items() if not history[sequence - 1][1]}
         self.rows_are(followed, rows)

@@ -24,18 +24,18 @@ FILE = "models/dense.file"
 
 
 def values(samples: int, seed: int = 1) -> dict[str, np.ndarray]:
-    """Inputs of so many samples."""
+    """Make inputs of `samples` samples."""
     random = np.random.default_rng(seed)
     return {name: random.standard_normal((samples, WIDTH), np.float32) for name in "ab"}
 
 
-def assert_right(found: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
-    """Those outputs were found, and no other, each of them as float32 of these inputs."""
-    right = {"sum": given["a"] + given["b"], "product": given["a"] * given["b"]}
-    assert set(found) == set(outputs)
+def assert_right(got: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
+    """Require exactly these outputs, with the right values for the inputs."""
+    expected = {"sum": inputs["a"] + inputs["b"], "product": inputs["a"] * inputs["b"]}
+    assert set(got) == set(outputs)
     for name in outputs:
-        assert isinstance(found[name], np.ndarray)
-        np.testing.assert_allclose(found[name], right[name], rtol=1e-6, strict=True)
+        assert isinstance(got[name], np.ndarray)
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-6, strict=True)
 
 
 class NetworkContract:
@@ -54,8 +54,8 @@ class NetworkContract:
     ) -> Network:
         return self.network_class.open(FILE, self.content() if content is None else content, inputs or (A, B), outputs, None)
 
-    def answer(self, network: Network, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return network.fetch(network.run({name: network.put(array) for name, array in given.items()}))
+    def answer(self, network: Network, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return network.fetch(network.run({name: network.put(array) for name, array in inputs.items()}))
 
     # -- runs -----------------------------------------------------------------------------------------------------------
 
@@ -86,13 +86,13 @@ class NetworkContract:
     def test_threads_run_it_at_once_and_get_their_own_outputs(self) -> None:
         network = self.opened()
 
-        def ask(seed: int) -> None:
+        def run(seed: int) -> None:
             given = values(1 + seed % 5, seed)
             assert_right(self.answer(network, given), given, ("sum", "product"))
 
         with ThreadPoolExecutor(4) as threads:
-            for asked in [threads.submit(ask, seed) for seed in range(40)]:
-                asked.result()
+            for running in [threads.submit(run, seed) for seed in range(40)]:
+                running.result()
         network.close()
 
     def test_a_network_that_is_closed_leaves_others_of_its_file_alone(self) -> None:
@@ -115,9 +115,9 @@ class NetworkContract:
         network = self.opened()
         tensor = network.put(np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
         for index in ([0, 0, 1, 1, 1], [1], []):
-            taken = network.take(tensor, network.put(np.array(index, np.int64)))
+            repeated = network.take(tensor, network.put(np.array(index, np.int64)))
             expected = [[[1.0, 2.0], [3.0, 4.0]][row] for row in index]
-            np.testing.assert_array_equal(network.fetch({"x": taken})["x"], np.array(expected, np.float32).reshape(-1, 2))
+            np.testing.assert_array_equal(network.fetch({"x": repeated})["x"], np.array(expected, np.float32).reshape(-1, 2))
         network.close()
 
     def test_memory_of_the_device_is_filled_from_staged_memory(self) -> None:
@@ -128,13 +128,13 @@ class NetworkContract:
         size = 3 * WIDTH * 4
         memory, staged = network.staging(2 * size)
         assert (memory.dtype, memory.size) == (np.dtype(np.uint8), 2 * size)
-        held = {name: network.empty((3, WIDTH), "float32") for name in "ab"}
+        tensors = {name: network.empty((3, WIDTH), "float32") for name in "ab"}
         for seed in (1, 2):
             given = values(3, seed)
-            for place, (name, array) in enumerate(given.items()):
-                memory[place * size : (place + 1) * size] = array.view(np.uint8).reshape(-1)
-                network.write(held[name], network.part(staged, place * size, "float32", (3, WIDTH)))
-            assert_right(network.fetch(network.run(held)), given, ("sum", "product"))
+            for index, (name, array) in enumerate(given.items()):
+                memory[index * size : (index + 1) * size] = array.view(np.uint8).reshape(-1)
+                network.write(tensors[name], network.part(staged, index * size, "float32", (3, WIDTH)))
+            assert_right(network.fetch(network.run(tensors)), given, ("sum", "product"))
         network.close()
 
     # -- what is refused --------------------------------------------------------------------------------------------------

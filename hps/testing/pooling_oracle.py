@@ -1,4 +1,4 @@
-"""What bags of keys must be answered with, in float64, and how far from it an answer in float32 may be."""
+"""Computes the pooled vectors of bags in float64, and the error bounds of float32 implementations."""
 
 from typing import NamedTuple
 

@@ -13,7 +13,7 @@ from hps.testing.waiting import PATIENCE_S
 
 @contextmanager
 def reading(read: Callable[[np.random.Generator], int], threads: int = 3) -> Iterator[list[int]]:
-    """Call `read` again and again in each of some threads while the block runs, and until it has checked something there.
+    """Call `read` repeatedly in several threads while the block runs, at least until each has checked something.
 
     Args:
         read: reads, checks what it got, and returns how many vectors it checked. Its generator is the thread's own.

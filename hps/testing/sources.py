@@ -117,9 +117,9 @@ class ArraySourceContract:
 
     def test_a_pass_that_was_left_is_in_the_way_of_none_after_it(self, table: Path) -> None:
         source = self.open(table)
-        begun = source.chunks((self.keys, self.vectors), 2)
-        next(iter(begun))
-        del begun
+        chunks = source.chunks((self.keys, self.vectors), 2)
+        next(iter(chunks))
+        del chunks
         assert np.array_equal(collect(source, (self.keys,), 2)[0], KEYS)
 
     def test_no_descriptor_stays_open(self, table: Path) -> None:
@@ -136,12 +136,14 @@ class ArraySourceContract:
 
     def test_a_file_that_is_cut_short_is_an_error_that_names_the_table(self, table: Path) -> None:
         for file in map(Path, self.open(table).files):
-            whole = file.read_bytes()
-            for size in {0, 1, 7, len(whole) // 4, len(whole) // 2, max(len(whole) - 30, 0), len(whole) - 1} - {len(whole)}:
-                file.write_bytes(whole[:size])
+            content = file.read_bytes()
+            for size in {0, 1, 7, len(content) // 4, len(content) // 2, max(len(content) - 30, 0), len(content) - 1} - {
+                len(content)
+            }:
+                file.write_bytes(content[:size])
                 with pytest.raises(ModelFileError, match=re.escape(str(table))):
                     self.read(table)
-            file.write_bytes(whole)
+            file.write_bytes(content)
         assert np.array_equal(self.read(table)[0], KEYS)
 
     def test_a_damaged_file_gives_rows_or_one_kind_of_error(self, table: Path) -> None:
@@ -149,13 +151,13 @@ class ArraySourceContract:
         outcomes: set[type] = set()
         for _ in range(40):
             file = files[random.integers(len(files))]
-            whole = file.read_bytes()
-            changed, at = bytearray(whole), int(random.integers(len(whole)))
+            content = file.read_bytes()
+            changed, at = bytearray(content), int(random.integers(len(content)))
             changed[at : at + 4] = random.bytes(len(changed[at : at + 4]))
             file.write_bytes(changed)
             try:
                 outcomes.add(type(self.read(table)))
             except HPSError as error:
                 outcomes.add(type(error))
-            file.write_bytes(whole)
+            file.write_bytes(content)
         assert outcomes <= {tuple, ModelFileError, InvalidDtypeError}

@@ -19,17 +19,17 @@ from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
 
 Opened = Callable[..., Any]
-"""What the fixture `opened` gives."""
+"""Type of the fixture `opened`."""
 
 
 def known(moment: float | None) -> float:
-    """A moment that the log must be able to tell."""
+    """Require that the log knows a moment."""
     assert moment is not None
     return moment
 
 
 def polled(log: UpdateLog, count: int, most_bytes: int = 1 << 20) -> list[Message]:
-    """The next `count` messages."""
+    """Poll the next `count` messages."""
     messages: list[Message] = []
 
     def enough() -> bool:
@@ -46,7 +46,7 @@ def values(messages: Sequence[Message]) -> list[bytes]:
 
 
 def written(writer: UpdateLogWriter, partition: Partition, *contents: bytes, time_us: int = 0) -> list[str]:
-    """Append messages; their positions, once the log has them for good."""
+    """Append messages; return their positions after a flush."""
     answers: list[str | Exception] = []
     for content in contents:
         writer.send(partition, content, time_us=time_us, sent=answers.append)
@@ -61,7 +61,7 @@ def resident_bytes() -> int:
 
 
 class UpdateLogContract:
-    """Subclass it and give the classes, the fixture `server`, and what looks past the code under test.
+    """Subclass it with the classes, the fixture `server`, and access to the log without the code under test.
 
     `server` is a log that runs at a test's start. `stop()` makes it unreachable, `start()` brings it back: with all that was in
     it, unless `keeps` is False.
@@ -72,15 +72,15 @@ class UpdateLogContract:
     keeps: ClassVar[bool] = True
 
     def settings(self, server: Any) -> dict[str, Any]:
-        """`update_source`, but for what the tests set themselves."""
+        """Return `update_source` without the keys that the tests set."""
         raise NotImplementedError
 
     def add_partitions(self, server: Any, topic: str, count: int) -> None:
-        """Give a topic so many partitions in all."""
+        """Raise the number of a topic's partitions to `count`."""
         raise NotImplementedError
 
     def committed(self, server: Any, group: str, partition: Partition) -> str | None:
-        """The position of the last message that a group has committed to have applied."""
+        """Return the position of the last message that a group has committed."""
         raise NotImplementedError
 
     def remove_until(self, server: Any, partition: Partition, position: str) -> None:
@@ -96,14 +96,14 @@ class UpdateLogContract:
         """Open readers (`opened(group="...")`) and, with `writer=True`, writers; they are closed after the test."""
         with ExitStack() as stack:
 
-            def open_one(*, writer: bool = False, group: str = "hps.test", **changes: Any) -> Any:
+            def open_client(*, writer: bool = False, group: str = "hps.test", **changes: Any) -> Any:
                 config = UpdateSourceConfig.model_validate(
                     {"metadata_refresh_interval_ms": 200, **self.settings(server), **changes}
                 )
-                one = self.writer_class.from_config(config) if writer else self.log_class.from_config(config, group)
-                return stack.enter_context(closing(one))
+                client = self.writer_class.from_config(config) if writer else self.log_class.from_config(config, group)
+                return stack.enter_context(closing(client))
 
-            yield open_one
+            yield open_client
 
     @pytest.fixture
     def writer(self, opened: Opened) -> UpdateLogWriter:
@@ -189,7 +189,7 @@ class UpdateLogContract:
         for done in (0, 4, 8):
             messages = polled(self.reader(opened, [topic], {first: positions[done]}), 9 - done + 2)
             assert values([message for message in messages if message.partition == first]) == [
-                b"%d" % one for one in range(done + 1, 10)
+                b"%d" % number for number in range(done + 1, 10)
             ]
             assert values([message for message in messages if message.partition == second]) == [b"a", b"b"]
         log = self.reader(opened, [topic], {first: positions[9]})
@@ -214,12 +214,12 @@ class UpdateLogContract:
         positions = written(writer, partition, b"old", b"older")
         log = self.reader(opened, [topic], begin="latest")
         wait_until(lambda: log.behind() == {partition: 0})
-        begun = log.begun()
-        assert (set(begun), log.begun()) == ({partition}, {})
+        positions_at_start = log.begun()
+        assert (set(positions_at_start), log.begun()) == ({partition}, {})
         written(writer, partition, b"new")
         assert values(polled(log, 1)) == [b"new"]
-        again = self.reader(opened, [topic], begun, begin="latest")  # as if nothing had been polled
-        assert (values(polled(again, 1)), again.begun()) == ([b"new"], {})
+        restarted = self.reader(opened, [topic], positions_at_start, begin="latest")  # as if nothing had been polled
+        assert (values(polled(restarted, 1)), restarted.begun()) == ([b"new"], {})
         resumed = self.reader(opened, [topic], {partition: positions[0]}, begin="latest")
         assert values(polled(resumed, 2)) == [b"older", b"new"]
 
@@ -240,7 +240,9 @@ class UpdateLogContract:
         written(other, Partition(topic, 2), b"a")
         written(other, Partition(topic + "b", 1), b"b")
         assert sorted(values(polled(log, 2))) == [b"a", b"b"]
-        everything = {Partition(topic, one): 0 for one in range(3)} | {Partition(topic + "b", one): 0 for one in range(2)}
+        everything = {Partition(topic, number): 0 for number in range(3)} | {
+            Partition(topic + "b", number): 0 for number in range(2)
+        }
         wait_until(lambda: log.behind() == everything)
 
     # --- pause, behind, commit
@@ -275,25 +277,25 @@ class UpdateLogContract:
         assert writer.flush(PATIENCE_S) == 0
         read: dict[Partition, list[bytes]] = {partition: [] for partition in partitions}
 
-        def take(count: int, most_bytes: int) -> None:
+        def read_messages(count: int, most_bytes: int) -> None:
             for message in polled(log, count, most_bytes):
                 read[message.partition].append(message.value)
 
-        def are_behind(left: dict[Partition, int]) -> bool:
-            return log.behind() == left
+        def are_behind(unread: dict[Partition, int]) -> bool:
+            return log.behind() == unread
 
-        take(2, 1)
+        read_messages(2, 1)
         for turn in range(8):
             log.pause(partitions)
             log.pause(partitions[1:])
-            left = {partition: 20 - len(read[partition]) for partition in partitions} | {marked: 0}
-            wait_until(partial(are_behind, left), f"{left} are behind")
+            unread = {partition: 20 - len(read[partition]) for partition in partitions} | {marked: 0}
+            wait_until(partial(are_behind, unread), f"{unread} are behind")
             written(writer, marked, b"%d" % turn)
             assert values(polled(log, 1, 1)) == [b"%d" % turn], "nothing that is paused came before it"
             log.resume(partitions[:2])
             log.resume(partitions[1:])
-            take(5, 1)
-        take(60 - 42, 1)
+            read_messages(5, 1)
+        read_messages(60 - 42, 1)
         assert read == {partition: contents[number::3] for number, partition in enumerate(partitions)}
         wait_until(lambda: set(log.behind().values()) == {0}, "nothing is behind")
 
@@ -319,7 +321,7 @@ class UpdateLogContract:
         partition, other = Partition(topic, 0), Partition(topic, 1)
         log = self.reader(opened, [topic], metadata_refresh_interval_ms=60_000)
 
-        def looked_after(moment: float) -> bool:
+        def was_checked_after(moment: float) -> bool:
             return known(log.unread_since()[other]) > moment
 
         for round_ in range(3):
@@ -328,7 +330,7 @@ class UpdateLogContract:
             written(writer, partition, *[b"y"] * 5)
             done = time.monotonic()
             wait_until(lambda: log.behind() == {partition: 5, other: 0})
-            wait_until(partial(looked_after, done))  # looks go on
+            wait_until(partial(was_checked_after, done))  # polls continue
             assert known(log.unread_since()[partition]) <= done
             polled(log, 5)
             wait_until(lambda: log.behind() == {partition: 0, other: 0})
@@ -340,13 +342,13 @@ class UpdateLogContract:
         log = self.reader(opened, [topic])
         partitions = [Partition(topic, number) for number in range(3)]
 
-        def looked_after(moment: float) -> bool:
+        def was_checked_after(moment: float) -> bool:
             return all(known(at) > moment for at in log.unread_since().values())
 
         wait_until(lambda: (since := log.unread_since()) and None not in since.values() and len(log.behind()) == 3)
         for hours in (1, -1, 0):
-            begun = time.monotonic()
-            wait_until(partial(looked_after, begun))  # looks go on
+            start = time.monotonic()
+            wait_until(partial(was_checked_after, start))  # polls continue
             log.pause(partitions)
             claimed = time.time_ns() // 1000 + hours * 3_600_000_000
             for partition in partitions:
@@ -357,8 +359,8 @@ class UpdateLogContract:
             log.resume(partitions)
             messages = polled(log, 9)
             for message in messages:
-                assert begun < known(unread[message.partition]) <= done
-                assert begun < known(message.arrived) <= done
+                assert start < known(unread[message.partition]) <= done
+                assert start < known(message.arrived) <= done
             wait_until(lambda: set(log.behind().values()) == {0})
 
     def test_a_backlog_is_no_younger_than_the_reader(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
@@ -479,29 +481,29 @@ class UpdateLogContract:
     def test_after_a_flush_everybody_has_heard_in_order(self, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=1)
         written(writer, Partition(topic, 0), b"to connect")
-        began, go_on = threading.Event(), threading.Event()
-        heard: list[Any] = []
+        started, resume = threading.Event(), threading.Event()
+        received: list[Any] = []
 
-        def hear(answer: str | Exception) -> None:
-            if not began.is_set():
-                began.set()
-                assert go_on.wait(PATIENCE_S)  # were the others told by another thread, they would overtake this one
-            heard.append(answer)
+        def receive(answer: str | Exception) -> None:
+            if not started.is_set():
+                started.set()
+                assert resume.wait(PATIENCE_S)  # with a notification from another thread, later answers would overtake this one
+            received.append(answer)
 
         def flushed() -> tuple[int, int]:
-            return writer.flush(PATIENCE_S), len(heard)
+            return writer.flush(PATIENCE_S), len(received)
 
         with ThreadPoolExecutor(1) as pool:
             for _ in range(5):
-                writer.send(Partition(topic, 0), b"x", sent=hear)
+                writer.send(Partition(topic, 0), b"x", sent=receive)
             flushing = pool.submit(flushed)
-            assert began.wait(PATIENCE_S)
+            assert started.wait(PATIENCE_S)
             with pytest.raises(TimeoutError):
                 flushing.result(0.05)
-            go_on.set()
+            resume.set()
             assert flushing.result(PATIENCE_S) == (0, 5)
-        assert len(heard) == len(set(heard)) == 5
-        assert heard == sorted(heard, key=lambda position: [int(part) for part in position.split("-")])
+        assert len(received) == len(set(received)) == 5
+        assert received == sorted(received, key=lambda position: [int(part) for part in position.split("-")])
 
     def test_a_reader_that_nobody_polls_uses_bounded_memory(self, opened: Opened, writer: UpdateLogWriter, topic: str) -> None:
         writer.partitions(topic, PATIENCE_S, create=4)
@@ -537,7 +539,7 @@ class UpdateLogContract:
         for close in (log.close, writer.close):
             close()
             close()
-        assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("hps")]
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("hps")]
         assert log.poll(0.01, 1) == []
         with pytest.raises(UpdateLogError):
             writer.send(Partition(topic, 0), b"x")

@@ -1,4 +1,4 @@
-"""The one way in which tests wait: for a condition that the product publishes, as long as a busy machine may take."""
+"""Waits of tests: for a condition that the product publishes, with a timeout for busy machines."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 PATIENCE_S: Final = 120.0
-"""Every wait of a test ends after this many seconds. It bounds a test that fails; none that passes comes near it."""
+"""Timeout of every wait in a test. Only failing tests reach it."""
 _PAUSE_S: Final = 0.005
 
 T = TypeVar("T")

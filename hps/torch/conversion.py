@@ -18,14 +18,14 @@ from hps.models.manifest import within
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.torch.embedding_bags import EmbeddingBag, EmbeddingBagCollection
-from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, refuse_unequal, unwrapped
+from hps.torch.embeddings import Embedding, EmbeddingForm, embeddings_of, require_convertible, unwrapped
 from hps.torch.lookup_layer import LookupLayer, ignore_rows, version_of
 from hps.torch.saving import save
 from hps.torch.served_weight import Rows, ServedWeight
-from hps.torch.servers import Server, place_of, server_of
+from hps.torch.servers import Server, location_of, server_of
 
 _log = logging.getLogger(__name__)
-_KEPT = ("padding_idx", "norm_type", "scale_grad_by_freq", "sparse")
+_COPIED_ATTRIBUTES = ("padding_idx", "norm_type", "scale_grad_by_freq", "sparse")
 _SELECTIONS = (
     functional.embedding,
     functional.embedding_bag,
@@ -56,14 +56,14 @@ def convert(
     `EmbeddingCollection` become ours, with the same attributes. Inputs and outputs keep their shapes and dtypes. Quantised and
     sharded embeddings become the same layers; where weights are sharded, every rank makes the call, each with its own server.
     Three things differ: an absent key gets the table's default vector, where torch raises IndexError; outputs have no gradient;
-    the `weight` of a layer can only be looked up in (`ServedWeight`).
+    the `weight` of a layer supports lookups only (`ServedWeight`).
 
-    The layers are of the version that is deployed now, whose rows the rest of the module was trained with. If another one is
-    deployed, a warning is logged, and they go on with theirs.
+    The layers look up in the version that is deployed now, since the rest of the module was trained with its rows. When another
+    version is deployed, a warning is logged, and they keep using theirs.
 
     Args:
-        module: the trained module, on any devices; without `repository` also on the meta device. It may be compiled, or within
-            DataParallel or DistributedDataParallel, and is converted without.
+        module: the trained module, on any devices; without `repository` also on the meta device. Wrappers of torch.compile,
+            DataParallel and DistributedDataParallel are removed.
         server: an `HPS`, the path of a `ps.json`, the name of an attached server, or the address of one over HTTP, as for
             `LookupLayer`.
         model_name: the model of the server to look up in.
@@ -72,8 +72,8 @@ def convert(
         repository: path or URI; the weights are saved as `<repository>/<model_name>/<version>`, with the server's
             `model_source` settings, and deployed. Default: the model is already deployed from what `save` wrote. Not with an
             address.
-        version: with `repository`, as for `save`; else the deployed version that the layers are of, by default the serving one,
-            or `latest`: the layers follow the serving version, whose rows the rest of the module must fit.
+        version: with `repository`, as for `save`; else the deployed version to look up in, by default the serving one. With
+            `latest` the layers follow the serving version, whose rows must fit the rest of the module.
         hotness, settings: with `repository`, as for `save`.
         in_place: replace the embeddings in `module` itself. By default `module` is unchanged, and the result has copies of all
             parameters except the embeddings.
@@ -90,13 +90,13 @@ def convert(
         HPSError: as for `save` and `HPS.deploy`. After any error `module` is unchanged.
     """
     module = unwrapped(module)
-    found = embeddings_of(module, with_values=repository is not None)
-    for one in found:
-        refuse_unequal(one)
-    _report_copies(module, found)
+    embeddings = embeddings_of(module, with_values=repository is not None)
+    for embedding in embeddings:
+        require_convertible(embedding)
+    _report_copies(module, embeddings)
     if example_inputs is not None:
-        _try(module, found, example_inputs)
-    place = place_of(server, timeout_s, fallback)
+        _try_on_examples(module, embeddings, example_inputs)
+    place = location_of(server, timeout_s, fallback)
     hps = server_of(place)
     if repository is not None:
         if isinstance(hps, RemoteTables):
@@ -111,17 +111,17 @@ def convert(
         version = saved.version
     elif hotness is not None or settings is not None:
         raise InvalidInputError(f"converting to model {model_name!r}: got hotness or settings, but no repository")
-    tables = [name for one in found for name in one.tables]
+    tables = [name for embedding in embeddings for name in embedding.tables]
     deployed, dims = _deployed(hps, model_name, version_of(version), tables)
-    for one in found:
-        for name, table in one.tables.items():
+    for embedding in embeddings:
+        for name, table in embedding.tables.items():
             if (dim := dims[name]) != table.shape[1]:
                 raise InvalidInputError(
-                    f"converting {one.path}: got vectors of {table.shape[1]} elements, but table {name!r} of model "
+                    f"converting {embedding.path}: got vectors of {table.shape[1]} elements, but table {name!r} of model "
                     f"{model_name!r} is deployed with {dim}; deploy what was saved of this module"
                 )
-    own = version if version == "latest" else deployed
-    layers = {one.module: _layer(one, place, model_name, own, wait) for one in found}
+    layer_version = version if version == "latest" else deployed
+    layers = {embedding.module: _make_layer(embedding, place, model_name, layer_version, wait) for embedding in embeddings}
     if not in_place:
         converted = copy.deepcopy(module, {id(embedding): layer for embedding, layer in layers.items()})
         return converted.eval()
@@ -130,35 +130,40 @@ def convert(
     return layers.get(module, module).eval()
 
 
-def _report_copies(module: nn.Module, found: Sequence[Embedding]) -> None:
-    """Report parameters that other submodules share with an embedding; they keep what they have."""
-    replaced = {id(part) for one in found for part in one.module.modules()}
-    tables = {id(weight): one.path for one in found for weight in one.module.parameters()}
+def _report_copies(module: nn.Module, embeddings: Sequence[Embedding]) -> None:
+    """Log parameters that other submodules share with an embedding: those keep a copy of the rows."""
+    replaced = {id(part) for embedding in embeddings for part in embedding.module.modules()}
+    tables = {id(weight): embedding.path for embedding in embeddings for weight in embedding.module.parameters()}
     for path, part in module.named_modules():
         for name, weight in part.named_parameters(path, recurse=False):
             if id(part) not in replaced and id(weight) in tables:
                 _log.warning("converting %s: %s shares its weight and keeps a copy, without updates", tables[id(weight)], name)
 
 
-def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+def _try_on_examples(
+    module: nn.Module, embeddings: Sequence[Embedding], example_inputs: Sequence[Any] | Mapping[str, Any]
+) -> None:
     """Run a copy whose embeddings can only be looked up, as those of the converted module."""
     memo: dict[int, Any] = {id(weight): weight for weight in module.parameters()}
-    served = {id(weight) for one in found for weight in one.module.parameters()}
-    for one in found:
-        memo[id(one.module)] = one.module
-        weight: Any = one.module.weight if isinstance(one.module, nn.Embedding | nn.EmbeddingBag) else None
+    served_weights = {id(weight) for embedding in embeddings for weight in embedding.module.parameters()}
+    for embedding in embeddings:
+        memo[id(embedding.module)] = embedding.module
+        weight: Any = embedding.module.weight if isinstance(embedding.module, nn.Embedding | nn.EmbeddingBag) else None
         if type(weight) is nn.Parameter:
-            stand_in, looked_up = copy.copy(one.module), copy.copy(one.module)
+            stand_in, looked_up = copy.copy(embedding.module), copy.copy(embedding.module)
             vars(looked_up)["max_norm"] = None  # torch would scale the rows in place
             rows = weight.detach()
-            named = ServedWeight(repr(one.path), rows.shape, rows[:0], _look_up(rows))
+            named = ServedWeight(repr(embedding.path), rows.shape, rows[:0], _lookup_in(rows))
             vars(stand_in).update(forward=looked_up.forward, weight=named)
-            memo[id(one.module)] = stand_in
+            memo[id(embedding.module)] = stand_in
     tried = copy.deepcopy(module, memo)
-    for part in {*tried.modules()} - {*module.modules()}:  # collections are not copied, and stay as they are
+    # `eval()` would also reach collections, which are not copied: the caller's module must keep its mode.
+    for part in {*tried.modules()} - {*module.modules()}:
         part.training = False
     by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
-    selections = _Selections({id(weight): name for name, weight in module.named_parameters() if id(weight) not in served})
+    selections = _Selections(
+        {id(weight): name for name, weight in module.named_parameters() if id(weight) not in served_weights}
+    )
     try:
         with torch.no_grad(), selections:
             tried(*(() if by_name else example_inputs), **by_name)
@@ -168,40 +173,40 @@ def _try(module: nn.Module, found: Sequence[Embedding], example_inputs: Sequence
         raise InvalidInputError(
             f"converting a {type(module).__name__}: it does not run on the examples: {type(error).__name__}: {error}"
         ) from error
-    for name in selections.found:
+    for name in selections.parameters:
         _log.warning("converting: parameter %s is looked up, but is no nn.Embedding's weight, and stays in the module", name)
 
 
-def _look_up(rows: torch.Tensor) -> Rows:
+def _lookup_in(rows: torch.Tensor) -> Rows:
     return lambda keys, _: functional.embedding(keys, rows)
 
 
 class _Selections(TorchFunctionMode):
-    """Collects the parameters, given by id, whose rows are selected by keys."""
+    """Collects the parameters whose rows are selected by keys. `names` is by id."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self._names = names
-        self.found: dict[str, None] = {}
+        self.parameters: dict[str, None] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _SELECTIONS and any(isinstance(arg, torch.Tensor) and not arg.is_floating_point() for arg in args):
-            self.found |= {self._names[id(arg)]: None for arg in args if id(arg) in self._names and arg.ndim == 2}
+            self.parameters |= {self._names[id(arg)]: None for arg in args if id(arg) in self._names and arg.ndim == 2}
         return function(*args, **(kwargs or {}))
 
 
 def _deployed(
     server: HPS | RemoteTables, model_name: str, version: str, tables: Sequence[str]
 ) -> tuple[str, Mapping[str, int]]:
-    """Return a deployed version, and the widths of its tables. `version` empty: the serving one."""
+    """Return a deployed version, by default the serving one, and the widths of its tables."""
     if isinstance(server, RemoteTables):
         return server.deployed(model_name, version, tables)
-    found = server.model(model_name, version or None)
-    return found.version, {name: found.tables[found.table_index(name)].dim for name in tables}
+    deployment = server.model(model_name, version or None)
+    return deployment.version, {name: deployment.tables[deployment.table_index(name)].dim for name in tables}
 
 
 class ServedEmbedding(LookupLayer):
-    """Replaces `nn.Embedding`, whose argument has another name than that of `LookupLayer`. *Thread-safe.*"""
+    """Replaces `nn.Embedding`, whose argument is called `input`. *Thread-safe.*"""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return self.look_up(input)
@@ -256,10 +261,10 @@ class EmbeddingCollection(nn.Module):
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Look up a `KeyedJaggedTensor`; returns a `JaggedTensor` of rows for each feature."""
-        given = features.to_dict()
+        tables = features.to_dict()
         answer = {}
         for name, feature, number in self._features:
-            keys = given[feature]
+            keys = tables[feature]
             answer[name] = type(keys)(
                 values=self.layers[number](keys.values()),
                 lengths=keys.lengths(),
@@ -268,32 +273,35 @@ class EmbeddingCollection(nn.Module):
         return answer
 
 
-def _layer(one: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
+def _make_layer(embedding: Embedding, server: str, model_name: str, version: str, wait: bool) -> nn.Module:
     weight = next(
-        (parameter for parameter in (*one.module.parameters(), *one.module.buffers()) if not parameter.is_meta), torch.empty(0)
+        (parameter for parameter in (*embedding.module.parameters(), *embedding.module.buffers()) if not parameter.is_meta),
+        torch.empty(0),
     )
-    like = torch.empty(0, dtype=one.dtype, device=weight.device)
-    if one.form is EmbeddingForm.BAG_COLLECTION:
-        bags = ServedBagCollection(server, model_name, one.lookups, version=version, is_weighted=one.is_weighted, wait=wait)
-        bags.stand_for(like, configs=one.configs)
+    like = torch.empty(0, dtype=embedding.dtype, device=weight.device)
+    if embedding.form is EmbeddingForm.BAG_COLLECTION:
+        bags = ServedBagCollection(
+            server, model_name, embedding.lookups, version=version, is_weighted=embedding.is_weighted, wait=wait
+        )
+        bags.stand_for(like, configs=embedding.configs)
         return bags
-    kept = {name: value for name, value in vars(one.module).items() if name in _KEPT}
+    attributes = {name: value for name, value in vars(embedding.module).items() if name in _COPIED_ATTRIBUTES}
     layers: list[Any] = []
-    for lookup in one.lookups:
+    for lookup in embedding.lookups:
         table = (server, model_name, lookup.name, lookup.emb_vec_size)
         common: dict[str, Any] = {"version": version, "max_norm": lookup.max_norm, "wait": wait}
-        if one.form is EmbeddingForm.BAGS:
-            common |= {"padding_idx": lookup.padding_idx, "include_last_offset": one.include_last_offset}
+        if embedding.form is EmbeddingForm.BAGS:
+            common |= {"padding_idx": lookup.padding_idx, "include_last_offset": embedding.include_last_offset}
             layers.append(EmbeddingBag(*table, mode=lookup.pooling, **common))
         else:
             layers.append(ServedEmbedding(*table, **common))
-        layers[-1].stand_for(like, num_embeddings=one.tables[lookup.name].shape[0], **kept)
-    if one.form is not EmbeddingForm.COLLECTION:
+        layers[-1].stand_for(like, num_embeddings=embedding.tables[lookup.name].shape[0], **attributes)
+    if embedding.form is not EmbeddingForm.COLLECTION:
         layer: nn.Module = layers[0]
         return layer
     features = [
         (name, feature, number)
-        for number, (each, given) in enumerate(zip(one.lookups, one.outputs, strict=True))
-        for name, feature in zip(given, each.features, strict=True)
+        for number, (lookup, output_names) in enumerate(zip(embedding.lookups, embedding.outputs, strict=True))
+        for name, feature in zip(output_names, lookup.features, strict=True)
     ]
-    return EmbeddingCollection(layers, features, one.configs, one.need_indices)
+    return EmbeddingCollection(layers, features, embedding.configs, embedding.need_indices)

@@ -3,12 +3,12 @@
     inputs --guards--> keys programs --keys, offsets, weights--> lookups --vectors--> network --> outputs
 
 A *lookup* is an embedding, an embedding bag or a selection of rows of a stored two-dimensional weight, by keys that depend on
-the request. What leads to its keys, offsets and weights is a *keys program*, all the rest is the *network*; what both need is
-in both. As all of it is one graph, a mask of keys, a rule or a length cannot be forgotten. The weights of looked up tables
-are in neither program, unless the module reads them otherwise, too (tied outputs).
+the request. The computation of its keys, offsets and weights is a *keys program*, the rest is the *network*; nodes that both
+need are in both. Both come from one graph, so no mask, rule or length of the module is lost. The weights of looked up tables
+are in neither program, unless the module also uses them in other ways (tied outputs).
 
-torch.export bakes silently what is no tensor: Python's random numbers, clocks and counters, `torch.compiler.is_compiling()`,
-what an `except` swallows. `proof.py` finds these by runs.
+torch.export silently turns Python values into constants: random numbers, clocks, counters, `torch.compiler.is_compiling()`,
+swallowed exceptions. `proof.py` finds these by runs.
 """
 
 import io
@@ -44,49 +44,32 @@ _SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
 
 
 class _FixedSizesError(InvalidInputError):
-    """The number of rows of the outputs is not that of the samples: another way of tracing may make it so."""
+    """The outputs do not have a row for each sample; another tracing mode may help."""
 
 
 @dataclass(frozen=True)
 class TracedSource:
-    """Where keys, offsets or weights of a lookup come from. *Immutable.*
+    """The source of a lookup's keys, offsets or weights. *Immutable.*"""
 
-    Attributes:
-        node: of the module's graph.
-        input: the input that it is, or a column of it; empty: a keys program computes it.
-        column: of the input; None: all of it.
-    """
-
-    node: fx.Node
-    input: str = ""
-    column: int | None = None
+    node: fx.Node  # of the module's graph
+    input: str = ""  # the input that it is, or has as a column; empty: computed by a keys program
+    column: int | None = None  # of the input; None: all of it
 
 
 @dataclass(eq=False)
 class TracedLookup:
-    """A lookup of a module.
+    """A lookup of a module."""
 
-    Attributes:
-        weight: path of the weight that is looked up.
-        node: of the module's graph, whose value becomes an input of the network.
-        pooling: none, sum, mean or max.
-        padding: a key that is ignored.
-        parts: `keys`, and perhaps `offsets` and `weights`.
-        name: of the vectors, as an input of the network.
-        expands: the keys are a column, and the vectors get a dimension for it.
-        line: of the module.
-    """
-
-    weight: str
-    node: fx.Node
-    pooling: str = "none"
-    padding: int | None = None
+    weight: str  # path of the looked up weight
+    node: fx.Node  # of the module's graph; its value becomes an input of the network
+    pooling: str = "none"  # or sum, mean, max
+    padding: int | None = None  # a key that is ignored
     max_norm: float | None = None
     include_last_offset: bool = False
-    parts: dict[str, TracedSource] = field(default_factory=dict)
-    name: str = ""
-    expands: bool = False
-    line: str = ""
+    parts: dict[str, TracedSource] = field(default_factory=dict)  # `keys`, and if used `offsets` and `weights`
+    name: str = ""  # of the vectors, as an input of the network
+    expands: bool = False  # the keys are a column, for which the vectors get a dimension
+    line: str = ""  # of the module, for messages
 
 
 class Cut:
@@ -94,28 +77,27 @@ class Cut:
 
     Attributes:
         shapes: of each input, dimensions as numbers or expressions of sizes; `samples` is the number of samples.
-        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if they are
-            computed.
+        ragged: by name of an input with an element for each key of bags, the input with their offsets; empty if computed.
         branches: whether the module may branch on sizes, so that a request cannot be padded.
-        why_apart: why requests cannot be put together; empty if the graph does not say so.
+        why_unbatched: the reason in the graph against merging requests; empty if there is none.
         sizes: of the examples, by name, without `samples`.
-        guards: what the programs rely on, as conditions on sizes.
+        guards: conditions on sizes that the programs rely on.
         lookups: in the order of the graph.
-        kept: weights that are looked up, and read otherwise, too.
-        notes: what an owner should know.
+        shared_weights: looked up weights that are also used in other ways.
+        notes: for the user.
         samples: number of samples of the examples.
     """
 
     def __init__(self, inputs: ModuleInputs, program: torch.export.ExportedProgram) -> None:
         self._doing = f"packaging a {inputs.module}"
         self.notes: list[str] = []
-        self.whole: Any = program.module()  # parameters are attributes of it, by their paths
-        self.graph: fx.Graph = self.whole.graph
+        self.module: Any = program.module()  # parameters are attributes of it, by their paths
+        self.graph: fx.Graph = self.module.graph
         for node in list(self.graph.nodes):
-            if node.op == "call_module":  # its guards on sizes, which `_Sizes` has as data
+            if node.op == "call_module":  # guards on sizes, which `_Sizes` reads from the program
                 self.graph.erase_node(node)
         self._refuse_changes()
-        self._drop_whole_slices()
+        self._drop_full_slices()
         self.inputs: dict[str, fx.Node] = dict(
             zip(inputs.tensors, [node for node in self.graph.nodes if node.op == "placeholder"], strict=True)
         )
@@ -125,37 +107,35 @@ class Cut:
         self.lookups = self._find_lookups()
         self._refuse_two_levels()
         weights = {f"{name}.weights": offsets for name, offsets in inputs.ragged.items() if f"{name}.weights" in self.inputs}
-        self.why_apart = ""
+        self.why_unbatched = ""
         self.branches = True
         self.ragged = self._find_ragged() | inputs.ragged | weights
         self.names = sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
-        for number, lookup in enumerate(self.lookups):
-            lookup.name = self.free_name(f"vectors_{number}")
-            for what, source in lookup.parts.items():
-                lookup.parts[what] = self._recognised(lookup, source, what)
+        for index, lookup in enumerate(self.lookups):
+            lookup.name = self.free_name(f"vectors_{index}")
+            for part, source in lookup.parts.items():
+                lookup.parts[part] = self._as_input(lookup, source, part)
         self._sized = self._find_sized()
         needed = self._network_nodes()
         self.reads = [name for name, node in self.inputs.items() if node in needed]
         attributes = {node.target for node in needed if node.op == "get_attr"}
-        self.kept = sorted({lookup.weight for lookup in self.lookups} & attributes)
+        self.shared_weights = sorted({lookup.weight for lookup in self.lookups} & attributes)
         for lookup in self.lookups:
-            if lookup.max_norm is not None and lookup.weight in self.kept:
+            if lookup.max_norm is not None and lookup.weight in self.shared_weights:
                 raise InvalidInputError(
-                    f"{self._doing}: {plain_path(lookup.weight)!r} is read otherwise, too, and lookups scale its rows in place"
-                    f"{lookup.line}; scale them once and drop max_norm, or look up in a copy"
+                    f"{self._doing}: {plain_path(lookup.weight)!r} is also used in other ways, and lookups scale its rows in "
+                    f"place{lookup.line}; scale them once and drop max_norm, or look up in a copy"
                 )
 
     def need_filled(self, symbols: Iterable[Any] | None) -> None:
-        """Note that sizes are at least 1, for a module that branches on them; None: all sizes.
-
-        Torch takes them for positive, so that no guard tells that the other branch is for 0.
-        """
+        """Add guards that sizes are at least 1, for a module that branches on them; None: all sizes."""
+        # Torch assumes that sizes are positive, so it makes no guard for a branch such as `if size == 0`.
         names = {*self.sizes} if symbols is None else {str(symbol) for symbol in self.names.symbols_in(symbols)}
         self.guards += [f"{name} >= 1" for name in self.sizes if name in names]
 
-    # -- what is refused
+    # -- checks
 
     def _refuse_changes(self) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -167,14 +147,14 @@ class Cut:
                         f"{self._doing}: forward changes its state {plain_path(target.target)!r} in evaluation mode; a served "
                         "module has no memory: make it an input, or change it only if self.training"
                     )
-                self.graph.erase_node(node)  # a renormed weight, or an input that is changed after it was read
-            elif _draws(node):
+                self.graph.erase_node(node)  # a renormed weight, or an input that is changed after its use
+            elif _is_random(node):
                 raise InvalidInputError(
                     f"{self._doing}: {node.target} draws random numbers in evaluation mode{line_of(node)}; pass "
                     "training=self.training to a dropout, and give random numbers as an input"
                 )
 
-    def _drop_whole_slices(self) -> None:
+    def _drop_full_slices(self) -> None:
         for node in list(self.graph.nodes):
             if node.target is aten.slice.Tensor:
                 got = _arguments(node)
@@ -185,22 +165,22 @@ class Cut:
     def _refuse_two_levels(self) -> None:
         nodes = {lookup.node: lookup for lookup in self.lookups}
         for lookup in self.lookups:
-            for above in _ancestors(source.node for source in lookup.parts.values()):
-                if above in nodes:
+            for ancestor in _ancestors(source.node for source in lookup.parts.values()):
+                if ancestor in nodes:
                     raise InvalidInputError(
                         f"{self._doing}: the keys of {plain_path(lookup.weight)!r} depend on the vectors of "
-                        f"{plain_path(nodes[above].weight)!r}"
-                        f"{lookup.line}: two levels of lookups; package the first part as a model of its own, and ask the "
-                        "second with its answer"
+                        f"{plain_path(nodes[ancestor].weight)!r}"
+                        f"{lookup.line}: two levels of lookups; package the first part as a separate model, and call the "
+                        "second with its outputs"
                     )
         if not self.lookups:
             inner = any(
-                isinstance(getattr(self.whole, str(node.target), None), fx.GraphModule)
+                isinstance(getattr(self.module, str(node.target), None), fx.GraphModule)
                 for node in self.graph.nodes
                 if node.op == "get_attr"
             )
             reason = "; ".join(self.notes) or (
-                "its lookups are inside of torch.cond or the like" if inner else "it has no embedding"
+                "its lookups are inside of torch.cond or a similar operator" if inner else "it has no embedding"
             )
             raise InvalidInputError(
                 f"{self._doing}: got no lookup of a stored table by keys of the request ({reason}); expected an embedding, an "
@@ -252,10 +232,12 @@ class Cut:
         if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
             raise InvalidInputError(f"{self._doing}: more than the vectors of a bag is read{lookup.line}")
         parts = _matrix_of_bags(keys, got["offsets"], got["per_sample_weights"])
-        if parts[1] is None:  # traced as so many offsets, which is the number of rows
+        if parts[1] is None:  # the traced number of offsets is the number of rows
             self._equal[_expression(got["offsets"].meta["val"].shape[0])] = _expression(parts[0].meta["val"].shape[0])
         lookup.parts |= {
-            what: TracedSource(one) for what, one in zip(("keys", "offsets", "weights"), parts, strict=True) if one is not None
+            name: TracedSource(part_node)
+            for name, part_node in zip(("keys", "offsets", "weights"), parts, strict=True)
+            if part_node is not None
         }
         return lookup
 
@@ -263,17 +245,17 @@ class Cut:
         """Count negative keys from the end, as `weight[keys]` does."""
         with self.graph.inserting_before(keys.next):
             value = keys.meta["val"]
-            below = self.graph.call_function(aten.lt.Scalar, (keys, 0))
-            other = self.graph.call_function(aten.add.Tensor, (keys, rows))
-            found = self.graph.call_function(aten.where.self, (below, other, keys))
-        below.meta["val"], other.meta["val"], found.meta["val"] = value.bool(), value, value
-        return found
+            is_negative = self.graph.call_function(aten.lt.Scalar, (keys, 0))
+            shifted = self.graph.call_function(aten.add.Tensor, (keys, rows))
+            wrapped = self.graph.call_function(aten.where.self, (is_negative, shifted, keys))
+        is_negative.meta["val"], shifted.meta["val"], wrapped.meta["val"] = value.bool(), value, value
+        return wrapped
 
-    def _recognised(self, lookup: TracedLookup, source: TracedSource, what: str) -> TracedSource:
-        """Find whether a part of a lookup is an input, or a column of one."""
+    def _as_input(self, lookup: TracedLookup, source: TracedSource, part: str) -> TracedSource:
+        """Return the source of a part of a lookup as an input, or a column of one, if it is."""
         node, column = source.node, None
-        names = {one: name for name, one in self.inputs.items()}
-        if what == "keys":
+        names = {input_node: name for name, input_node in self.inputs.items()}
+        if part == "keys":
             node, casts = _uncast(node)
             if node.target in (aten.select.int, aten.slice.Tensor) and node.args[0] in {**names}:
                 node, column, expands = _column(node)
@@ -293,16 +275,16 @@ class Cut:
         return TracedSource(source.node, names[node]) if node in names else source
 
     def _find_ragged(self) -> dict[str, str]:
-        """Find the inputs with an element for each key of bags, and the inputs that are their offsets, if any is."""
+        """Find the inputs with an element for each key of bags, and the inputs with their offsets, if any."""
         found: dict[str, str] = {}
         counts: dict[fx.Node, Any] = {}
-        names = {one: name for name, one in self.inputs.items()}
+        names = {input_node: name for name, input_node in self.inputs.items()}
         for lookup in self.lookups:
             if (offsets := lookup.parts.get("offsets")) is None:
                 continue
             count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
-            if counts.setdefault(offsets.node, count) != count:  # they cannot be shifted for both
-                self.why_apart = f"offsets are of several inputs{lookup.line}"
+            if counts.setdefault(offsets.node, count) != count:  # merging cannot shift them for both
+                self.why_unbatched = f"offsets are of several inputs{lookup.line}"
             for name, node in self.inputs.items():
                 if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
                     found[name] = names.get(offsets.node, "")
@@ -312,7 +294,7 @@ class Cut:
 
     def attribute(self, path: str) -> Any:
         """Return a weight, buffer or constant of the module."""
-        return operator.attrgetter(path)(self.whole)
+        return operator.attrgetter(path)(self.module)
 
     def free_name(self, name: str) -> str:
         """Return a name that no input has."""
@@ -337,12 +319,12 @@ class Cut:
     def put(self, path: str, value: torch.Tensor) -> None:
         """Replace a weight that the programs read."""
         owner, _, name = path.rpartition(".")
-        setattr(self.whole.get_submodule(owner), name, nn.Parameter(value, requires_grad=False))
+        setattr(self.module.get_submodule(owner), name, nn.Parameter(value, requires_grad=False))
 
     def computed(self) -> list[fx.Node]:
-        """List what keys programs compute, each node once."""
-        every = [part.node for lookup in self.lookups for part in lookup.parts.values() if not part.input]
-        return list(dict.fromkeys(every))
+        """List the nodes that keys programs compute."""
+        nodes = [part.node for lookup in self.lookups for part in lookup.parts.values() if not part.input]
+        return list(dict.fromkeys(nodes))
 
     def inputs_of(self, nodes: Iterable[fx.Node]) -> list[str]:
         """List the inputs on whose values or sizes nodes depend."""
@@ -352,56 +334,56 @@ class Cut:
     def keys_program(self, nodes: Sequence[fx.Node], names: Sequence[str]) -> tuple[nn.Module, list[str]]:
         """Return the program that computes nodes, by name, and its inputs."""
         needed = _ancestors(nodes)
-        new, made = fx.Graph(), {}
+        new, copies = fx.Graph(), {}
         inputs = self.inputs_of(nodes)
-        for place, name in enumerate(inputs):
-            made[self.inputs[name]] = new.placeholder(f"input_{place}")
+        for index, name in enumerate(inputs):
+            copies[self.inputs[name]] = new.placeholder(f"input_{index}")
         for node in self.graph.nodes:
-            if node in needed and node not in made:
-                made[node] = new.node_copy(node, made.__getitem__)
-        new.output(tuple(made[node] for node in nodes))
-        return _NamedProgram(fx.GraphModule(self.whole, new), inputs, list(names)), inputs
+            if node in needed and node not in copies:
+                copies[node] = new.node_copy(node, copies.__getitem__)
+        new.output(tuple(copies[node] for node in nodes))
+        return _NamedProgram(fx.GraphModule(self.module, new), inputs, list(names)), inputs
 
     def network(self) -> tuple[nn.Module, list[str]]:
-        """Return the network, whose inputs are vectors by the names of lookups, and what it reads of the inputs."""
-        new, made = fx.Graph(), {}
-        for place, name in enumerate(self.reads):
-            made[self.inputs[name]] = new.placeholder(f"input_{place}")
-        for place, lookup in enumerate(self.lookups):
-            vectors = new.placeholder(f"vectors_{place}")
+        """Return the network, and the names of the inputs and vectors that it reads."""
+        new, copies = fx.Graph(), {}
+        for index, name in enumerate(self.reads):
+            copies[self.inputs[name]] = new.placeholder(f"input_{index}")
+        for index, lookup in enumerate(self.lookups):
+            vectors = new.placeholder(f"vectors_{index}")
             value = lookup.node.meta["val"]
             value = value[0] if isinstance(value, tuple | list) else value
             if lookup.expands:
                 vectors = new.call_function(aten.unsqueeze.default, (vectors, 1))
             if value.dtype is not torch.float32:
                 vectors = new.call_function(aten._to_copy.default, (vectors,), {"dtype": value.dtype})
-            made[lookup.node] = vectors
+            copies[lookup.node] = vectors
         needed = self._network_nodes()
         for node in self.graph.nodes:
-            if node in made or node not in needed:
+            if node in copies or node not in needed:
                 continue
             if node in self._sized:
-                of, dim = self._sized[node]
-                made[node] = new.call_function(aten.sym_size.int, (made[of], dim))
+                source, dim = self._sized[node]
+                copies[node] = new.call_function(aten.sym_size.int, (copies[source], dim))
                 continue
             if (
                 node.target is operator.getitem
-                and node.args[0] in made
+                and node.args[0] in copies
                 and node.args[0].target is aten.embedding_bag.padding_idx
             ):
-                made[node] = made[node.args[0]]
+                copies[node] = copies[node.args[0]]
             else:
-                made[node] = new.node_copy(node, made.__getitem__)
-        new.output(tuple(made[node] for node in self.outputs.values()))
+                copies[node] = new.node_copy(node, copies.__getitem__)
+        new.output(tuple(copies[node] for node in self.outputs.values()))
         names = [*self.reads, *(lookup.name for lookup in self.lookups)]
-        return _NamedProgram(fx.GraphModule(self.whole, new), names, list(self.outputs)), names
+        return _NamedProgram(fx.GraphModule(self.module, new), names, list(self.outputs)), names
 
     def _network_nodes(self) -> set[fx.Node]:
         stops = {*(lookup.node for lookup in self.lookups), *self._sized}
         return _ancestors(self.outputs.values(), stops)
 
     def _find_sized(self) -> dict[fx.Node, tuple[fx.Node, int]]:
-        """Find sizes of inputs that are sizes of vectors, too: the network need not read these inputs for them."""
+        """Find sizes of inputs that equal sizes of vectors, so that the network need not read these inputs."""
         vectors: dict[Any, tuple[fx.Node, int]] = {}
         for lookup in self.lookups:
             value = lookup.node.meta["val"]
@@ -417,7 +399,7 @@ class _NamedProgram(nn.Module):
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
         for node in graph.graph.nodes:
-            node.meta = {}  # of the first trace: the next one makes its own, and engines believe what they find
+            node.meta = {}  # of the first trace; engines would trust it after the next one
         self.program = graph
         self._inputs = list(inputs)
         self._outputs = list(outputs)
@@ -426,21 +408,20 @@ class _NamedProgram(nn.Module):
         return dict(zip(self._outputs, self.program(*[given[name] for name in self._inputs]), strict=True))
 
 
-class _Way(NamedTuple):
-    """How a module is traced: with dynamo, and with all sizes free or the number of samples alone."""
+class _TracingMode(NamedTuple):
+    """Whether a module is traced with dynamo, and with all sizes free, or only the number of samples."""
 
     strict: bool
-    every: bool
+    all_sizes: bool
 
 
-_WAYS: Final = [_Way(strict=strict, every=every) for strict in (False, True) for every in (True, False)]
+_TRACING_MODES: Final = [
+    _TracingMode(strict=strict, all_sizes=all_sizes) for strict in (False, True) for all_sizes in (True, False)
+]
 
 
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
     """Export a module, and cut it at its lookups.
-
-    Tracing without dynamo takes most modules (KeyedJaggedTensors, autocast); what it refuses is tried with dynamo (`len`,
-    `.item()` as the end of a slice). Each is tried with all sizes free, then with the number of samples alone.
 
     Args:
         module: a copy that tracing may change.
@@ -448,19 +429,21 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     Raises:
         InvalidInputError: it cannot be exported or cut, with the reason and the line of the module.
     """
+    # Without dynamo most modules can be traced (KeyedJaggedTensors, autocast); dynamo takes some others (`len`, `.item()` as
+    # the end of a slice). Each mode is tried with all sizes free, then with only the number of samples.
     flat = FlatModule(module, inputs, outputs)
     first: InvalidInputError | None = None
     before = _attributes(module)
-    for way in _WAYS:
+    for mode in _TRACING_MODES:
         _drop_made(module, before)
-        trace = partial(export, flat, (inputs.tensors,), strict=way.strict, every=way.every)
+        trace = partial(export, flat, (inputs.tensors,), strict=mode.strict, all_sizes=mode.all_sizes)
         try:
             with _SizeBranches() as branches:
                 traced = trace()
             code = traced.graph_module.code
             with _tracing():
-                program = traced.run_decompositions({})  # functional: nothing is changed in place
-        except Exception as error:  # noqa: BLE001 - of torch's tracers, which raise anything
+                program = traced.run_decompositions({})  # functional: without changes in place
+        except Exception as error:  # noqa: BLE001 - torch's tracers raise any class
             first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
             continue
         try:
@@ -469,9 +452,9 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
             first = first or error
             continue
         _refuse_memory(inputs, module, before, trace, code)
-        found.branches = way.strict or branches.found  # dynamo reads the code, and nobody sees where it branches
-        found.need_filled(None if way.strict or branches.foregone else branches.symbols)
-        if way.strict:
+        found.branches = mode.strict or branches.found  # dynamo reads bytecode, so branches cannot be observed
+        found.need_filled(None if mode.strict or branches.foregone else branches.symbols)
+        if mode.strict:
             found.notes.append("traced with dynamo (strict=True)")
         return found
     raise first or AssertionError
@@ -479,36 +462,36 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
 
 def export(
     module: nn.Module,
-    given: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     *,
-    known: Mapping[str, Sequence[Any]] | None = None,
+    sizes: Mapping[str, Sequence[Any]] | None = None,
     strict: bool = False,
-    every: bool = True,
+    all_sizes: bool = True,
 ) -> torch.export.ExportedProgram:
-    """Export a module that takes tensors, or a dict of them, with free sizes, also of 0 and 1, wherever it does not fix them.
+    """Export a module that takes tensors, or a dict of them; sizes that the module does not fix are free, also to be 0 and 1.
 
     Args:
-        known: sizes of the tensors by name, in their order; those that are numbers are fixed. Default: none is.
-        every: free all sizes; false: the first ones alone.
+        sizes: of the tensors by name, in their order; numbers are fixed. Default: none is.
+        all_sizes: free all dimensions; False: only the first ones.
     """
-    tensors = [*given[0].values()] if isinstance(given[0], Mapping) else given
-    sizes = [*known.values()] if known is not None else [[None] * tensor.ndim for tensor in tensors]
+    tensors = [*inputs[0].values()] if isinstance(inputs[0], Mapping) else inputs
+    sizes_by_tensor = [*sizes.values()] if sizes is not None else [[None] * tensor.ndim for tensor in tensors]
     dims = [
         {
             dim: torch.export.Dim.AUTO
-            for dim, size in enumerate(own[: None if every else 1])
+            for dim, size in enumerate(sizes_of_tensor[: None if all_sizes else 1])
             if size is None or not size.is_Integer
         }
-        for own in sizes
+        for sizes_of_tensor in sizes_by_tensor
     ]
-    shapes: Any = (dict(zip(given[0], dims, strict=True)),) if isinstance(given[0], Mapping) else (tuple(dims),)
+    shapes: Any = (dict(zip(inputs[0], dims, strict=True)),) if isinstance(inputs[0], Mapping) else (tuple(dims),)
     with _tracing():
-        return torch.export.export(module, given, dynamic_shapes=shapes, strict=strict)
+        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=strict)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what torch's exporters print and warn of: the caller gets the error, and can do nothing about their own code."""
+    """Drop output and warnings of torch's exporters: users cannot act on them, and errors are raised."""
     with redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -516,21 +499,21 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """Trace sizes of 0 and 1 like others: what distinguishes them becomes a guard."""
+    """Trace sizes of 0 and 1 like others, with guards where they are special."""
     patch: Any = tracing.patch  # type: ignore[attr-defined]
     with torch.no_grad(), patch(backed_size_oblivious=True), quiet():
         yield
 
 
 class _SizeBranches:
-    """Notes whether code outside of torch branches on a size while it is traced: then another size is another program.
+    """Records whether code outside of torch branches on a size while it is traced, so that other sizes need another program.
 
-    Conditions of torch's own operators, such as what broadcasts, do not change what a row is.
+    Conditions of torch's own operators, such as broadcasting, are ignored: they do not change the meaning of a row.
 
     Attributes:
         found: whether it does.
         symbols: in the conditions.
-        foregone: whether a condition has none left: torch takes sizes for positive, so `size == 0` is false without a guard.
+        foregone: whether a condition had no symbol: torch assumes positive sizes, so `size == 0` is false without a guard.
     """
 
     def __enter__(self) -> "_SizeBranches":
@@ -560,13 +543,13 @@ class _SizeBranches:
 
 
 class _Sizes:
-    """What a program says of sizes, in names: `samples`, and `hist_1` for dimension 1 of input `hist`."""
+    """The sizes of a program, by name: `samples`, and `hist_1` for dimension 1 of input `hist`."""
 
     def __init__(
         self,
         doing: str,
         inputs: ModuleInputs,
-        places: Mapping[str, fx.Node],
+        placeholders: Mapping[str, fx.Node],
         outputs: Mapping[str, fx.Node],
         ragged: Mapping[str, str],
         equal: Mapping[Any, Any],
@@ -574,14 +557,15 @@ class _Sizes:
         self._doing = doing
         self._equal = equal
         self.notes: list[str] = []
-        dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in places.items()}
+        dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in placeholders.items()}
         rows = {name: node.meta["val"].shape[0] for name, node in outputs.items()}
         first = next(iter(rows.values()))
         self.samples = first if isinstance(first, int) else first.node.hint
         self._names: dict[Any, Any] = {}
         for name, expressions in dims.items():
             if expressions[0].is_Symbol and name not in ragged and inputs.tensors[name].shape[0] == self.samples:
-                # As many rows as there are samples are taken for samples: that refuses no less than the program does.
+                # An input with as many rows as there are samples has a row a sample. If that is a coincidence, the guards
+                # refuse more requests than the program would, never fewer.
                 self._names[expressions[0]] = _SAMPLES
         found = self._renamed(_expression(first))
         if found != _SAMPLES and not (solved := _solved(found)):
@@ -594,12 +578,12 @@ class _Sizes:
         if not any(_SAMPLES in self._renamed(sizes[0]).free_symbols for sizes in dims.values()):
             self._refuse_rows(inputs, dims, next(iter(rows)), _SAMPLES)
         self.examples: dict[str, int] = {}
-        beside = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
-        beside |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
+        implied = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
+        implied |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
         for name, expressions in dims.items():
             for dim, expression in enumerate(expressions):
-                if not dim and expression.is_Symbol and expression not in self._names and name in beside:
-                    self._names[expression] = self._renamed(beside[name])
+                if not dim and expression.is_Symbol and expression not in self._names and name in implied:
+                    self._names[expression] = self._renamed(implied[name])
                 self._name(name, dim, expression, inputs.tensors[name].shape[dim])
         self.shapes = {
             name: tuple(
@@ -612,10 +596,12 @@ class _Sizes:
             fixed = [str(size) for size in shape[1:] if isinstance(size, int)]
             if fixed and inputs.tensors[name].dtype in _INTEGERS:
                 self.notes.append(f"input {name!r} always has {' x '.join(fixed)} values a sample, as in the examples")
-        self.guards = self.conditions(next(iter(places.values())).meta["val"], self._names)
+        self.guards = self.conditions(next(iter(placeholders.values())).meta["val"], self._names)
 
     def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
-        fixed = next((one for one, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None)
+        fixed = next(
+            (input_name for input_name, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None
+        )
         if rows.is_Integer and fixed is not None:
             raise _FixedSizesError(
                 f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
@@ -637,7 +623,7 @@ class _Sizes:
         return expression.subs(self._equal).xreplace(self._names)
 
     def symbols_in(self, symbols: Iterable[Any]) -> set[Any]:
-        """Return the names that symbols of the graph have, or are made of."""
+        """Return the names in the expressions of symbols of the graph."""
         return {name for symbol in symbols for name in self._renamed(symbol).free_symbols}
 
     def of(self, value: torch.Tensor) -> list[Any]:
@@ -648,7 +634,7 @@ class _Sizes:
         """Write an expression of sizes in names.
 
         Raises:
-            InvalidInputError: it has what none may have.
+            InvalidInputError: it has an operator that cannot be checked.
         """
         try:
             return _written(expression)
@@ -656,18 +642,18 @@ class _Sizes:
             raise InvalidInputError(f"{self._doing}: forward makes a size of {expression}, which cannot be checked") from error
 
     def conditions(self, program: Any, names: Mapping[Any, Any]) -> list[str]:
-        """Write what a program that was traced relies on.
+        """Write the conditions that a traced program relies on.
 
         Args:
             program: any symbolic tensor of it.
-            names: what its symbols are called here.
+            names: of its symbols.
         """
         environment = program.fake_mode.shape_env
         found: list[str] = []
         for guard in environment.guards:
-            every = environment.replace(guard.expr).subs(self._equal)
-            for condition in sympy.And.make_args(every):
-                if condition.free_symbols <= {*names}:  # others are of sizes that only values say
+            guarded = environment.replace(guard.expr).subs(self._equal)
+            for condition in sympy.And.make_args(guarded):
+                if condition.free_symbols <= {*names}:  # others depend on values
                     renamed = condition.xreplace(names)
                     found += [] if renamed == sympy.true else [self.written(renamed)]
         for symbol, bounds in environment.var_to_range.items():
@@ -678,7 +664,7 @@ class _Sizes:
         return found
 
     def conditions_of(self, program: torch.export.ExportedProgram, known: Sequence[Sequence[Any]]) -> list[str]:
-        """Write what a program relies on that was exported of a part.
+        """Write the conditions of a program that was exported of a part.
 
         Args:
             known: the sizes of its inputs, in the names of this module.
@@ -688,11 +674,11 @@ class _Sizes:
         names: dict[Any, Any] = {}
         found: list[str] = []
         for value, sizes in zip(inputs, known, strict=True):
-            for size, own in zip(map(_expression, value.shape), sizes, strict=True):
+            for size, own_size in zip(map(_expression, value.shape), sizes, strict=True):
                 if size.is_Symbol and size not in names:
-                    names[size] = own
-                elif (renamed := size.xreplace(names)) != own:
-                    found.append(f"{self.written(own)} == {self.written(renamed)}")
+                    names[size] = own_size
+                elif (renamed := size.xreplace(names)) != own_size:
+                    found.append(f"{self.written(own_size)} == {self.written(renamed)}")
         return found + self.conditions(inputs[0], names)
 
 
@@ -709,7 +695,7 @@ _ROUNDED: Final = {"TruncToInt": "({} // {})", "FloorToInt": "({} // {})", "Ceil
 
 
 def _written(expression: Any) -> str:
-    """Write an expression of sizes; KeyError: it has what none may have."""
+    """Write an expression of sizes. Raises KeyError for other operators."""
     if expression.is_Integer:
         return str(int(expression))
     if expression.is_Symbol:
@@ -734,7 +720,7 @@ def _written(expression: Any) -> str:
 
 
 def strongest(guards: Sequence[str]) -> list[str]:
-    """Leave out lower bounds of a size that another one implies."""
+    """Return the guards without lower bounds that another one implies."""
     bounds: dict[str, int] = {}
     others: list[str] = []
     for guard in guards:
@@ -750,7 +736,7 @@ def _expression(size: Any) -> Any:
 
 
 def _solved(samples: Any) -> dict[Any, Any]:
-    """Return what to write for the symbol in the number of samples, such that this is called `samples`."""
+    """Solve the number of samples for its symbol: return the symbol as an expression of `samples`."""
     symbols = samples.free_symbols
     if len(symbols) != 1:
         return {}
@@ -767,44 +753,48 @@ def _solved(samples: Any) -> dict[Any, Any]:
 
 
 def plain_path(path: Any) -> str:
-    """Return the path of a weight in the module itself, without that of what calls it."""
+    """Return the path of a weight in the module itself, without the wrapper's prefix."""
     return str(path).removeprefix("module.")
 
 
 def line_of(node: fx.Node) -> str:
-    """Return the line of the module that a node is of, in brackets; empty if nobody knows."""
+    """Return the line of the module that made a node, in brackets; empty if unknown."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    ours = __file__.rpartition("/")[0]
-    places = [
-        place
-        for place, text in enumerate(lines)
-        if text.strip().startswith("File") and not any(one in text for one in (*_HOMES, ours))
+    this_directory = __file__.rpartition("/")[0]
+    own_lines = [
+        index
+        for index, text in enumerate(lines)
+        if text.strip().startswith("File") and not any(path in text for path in (*_HOMES, this_directory))
     ]
-    if not places:
+    if not own_lines:
         return ""
-    text = lines[places[-1] + 1].strip() if places[-1] + 1 < len(lines) else ""
-    return f" ({lines[places[-1]].strip()}{f': {text}' if text else ''})"
+    text = lines[own_lines[-1] + 1].strip() if own_lines[-1] + 1 < len(lines) else ""
+    return f" ({lines[own_lines[-1]].strip()}{f': {text}' if text else ''})"
 
 
 def _refused(inputs: ModuleInputs, error: Exception) -> InvalidInputError:
-    """Say why a module cannot be exported, with the last line outside of torch, and a way out if one is known."""
+    """Describe why a module cannot be exported, with the last line outside of torch, and a remedy if one is known."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    module_frames = [
         frame
         for frame in frames
         if not frame.filename.startswith(_HOMES) and "/hps/torch/" not in frame.filename and "<" not in frame.filename
     ]
     text = " ".join(str(error).split())
-    cure = ""
+    hint = ""
     if "PackedSequence" in text or any("pack_padded_sequence" in f"{frame.name} {frame.line}" for frame in frames):
-        cure = (
+        hint = (
             "; packed sequences cannot be exported: run the network on the padded matrix, and gather its output at length - 1"
         )
     elif "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or ".item()" in text:
-        cure = "; a branch on values cannot be exported: use torch.where, or masks"
-    line = f" ({own[-1].filename}:{own[-1].lineno}: {(own[-1].line or '')[:120]})" if own else ""
+        hint = "; a branch on values cannot be exported: use torch.where, or masks"
+    line = (
+        f" ({module_frames[-1].filename}:{module_frames[-1].lineno}: {(module_frames[-1].line or '')[:120]})"
+        if module_frames
+        else ""
+    )
     return InvalidInputError(
-        f"packaging a {inputs.module}: torch.export cannot export it: {type(error).__name__}: {text[:300]}{line}{cure}"
+        f"packaging a {inputs.module}: torch.export cannot export it: {type(error).__name__}: {text[:300]}{line}{hint}"
     )
 
 
@@ -818,33 +808,33 @@ def _leaves(out: fx.Node) -> list[Any]:
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of an operator by name, with defaults."""
     known = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip([one.name for one in known], node.args, strict=False))
-    return {one.name: one.default_value for one in known} | given | dict(node.kwargs)
+    arguments = dict(zip([argument.name for argument in known], node.args, strict=False))
+    return {argument.name: argument.default_value for argument in known} | arguments | dict(node.kwargs)
 
 
-def _draws(node: fx.Node) -> bool:
-    """Return whether an operator draws random numbers: attention and recurrent ones are tagged so even without dropout."""
+def _is_random(node: fx.Node) -> bool:
+    """Return whether an operator draws random numbers; attention and recurrent ones are tagged even without dropout."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     got = _arguments(node)
-    chance = next((got[name] for name in ("dropout_p", "dropout", "p") if name in got), 1.0)
+    probability = next((got[name] for name in ("dropout_p", "dropout", "p") if name in got), 1.0)
     training = got.get("train", got.get("training", True))  # of recurrent layers, and of rrelu
-    return training is not False and chance != 0
+    return training is not False and probability != 0
 
 
 def _depends_on_values(graph: fx.Graph) -> set[fx.Node]:
-    """Find the nodes that depend on the values of inputs; a size of an input is none."""
+    """Find the nodes that depend on the values of inputs; sizes are no values."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         sized = node.target in (aten.sym_size.int, aten.sym_numel.default)
-        if node.op == "placeholder" or (not sized and any(one in found for one in node.all_input_nodes)):
+        if node.op == "placeholder" or (not sized and any(source in found for source in node.all_input_nodes)):
             found.add(node)
     return found
 
 
 def _ancestors(nodes: Iterable[fx.Node], stops: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """Find what nodes are computed of, with themselves; nothing that only `stops` are computed of."""
+    """Find nodes and their ancestors, without the ancestors of `stops`."""
     found: set[fx.Node] = set()
     ends, todo = {*stops}, [*nodes]
     while todo:
@@ -856,7 +846,7 @@ def _ancestors(nodes: Iterable[fx.Node], stops: Iterable[fx.Node] = ()) -> set[f
 
 
 def _stored(node: Any) -> tuple[fx.Node | None, fx.Node | None]:
-    """Follow a weight to where it is stored; returns the attribute, and what scales its vectors to a norm."""
+    """Follow a weight to its attribute; return that, and the node that scales its vectors to a norm."""
     renorm = None
     while isinstance(node, fx.Node) and node.op == "call_function":
         if node.target is aten.embedding_renorm.default:
@@ -868,7 +858,7 @@ def _stored(node: Any) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
-    """Follow copies, casts to int64, and casts of integers to wider ones; returns also how many casts there were."""
+    """Skip copies, casts to int64, and casts of integers to wider ones; return also the number of casts."""
     casts = 0
     while node.target is aten.clone.default or (node.target is aten._to_copy.default and not {*node.kwargs} - {"dtype"}):
         source: Any = node.args[0]
@@ -883,7 +873,7 @@ def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
-    """Return the matrix of whose column a node is, its number, and whether the column is a matrix itself."""
+    """Return the matrix of which a node is a column, its number, and whether the column is a matrix itself."""
     got, source = _arguments(node), node.args[0]
     shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
     if len(shape) != 2 or got["dim"] not in (1, -1):
@@ -893,20 +883,20 @@ def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
         column = got["index"] % width if width else got["index"]
         return (source, column, False) if column >= 0 else (node, None, False)  # type: ignore[return-value]
     start, end, step = got["start"] or 0, width if got["end"] in (None, _TO_THE_END) else got["end"], got["step"]
-    if not all(isinstance(one, int) for one in (start, end, step)) or (not width and min(start, end - 1) < 0):
+    if not all(isinstance(bound, int) for bound in (start, end, step)) or (not width and min(start, end - 1) < 0):
         return node, None, False
     chosen = range(width or end)[slice(start, end, step)]
     return (source, chosen[0], True) if len(chosen) == 1 else (node, None, False)  # type: ignore[return-value]
 
 
 def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
-    """Give bags of a matrix of keys back: they are traced as its elements, and offsets at every row."""
+    """Restore bags of a matrix of keys, which are traced as its elements, with offsets at every row."""
 
     def matrix(node: fx.Node | None) -> Any:
         if node is None or node.target not in _VIEWS or len(node.meta["val"].shape) != 1:
             return None
-        of, _ = _uncast(node.args[0])  # type: ignore[arg-type]
-        return of if len(of.meta["val"].shape) == 2 and of.meta["val"].dtype == node.meta["val"].dtype else None
+        source, _ = _uncast(node.args[0])  # type: ignore[arg-type]
+        return source if len(source.meta["val"].shape) == 2 and source.meta["val"].dtype == node.meta["val"].dtype else None
 
     found = matrix(keys)
     if found is None or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
@@ -918,11 +908,11 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     return found, None, matrix(weights)
 
 
-# -- what tracing must not change
+# -- state of the module
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """Return what Python code could have changed of a module and its parts: fake tensors that are left behind count."""
+    """Return the attributes of a module and its parts, which Python code may change while it is traced."""
     found: dict[str, list[Any]] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -938,9 +928,7 @@ def _refuse_memory(
     trace: Callable[[], torch.export.ExportedProgram],
     code: str,
 ) -> None:
-    """Refuse a module that remembers a call, or whose program differs from trace to trace, by tracing it once more.
-
-    Attributes that forward has made are replaced, so that asking for one fails unless forward has made it anew.
+    """Trace a module again; refuse one that keeps state between calls, or whose program differs from trace to trace.
 
     Args:
         before: its attributes before it was traced.
@@ -949,49 +937,50 @@ def _refuse_memory(
     Raises:
         InvalidInputError: it does.
     """
+    # Attributes that forward created are replaced by objects that fail on use, unless forward creates them again first.
     after = _attributes(module)
     changed = [name for name, value in after.items() if name in before and not _same(before[name], value)]
-    made = [name for name in after if name not in before]
-    for path in made:
-        owner, name = _owner_of(module, path)
-        owner[name] = _LastCall()
-    again, cause = "", None
+    created = [name for name in after if name not in before]
+    for path in created:
+        parent, name = _parent_of(module, path)
+        parent[name] = _RemovedAttribute()
+    retraced, cause = "", None
     try:
-        again = trace().graph_module.code
+        retraced = trace().graph_module.code
     except Exception as error:
-        if not made:
+        if not created:
             raise
         cause = error
     _drop_made(module, before)
-    if changed or (made and again != code):
+    if changed or (created and retraced != code):
         raise InvalidInputError(
-            f"packaging a {inputs.module}: forward sets {[*changed, *made][0]!r} of the module; a served module has no "
+            f"packaging a {inputs.module}: forward sets {[*changed, *created][0]!r} of the module; a served module has no "
             "memory: make it in __init__, as a buffer if it is a tensor"
         ) from cause
-    if again != code:
+    if retraced != code:
         raise InvalidInputError(
-            f"packaging a {inputs.module}: forward is another program each time it is traced: does it read a clock, a "
+            f"packaging a {inputs.module}: forward is a different program each time it is traced: does it read a clock, a "
             "counter or a random number of Python? Give them as inputs"
         )
 
 
 def _drop_made(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Drop the attributes that forward has made."""
+    """Remove the attributes that forward created."""
     for path in [path for path in _attributes(module) if path not in before]:
-        owner, name = _owner_of(module, path)
-        del owner[name]
+        parent, name = _parent_of(module, path)
+        del parent[name]
 
 
-def _owner_of(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    owner, _, name = path.rpartition(".")
-    return vars(module.get_submodule(owner)), name
+def _parent_of(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    parent, _, name = path.rpartition(".")
+    return vars(module.get_submodule(parent)), name
 
 
-class _LastCall:
-    """Stands for an attribute that the last call has made: nothing can be done with it, not even a comparison."""
+class _RemovedAttribute:
+    """Replaces an attribute that the last call created; any use fails, even a comparison."""
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("what the last call made is asked for")
+        raise TypeError("an attribute of the last call is used")
 
     __hash__ = __bool__ = __eq__  # type: ignore[assignment]
 
@@ -999,5 +988,5 @@ class _LastCall:
 def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
     plain = (int, float, str, bool, type(None), torch.dtype, torch.device)
     return len(before) == len(after) and all(
-        one is other or (isinstance(one, plain) and one == other) for one, other in zip(before, after, strict=True)
+        old is new or (isinstance(old, plain) and old == new) for old, new in zip(before, after, strict=True)
     )

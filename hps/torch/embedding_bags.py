@@ -1,5 +1,6 @@
 """Layers that return one vector per bag of keys, like `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class EmbeddingBag(TableModule):
 
         Args:
             input: keys, integers: (B, hotness), or (n,) with offsets.
-            offsets: (B,) int64 or int32, or (B + 1,) with `include_last_offset`: where each bag begins.
+            offsets: (B,) int64 or int32, or (B + 1,) with `include_last_offset`: the start of each bag.
             per_sample_weights: floats, as `input`, rounded to float32; with any mode but max.
 
         Returns:
@@ -65,7 +66,7 @@ class EmbeddingBag(TableModule):
             HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
         weights = None if per_sample_weights is None else per_sample_weights.detach()
-        given = (
+        arguments = (
             [input],
             [offsets],
             [weights],
@@ -79,8 +80,8 @@ class EmbeddingBag(TableModule):
         )
         if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if called_directly(input):
-                return self.rounded(BagCall(*given).look_up())
-        out: Tensor = torch.ops.hps.lookup_bags(*given)
+                return self.rounded(BagCall(*arguments).look_up())
+        out: Tensor = torch.ops.hps.lookup_bags(*arguments)
         return self.rounded(out)
 
     def extra_repr(self) -> str:
@@ -93,22 +94,14 @@ class EmbeddingBag(TableModule):
 
 @dataclass(frozen=True)
 class BagTable:
-    """A table of an `EmbeddingBagCollection`. *Immutable.*
+    """A table of an `EmbeddingBagCollection`. *Immutable.*"""
 
-    Attributes:
-        name: name of the table in the model.
-        features: features looked up in this table; a feature may use several tables.
-        emb_vec_size: width of the table.
-        pooling: sum, mean, sqrtn or max.
-        max_norm, padding_idx: as for `EmbeddingBag`.
-    """
-
-    name: str
-    features: Sequence[str]
+    name: str  # in the model
+    features: Sequence[str]  # looked up in this table; a feature may use several tables
     emb_vec_size: int
-    pooling: str = "sum"
-    max_norm: float | None = None
-    padding_idx: int | None = None
+    pooling: str = "sum"  # or mean, sqrtn, max
+    max_norm: float | None = None  # as for `EmbeddingBag`
+    padding_idx: int | None = None  # likewise
 
 
 class EmbeddingBagCollection(ServedModule):
@@ -118,7 +111,7 @@ class EmbeddingBagCollection(ServedModule):
 
     Args:
         ps_config_file, model_name, version, wait, timeout_s, fallback: as for `LookupLayer`.
-        tables: the tables; each names a feature at most once.
+        tables: each names a feature at most once.
         is_weighted: whether keys have weights.
     """
 
@@ -145,7 +138,7 @@ class EmbeddingBagCollection(ServedModule):
         if repeated := {name for name in self.output_names if self.output_names.count(name) > 1}:
             raise InvalidInputError(
                 f"making a collection for model {model_name!r}: got {min(repeated)!r} as the name of several outputs, expected "
-                "that they differ; name a feature once a table, and make a further collection for another pooling of it"
+                "that they differ; name a feature once a table, and make another collection for another pooling of it"
             )
         self.dims = [table.emb_vec_size for table in tables for _ in table.features]
         self.features = as_text(
@@ -173,7 +166,7 @@ class EmbeddingBagCollection(ServedModule):
 
         Raises:
             TrainingModeError: the layer is in training mode.
-            InvalidInputError: a feature is missing, or has another number of bags than others.
+            InvalidInputError: a feature is missing, or features have different numbers of bags.
             HPSError: as `HPS.lookup_pooled`, or with an address as `Client.lookup_pooled`.
         """
         if isinstance(features, Mapping):
@@ -187,18 +180,18 @@ class EmbeddingBagCollection(ServedModule):
         for name in self.feature_names:
             if name not in features:
                 self._refuse_missing(name, features)
-            given = features[name]
-            its_keys, its_offsets, its_weights = (
-                (*given, None, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
+            bags = features[name]
+            feature_keys, feature_offsets, feature_weights = (
+                (*bags, None, None)[:3] if isinstance(bags, (tuple, list)) else (bags, None, None)
             )
-            if (its_weights is not None) != self._is_weighted:
+            if (feature_weights is not None) != self._is_weighted:
                 raise InvalidInputError(
                     f"looking up bags of feature {name!r}: got {'weights' if not self._is_weighted else 'no weights'}, but the "
                     f"collection has is_weighted={self._is_weighted}"
                 )
-            keys.append(its_keys)
-            offsets.append(its_offsets)
-            weights.append(None if its_weights is None else its_weights.detach())
+            keys.append(feature_keys)
+            offsets.append(feature_offsets)
+            weights.append(None if feature_weights is None else feature_weights.detach())
         call = BagCall(
             keys,
             offsets,
@@ -219,13 +212,13 @@ class EmbeddingBagCollection(ServedModule):
 
         if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
             raise InvalidInputError(
-                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), or inverse "
-                "indices, expected as many bags of each, in their order"
+                "looking up a KeyedJaggedTensor: got different numbers of bags by feature (variable stride), or inverse "
+                "indices, expected the same number for each, in their order"
             )
-        known: list[str] = features.keys()
+        given: list[str] = features.keys()
         for name in self.feature_names:
-            if name not in known:
-                self._refuse_missing(name, known)
+            if name not in given:
+                self._refuse_missing(name, given)
         values = features.values()
         weights = features.weights_or_none() if self._is_weighted else None
         if self._is_weighted and weights is None:
@@ -237,8 +230,8 @@ class EmbeddingBagCollection(ServedModule):
             self.ps_config_file,
             self.model_name,
             self.features,
-            [known.index(name) for name in self.feature_names],
-            len(known),
+            [given.index(name) for name in self.feature_names],
+            len(given),
             features.offset_per_key_or_none(),
             self.wait,
             self.training,
@@ -247,21 +240,21 @@ class EmbeddingBagCollection(ServedModule):
         out: Tensor = call.look_up() if called_directly(values) else torch.ops.hps.lookup_jagged(*call)
         return KeyedTensor(self.output_names, self.dims, self.rounded(out))
 
-    def _refuse_missing(self, name: str, given: Any) -> None:
+    def _refuse_missing(self, name: str, features: Any) -> None:
         raise InvalidInputError(
-            f"looking up bags of model {self.model_name!r}: got features {list(given)[:8]}, expected also {name!r}"
+            f"looking up bags of model {self.model_name!r}: got features {list(features)[:8]}, expected also {name!r}"
         )
 
     def extra_repr(self) -> str:
-        place = f"{self.ps_config_file!r}, {self.model_name!r}, {version_text(self.version)}"
-        lines = [f"{place}is_weighted={self._is_weighted}", *map(repr, self.tables)]
+        server = f"{self.ps_config_file!r}, {self.model_name!r}, {version_text(self.version)}"
+        lines = [f"{server}is_weighted={self._is_weighted}", *map(repr, self.tables)]
         return "\n".join(lines)
 
 
 def output_names(tables: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]:
-    """Return the names of the outputs of each table, given as name and features: a feature of several has one for each."""
-    every = [feature for _, features in tables for feature in features]
-    return [[f"{feature}@{name}" if every.count(feature) > 1 else feature for feature in features] for name, features in tables]
+    """Return the output names of tables, given as name and features: `feature@table` for a feature of several tables."""
+    counts = Counter(feature for _, features in tables for feature in features)
+    return [[f"{feature}@{name}" if counts[feature] > 1 else feature for feature in features] for name, features in tables]
 
 
 def check_combiner(mode: str) -> str:

@@ -1,4 +1,4 @@
-"""Finds the embeddings of a module, and describes each in one way, whatever class it is of."""
+"""Finds the embeddings of a module, and describes those of all classes in the same way."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _EXPECTED = (
 
 
 class EmbeddingForm(Enum):
-    """What an embedding takes and answers."""
+    """Inputs and outputs of an embedding."""
 
     ROWS = "keys -> a vector each"
     BAGS = "keys, offsets -> a vector for each bag"
@@ -36,16 +36,12 @@ class Embedding:
     """An embedding of a module. *Immutable.*
 
     Attributes:
-        path: path of the submodule, as in `named_modules`; the first one if it is shared.
-        module: the submodule.
-        tables: its tables by the name under which each is saved.
-        lookups: a table and its features each, in the order of the outputs. Pooling `none` is a vector for each key.
+        path: path of the submodule, as in `named_modules`; the first path of a shared submodule.
+        tables: by the name under which each is saved.
+        lookups: a table and its features each, in the order of the outputs. Pooling `none` returns a vector for each key.
         outputs: names of the outputs of each of `lookups`.
-        configs: of torchrec's tables.
+        configs: torchrec's, of the tables.
         dtype: of the outputs.
-        include_last_offset: of bags.
-        is_weighted: of a collection of bags.
-        need_indices: of a collection of rows.
     """
 
     path: str
@@ -71,24 +67,24 @@ def embeddings_of(module: nn.Module, *, with_values: bool = True) -> list[Embedd
         InvalidInputError: as for `save`.
     """
     for part in module.modules():
-        if isinstance(part, _known("torch.distributed.fsdp", "FSDPModule")):
-            part.reshard()  # after a forward pass its weights may be whole, on every rank
-    found = list(_walk("", unwrapped(module), set()))
-    owners: dict[str, str] = {}
-    for one in found:
-        for name, table in one.tables.items():
-            if name in owners:
+        if isinstance(part, _imported_class("torch.distributed.fsdp", "FSDPModule")):
+            part.reshard()  # a forward pass leaves its weights unsharded, on every rank
+    embeddings = list(_walk("", unwrapped(module), set()))
+    paths: dict[str, str] = {}
+    for embedding in embeddings:
+        for name, table in embedding.tables.items():
+            if name in paths:
                 raise InvalidInputError(
-                    f"saving the embeddings of a {type(module).__name__}: got {one.path!r} and {owners[name]!r}, which would "
-                    f"both be table {name!r}; rename one of them"
+                    f"saving the embeddings of a {type(module).__name__}: got {embedding.path!r} and {paths[name]!r}, which "
+                    f"would both be table {name!r}; rename one of them"
                 )
-            owners[name] = one.path
+            paths[name] = embedding.path
             if with_values and not table.has_values:
-                path = one.path or type(module).__name__
+                path = embedding.path or type(module).__name__
                 raise InvalidInputError(f"saving {path}: got weights on the meta device, which have no values; load them first")
-    if not found:
+    if not embeddings:
         raise InvalidInputError(f"saving the embeddings of a {type(module).__name__}: it has none, expected {_EXPECTED}")
-    return found
+    return embeddings
 
 
 def foreign_embeddings(module: nn.Module) -> list[Embedding]:
@@ -104,7 +100,7 @@ def tables_of(embeddings: Iterable[Embedding]) -> dict[str, Table | ShardedTable
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that torch.compile, DataParallel, DistributedDataParallel or DistributedModelParallel wraps."""
     parallel = (
-        _known("torchrec.distributed.model_parallel", "DistributedModelParallel"),
+        _imported_class("torchrec.distributed.model_parallel", "DistributedModelParallel"),
         nn.DataParallel,
         nn.parallel.DistributedDataParallel,
     )
@@ -115,46 +111,46 @@ def unwrapped(module: nn.Module) -> nn.Module:
             )
         if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
             module = compiled
-        elif any(isinstance(module, one) for one in parallel):
+        elif any(isinstance(module, wrapper) for wrapper in parallel):
             module = module.module  # type: ignore[assignment]
         else:
             return module
 
 
-def refuse_unequal(one: Embedding) -> None:
-    """Refuse an embedding whose answers a lookup cannot reproduce.
+def require_convertible(embedding: Embedding) -> None:
+    """Refuse an embedding whose outputs a lookup cannot reproduce.
 
     Raises:
         InvalidInputError: as for `convert`.
     """
-    collections = [_known(_PLAIN, "EmbeddingBagCollection"), _known(_PLAIN, "EmbeddingCollection")]
+    collections = [_imported_class(_PLAIN, "EmbeddingBagCollection"), _imported_class(_PLAIN, "EmbeddingCollection")]
     kinds: list[Any] = [nn.Embedding, nn.EmbeddingBag, *collections]
-    if _is_foreign(one.module):
-        kinds.insert(0, type(one.module))
-    for part in one.module.modules():
+    if _is_foreign(embedding.module):
+        kinds.insert(0, type(embedding.module))
+    for part in embedding.module.modules():
         kind = next((kind for kind in kinds if isinstance(part, kind)), None)
-        own = ""
+        problem = ""
         if kind and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
-            own = f"norm_type {part.norm_type}, expected 2"
+            problem = f"norm_type {part.norm_type}, expected 2"
         if kind and getattr(part.forward, "__func__", None) is not kind.forward:  # of its class, or the object's
-            own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
-        if any(not _shards(hook) for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())):
-            own = "forward hooks, expected none; remove them first"
-        if own:
-            raise InvalidInputError(f"converting {one.path or type(one.module).__name__}: got {own}")
+            problem = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
+        if any(not _is_shard_hook(hook) for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())):
+            problem = "forward hooks, expected none; remove them first"
+        if problem:
+            raise InvalidInputError(f"converting {embedding.path or type(embedding.module).__name__}: got {problem}")
 
 
 def drop_shard_hooks(module: nn.Module) -> None:
-    """Remove the hooks by which torch brings inputs to shards and outputs back; they cannot be traced."""
+    """Remove torch's hooks that send inputs to shards and outputs back; they cannot be traced."""
     for part in module.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if _shards(hook)]:
+            for key in [key for key, hook in hooks.items() if _is_shard_hook(hook)]:
                 del hooks[key]
                 part._forward_hooks_with_kwargs.pop(key, None)
                 part._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _known(home: str, name: str) -> Any:
+def _imported_class(home: str, name: str) -> Any:
     """Return a class of a module that may not be installed; an empty tuple if it was not imported, for `isinstance`."""
     return getattr(sys.modules.get(home), name, ())
 
@@ -164,8 +160,7 @@ def _is_foreign(module: nn.Module) -> bool:
     return kind.__module__.startswith(_FOREIGN) and "Embedding" in kind.__name__
 
 
-def _shards(hook: Any) -> bool:
-    """Return whether a hook is one of torch's, which bring inputs to the shards and outputs back."""
+def _is_shard_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
@@ -187,11 +182,11 @@ def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = 
     elif only_foreign:
         describe = None
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        describe = _module
-    elif isinstance(module, _known(_PLAIN, "EmbeddingBagCollection")):
-        describe = _bag_collection
-    elif isinstance(module, _known(_PLAIN, "EmbeddingCollection")):
-        describe = _collection
+        describe = _describe_module
+    elif isinstance(module, _imported_class(_PLAIN, "EmbeddingBagCollection")):
+        describe = _describe_bag_collection
+    elif isinstance(module, _imported_class(_PLAIN, "EmbeddingCollection")):
+        describe = _describe_collection
     if describe is not None:
         yield describe(f"saving {path or kind.__name__}", path, module)
         return
@@ -199,7 +194,7 @@ def _walk(path: str, module: Any, seen: set[nn.Module], *, only_foreign: bool = 
         yield from _walk(f"{path}.{name}" if path else name, child, seen, only_foreign=only_foreign)
 
 
-def _module(doing: str, path: str, module: Any) -> Embedding:
+def _describe_module(doing: str, path: str, module: Any) -> Embedding:
     """Describe an embedding of torch."""
     name = name_of(path or type(module).__name__)
     is_bag = isinstance(module, (nn.EmbeddingBag, torch.ao.nn.quantized.EmbeddingBag))
@@ -216,16 +211,16 @@ def _module(doing: str, path: str, module: Any) -> Embedding:
     return Embedding(path, module, form, {name: table}, [lookup], dtype=dtype, include_last_offset=last)
 
 
-def _bag_collection(doing: str, path: str, module: Any) -> Embedding:
-    parts, configs, tables = _torchrec(doing, module, "embedding_bags", "embedding_bag_configs")
+def _describe_bag_collection(doing: str, path: str, module: Any) -> Embedding:
+    parts, configs, tables = _describe_torchrec(doing, module, "embedding_bags", "embedding_bag_configs")
     lookups = []
     for config in configs:
-        part = parts.get(config.name)  # what torchrec calls may have been changed after its configuration
-        said = (part.mode, part.max_norm, part.padding_idx) if part else (config.pooling.value.lower(), None, None)
-        lookups.append(BagTable(name_of(config.name), tuple(config.feature_names), config.embedding_dim, *said))
+        part = parts.get(config.name)  # its options may have been changed after the configuration was made
+        options = (part.mode, part.max_norm, part.padding_idx) if part else (config.pooling.value.lower(), None, None)
+        lookups.append(BagTable(name_of(config.name), tuple(config.feature_names), config.embedding_dim, *options))
     outputs = output_names([(config.name, config.feature_names) for config in configs])
-    place = {name: number for number, name in reversed([*enumerate(module._embedding_names)])}
-    order = sorted(range(len(configs)), key=lambda number: min((place[name] for name in outputs[number]), default=0))
+    positions = {name: number for number, name in reversed([*enumerate(module._embedding_names)])}
+    order = sorted(range(len(configs)), key=lambda number: min((positions[name] for name in outputs[number]), default=0))
     return Embedding(
         path,
         module,
@@ -234,13 +229,13 @@ def _bag_collection(doing: str, path: str, module: Any) -> Embedding:
         [lookups[number] for number in order],
         [outputs[number] for number in order],
         configs,
-        module.output_dtype() if hasattr(module, "output_dtype") else torch.float32,  # else whatever the weights are
+        module.output_dtype() if hasattr(module, "output_dtype") else torch.float32,
         is_weighted=module._is_weighted,
     )
 
 
-def _collection(doing: str, path: str, module: Any) -> Embedding:
-    parts, configs, tables = _torchrec(doing, module, "embeddings", "embedding_configs")
+def _describe_collection(doing: str, path: str, module: Any) -> Embedding:
+    parts, configs, tables = _describe_torchrec(doing, module, "embeddings", "embedding_configs")
     norms = {name: part.max_norm for name, part in parts.items()}
     lookups = [
         BagTable(name_of(config.name), tuple(config.feature_names), config.embedding_dim, "none", norms.get(config.name))
@@ -251,48 +246,50 @@ def _collection(doing: str, path: str, module: Any) -> Embedding:
     return Embedding(path, module, form, tables, lookups, outputs, configs, need_indices=module._need_indices)
 
 
-def _torchrec(
-    doing: str, module: Any, room: str, called: str
+def _describe_torchrec(
+    doing: str, module: Any, parts_name: str, configs_name: str
 ) -> tuple[Mapping[str, Any], Sequence[Any], Mapping[str, Table | ShardedTable]]:
     """Return a collection's embeddings of torch, if it has some, the configurations of its tables, and the tables."""
     parts: dict[str, Any] = {}
     tables: Mapping[str, Table | ShardedTable]
     home = type(module).__module__
-    configs = getattr(module, f"_{called}") if home.startswith("torchrec.distributed.") else getattr(module, called)()
+    configs = (
+        getattr(module, f"_{configs_name}") if home.startswith("torchrec.distributed.") else getattr(module, configs_name)()
+    )
     if home.startswith("torchrec.distributed."):
-        tables = _shards_of(doing, module, room, configs)
+        tables = _sharded_tables(doing, module, parts_name, configs)
     elif home.startswith("torchrec.quant."):
-        tables = _fused(doing, module)
+        tables = _fused_tables(doing, module)
     else:
-        parts = dict(getattr(module, room).items())
+        parts = dict(getattr(module, parts_name).items())
         tables = {name: table_of(doing, part.weight) for name, part in parts.items()}
     return parts, configs, {name_of(config.name): tables[config.name] for config in configs}
 
 
-def _fused(doing: str, module: Any) -> dict[str, Table | ShardedTable]:
+def _fused_tables(doing: str, module: Any) -> dict[str, Table | ShardedTable]:
     groups = zip(module._key_to_tables.values(), module._emb_modules, strict=True)
     return {config.name: FusedTable(doing, rows, number) for group, rows in groups for number, config in enumerate(group)}
 
 
-def _shards_of(doing: str, module: Any, room: str, configs: Sequence[Any]) -> dict[str, Table | ShardedTable]:
+def _sharded_tables(doing: str, module: Any, parts_name: str, configs: Sequence[Any]) -> dict[str, Table | ShardedTable]:
     state = module.state_dict()
     tables: dict[str, Table | ShardedTable] = {}
     for config in configs:
-        weight = state.get(f"{room}.{config.name}.weight")
+        weight = state.get(f"{parts_name}.{config.name}.weight")
         if weight is None:
             raise InvalidInputError(f"{doing}: got no weights of table {config.name!r}, expected its shards in the state_dict")
         table = table_of(doing, weight)
-        if isinstance(table, Table):  # data-parallel: each rank has it, but one shall write
+        if isinstance(table, Table):  # data-parallel: every rank has the table, and one of them writes it
             table = ShardedTable(table.shape, [Piece(0, 0, table)])
         tables[config.name] = table
     return tables
 
 
 _FOREIGN_KINDS: dict[str, Callable[[str, str, Any], Embedding]] = {
-    "torch.ao.nn.quantized.modules.embedding_ops.Embedding": _module,
-    "torch.ao.nn.quantized.modules.embedding_ops.EmbeddingBag": _module,
-    "torchrec.quant.embedding_modules.EmbeddingBagCollection": _bag_collection,
-    "torchrec.quant.embedding_modules.EmbeddingCollection": _collection,
-    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": _bag_collection,
-    "torchrec.distributed.embedding.ShardedEmbeddingCollection": _collection,
+    "torch.ao.nn.quantized.modules.embedding_ops.Embedding": _describe_module,
+    "torch.ao.nn.quantized.modules.embedding_ops.EmbeddingBag": _describe_module,
+    "torchrec.quant.embedding_modules.EmbeddingBagCollection": _describe_bag_collection,
+    "torchrec.quant.embedding_modules.EmbeddingCollection": _describe_collection,
+    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": _describe_bag_collection,
+    "torchrec.distributed.embedding.ShardedEmbeddingCollection": _describe_collection,
 }

@@ -1,4 +1,4 @@
-"""Shows where `package` would cut a module: as text, and as a picture."""
+"""Shows where `package` cuts a module, as text and as a picture."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,11 @@ _COLOURS: Final = {"input": "#e8f0fe", "keys": "#fef3d8", "lookup": "#e2f5e5", "
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where a module is cut. *Immutable.* `str` of it is a text; notebooks show its picture.
+    """Describes where a module is cut. *Immutable.* Notebooks show the picture.
 
     Attributes:
-        text: inputs, guards, keys programs, lookups and network, a line each.
-        svg: the same as a picture.
-        dense: what `version.json` would say, before `package` has compared answers.
+        text: a line for each input, guard, keys program and lookup, and for the network.
+        dense: the entry of `version.json`, before `package` has compared outputs.
     """
 
     text: str
@@ -66,83 +65,83 @@ def explain(
 
 
 def _lookups(dense: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
-    """Return what each lookup is, in words, and what it reads, by the name of its vectors."""
+    """Return the description of each lookup and the names that it reads, by the name of its vectors."""
     found: dict[str, tuple[str, list[str]]] = {}
-    for name, one in dense["inputs"].items():
-        if "table" in one:
-            found[name] = _words(one, name), [name]
-    for name, one in dense.get("lookups", {}).items():
-        sources = [one[part] for part in ("keys", "offsets", "weights") if part in one]
-        column = one["keys"].get("column")
+    for name, entry in dense["inputs"].items():
+        if "table" in entry:
+            found[name] = _words(entry, name), [name]
+    for name, entry in dense.get("lookups", {}).items():
+        sources = [entry[part] for part in ("keys", "offsets", "weights") if part in entry]
+        column = entry["keys"].get("column")
         read = [source.get("input") or source["output"] for source in sources]
-        found[name] = _words(one, ", ".join([read[0] + ("" if column is None else f"[:, {column}]"), *read[1:]])), read
+        found[name] = _words(entry, ", ".join([read[0] + ("" if column is None else f"[:, {column}]"), *read[1:]])), read
     return found
 
 
-def _words(one: Mapping[str, Any], keys: str) -> str:
-    options = [f"{name} {one[name]:g}" for name in ("max_norm", "padding_key") if name in one]
-    pooled = f"{one['pooling']} of " if one.get("pooling", "none") != "none" else ""
-    return f"{pooled}{one['table']}[{keys}]" + (f" ({', '.join(options)})" if options else "")
+def _words(lookup: Mapping[str, Any], keys: str) -> str:
+    options = [f"{name} {lookup[name]:g}" for name in ("max_norm", "padding_key") if name in lookup]
+    pooled = f"{lookup['pooling']} of " if lookup.get("pooling", "none") != "none" else ""
+    return f"{pooled}{lookup['table']}[{keys}]" + (f" ({', '.join(options)})" if options else "")
 
 
 def _text(dense: Mapping[str, Any], lines: Mapping[str, str], notes: Sequence[str]) -> str:
     rows: list[tuple[str, str]] = []
-    for name, one in dense["inputs"].items():
-        shape = ", ".join("samples" if size == -1 else str(size) for size in one.get("shape", (-1,)))
+    for name, entry in dense["inputs"].items():
+        shape = ", ".join("samples" if size == -1 else str(size) for size in entry.get("shape", (-1,)))
         rows.append(
-            ("input", f"{name}: " + (f"keys of table {one['table']}" if "table" in one else f"{one['dtype']} [{shape}]"))
+            ("input", f"{name}: " + (f"keys of table {entry['table']}" if "table" in entry else f"{entry['dtype']} [{shape}]"))
         )
-    rows += [("guard", one) for what in ("guards", "request_guards") for one in dense.get(what, ())]
-    for one in dense.get("keys", ()):
-        rows.append(("keys program", f"{', '.join(one['inputs'])} -> {', '.join(one['outputs'])}"))
+    rows += [("guard", entry) for kind in ("guards", "request_guards") for entry in dense.get(kind, ())]
+    for entry in dense.get("keys", ()):
+        rows.append(("keys program", f"{', '.join(entry['inputs'])} -> {', '.join(entry['outputs'])}"))
     rows += [("lookup", f"{name} = {words}{lines.get(name, '')}") for name, (words, _) in _lookups(dense).items()]
     reads = dense.get("network_inputs", [*dense["inputs"]])
     rows.append(("network", f"{', '.join(reads)} -> {', '.join(dense['outputs'])}"))
     rows += [("note", note) for note in notes]
-    return "\n".join(f"{what:<14}{text}" for what, text in rows)
+    return "\n".join(f"{kind:<14}{text}" for kind, text in rows)
 
 
 def _picture(dense: Mapping[str, Any]) -> str:
-    """Draw inputs, keys programs, lookups, network and outputs as columns of boxes, with a line to each from what it reads."""
+    """Draw inputs, keys programs, lookups, network and outputs as columns of boxes, linked to their sources."""
     lookups = _lookups(dense)
     columns: list[tuple[str, dict[str, tuple[str, list[str]]]]] = [
         ("input", {f"input {name}": (name, []) for name in dense["inputs"]}),
         (
             "keys",
             {
-                f"keys {one['file']}": (f"keys program {one['file']}", [f"input {name}" for name in one["inputs"]])
-                for one in dense.get("keys", ())
+                f"keys {entry['file']}": (f"keys program {entry['file']}", [f"input {name}" for name in entry["inputs"]])
+                for entry in dense.get("keys", ())
             },
         ),
         ("lookup", {}),
         ("network", {}),
         ("output", {f"output {name}": (name, ["network"]) for name in dense["outputs"]}),
     ]
-    programs = {output: f"keys {one['file']}" for one in dense.get("keys", ()) for output in one["outputs"]}
+    programs = {output: f"keys {entry['file']}" for entry in dense.get("keys", ()) for output in entry["outputs"]}
     for name, (words, read) in lookups.items():
-        columns[2][1][f"lookup {name}"] = words, [programs.get(one, f"input {one}") for one in dict.fromkeys(read)]
+        columns[2][1][f"lookup {name}"] = words, [programs.get(entry, f"input {entry}") for entry in dict.fromkeys(read)]
     reads = dense.get("network_inputs", [*dense["inputs"]])
     columns[3][1]["network"] = (
         f"network {dense['file']}",
         [f"lookup {read}" if read in lookups else f"input {read}" for read in reads],
     )
-    used = [(kind, boxes) for kind, boxes in columns if boxes]
-    height = max(len(boxes) for _, boxes in used) * _ROW + 20
+    columns_with_boxes = [(kind, boxes) for kind, boxes in columns if boxes]
+    height = max(len(boxes) for _, boxes in columns_with_boxes) * _ROW + 20
     places: dict[str, tuple[int, float]] = {}
     shapes: list[str] = []
-    for number, (kind, boxes) in enumerate(used):
+    for number, (kind, boxes) in enumerate(columns_with_boxes):
         for row, (key, (words, sources)) in enumerate(boxes.items()):
             x, y = number * (_WIDTH + _GAP) + 10, height * (row + 0.5) / len(boxes)
             places[key] = x, y
             for source in sources:
-                left, at = places[source]
-                shapes.insert(0, f'<path d="M{left + _WIDTH} {at:.0f}L{x} {y:.0f}" stroke="#888" fill="none"/>')
+                x_source, y_source = places[source]
+                shapes.insert(0, f'<path d="M{x_source + _WIDTH} {y_source:.0f}L{x} {y:.0f}" stroke="#888" fill="none"/>')
             shapes.append(
                 f'<rect x="{x}" y="{y - 11:.0f}" width="{_WIDTH}" height="22" rx="4" fill="{_COLOURS[kind]}" stroke="#555"/>'
                 f'<text x="{x + 8}" y="{y + 4:.0f}">{escape(words if len(words) < 30 else words[:28] + "…")}'
                 f"<title>{escape(words)}</title></text>"
             )
-    width = len(used) * (_WIDTH + _GAP) - _GAP + 20
+    width = len(columns_with_boxes) * (_WIDTH + _GAP) - _GAP + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="11">{"".join(shapes)}</svg>'

@@ -11,11 +11,11 @@ from hps.errors import InvalidInputError, UnknownModelError
 from hps.models.manifest import VERSION
 from hps.torch.operators import lookup_rows
 from hps.torch.served_weight import ServedWeight
-from hps.torch.servers import Server, known, place_of
+from hps.torch.servers import Server, location_of, open_server
 
 
 def version_of(version: str | int | None) -> str:
-    """Return the version that a layer is of; empty if it follows the serving one."""
+    """Return the version that a layer is bound to; empty if it follows the serving one."""
     if version in (None, "latest"):
         return ""
     if not VERSION.fullmatch(text := str(version)):
@@ -28,15 +28,15 @@ def version_text(version: str) -> str:
 
 
 def called_directly(tensor: Tensor) -> bool:
-    """Tell whether a call can bypass the dispatcher: it is not compiled, exported or traced."""
+    """Return whether a call can bypass the dispatcher: it is not compiled, exported or traced."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 class ServedModule(torch.nn.Module):
-    """Base of the layers: where they look up. It has no parameters, an empty `state_dict`, and ignores rows that are loaded.
+    """Base of the layers. It has no parameters and an empty `state_dict`, and ignores loaded rows.
 
     Attributes:
-        like: an empty tensor of the dtype and device of the trained weights, if it replaces some; it follows `module.to`.
+        like: an empty tensor of the dtype and device of the replaced weights, if any; it follows `module.to`.
     """
 
     __jit_unused_properties__ = ("embedding_dim", "dtype", "device", "weight", "table")
@@ -52,26 +52,26 @@ class ServedModule(torch.nn.Module):
         fallback: float | None,
     ) -> None:
         super().__init__()
-        self.ps_config_file: str = place_of(ps_config_file, timeout_s, fallback)
+        self.ps_config_file: str = location_of(ps_config_file, timeout_s, fallback)
         self.model_name: str = model_name
         self.wait: bool = wait
         self.version: str = version_of(version)
         self.training = False
         self.like = None
         self.register_load_state_dict_pre_hook(ignore_rows)  # type: ignore[no-untyped-call]
-        server = known(self.ps_config_file)
+        server = open_server(self.ps_config_file)
         if self.version and server is not None:
             with suppress(UnknownModelError):  # it may be deployed later
                 server.hold(model_name, self.version, self)
 
     def stand_for(self, like: Tensor, **attributes: Any) -> None:
-        """Take the place of a trained embedding.
+        """Take over dtype, device and attributes of a trained embedding.
 
         Args:
             like: an empty tensor of the dtype and device of its outputs.
-            attributes: more of what code may read.
         """
-        del self.like  # a plain attribute is read faster, and layers that replace nothing keep it
+        # A plain attribute is read faster than a buffer, so only layers that replace an embedding have the buffer.
+        del self.like
         self.register_buffer("like", like, persistent=False)
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -79,18 +79,18 @@ class ServedModule(torch.nn.Module):
     def rounded(self, vectors: Tensor) -> Tensor:
         """Return vectors in the dtype of the trained weights."""
         like = self.like
-        if like is not None:  # the form that TorchScript takes
+        if like is not None:  # TorchScript understands only this form
             return vectors if like.dtype == vectors.dtype else vectors.to(like.dtype)
         return vectors
 
     @property
     def device(self) -> torch.device:
-        """Device of the trained weights, or where the module was moved since; outputs are where the keys are."""
+        """Device of the replaced weights, as moved by `module.to`; outputs are on the device of the keys."""
         return torch.device("cpu") if self.like is None else self.like.device
 
 
 def ignore_rows(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove what a `state_dict` of the trained module has for a layer: its rows are in the server."""
+    """Remove the entries of a layer from a trained module's `state_dict`: the rows are in the server."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         del state_dict[name]
 
@@ -120,7 +120,7 @@ class TableModule(ServedModule):
 
     @property
     def weight(self) -> ServedWeight:
-        """The table, for code that reads `weight`; of a layer that replaces an embedding."""
+        """The table, for code that reads `weight` of a replaced embedding."""
         if self.like is None:
             raise AttributeError("weight")
         name = f"table {self.table!r} of model {self.model_name!r}"
@@ -152,20 +152,20 @@ class LookupLayer(TableModule):
     Vectors are float32, also under autocast, without gradient.
 
     Args:
-        ps_config_file: path of a `ps.json`, opened once per process at the first lookup; an address as `hps.connect` takes it,
-            or several, of servers that look up and pool for this process; a name returned by `hps.torch.attach`; or an `HPS`
-            or a `Client`, which is then attached.
+        ps_config_file: path of a `ps.json`, opened once per process at the first lookup; one or more addresses, as for
+            `hps.connect`, of servers that look up and pool; a name returned by `hps.torch.attach`; or an `HPS` or a `Client`,
+            which is then attached.
         model_name: a deployed model.
         table_id: the table's id (its position in `sparse_files`) or name.
         emb_vec_size: its width.
-        version: the version of the model that the layer is of; it never answers from another one. An open server keeps that
-            version in service while the layer lives. Default, and `latest`: the version that serves at each call.
+        version: the only version that the layer looks up in; an open server keeps it in service while the layer exists.
+            Default, and `latest`: the version that serves at each call.
         max_norm: vectors with a larger L2 norm are scaled down to it. Default: no limit.
         wait: False enqueues the lookup on torch's current stream and returns at once; see `HPS.lookup_fromdlpack`. While a
             CUDA graph captures that stream, no lookup waits. Not with an address.
         timeout_s: with an address: of each call, with all its attempts. Default: that of the client, 10 s.
-        fallback: with an address: each element of the output of a call while the server cannot be reached, does not answer in
-            time or is not ready. Default: such calls raise.
+        fallback: with an address: the value of each output element while the server is unreachable, too slow or not ready.
+            Default: such calls raise.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LookupLayer(TableModule):
 
         Raises:
             TrainingModeError: the layer is in training mode.
-            VersionMismatchError: its version is not in service any more.
+            VersionMismatchError: its version is no longer in service.
             HPSError: as `HPS.lookup_fromdlpack`, or with an address as `Client.lookup`.
         """
         return self.look_up(keys)

@@ -1,9 +1,9 @@
 """The inputs of a module as named tensors, and the module as a function of them.
 
-A request gives tensors by name. A module takes whatever its author liked: nested dicts and lists, `*args`, `**kwargs`, a
-`KeyedJaggedTensor`, numbers. So its arguments are flattened: `batch.item` is the entry `item` of the dict `batch`, `lS_i.0` the
-first of a list. A `KeyedJaggedTensor` becomes one ragged input a feature: keys `f`, their `f.offsets` and perhaps `f.weights`.
-What is no tensor (a number, a string, None) is a constant, as in the examples.
+A request gives tensors by name. A module may take nested dicts and lists, `*args`, `**kwargs`, a `KeyedJaggedTensor` and
+numbers, so its arguments are flattened: `batch.item` is the entry `item` of the dict `batch`, `lS_i.0` the first of a list. A
+`KeyedJaggedTensor` becomes one ragged input a feature: keys `f`, their `f.offsets` and, if weighted, `f.weights`. Numbers,
+strings and None are constants, with the values of the examples.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree  # how torch.export takes inputs apart
 from hps.errors import InvalidInputError
 
 _NARROW: Final = {torch.bfloat16: torch.float32}
-"""Dtypes that requests cannot have, and what they give instead."""
+"""Dtypes that requests cannot have, and their replacements."""
 
 _CONSTANTS: Final = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.generic)
 
@@ -37,8 +37,6 @@ class _Slot:
     Attributes:
         names: of its inputs; empty for a constant.
         features: of a `KeyedJaggedTensor`, in its order.
-        weighted: whether its keys have weights.
-        value: of a constant.
     """
 
     names: tuple[str, ...]
@@ -48,7 +46,7 @@ class _Slot:
 
 
 class ModuleInputs:
-    """How a module is called, learned from examples. *Immutable.*
+    """The signature of a module, learned from example inputs. *Immutable.*
 
     Attributes:
         tensors: the examples by name, on the CPU.
@@ -62,22 +60,22 @@ class ModuleInputs:
             arguments = self._bind((), example_inputs)
         else:
             arguments = self._bind(example_inputs if isinstance(example_inputs, Sequence) else (example_inputs,), {})
-        found, self._spec = self._flattened(arguments)
+        leaves, self._spec = self._flattened(arguments)
         self._slots: list[_Slot] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.ragged: dict[str, str] = {}
-        for path, leaf in found:
+        for path, leaf in leaves:
             self._slots.append(self._slot(self._name(path), leaf))
-            for name, one in zip(self._slots[-1].names, self._parts(self._slots[-1], leaf), strict=True):
+            for name, tensor in zip(self._slots[-1].names, self._parts(self._slots[-1], leaf), strict=True):
                 if name in self.tensors:
                     raise InvalidInputError(f"packaging a {self.module}: got two inputs that are called {name!r}; rename one")
-                if one.ndim and not len(one) and name not in self.ragged:
+                if tensor.ndim and not len(tensor) and name not in self.ragged:
                     raise InvalidInputError(
                         f"packaging a {self.module}: got input {name!r} that is empty, expected a few samples"
                     )
-                self._dtypes[name] = one.dtype
-                self.tensors[name] = self._checked(name, one)
+                self._dtypes[name] = tensor.dtype
+                self.tensors[name] = self._checked(name, tensor)
         if not self.tensors:
             raise InvalidInputError(f"packaging a {self.module}: got no tensor in the examples, expected one at least")
 
@@ -107,9 +105,9 @@ class ModuleInputs:
             weighted = leaf.weights_or_none() is not None
             names: list[str] = []
             for feature in [*leaf.keys()]:
-                own = feature if feature not in {**self.tensors, **self._signature.parameters} else f"{name}.{feature}"
-                self.ragged[own] = f"{own}.offsets"
-                names += [own, f"{own}.offsets", *([f"{own}.weights"] if weighted else [])]
+                key_name = feature if feature not in {**self.tensors, **self._signature.parameters} else f"{name}.{feature}"
+                self.ragged[key_name] = f"{key_name}.offsets"
+                names += [key_name, f"{key_name}.offsets", *([f"{key_name}.weights"] if weighted else [])]
             return _Slot(tuple(names), tuple(leaf.keys()), weighted)
         if isinstance(leaf, torch.Tensor | np.ndarray):
             if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biuf":
@@ -137,34 +135,34 @@ class ModuleInputs:
             return [torch.from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else leaf]
         parts: list[torch.Tensor] = []
         for feature in slot.features:
-            one = leaf[feature]
-            offsets = one.offsets()
-            weights = one.weights_or_none()
-            its = [one.values().float() if weights is None else weights] if slot.weighted else []  # none of no keys
-            parts += [one.values(), offsets - offsets[:1], *its]
+            jagged = leaf[feature]
+            offsets = jagged.offsets()
+            weights = jagged.weights_or_none()
+            key_weights = [jagged.values().float() if weights is None else weights] if slot.weighted else []  # none of no keys
+            parts += [jagged.values(), offsets - offsets[:1], *key_weights]
         return parts
 
-    def _checked(self, name: str, one: torch.Tensor) -> torch.Tensor:
-        one = one.detach().to("cpu", _NARROW.get(one.dtype, one.dtype), copy=True).contiguous()
-        if not one.ndim:
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().to("cpu", _NARROW.get(tensor.dtype, tensor.dtype), copy=True).contiguous()
+        if not tensor.ndim:
             raise InvalidInputError(f"packaging a {self.module}: got a number for input {name!r}, expected one for each sample")
-        if one.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES:
             raise InvalidInputError(
-                f"packaging a {self.module}: got input {name!r} of {one.dtype}, expected {', '.join(DTYPES.values())}"
+                f"packaging a {self.module}: got input {name!r} of {tensor.dtype}, expected {', '.join(DTYPES.values())}"
             )
-        return one
+        return tensor
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of another call, by name.
 
         Raises:
-            InvalidInputError: it has another structure than the examples, other constants, features or dtypes.
+            InvalidInputError: structure, constants, features or dtypes differ from the examples.
         """
-        found, spec = self._flattened(self._bind(args, kwargs))
+        leaves, spec = self._flattened(self._bind(args, kwargs))
         if spec != self._spec:
             raise InvalidInputError(f"calling a packaged {self.module}: got inputs of another structure than the examples")
         tensors: dict[str, torch.Tensor] = {}
-        for slot, (path, leaf) in zip(self._slots, found, strict=True):
+        for slot, (path, leaf) in zip(self._slots, leaves, strict=True):
             if slot.features:
                 if not is_jagged(leaf) or not {*slot.features} <= {*leaf.keys()}:
                     raise InvalidInputError(
@@ -182,22 +180,24 @@ class ModuleInputs:
                 raise InvalidInputError(
                     f"calling a packaged {self.module}: got {leaf!r} as {self._name(path)!r}, expected {expected}"
                 )
-            for name, one in zip(slot.names, self._parts(slot, leaf), strict=True):
-                if one.dtype != self._dtypes[name] or one.ndim != self.tensors[name].ndim:
-                    expected = f"{self._dtypes[name]} of {self.tensors[name].ndim} dimensions"
+            for name, tensor in zip(slot.names, self._parts(slot, leaf), strict=True):
+                if tensor.dtype != self._dtypes[name] or tensor.ndim != self.tensors[name].ndim:
+                    got = f"{tensor.dtype} of shape {list(tensor.shape)}"
                     raise InvalidInputError(
-                        f"calling a packaged {self.module}: got input {name!r} of {one.dtype} of shape {list(one.shape)}, "
-                        f"expected {expected}"
+                        f"calling a packaged {self.module}: got input {name!r} of {got}, expected {self._dtypes[name]} of "
+                        f"{self.tensors[name].ndim} dimensions"
                     )
-                tensors[name] = one
-        return {name: self._checked(name, one) for name, one in tensors.items()}
+                tensors[name] = tensor
+        return {name: self._checked(name, tensor) for name, tensor in tensors.items()}
 
     def call(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Call a module with other tensors."""
         leaves: list[Any] = []
         for slot in self._slots:
-            own = [tensors[name].to(self._dtypes[name]) for name in slot.names]
-            leaves.append(_jagged(slot, own) if slot.features else own[0] if own else slot.value)
+            tensors_of_slot = [tensors[name].to(self._dtypes[name]) for name in slot.names]
+            leaves.append(
+                _jagged(slot, tensors_of_slot) if slot.features else tensors_of_slot[0] if tensors_of_slot else slot.value
+            )
         bound = inspect.BoundArguments(self._signature, pytree.tree_unflatten(leaves, self._spec))
         return module(*bound.args, **bound.kwargs)
 
@@ -208,14 +208,14 @@ def is_jagged(leaf: Any) -> bool:
 
 
 def _jagged(slot: _Slot, parts: Sequence[torch.Tensor]) -> Any:
-    """Make the KeyedJaggedTensor of some features, which answers for each of them with the very tensors it was made of."""
+    """Make a KeyedJaggedTensor of features, whose JaggedTensors are the given tensors themselves."""
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
     step = 2 + slot.weighted
     keys, offsets = parts[0::step], parts[1::step]
     weights = parts[2::step] if slot.weighted else [None] * len(keys)
     lengths = [offset[1:] - offset[:-1] for offset in offsets]
-    every = zip(slot.features, keys, weights, lengths, offsets, strict=True)
+    columns = zip(slot.features, keys, weights, lengths, offsets, strict=True)
     return KeyedJaggedTensor(
         list(slot.features),
         torch.cat(list(keys)),
@@ -224,14 +224,14 @@ def _jagged(slot: _Slot, parts: Sequence[torch.Tensor]) -> Any:
         stride=offsets[0].shape[0] - 1,
         length_per_key=[key.shape[0] for key in keys],
         jt_dict={
-            name: JaggedTensor(own, its_weights, its_lengths, its_offsets)
-            for name, own, its_weights, its_lengths, its_offsets in every
+            name: JaggedTensor(values, weight_values, key_lengths, key_offsets)
+            for name, values, weight_values, key_lengths, key_offsets in columns
         },
     )
 
 
 class FlatModule(nn.Module):
-    """A module that takes tensors by name, and returns its outputs by name."""
+    """Calls a module with tensors by name, and returns its outputs by name."""
 
     def __init__(self, module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None) -> None:
         super().__init__()
@@ -239,42 +239,42 @@ class FlatModule(nn.Module):
         self._inputs = inputs
         self._outputs = outputs
 
-    def forward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return outputs_of(self._inputs.call(self.module, given), self._outputs)
+    def forward(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return outputs_of(self._inputs.call(self.module, tensors), self._outputs)
 
 
-def outputs_of(found: Any, names: Sequence[str] | None, *, squeezed: bool = False) -> dict[str, torch.Tensor]:
-    """Name the outputs of a module: `score` if there is one, the keys of a dict, or `output0` and so on.
+def outputs_of(outputs: Any, names: Sequence[str] | None, *, squeezed: bool = False) -> dict[str, torch.Tensor]:
+    """Name the outputs of a module: `score` for a single one, the keys of a dict, or `output0` and so on.
 
     Args:
-        squeezed: allow numbers, which a `squeeze()` makes of one sample.
+        squeezed: allow zero-dimensional outputs, as a `squeeze()` of one sample returns.
 
     Raises:
-        InvalidInputError: one is no tensor, or the names do not fit.
+        InvalidInputError: an output is no tensor, or the names do not fit.
     """
-    if hasattr(found, "to_dict") and not isinstance(found, Mapping):  # torchrec's KeyedTensor
-        found = found.to_dict()
-    if isinstance(found, Mapping):
-        found = dict(found)  # of any class
-    elif dataclasses.is_dataclass(found):
-        found = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(found)[0] if leaf is not None]
-    if not isinstance(found, Mapping):
+    if hasattr(outputs, "to_dict") and not isinstance(outputs, Mapping):  # torchrec's KeyedTensor
+        outputs = outputs.to_dict()
+    if isinstance(outputs, Mapping):
+        outputs = dict(outputs)  # of any class
+    elif dataclasses.is_dataclass(outputs):
+        outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(outputs)[0] if leaf is not None]
+    if not isinstance(outputs, Mapping):
         if names is None:
-            names = ["score"] if len(leaves) == 1 else [f"output{place}" for place in range(len(leaves))]
+            names = ["score"] if len(leaves) == 1 else [f"output{index}" for index in range(len(leaves))]
         if len(names) != len(leaves):
             raise InvalidInputError(f"packaging: got {len(names)} names of outputs, expected {len(leaves)}")
         named = dict(zip(names, [leaf for _, leaf in leaves], strict=True))
     else:
         paths = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in leaves]
-        if twice := next((name for place, name in enumerate(paths) if name in paths[:place]), None):
+        if twice := next((name for index, name in enumerate(paths) if name in paths[:index]), None):
             raise InvalidInputError(f"packaging: got two outputs that would both be {twice!r}; rename one")
         named = dict(zip(paths, [leaf for _, leaf in leaves], strict=True))
         if names is not None and set(names) - set(named):
             raise InvalidInputError(f"packaging: got outputs {list(names)}, expected some of {', '.join(named)}")
         named = {name: named[name] for name in names or named}
-    for name, one in named.items():
-        if not isinstance(one, torch.Tensor) or not (one.ndim or squeezed):
-            got = f"{type(one).__name__}{' without dimensions' if isinstance(one, torch.Tensor) else ''}"
+    for name, output in named.items():
+        if not isinstance(output, torch.Tensor) or not (output.ndim or squeezed):
+            got = f"{type(output).__name__}{' without dimensions' if isinstance(output, torch.Tensor) else ''}"
             raise InvalidInputError(f"packaging: got output {name!r} of type {got}, expected a tensor, samples first")
-    return {name: one.to(_NARROW.get(one.dtype, one.dtype)) for name, one in named.items()}
+    return {name: output.to(_NARROW.get(output.dtype, output.dtype)) for name, output in named.items()}

@@ -7,9 +7,6 @@
 An operator's arguments are tensors, strings and numbers only, so that a saved program contains all of them; each feature is
 described by a string (`PooledFeature`, `as_text`). An operator is functional: it allocates its output and keeps no reference to
 its inputs.
-
-Answers change with every online update, so the operators are tagged `nondeterministic_seeded`: torch then does not evaluate
-them at compile time, even for constant keys. It may merge two lookups of the same keys within one compiled graph.
 """
 
 import json
@@ -41,14 +38,16 @@ from hps.torch.servers import server_of
 from hps.versions.deployment import Deployment, retry_after_takeover
 
 _LIBRARY = torch.library.Library("hps", "DEF")
+# Online updates change the vectors of a key, so torch must not evaluate an operator at compile time, even for constant keys:
+# this tag prevents it. Torch may still merge two lookups of the same keys within one compiled graph.
 _TAGS = (torch.Tag.nondeterministic_seeded,)
-_TAKEN = (torch.int64, torch.int32)  # by lookups, as they are
-_INTEGERS = (*_TAKEN, torch.int16, torch.int8, torch.uint8)
+_NATIVE_INTEGERS = (torch.int64, torch.int32)  # used by lookups without a conversion
+_INTEGERS = (*_NATIVE_INTEGERS, torch.int16, torch.int8, torch.uint8)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_POOLINGS = 1 << 12
 _TENSORS = "keys", "offsets", "weights"  # of `Bags`
-_TO_TABLES = "str ps_config_file, str model_name"
-_HOW = "bool wait=True, bool training=False, str version='') -> Tensor"
+_MODEL = "str ps_config_file, str model_name"
+_OPTIONS = "bool wait=True, bool training=False, str version='') -> Tensor"
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ def as_text(features: Sequence[PooledFeature]) -> str:
 
 
 class _Features:
-    """The features of a lookup, split into calls that name each table at most once. *Thread-safe*; it keeps what repeats.
+    """The features of a lookup, split into calls that name each table at most once. *Thread-safe.*
 
     Attributes:
-        poolings: by place, number of bags and of keys in each: bags without offsets and weights.
+        poolings: cached bags without offsets and weights, by position, number of bags and keys of each.
     """
 
     def __init__(self, features: Iterable[PooledFeature]) -> None:
@@ -80,35 +79,35 @@ class _Features:
         self.of = tuple(features)
         self.width = sum(feature.dim for feature in self.of)
         self.calls: list[list[int]] = []
-        seen: Counter[int | str] = Counter()
-        for place, feature in enumerate(self.of):
-            if seen[feature.table] == len(self.calls):
+        uses: Counter[int | str] = Counter()
+        for index, feature in enumerate(self.of):
+            if uses[feature.table] == len(self.calls):
                 self.calls.append([])
-            self.calls[seen[feature.table]].append(place)
-            seen[feature.table] += 1
-        self.widths = [sum(self.of[place].dim for place in places) for places in self.calls]
+            self.calls[uses[feature.table]].append(index)
+            uses[feature.table] += 1
+        self.widths = [sum(self.of[index].dim for index in indices_) for indices_ in self.calls]
 
     def indices(self, deployment: Deployment) -> list[int]:
-        """Return the index of each feature's table, whose width is checked once for each deployment."""
-        of, found = self._indices
-        if of is None or of() is not deployment:
-            found = [deployment.table_index(feature.table) for feature in self.of]
-            for feature, index in zip(self.of, found, strict=True):
+        """Return the index of each feature's table, and check its width, once for each deployment."""
+        deployment_ref, indices = self._indices
+        if deployment_ref is None or deployment_ref() is not deployment:
+            indices = [deployment.table_index(feature.table) for feature in self.of]
+            for feature, index in zip(self.of, indices, strict=True):
                 if (spec := deployment.tables[index]).dim != feature.dim:
                     _refuse_width(spec.model_name, feature.table, feature.dim, spec.dim)
             if len(self.calls) == 1:
-                refuse_repeated_tables(found, deployment.tables)  # by name and by id
-            self._indices = ref(deployment), found
-        return found
+                refuse_repeated_tables(indices, deployment.tables)  # by name and by id
+            self._indices = ref(deployment), indices
+        return indices
 
-    def pooling(self, place: int, count: int, hotness: int) -> Pooling:
-        """Return checked bags of a feature; found again in `poolings`."""
-        feature = self.of[place]
+    def pooling(self, position: int, count: int, hotness: int) -> Pooling:
+        """Check the bags of a feature, and add them to `poolings`."""
+        feature = self.of[position]
         bags = Bags(None, combiner=feature.combiner, max_norm=feature.max_norm, padding_key=feature.padding_key)  # type: ignore[arg-type]
         pooling = pooling_of(feature.table, bags, count * hotness, (count, hotness), on_cuda=False)
         if len(self.poolings) >= _MOST_POOLINGS:
             self.poolings.clear()
-        self.poolings[place, count, hotness] = pooling
+        self.poolings[position, count, hotness] = pooling
         return pooling
 
 
@@ -125,21 +124,21 @@ def _refuse_training() -> NoReturn:
 
 
 def _doing(model_name: str, table: Any) -> str:
-    """Name a call in error messages. `table` None: bags of all features."""
-    what = "bags" if table is None else f"table {table!r}"
-    return f"looking up {what} of model {model_name!r} through a layer"
+    """Return the beginning of error messages. `table` None: bags of all features."""
+    subject = "bags" if table is None else f"table {table!r}"
+    return f"looking up {subject} of model {model_name!r} through a layer"
 
 
 def _check(
-    tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, model_name: str, table: Any
+    tensor: Tensor | None, name: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, model_name: str, table: Any
 ) -> None:
-    """Check the dtype of a tensor, if there is one, and that it is where the keys are."""
+    """Check the dtype of a tensor, and that it is on the device of the keys."""
     if tensor is None or (tensor.dtype in dtypes and tensor.device == keys.device):
         return
     doing = _doing(model_name, table)
     if tensor.dtype not in dtypes:
-        raise InvalidDtypeError(f"{doing}: got {what} of {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
-    raise InvalidInputError(f"{doing}: got {what} on {tensor.device} and keys on {keys.device}, expected them on one device")
+        raise InvalidDtypeError(f"{doing}: got {name} of {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    raise InvalidInputError(f"{doing}: got {name} on {tensor.device} and keys on {keys.device}, expected them on one device")
 
 
 def _refuse_width(model_name: str, table: int | str, dim: int, expected: int) -> NoReturn:
@@ -149,15 +148,15 @@ def _refuse_width(model_name: str, table: int | str, dim: int, expected: int) ->
 
 
 def _refuse_unwaited(doing: str, *, keys_on_cuda: bool, wait: bool) -> None:
-    """Refuse what a lookup over HTTP cannot be: left on a stream."""
+    """Refuse a lookup over HTTP that would have to run asynchronously on a stream."""
     capturing = keys_on_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or not wait:
         got = "a CUDA graph that is being captured" if capturing else "wait=False"
-        raise InvalidInputError(f"{doing}: got {got} with a server over HTTP, which the caller must wait for")
+        raise InvalidInputError(f"{doing}: got {got} with a server over HTTP, which needs wait=True and no capture")
 
 
 def _deployment(server: HPS, model_name: str, version: str) -> Deployment:
-    """Return the serving version, or the given one of a layer that is of a version."""
+    """Return the serving version, or the one that a layer is bound to."""
     serving = server.live.serving.get(model_name)
     if serving is not None and version in ("", serving.version):
         return serving
@@ -167,9 +166,9 @@ def _deployment(server: HPS, model_name: str, version: str) -> Deployment:
         return server.model(model_name, version)
     except UnknownVersionError as error:
         raise VersionMismatchError(
-            f"looking up model {model_name!r} through a layer of version {version}: that is not in service any more; "
-            f"{serving.version if serving else 'no version'} serves. Make the layer, or convert the module, again for that, or "
-            f"deploy version {version} again; a layer made with version='latest' follows the serving version"
+            f"looking up model {model_name!r} through a layer of version {version}: that is no longer in service; "
+            f"{serving.version if serving else 'no version'} serves. Make the layer, or convert the module, for that version, "
+            f"or deploy version {version} again; a layer made with version='latest' follows the serving version"
         ) from error
 
 
@@ -187,7 +186,7 @@ def lookup_rows(
     version: str = "",
 ) -> Tensor:
     """Implement `hps::lookup` without max_norm; also called directly, bypassing the dispatcher."""
-    if keys.dtype not in _TAKEN:
+    if keys.dtype not in _NATIVE_INTEGERS:
         _check(keys, "keys", _INTEGERS, keys, model_name, table)
         keys = keys.long()
     if not keys.is_contiguous():
@@ -213,7 +212,7 @@ def _remote_rows(
 
 @retry_after_takeover
 def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int | str, emb_vec_size: int, wait: bool) -> Tensor:
-    began = perf_counter_ns()
+    start_ns = perf_counter_ns()
     deployment = _deployment(server, model_name, version)
     index = deployment.table_index(table)
     if deployment.tables[index].dim != emb_vec_size:
@@ -223,12 +222,12 @@ def _rows(server: HPS, keys: Tensor, model_name: str, version: str, table: int |
     if wait and not on_cuda:
         flat = keys.numpy().reshape(-1)
         vectors = np.empty((flat.size, emb_vec_size), np.float32)
-        session.run(Batch.of(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors), began)
+        session.run(Batch.of(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors), start_ns)
         return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
     out = keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
-    if on_cuda and session.on_cuda:  # the cache reads torch's tensors by itself
+    if on_cuda and session.on_cuda:  # the cache reads torch's tensors directly, which saves the import by DLPack
         batch = Batch((index,), (keys.numel(),), (keys,), (out,))
-        session.run(batch, began, wait=wait and not torch.cuda.is_current_stream_capturing())
+        session.run(batch, start_ns, wait=wait and not torch.cuda.is_current_stream_capturing())
         return out
     batch = table_batch(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
     _look_up(session, batch, on_cuda=on_cuda, wait=wait)
@@ -266,7 +265,7 @@ class RowCall(NamedTuple):
                 self.keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait, self.version
             )
         feature = PooledFeature(table, self.emb_vec_size, max_norm=self.max_norm)
-        bags = [_bags(feature, self.keys.reshape(-1, 1), None, None)]  # of one key each
+        bags = [_bags(feature, self.keys.reshape(-1, 1), None, None)]  # one key each
         return _pooled(self, _Features((feature,)), bags, self.keys.numel()).view(shape)
 
 
@@ -291,18 +290,18 @@ class BagCall(NamedTuple):
     def shape(self) -> tuple[Any, ...]:
         if self.training:
             _refuse_training()
-        model, described = self.model_name, _features_of(self.features)
-        given = self.keys, self.offsets, self.weights
-        if {len(one) for one in given} != {len(described.of)} or not self.keys:
+        model, features = self.model_name, _features_of(self.features)
+        arguments = self.keys, self.offsets, self.weights
+        if {len(argument) for argument in arguments} != {len(features.of)} or not self.keys:
             raise InvalidInputError(
-                f"looking up bags of model {model!r}: got {len(given[0])} keys, {len(given[1])} offsets, {len(given[2])} "
-                f"weights, expected {len(described.of)} of each, one for each feature"
+                f"looking up bags of model {model!r}: got {len(self.keys)} keys, {len(self.offsets)} offsets, "
+                f"{len(self.weights)} weights, expected {len(features.of)} of each, one for each feature"
             )
         counts = []
-        for feature, keys, offsets, weights in zip(described.of, *given, strict=True):
+        for feature, keys, offsets, weights in zip(features.of, *arguments, strict=True):
             doing = _doing(model, feature.table)
             _check(keys, "keys", _INTEGERS, self.keys[0], model, feature.table)
-            _check(offsets, "offsets", _TAKEN, keys, model, feature.table)
+            _check(offsets, "offsets", _NATIVE_INTEGERS, keys, model, feature.table)
             _check(weights, "weights", _FLOATS, keys, model, feature.table)
             if weights is not None and weights.shape != keys.shape:
                 raise InvalidInputError(
@@ -314,18 +313,18 @@ class BagCall(NamedTuple):
                 raise InvalidInputError(
                     f"{doing}: got {counts[-1]} bags, expected {counts[0]}, as many as of the first feature"
                 )
-        return counts[0], described.width
+        return counts[0], features.width
 
     def look_up(self) -> Tensor:
         features = _features_of(self.features)
         is_plain = len(features.calls) == 1 and not self.training
         if is_plain and [*self.offsets, *self.weights] == [None] * (2 * len(self.keys)):
             server = server_of(self.ps_config_file)
-            if isinstance(server, HPS) and (plain := _plain_bags(server, self, features)) is not None:
+            if isinstance(server, HPS) and (plain := _uniform_bags(server, self, features)) is not None:
                 return plain
         count, _ = self.shape()
-        given = zip(features.of, self.keys, self.offsets, self.weights, strict=True)
-        return _pooled(self, features, [_bags(*one, self.include_last_offset) for one in given], count)
+        arguments = zip(features.of, self.keys, self.offsets, self.weights, strict=True)
+        return _pooled(self, features, [_bags(*bag_arguments, self.include_last_offset) for bag_arguments in arguments], count)
 
 
 class JaggedCall(NamedTuple):
@@ -353,7 +352,7 @@ class JaggedCall(NamedTuple):
             _refuse_training()
         model, values, weights = self.model_name, self.values, self.weights
         _check(values, "keys", _INTEGERS, values, model, None)
-        _check(self.offsets, "offsets", _TAKEN, values, model, None)
+        _check(self.offsets, "offsets", _NATIVE_INTEGERS, values, model, None)
         _check(weights, "weights", _FLOATS, values, model, None)
         if weights is not None and weights.shape != values.shape:
             got = f"{weights.numel()} weights for {values.numel()} keys"
@@ -376,21 +375,21 @@ class JaggedCall(NamedTuple):
                     f"{doing}: got keys of unknown counts while a CUDA graph is captured, expected their counts on the host; "
                     "call offset_per_key() of the KeyedJaggedTensor before"
                 )
-            # the only synchronisation
+            # The only synchronisation with the device: bags are split on the host.
             borders = offsets[::count].tolist() if count else [0] * (self.feature_count + 1)
         if any(after < before for before, after in zip([0, *borders], [*borders, size], strict=True)) or borders[0]:
             raise InvalidInputError(
-                f"{doing}: got offsets {list(borders)[:8]} of the features' first bags for {size} keys, expected them to begin "
-                f"with 0, never to fall, and to end with {size}"
+                f"{doing}: got offsets {list(borders)[:8]} of the features' first bags for {size} keys, expected ascending "
+                f"ones from 0 to {size}"
             )
         if count:
-            own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1)
+            offsets_by_feature = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1)
         else:
-            own = offsets.expand(self.feature_count, 1)
+            offsets_by_feature = offsets.expand(self.feature_count, 1)
         bags = []
-        for feature, place in zip(features.of, self.places, strict=True):
-            part = slice(borders[place], borders[place + 1])
-            bags.append(_bags(feature, values[part], own[place], None if weights is None else weights[part]))
+        for feature, position in zip(features.of, self.places, strict=True):
+            part = slice(borders[position], borders[position + 1])
+            bags.append(_bags(feature, values[part], offsets_by_feature[position], None if weights is None else weights[part]))
         return _pooled(self, features, bags, count)
 
 
@@ -416,9 +415,9 @@ def _bags(
     feature: PooledFeature, keys: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool = True
 ) -> Bags:
     return Bags(
-        _adopted(keys if keys.dtype in _TAKEN else keys.long()),
-        None if offsets is None else _adopted(offsets),
-        None if weights is None else _adopted(weights.detach().float()),
+        _as_input(keys if keys.dtype in _NATIVE_INTEGERS else keys.long()),
+        None if offsets is None else _as_input(offsets),
+        None if weights is None else _as_input(weights.detach().float()),
         combiner=feature.combiner,  # type: ignore[arg-type]
         max_norm=feature.max_norm,
         padding_key=feature.padding_key,
@@ -426,14 +425,14 @@ def _bags(
     )
 
 
-def _adopted(tensor: Tensor) -> Any:
-    """Convert a tensor to the form that a lookup takes fastest."""
+def _as_input(tensor: Tensor) -> Any:
+    """Convert a tensor to the type that lookups take fastest."""
     tensor = tensor.contiguous()
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def _pooled(call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> Tensor:
-    """Look up bags of all features in one version: the k-th feature of every table in the k-th part."""
+    """Look up bags of all features in one version: the k-th feature of every table in the k-th call."""
     server = server_of(call.ps_config_file)
     if isinstance(server, RemoteTables):
         parts = _remote_parts(server, call, features, bags, count)
@@ -442,9 +441,9 @@ def _pooled(call: _Call, features: _Features, bags: Sequence[Bags], count: int) 
     if len(parts) == 1:
         return parts[0]
     columns: dict[int, Tensor] = {}
-    for places, part in zip(features.calls, parts, strict=True):
-        columns.update(zip(places, part.split([features.of[place].dim for place in places], 1), strict=True))
-    return torch.cat([columns[place] for place in range(len(features.of))], 1)
+    for positions, part in zip(features.calls, parts, strict=True):
+        columns.update(zip(positions, part.split([features.of[position].dim for position in positions], 1), strict=True))
+    return torch.cat([columns[position] for position in range(len(features.of))], 1)
 
 
 def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: Sequence[Bags], count: int) -> list[Tensor]:
@@ -455,16 +454,19 @@ def _remote_parts(server: RemoteTables, call: _Call, features: _Features, bags: 
             replace(bag, **{name: getattr(bag, name).cpu().numpy() for name in _TENSORS if getattr(bag, name) is not None})
             for bag in bags
         ]
-    turns = [{features.of[place].table: bags[place] for place in places} for places in features.calls]
-    found = server.pooled(turns, call.model_name, call.version)
-    if found is None:
+    calls = [{features.of[position].table: bags[position] for position in positions} for positions in features.calls]
+    answers = server.pooled(calls, call.model_name, call.version)
+    if answers is None:
         fallback, width = server.options.fallback or 0.0, features.width
         return list(torch.full((count, width), fallback, device=device).split(features.widths, 1))
-    for places, answers in zip(features.calls, found, strict=True):
-        for feature, vectors in zip([features.of[place] for place in places], answers, strict=True):
+    for positions, vectors_by_table in zip(features.calls, answers, strict=True):
+        for feature, vectors in zip([features.of[position] for position in positions], vectors_by_table, strict=True):
             if vectors.shape[1] != feature.dim:
                 _refuse_width(call.model_name, feature.table, feature.dim, vectors.shape[1])
-    return [torch.from_numpy(one[0] if len(one) == 1 else np.concatenate(one, 1)).to(device) for one in found]
+    return [
+        torch.from_numpy(vectors_of_call[0] if len(vectors_of_call) == 1 else np.concatenate(vectors_of_call, 1)).to(device)
+        for vectors_of_call in answers
+    ]
 
 
 @retry_after_takeover
@@ -473,10 +475,10 @@ def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], 
     features.indices(deployment)
     device, parts = call.device, []
     on_host = device.type == "cpu"
-    for places, width in zip(features.calls, features.widths, strict=True):
+    for positions, width in zip(features.calls, features.widths, strict=True):
         session = deployment.session(device.index)
         out: Any = np.empty((count, width), np.float32) if on_host else torch.empty((count, width), device=device)
-        tables = {features.of[place].table: bags[place] for place in places}
+        tables = {features.of[position].table: bags[position] for position in positions}
         batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
         _look_up(session, batch, on_cuda=not on_host, wait=call.wait)
         parts.append(torch.from_numpy(out) if on_host else out)
@@ -484,8 +486,8 @@ def _parts(server: HPS, call: _Call, features: _Features, bags: Sequence[Bags], 
 
 
 @retry_after_takeover
-def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | None:
-    """Look up bags that all have as many keys and no weights, the fastest way; None for keys that have to be checked."""
+def _uniform_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | None:
+    """Look up bags of equal length without weights on a fast path; None for keys that must be checked or converted."""
     keys = call.keys
     if not keys or len(keys) != len(features.of) or keys[0].dim() != 2:
         return None
@@ -501,18 +503,23 @@ def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | Non
     sizes: list[int] = []
     flats: list[Any] = []
     outs: list[Any] = []
-    asked: list[Pooling] = []
+    poolings_used: list[Pooling] = []
     column = 0
-    for place, (feature, its) in enumerate(zip(features.of, keys, strict=True)):
-        if its.dtype is not torch.int64 or its.dim() != 2 or its.device != device or not its.is_contiguous():
+    for position, (feature, feature_keys) in enumerate(zip(features.of, keys, strict=True)):
+        if (
+            feature_keys.dtype is not torch.int64
+            or feature_keys.dim() != 2
+            or feature_keys.device != device
+            or not feature_keys.is_contiguous()
+        ):
             return None
-        bags, hotness = its.shape
+        bags, hotness = feature_keys.shape
         if bags != count:
             return None
-        pooling = poolings.get((place, count, hotness)) or features.pooling(place, count, hotness)
-        flat: Any = its
+        pooling = poolings.get((position, count, hotness)) or features.pooling(position, count, hotness)
+        flat: Any = feature_keys
         if on_host:
-            flat = its.numpy().reshape(-1)
+            flat = feature_keys.numpy().reshape(-1)
             if not flat.flags.aligned:
                 return None
             columns = out[:, column : column + feature.dim]
@@ -521,23 +528,23 @@ def _plain_bags(server: HPS, call: BagCall, features: _Features) -> Tensor | Non
         sizes.append(count * hotness)
         flats.append(flat)
         outs.append(columns)
-        asked.append(pooling)
+        poolings_used.append(pooling)
         column += feature.dim
-    _look_up(session, Batch(indices, sizes, flats, outs, (), asked), on_cuda=not on_host, wait=call.wait)
+    _look_up(session, Batch(indices, sizes, flats, outs, (), poolings_used), on_cuda=not on_host, wait=call.wait)
     return torch.from_numpy(out) if on_host else out
 
 
 def define(library: torch.library.Library, schema: str, call: Callable[..., _Call]) -> None:
-    """Define an operator that is opaque to compilers and runs on the device of its tensors; `call` takes its arguments."""
+    """Define an operator that compilers do not look into; `call` is constructed from its arguments."""
 
     def real(*args: Any, **named: Any) -> Tensor:
         return call(*args, **named).look_up()
 
     def fake(*args: Any, **named: Any) -> Tensor:
-        made = call(*args, **named)
-        return torch.empty(made.shape(), dtype=torch.float32, device=made.device)
+        call_ = call(*args, **named)
+        return torch.empty(call_.shape(), dtype=torch.float32, device=call_.device)
 
-    library.define(schema, "CONSERVATIVE", tags=_TAGS)  # else TorchScript evaluates it where its keys are constants
+    library.define(schema, "CONSERVATIVE", tags=_TAGS)  # else TorchScript evaluates it for constant keys
     name = schema.partition("(")[0]
     library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
@@ -545,18 +552,18 @@ def define(library: torch.library.Library, schema: str, call: Callable[..., _Cal
 
 define(
     _LIBRARY,
-    f"lookup(Tensor keys, {_TO_TABLES}, int table_id, str table_name, int emb_vec_size, float? max_norm=None, {_HOW}",
+    f"lookup(Tensor keys, {_MODEL}, int table_id, str table_name, int emb_vec_size, float? max_norm=None, {_OPTIONS}",
     RowCall,
 )
 define(
     _LIBRARY,
-    f"lookup_bags(Tensor[] keys, Tensor?[] offsets, Tensor?[] weights, {_TO_TABLES}, str features, bool include_last_offset, "
-    f"{_HOW}",
+    f"lookup_bags(Tensor[] keys, Tensor?[] offsets, Tensor?[] weights, {_MODEL}, str features, bool include_last_offset, "
+    f"{_OPTIONS}",
     BagCall,
 )
 define(
     _LIBRARY,
-    f"lookup_jagged(Tensor values, Tensor offsets, Tensor? weights, {_TO_TABLES}, str features, int[] places, "
-    f"int feature_count, SymInt[]? borders=None, {_HOW}",
+    f"lookup_jagged(Tensor values, Tensor offsets, Tensor? weights, {_MODEL}, str features, int[] places, "
+    f"int feature_count, SymInt[]? borders=None, {_OPTIONS}",
     JaggedCall,
 )

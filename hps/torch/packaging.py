@@ -1,5 +1,4 @@
-"""Packages a trained module as one version of a model: tables, keys programs and the network, cut out of the module's own
-graph."""
+"""Packages a trained module as one version of a model: tables, keys programs and the network, cut out of its graph."""
 
 import io
 import logging
@@ -23,15 +22,15 @@ from hps.models.sources import ModelSources
 from hps.torch.cutting import Cut, TracedLookup, TracedSource, cut, export, quiet, strongest
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
-from hps.torch.proof import Proof, is_given, run_once
-from hps.torch.ranks import agreed, gather
+from hps.torch.proof import Proof, is_request_input, run_once
+from hps.torch.ranks import fail_together, gather
 from hps.torch.saving import save
 from hps.torch.traced_copy import TracedCopy
 
 _log = logging.getLogger(__name__)
 _FILES: Final = {"pt2": "dense.pt2", "aotinductor": "dense.pt2", "onnx": "dense.onnx"}
 _ANY_NUMBER: Final = 100
-"""Keys of a sample for which there is room where the module takes any number of them."""
+"""Maximum keys of a sample where the module takes any number of them."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class PackagedModel:
 
     Attributes:
         place: path or URI of the model's directory.
-        version: that was written.
+        version: the version that was written.
         entry: the model's entry, as in its `model.json`.
-        dense: what the version's `version.json` says of the network.
-        difference: largest difference between the module's outputs and those of the package, on all inputs that were tried.
-        command: serves the repository.
-        notes: what its owner should know: sizes that are fixed, tables that are copied, why requests are not batched.
+        dense: the entry `dense` of the version's `version.json`.
+        difference: largest difference between outputs of the module and of the package, over all inputs tried.
+        command: a command that serves the repository.
+        notes: for the user: sizes that are fixed, tables that are copied, why requests are not batched.
     """
 
     place: str
@@ -61,12 +60,12 @@ class PackagedModel:
         """Turn arguments of the module into the inputs of a request, by name: for `HPS.score` and the clients.
 
         Raises:
-            InvalidInputError: they have another structure or other constants than the examples.
+            InvalidInputError: structure or constants differ from the examples.
         """
         if self.inputs is None:
             raise InvalidInputError("making a request: this rank did not trace the module, expected rank 0")
         tensors = self.inputs.flatten(args, kwargs)
-        return {name: one.numpy() for name, one in tensors.items() if is_given(self.dense, name)}
+        return {name: tensor.numpy() for name, tensor in tensors.items() if is_request_input(self.dense, name)}
 
 
 def package(
@@ -87,16 +86,14 @@ def package(
     progress: Callable[[str], None] | None = None,
     sources: ModelSources | None = None,
 ) -> PackagedModel:
-    """Write a trained module as one version of a model, which `hps serve` answers with scores.
+    """Write a trained module as one version of a model, whose scores `hps serve` returns.
 
     The module is exported with `torch.export` and cut at its lookups (`cutting.py`): embeddings, embedding bags and
-    `weight[keys]` of stored tables. What leads to their keys becomes a keys program, all the rest the network. So whatever
-    else the module does with its inputs (masks, rules on keys, lengths, hashes, offsets, positions) is served as it is, and
-    what cannot be exported is refused with the line of the module. Requests give the module's own inputs; those within a dict
-    or list are named by their path (`batch.item`, `lS_i.0`), and each feature `f` of a KeyedJaggedTensor has keys `f` and
-    `f.offsets`. The package is then
-    compared with the module on the examples and on inputs made of them: other orders, one sample, more samples, other lengths,
-    other keys. The module itself is not touched.
+    `weight[keys]` of stored tables. The computation of their keys becomes a keys program, the rest the network. So masks, rules
+    on keys, lengths, hashes, offsets and positions are served unchanged; a module that cannot be exported is refused with the
+    line. Requests give the module's own inputs. Inputs within a dict or list are named by their path (`batch.item`, `lS_i.0`),
+    and each feature `f` of a KeyedJaggedTensor has keys `f` and `f.offsets`. The package is then compared with the module on
+    the examples and on variants of them: other orders, numbers of samples, lengths and keys. The module is not changed.
 
     Args:
         module: on any device; compiled and data-parallel modules are unwrapped. If weights are sharded, every rank makes the
@@ -108,24 +105,24 @@ def package(
         per_request: names of inputs that a request may give once for all its samples.
         hotness: most keys of a sample, as for `save`. Default: those of the examples, and 100 where it may be any number.
         settings: as for `save`.
-        dynamic_batching, max_queue_delay_us: of the configuration's `dense`. Default: batches are made if rows of the inputs
-            do not depend on each other, which is tried.
-        tolerance: largest difference, absolute or relative, between outputs of the module and the package. Default: 1e-5, and
-            of half and bfloat16 outputs 2e-3 and 2e-2.
-        format: what runs the programs: `pt2` (programs of torch.export), `aotinductor` (compiled for this processor) or `onnx`.
-        allow_stale_copy: let online updates reach tables of which the network has a copy (tied outputs), which they do not
-            change.
-        progress: is told what is done next.
+        dynamic_batching, max_queue_delay_us: of the configuration's `dense`. Default: requests are batched if test runs find
+            that rows do not depend on each other.
+        tolerance: largest difference, absolute or relative, between outputs of the module and the package. Default: 1e-5;
+            2e-3 for half and 2e-2 for bfloat16 outputs.
+        format: `pt2` (programs of torch.export), `aotinductor` (compiled for this processor) or `onnx`.
+        allow_stale_copy: allow online updates of tables of which the network has a copy (tied outputs); they do not change the
+            copy.
+        progress: called with the name of the next step.
         note, sources: as for `hps.write_version`.
 
     Raises:
-        InvalidInputError: the module cannot be exported or cut, with the reason and its line, or the package answers otherwise
-            than the module. Nothing was written.
+        InvalidInputError: the module cannot be exported or cut, with the reason and its line, or the outputs of the package
+            differ from the module's. Nothing was written.
         ModelFileError, ConfigError: as for `save`.
     """
-    tell = progress or _log.debug
+    report = progress or _log.debug
     sources = sources or ModelSources()
-    place, version = _version_of(os.fspath(directory))
+    place, version = _split_version(os.fspath(directory))
     if format not in _FILES:
         raise InvalidInputError(f"packaging {place}: got format {format!r}, expected {', '.join(_FILES)}")
     module = unwrapped(module)
@@ -137,8 +134,8 @@ def package(
     traced = TracedCopy(module)
     if not traced.is_sharded:
         run_once(module, inputs)
-    tell(f"exporting a {inputs.module}")
-    with agreed(f"packaging {place}", traced.is_sharded):
+    report(f"exporting a {inputs.module}")
+    with fail_together(f"packaging {place}", traced.is_sharded):
         found = cut(traced.module, inputs, outputs)
         tables = traced.tables(found)
         traced.restore(found)
@@ -149,17 +146,20 @@ def package(
                 found, inputs, {path: name for path, (name, _) in tables.items()}, per_request, format
             )
             version_of.guard(proof.guards)
-            files = version_of.files(tell)
+            files = version_of.files(report)
             batching = {"dynamic_batching": dynamic_batching is not False, "max_queue_delay_us": max_queue_delay_us}
-            stale = {"stale_copies": [tables[path][0] for path in found.kept], "allow_stale_copy": allow_stale_copy}
-            dense = version_of.entry | batching | (stale if found.kept else {})
-            most = version_of.hotness(hotness)
+            stale_copies = {
+                "stale_copies": [tables[path][0] for path in found.shared_weights],
+                "allow_stale_copy": allow_stale_copy,
+            }
+            dense = version_of.entry | batching | (stale_copies if found.shared_weights else {})
+            hotness_by_table = version_of.hotness(hotness)
             dense["dynamic_batching"] &= proof.rows_are_independent
-            entry = _tried_entry(place, job.tables, most, dense, settings or {})
+            entry = _candidate_entry(place, job.tables, hotness_by_table, dense, settings or {})
             config = load_configuration({"models": [entry]}).models[0]
             if config.dense is None:
                 raise ModelFileError(f"packaging {place}: the settings remove the network")
-            tell("comparing the package with the module")
+            report("comparing the package with the module")
             proof.compare(config, config.dense, files, job.tables)
             if not proof.rows_are_independent and dynamic_batching:
                 raise InvalidInputError(f"packaging {place}: got dynamic_batching, but {proof.why_dependent}")
@@ -167,36 +167,40 @@ def package(
                 entry["dense"]["dynamic_batching"] = False
                 proof.notes.append(f"requests are answered one by one: {proof.why_dependent}")
             described = load_configuration({"models": [entry]}).models[0].dense or config.dense
-            tried = _Tried(described, files, most, proof.difference, (*found.notes, *_of_copies(dense), *proof.notes))
-            job.finish(tried)
+            candidate = _Candidate(
+                described, files, hotness_by_table, proof.difference, (*found.notes, *_stale_copy_notes(dense), *proof.notes)
+            )
+            job.finish(candidate)
         else:
-            tried = job.follow()
+            candidate = job.follow()
     saved = save(
         dict(tables.values()),
         place,
         version=version,
-        hotness=tried.hotness,
+        hotness=candidate.hotness,
         settings=settings,
         note=note,
-        network=(tried.dense, tried.files),
+        network=(candidate.dense, candidate.files),
         sources=sources,
     )
     command = f"hps serve {posixpath.dirname(saved.place.rstrip('/')) or '.'}"
-    for one in tried.notes:
-        _log.info("packaged %s: %s", saved.place, one)
+    for note in candidate.notes:
+        _log.info("packaged %s: %s", saved.place, note)
     _log.info(
         "packaged %s, version %s: its scores differ by %.2g at most; serve it: %s",
         saved.place,
         saved.version,
-        tried.difference,
+        candidate.difference,
         command,
     )
-    return PackagedModel(saved.place, saved.version, saved.entry, tried.dense, tried.difference, command, tried.notes, inputs)
+    return PackagedModel(
+        saved.place, saved.version, saved.entry, candidate.dense, candidate.difference, command, candidate.notes, inputs
+    )
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """What a package consists of beside its tables. *Immutable.*"""
+class _Candidate:
+    """A package without its tables, after the comparison. *Immutable.*"""
 
     dense: DenseConfig
     files: Mapping[str, bytes]
@@ -206,11 +210,7 @@ class _Tried:
 
 
 class VersionDescription:
-    """What `version.json` says of a cut module, and its programs.
-
-    Attributes:
-        entry: `dense`.
-    """
+    """Makes the entry `dense` of `version.json` for a cut module, and its programs."""
 
     def __init__(
         self,
@@ -225,27 +225,27 @@ class VersionDescription:
         self._tables = tables
         self._format = format
         self._keys = self._grouped(set(per_request))
-        self._names = {node: found.free_name(f"keys_{place}") for place, node in enumerate(found.computed())}
+        self._names = {node: found.free_name(f"keys_{index}") for index, node in enumerate(found.computed())}
         plain = {lookup.name: self._plain(lookup) for lookup in found.lookups}
-        taken: set[str] = set()
+        consumed: set[str] = set()
         described: dict[str, Any] = {}
         lookups: dict[str, Any] = {}
         for lookup in found.lookups:
-            if (one := plain[lookup.name]) is None:
+            if (description := plain[lookup.name]) is None:
                 lookups[lookup.name] = self._lookup(lookup)
                 continue
             name = lookup.parts["keys"].input
-            described[name] = one
-            taken |= {source.input for source in lookup.parts.values()}
+            described[name] = description
+            consumed |= {source.input for source in lookup.parts.values()}
             lookup.name = name
         for name, tensor in inputs.tensors.items():
-            if name not in taken and not self._is_unused_feature(name):
+            if name not in consumed and not self._is_unused_feature(name):
                 described[name] = {"dtype": DTYPES[tensor.dtype], "shape": self._shape(name)}
         for name, offsets in found.ragged.items():
             if name in described and "shape" in described[name] and offsets in described:
                 described[offsets].setdefault("offsets_of", name)
         self.network, self.reads = found.network()
-        sizes = {size for one in described.values() for size in _sizes_in(one.get("shape", ()))}
+        sizes = {size for description in described.values() for size in _sizes_in(description.get("shape", ()))}
         self.entry: dict[str, Any] = {
             "format": "onnx" if format == "onnx" else "pt2",
             "file": _FILES[format],
@@ -256,43 +256,43 @@ class VersionDescription:
             },
             "outputs": list(found.outputs),
         }
-        more = {
+        optional = {
             "lookups": lookups,
             "keys": [
                 {
-                    "file": f"keys{place or ''}{_FILES[format][5:]}",
+                    "file": f"keys{index or ''}{_FILES[format][5:]}",
                     "inputs": found.inputs_of(nodes),
                     "outputs": [self._names[node] for node in nodes],
                 }
-                for place, nodes in enumerate(self._keys)
+                for index, nodes in enumerate(self._keys)
             ],
             "sizes": {name: size for name, size in found.sizes.items() if name in sizes},
         }
         if self.reads != [*self.entry["inputs"]]:  # compiled programs take inputs by position
-            more["network_inputs"] = self.reads
+            optional["network_inputs"] = self.reads
         self._sizes = sizes | {"samples"}
-        self.entry |= {what: one for what, one in more.items() if one}
+        self.entry |= {key: description for key, description in optional.items() if description}
         self.guard(found.guards)
 
     def guard(self, guards: Sequence[str]) -> None:
-        """Add conditions on sizes: on those of the batch, which may be padded, unless the module branches on sizes."""
-        what = "request_guards" if self._cut.branches else "guards"
-        known = [guard for guard in guards if {*_sizes_in([guard])} <= self._sizes]
-        if found := strongest([*self.entry.get(what, ()), *known]):
-            self.entry[what] = found
+        """Add conditions on sizes: of the batch, which may be padded, or of each request if the module branches on sizes."""
+        key = "request_guards" if self._cut.branches else "guards"
+        known_guards = [guard for guard in guards if {*_sizes_in([guard])} <= self._sizes]
+        if guards_to_keep := strongest([*self.entry.get(key, ()), *known_guards]):
+            self.entry[key] = guards_to_keep
 
     def _is_unused_feature(self, name: str) -> bool:
-        """Return whether an input belongs to a feature of a KeyedJaggedTensor that nothing reads."""
+        """Return whether an input belongs to an unused feature of a KeyedJaggedTensor."""
         feature = name if name in self._inputs.ragged else name.rpartition(".")[0]
         if feature not in self._inputs.ragged:
             return False
-        found = self._cut
-        read = {*found.reads, *found.inputs_of(found.computed())}
-        read |= {part.input for lookup in found.lookups for part in lookup.parts.values()}
-        return not read & {feature, self._inputs.ragged[feature], f"{feature}.weights"}
+        cut = self._cut
+        inputs_read = {*cut.reads, *cut.inputs_of(cut.computed())}
+        inputs_read |= {part.input for lookup in cut.lookups for part in lookup.parts.values()}
+        return not inputs_read & {feature, self._inputs.ragged[feature], f"{feature}.weights"}
 
     def _grouped(self, per_request: set[str]) -> list[list[Any]]:
-        """Group what keys programs compute: by values that a request gives once, and by others."""
+        """Group the nodes that keys programs compute: those of per-request inputs alone, and others."""
         groups: dict[bool, list[Any]] = {}
         for node in self._cut.computed():
             groups.setdefault({*self._cut.inputs_of([node])} <= per_request, []).append(node)
@@ -303,22 +303,22 @@ class VersionDescription:
         return [-1 if first == "samples" else first, *others]
 
     def _plain(self, lookup: TracedLookup) -> dict[str, Any] | None:
-        """Describe a lookup whose keys are an input that nothing else reads; None for others."""
-        keys, offsets, weights = (lookup.parts.get(what) for what in ("keys", "offsets", "weights"))
+        """Describe a lookup whose keys are an input used only there; None for others."""
+        keys, offsets, weights = (lookup.parts.get(part) for part in ("keys", "offsets", "weights"))
         if keys is None or not keys.input or keys.column is not None or self._inputs.tensors[keys.input].dtype != torch.int64:
             return None
-        name, found = keys.input, self._cut
+        name, cut = keys.input, self._cut
         ragged = self._inputs.ragged.get(name)
-        own = {name} if ragged is None else {name, ragged, f"{name}.weights"} & {*self._inputs.tensors}
-        if own & {*found.reads, *found.inputs_of(found.computed())}:
+        own_names = {name} if ragged is None else {name, ragged, f"{name}.weights"} & {*self._inputs.tensors}
+        if own_names & {*cut.reads, *cut.inputs_of(cut.computed())}:
             return None
-        parts = [part.input for one in found.lookups if one is not lookup for part in one.parts.values()]
-        if own & {*parts} or {part.input for part in (offsets, weights) if part is not None} != own - {name}:
+        parts = [part.input for other in cut.lookups if other is not lookup for part in other.parts.values()]
+        if own_names & {*parts} or {part.input for part in (offsets, weights) if part is not None} != own_names - {name}:
             return None
-        shape = found.shapes[name]
+        shape = cut.shapes[name]
         sizes = {*_sizes_in(shape)} - {"samples"}
-        said = [*found.guards, *(text for other, dims in found.shapes.items() if other not in own for text in dims)]
-        if sizes & {*_sizes_in(said)}:
+        expressions = [*cut.guards, *(text for other, dims in cut.shapes.items() if other not in own_names for text in dims)]
+        if sizes & {*_sizes_in(expressions)}:
             return None
         entry: dict[str, Any] = {"table": self._tables[lookup.weight]}
         if lookup.pooling != "none":
@@ -339,14 +339,14 @@ class VersionDescription:
 
     @staticmethod
     def _options(lookup: TracedLookup) -> dict[str, Any]:
-        found = {"max_norm": lookup.max_norm, "padding_key": lookup.padding}
-        return {name: one for name, one in found.items() if one is not None}
+        options = {"max_norm": lookup.max_norm, "padding_key": lookup.padding}
+        return {name: value for name, value in options.items() if value is not None}
 
     def _lookup(self, lookup: TracedLookup) -> dict[str, Any]:
         entry: dict[str, Any] = {"table": self._tables[lookup.weight]}
         if lookup.pooling != "none":
             entry["pooling"] = lookup.pooling
-        entry |= {what: self._source(source) for what, source in lookup.parts.items()} | self._options(lookup)
+        entry |= {part: self._source(source) for part, source in lookup.parts.items()} | self._options(lookup)
         return entry | ({"include_last_offset": True} if lookup.include_last_offset and "offsets" in lookup.parts else {})
 
     def _source(self, source: TracedSource) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class VersionDescription:
         return {"input": source.input} | ({} if source.column is None else {"column": source.column})
 
     def hotness(self, hotness: int | Mapping[str, int] | None) -> dict[str, int]:
-        """Return the most keys of a sample, by table."""
+        """Return the maximum keys of a sample, by table."""
         most: dict[str, int] = {}
         for lookup in self._cut.lookups:
             source = lookup.parts["keys"]
@@ -366,55 +366,55 @@ class VersionDescription:
             most[name] = max(most.get(name, 0), max(fixed, 1) * (_ANY_NUMBER if free else 1))
         return dict.fromkeys(most, hotness) if isinstance(hotness, int) else most | dict(hotness or {})
 
-    def files(self, tell: Callable[[str], None]) -> dict[str, bytes]:
-        """Make the programs, by the names of their files."""
-        tensors, found = self._inputs.tensors, self._cut
+    def files(self, report: Callable[[str], None]) -> dict[str, bytes]:
+        """Return the programs by file name."""
+        tensors, cut = self._inputs.tensors, self._cut
         files: dict[str, bytes] = {}
-        asked: dict[Any, torch.Tensor] = {found.inputs[name]: one for name, one in tensors.items()}
+        values: dict[Any, torch.Tensor] = {cut.inputs[name]: tensor for name, tensor in tensors.items()}
         for entry, nodes in zip(self.entry.get("keys", ()), self._keys, strict=True):
-            program, inputs = found.keys_program(nodes, entry["outputs"])
-            given = {name: tensors[name] for name in inputs}
-            asked |= zip(nodes, program(given).values(), strict=True)
-            tell(f"exporting {entry['file']}")
-            files[entry["file"]] = self._program(program, given, entry["outputs"])
-        given = {name: tensors[name] for name in found.reads}
-        for lookup in found.lookups:
+            program, inputs = cut.keys_program(nodes, entry["outputs"])
+            inputs_of_program = {name: tensors[name] for name in inputs}
+            values |= zip(nodes, program(inputs_of_program).values(), strict=True)
+            report(f"exporting {entry['file']}")
+            files[entry["file"]] = self._program(program, inputs_of_program, entry["outputs"])
+        inputs_of_program = {name: tensors[name] for name in cut.reads}
+        for lookup in cut.lookups:
             value = lookup.node.meta["val"]
             dim = int((value[0] if isinstance(value, tuple | list) else value).shape[-1])
-            rows = _rows_of(lookup, asked, tensors)
-            given[lookup.name] = torch.zeros(*rows, dim)
-        tell(f"exporting {self.entry['file']}")
-        files[self.entry["file"]] = self._program(self.network, given, self.entry["outputs"])
+            rows = _rows_of(lookup, values, tensors)
+            inputs_of_program[lookup.name] = torch.zeros(*rows, dim)
+        report(f"exporting {self.entry['file']}")
+        files[self.entry["file"]] = self._program(self.network, inputs_of_program, self.entry["outputs"])
         return files
 
-    def _program(self, module: nn.Module, given: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> bytes:
-        """Export a program that takes and returns tensors by name, and note on which sizes it relies."""
-        known = {name: self._cut.sizes_of(name) for name in given}
+    def _program(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> bytes:
+        """Export a program that takes and returns tensors by name, and add its conditions on sizes."""
+        sizes = {name: self._cut.sizes_of(name) for name in inputs}
         try:
             with quiet():
                 try:
-                    program, content = _saved(module, given, known, outputs, self._format)
-                except Exception:  # noqa: BLE001 - of torch's exporters, which raise anything
-                    program, content = _saved(module, given, known, outputs, self._format, every=False)
+                    program, content = _export_program(module, inputs, sizes, outputs, self._format)
+                except Exception:  # noqa: BLE001 - torch's exporters raise any class
+                    program, content = _export_program(module, inputs, sizes, outputs, self._format, all_sizes=False)
         except Exception as error:
             lines = str(error).strip().splitlines()
             raise InvalidInputError(
                 f"packaging: a program cannot be made for {self._format}: {type(error).__name__}: "
                 f"{lines[0][:400] if lines else ''}"
             ) from error
-        self.guard(self._cut.names.conditions_of(program, [*known.values()]))
+        self.guard(self._cut.names.conditions_of(program, [*sizes.values()]))
         return content
 
 
-def _rows_of(lookup: TracedLookup, asked: Mapping[Any, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    """Return how many vectors a lookup has for the examples."""
+def _rows_of(lookup: TracedLookup, values: Mapping[Any, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """Return the number of vectors of a lookup for the examples."""
 
-    def part(what: str) -> torch.Tensor | None:
-        source = lookup.parts.get(what)
+    def part(name: str) -> torch.Tensor | None:
+        source = lookup.parts.get(name)
         if source is None:
             return None
-        found = tensors[source.input] if source.input else asked[source.node]
-        return found if source.column is None else found[:, source.column]
+        tensor = tensors[source.input] if source.input else values[source.node]
+        return tensor if source.column is None else tensor[:, source.column]
 
     keys, offsets = part("keys"), part("offsets")
     if keys is None:
@@ -435,63 +435,66 @@ def _sizes_in(texts: Iterable[Any]) -> list[str]:
 
 
 class _Positional(nn.Module):
-    """A program that takes tensors by position, as packages of AOTInductor are called."""
+    """Calls a program with tensors by position, as AOTInductor's packages are called."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.module = module
         self._names = list(names)
 
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.module(dict(zip(self._names, given, strict=True))).values())
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.module(dict(zip(self._names, tensors, strict=True))).values())
 
 
-def _saved(
+def _export_program(
     module: nn.Module,
-    given: Mapping[str, torch.Tensor],
-    known: Mapping[str, Sequence[Any]],
+    inputs: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, Sequence[Any]],
     outputs: Sequence[str],
     format: str,  # noqa: A002
     *,
-    every: bool = True,
+    all_sizes: bool = True,
 ) -> tuple[torch.export.ExportedProgram, bytes]:
-    """Export a program for an engine; each gets an export of its own, which it may change."""
-    given = {name: one.clone() for name, one in given.items()}
+    """Export a program for an engine, each time anew, since engines change the exported graph."""
+    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
     if format == "pt2":
         file = io.BytesIO()
-        program = export(module, (given,), known=known, every=every)
+        program = export(module, (inputs,), sizes=sizes, all_sizes=all_sizes)
         torch.export.save(program, file)
         return program, file.getvalue()
-    program = export(_Positional(module, [*given]), tuple(given.values()), known=known, every=every)
+    program = export(_Positional(module, [*inputs]), tuple(inputs.values()), sizes=sizes, all_sizes=all_sizes)
     with tempfile.TemporaryDirectory(prefix="hps-package-") as directory:
-        place = Path(directory, _FILES[format])
+        path = Path(directory, _FILES[format])
         if format == "onnx":
-            made = torch.onnx.export(program, (), input_names=[*given], output_names=[*outputs], dynamo=True, verbose=False)
-            made.save(place)  # type: ignore[union-attr]
+            exported = torch.onnx.export(
+                program, (), input_names=[*inputs], output_names=[*outputs], dynamo=True, verbose=False
+            )
+            exported.save(path)  # type: ignore[union-attr]
         else:
             from torch._inductor import aoti_compile_and_package  # its documented home
 
-            aoti_compile_and_package(program, package_path=str(place))
-        return program, place.read_bytes()
+            aoti_compile_and_package(program, package_path=str(path))
+        return program, path.read_bytes()
 
 
-def _version_of(directory: str) -> tuple[str, str | None]:
+def _split_version(directory: str) -> tuple[str, str | None]:
     parent, last = posixpath.split(directory.rstrip("/"))
     return (parent or ".", last) if VERSION.fullmatch(last) else (directory, None)
 
 
-def _of_copies(dense: Mapping[str, Any]) -> list[str]:
+def _stale_copy_notes(dense: Mapping[str, Any]) -> list[str]:
+    policy = "allowed (allow_stale_copy)" if dense.get("allow_stale_copy") else "refused, unless allow_stale_copy is set"
     return [
-        f"table {name!r} is read otherwise, too, so the network has a copy of it, which online updates do not reach: they are "
-        + ("allowed (allow_stale_copy)" if dense["allow_stale_copy"] else "refused, unless allow_stale_copy is set")
+        f"table {name!r} is also used other than by lookups, so the network has a copy of it, which online updates do not "
+        f"change: they are {policy}"
         for name in dense.get("stale_copies", ())
     ]
 
 
-def _tried_entry(
+def _candidate_entry(
     place: str, tables: Mapping[str, Any], most: Mapping[str, int], dense: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make an entry with which the network is tried, before anything is written."""
+    """Return the entry for the comparison, which runs before anything is written."""
     return {
         "model": re.sub(r"[^a-zA-Z0-9_-]", "_", posixpath.basename(place.rstrip("/"))) or "model",
         "sparse_files": list(tables),

@@ -1,7 +1,7 @@
-"""Compares a package, as a server runs it, with the module that it was made of.
+"""Compares a package, run as by a server, with the module that it was made of.
 
-The graph is what makes masks, lengths and rules right. Runs find what no graph shows: random numbers, clocks and counters of
-Python, `torch.compiler.is_compiling()`, what an `except` swallows, and whether rows depend on each other.
+The graph keeps masks, lengths and rules. Runs find what no graph shows: Python's random numbers, clocks and counters,
+`torch.compiler.is_compiling()`, swallowed exceptions, and rows that depend on each other.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,24 +20,23 @@ from hps.tensors.batch import Batch
 from hps.torch.cutting import Cut, plain_path
 from hps.torch.module_inputs import ModuleInputs, outputs_of
 from hps.torch.tables import Table
-from hps.torch.traced_copy import TracedCopy, copied
+from hps.torch.traced_copy import TracedCopy, copy_module
 
 Tensors = Mapping[str, torch.Tensor]
 _TOLERANCES: Final = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 _SMALL_BYTES: Final = 16 << 20
-_GIVEN_ONCE: Final = "what is per request given once"
 _KEYS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Proof:
-    """Runs of a module, and what they say of its package.
+    """Runs a module, and compares its outputs with those of its package.
 
     Attributes:
-        rows_are_independent: whether the answer to a row is the same in other orders, alone, and in a larger batch.
-        why_dependent: in words.
+        rows_are_independent: whether the output for a row is the same in other orders, alone, and in a larger batch.
+        why_dependent: the reason if they are not, for people.
         difference: largest difference between package and module so far.
-        notes: what its owner should know.
-        guards: conditions on sizes that the graph does not tell.
+        notes: for the user.
+        guards: conditions on sizes that the graph does not have.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class Proof:
         self._doing = f"packaging a {inputs.module}"
         self._alone = not traced.is_sharded
         scaled = {plain_path(lookup.weight) for lookup in found.lookups if lookup.max_norm is not None}
-        self._module = _to_run(module, scaled) if self._alone else module
-        self._device = next((parameter.device for parameter in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+        self._module = _runnable_copy(module, scaled) if self._alone else module
+        self._device = _device_of(module)
         self._tolerance = tolerance
         self.notes: list[str] = []
         self.guards: list[str] = []
@@ -62,48 +61,48 @@ class Proof:
         self.rows_are_independent, self.why_dependent = True, ""
         self._examples = self._run(inputs.tensors)
         if self._alone:
-            self._refuse_moods()
+            self._require_repeatable()
             self._find_dependence()
-        if found.why_apart:
-            self.rows_are_independent, self.why_dependent = False, found.why_apart
+        if found.why_unbatched:
+            self.rows_are_independent, self.why_dependent = False, found.why_unbatched
 
     def _run(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Call the module; in evaluation mode, on copies."""
+        """Call the module in evaluation mode, on copies of the inputs."""
         training = self._module.training
         self._module.eval()
         try:
             with torch.no_grad():
-                given = {name: one.to(self._device, copy=True) for name, one in tensors.items()}
-                found = outputs_of(self._inputs.call(self._module, given), self._outputs, squeezed=True)
+                inputs = {name: tensor.to(self._device, copy=True) for name, tensor in tensors.items()}
+                outputs = outputs_of(self._inputs.call(self._module, inputs), self._outputs, squeezed=True)
         finally:
             self._module.train(training)
-        if any(not one.ndim for one in found.values()):
+        if any(not tensor.ndim for tensor in outputs.values()):
             self.guards.append("samples >= 2")  # a squeeze() drops the only sample: it is answered in a batch of two
-        return {name: one.detach().cpu().reshape(one.shape or (1,)) for name, one in found.items()}
+        return {name: tensor.detach().cpu().reshape(tensor.shape or (1,)) for name, tensor in outputs.items()}
 
-    def _refuse_moods(self) -> None:
-        again = self._run(self._inputs.tensors)
-        for name, one in self._examples.items():
-            if self._worst(one, again[name], name)[1]:
+    def _require_repeatable(self) -> None:
+        repeated = self._run(self._inputs.tensors)
+        for name, output in self._examples.items():
+            if self._difference(output, repeated[name], name)[1]:
                 raise InvalidInputError(
                     f"{self._doing}: it answers the same inputs differently from call to call (output {name!r}): random "
                     "numbers, a clock or a counter of Python? Give them as inputs"
                 )
 
-    def _worst(self, ours: torch.Tensor, theirs: torch.Tensor, name: str) -> tuple[float, bool]:
+    def _difference(self, got: torch.Tensor, expected: torch.Tensor, name: str) -> tuple[float, bool]:
         """Return the largest difference, and whether it is too large."""
-        if ours.shape != theirs.shape:
+        if got.shape != expected.shape:
             return float("inf"), True
-        half = max((_TOLERANCES.get(self._cut.outputs[name].meta["val"].dtype, 0.0), *self._of_weights()))
+        half = max((_TOLERANCES.get(self._cut.outputs[name].meta["val"].dtype, 0.0), *self._weight_tolerances()))
         tolerance = self._tolerance or max(half, 1e-5)
-        ours, theirs = ours.double(), theirs.double()
-        known = ~(ours.isnan() | theirs.isnan())  # a server refuses what is not a number
-        ours, theirs = ours[known], theirs[known]
-        difference = torch.nan_to_num((ours - theirs).abs())
-        worst = float(difference.max()) if difference.numel() else 0.0
-        return worst, not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+        got, expected = got.double(), expected.double()
+        comparable = ~(got.isnan() | expected.isnan())  # a server refuses what is not a number
+        got, expected = got[comparable], expected[comparable]
+        difference = torch.nan_to_num((got - expected).abs())
+        largest = float(difference.max()) if difference.numel() else 0.0
+        return largest, not torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
 
-    def _of_weights(self) -> list[float]:
+    def _weight_tolerances(self) -> list[float]:
         """Return the tolerances of the dtypes that the module computes in."""
         return [
             _TOLERANCES.get(parameter.dtype, 0.0) for parameter in (*self._module.parameters(), *self._module.buffers())
@@ -116,43 +115,43 @@ class Proof:
             "alone": torch.arange(1),
             "in a larger batch": torch.arange(count).repeat(2),
         }
-        for what, order in orders.items():
-            tensors = self._take(order)
+        for change, order in orders.items():
+            tensors = self._select(order)
             if tensors is None:
                 self.rows_are_independent = False
-                self.why_dependent = "its inputs cannot be taken apart by samples"
+                self.why_dependent = "its inputs cannot be split by samples"
                 return
-            if self._depends(what, tensors, {name: one[order] for name, one in self._examples.items()}):
+            if self._is_dependent(change, tensors, {name: output[order] for name, output in self._examples.items()}):
                 return
         for factor in (1e3, -1e3):
             tensors = dict(self._inputs.tensors)
-            for name, one in tensors.items():
-                if one.is_floating_point() and self._cut.shapes[name][0] == "samples" and len(one) == count > 1:
-                    tensors[name] = torch.cat([one[:-1], one[-1:] * factor])
-            first = {name: one[:-1] for name, one in self._examples.items()}
-            if self._depends("beside one of large numbers", tensors, first):
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and self._cut.shapes[name][0] == "samples" and len(tensor) == count > 1:
+                    tensors[name] = torch.cat([tensor[:-1], tensor[-1:] * factor])
+            first = {name: output[:-1] for name, output in self._examples.items()}
+            if self._is_dependent("in a batch with large numbers", tensors, first):
                 return
 
-    def _depends(self, what: str, tensors: Tensors, expected: Tensors) -> bool:
-        """Return whether the first samples are answered otherwise than expected."""
+    def _is_dependent(self, change: str, tensors: Tensors, expected: Tensors) -> bool:
+        """Return whether the outputs for the first samples differ from the expected ones."""
         try:
-            found = self._run(tensors)
+            outputs = self._run(tensors)
         except Exception:  # noqa: BLE001 - the module does not take them
             return False
-        for name, one in expected.items():
-            if self._worst(found[name][: len(one)], one, name)[1]:
+        for name, output in expected.items():
+            if self._difference(outputs[name][: len(output)], output, name)[1]:
                 self.rows_are_independent = False
-                self.why_dependent = f"the module answers a sample {what} otherwise (output {name!r})"
+                self.why_dependent = f"the module's output for a sample differs {change} (output {name!r})"
                 return True
         return False
 
     def compare(self, config: ModelConfig, dense: DenseConfig, files: Mapping[str, bytes], tables: Mapping[str, Table]) -> None:
-        """Score the examples and inputs made of them as a server does, and compare the answers with the module's.
+        """Score the examples and their variants as a server does, and compare the scores with the module's outputs.
 
-        Answers to requests that are put together decide `rows_are_independent`, too.
+        `rows_are_independent` also requires that merged requests get the same scores.
 
         Raises:
-            InvalidInputError: the answers differ.
+            InvalidInputError: the scores differ.
         """
         try:
             opened = OpenedNetwork(config, dense, files, "", ())
@@ -168,165 +167,171 @@ class Proof:
                 refuse_nan=False,
                 max_samples=config.max_batch_size,
             )
-            asked = [request for request in self._requests(opened, config, dense) if self._is_answered(scorer, *request)]
+            requests = [request for request in self._requests(opened, config, dense) if self._compare_answer(scorer, *request)]
             if dense.dynamic_batching:
-                self._merge(scorer, asked)
+                self._compare_merged(scorer, requests)
         finally:
             opened.close()
 
     def _requests(
         self, opened: OpenedNetwork, config: ModelConfig, dense: DenseConfig
     ) -> Iterator[tuple[str, ScoreInputs, Tensors]]:
-        """Make requests of the examples and their variants, with the module's answers; without those that either refuses."""
-        once = [name for name, one in dense.inputs.items() if one.per_request]
-        for what, tensors in self._variants(once):
+        """Yield requests of the examples and their variants with the module's outputs, if module and server take them."""
+        for variant, tensors in self._variants():
             is_example = tensors is self._inputs.tensors
             try:
                 expected = self._examples if is_example else self._run(tensors)
             except Exception:  # noqa: BLE001 - no inputs that the module takes
                 continue
-            arrays = {name: one.numpy() for name, one in tensors.items() if is_given(dense, name)}
-            if what == _GIVEN_ONCE:
-                arrays |= {name: arrays[name][:1] for name in once}
+            arrays = {name: input_.numpy() for name, input_ in tensors.items() if is_request_input(dense, name)}
             try:
                 given = arrays_of(opened.features, arrays)
-                yield what, read_request(opened.signature, given, config.max_batch_size, config.model), expected
+                yield variant, read_request(opened.signature, given, config.max_batch_size, config.model), expected
             except (InvalidInputError, TooManyKeysError):
                 if is_example:
                     raise
 
-    def _is_answered(self, scorer: Scorer, what: str, request: ScoreInputs, expected: Tensors) -> bool:
-        """Compare the answer to a request with the module's; False if there is none."""
+    def _compare_answer(self, scorer: Scorer, variant: str, request: ScoreInputs, expected: Tensors) -> bool:
+        """Compare the scores of a request with the module's outputs. Return False if the network fails."""
         try:
             (answer,), _ = scorer.score([request])
         except NetworkError as error:
             if expected is self._examples:
                 raise InvalidInputError(f"{self._doing}: the package does not run: {error}") from error
-            self.notes.append(f"the package fails where the module answers ({what}): {error}")
+            self.notes.append(f"the package fails where the module answers ({variant}): {error}")
             return False
-        self._check(what, expected, answer)
+        self._require_equal(variant, expected, answer)
         return True
 
-    def _merge(self, scorer: Scorer, asked: Sequence[tuple[str, ScoreInputs, Tensors]]) -> None:
-        """Score requests together that a server would."""
+    def _compare_merged(self, scorer: Scorer, requests: Sequence[tuple[str, ScoreInputs, Tensors]]) -> None:
+        """Score together the requests that a server would merge."""
         together: dict[Any, list[tuple[str, ScoreInputs, Tensors]]] = {}
-        for one in asked:
-            together.setdefault(one[1].form, []).append(one)
+        for request in requests:
+            together.setdefault(request[1].form, []).append(request)
         for group in together.values():
             try:
                 answers, _ = scorer.score([request for _, request, _ in group])
-            except NetworkError:  # as many samples as it does not run with: a server answers them one by one
+            except NetworkError:  # not for this number of samples: a server then scores the requests one by one
                 continue
-            for (what, _, expected), answer in zip(group, answers, strict=True):
+            for (variant, _, expected), answer in zip(group, answers, strict=True):
                 if self._differs(expected, answer):
                     self.rows_are_independent = False
-                    self.why_dependent = f"a request ({what}) is answered otherwise when it is put together with others"
+                    self.why_dependent = f"the scores of a request ({variant}) differ when it is merged with others"
                     return
 
     def _differs(self, expected: Tensors, answer: Any) -> bool:
-        return any(self._worst(torch.from_numpy(np.array(answer[name])), one, name)[1] for name, one in expected.items())
+        return any(
+            self._difference(torch.from_numpy(np.array(answer[name])), output, name)[1] for name, output in expected.items()
+        )
 
-    def _check(self, what: str, expected: Tensors, answer: Any) -> None:
+    def _require_equal(self, variant: str, expected: Tensors, answer: Any) -> None:
         if isinstance(answer, HPSError):
             raise answer
-        for name, theirs in expected.items():
-            ours = torch.from_numpy(np.array(answer[name]))
-            worst, differs = self._worst(ours, theirs, name)
-            if ours.shape != theirs.shape:
+        for name, expected_output in expected.items():
+            output = torch.from_numpy(np.array(answer[name]))
+            difference, differs = self._difference(output, expected_output, name)
+            if output.shape != expected_output.shape:
                 raise InvalidInputError(
-                    f"{self._doing}: output {name!r} has shape {list(ours.shape)} when it is served, {list(theirs.shape)} from "
-                    f"the module ({what}); expected samples as the first dimension of outputs"
+                    f"{self._doing}: output {name!r} has shape {list(output.shape)} when it is served and "
+                    f"{list(expected_output.shape)} from the module ({variant}); expected samples as the first dimension"
                 )
             if differs:
                 raise InvalidInputError(
-                    f"{self._doing}: output {name!r} differs by up to {worst:.3g} from the module's ({what}): does forward ask "
-                    "whether it is traced, read a clock or a random number, or catch exceptions?"
+                    f"{self._doing}: output {name!r} differs by up to {difference:.3g} from the module's ({variant}): does "
+                    "forward check whether it is traced, read a clock or a random number, or catch exceptions?"
                 )
-            self.difference = max(self.difference, worst)
+            self.difference = max(self.difference, difference)
 
-    def _variants(self, once: Sequence[str] = ()) -> Iterator[tuple[str, Tensors]]:
-        """Make inputs of the examples: the same samples otherwise, other keys, other lengths."""
+    def _variants(self) -> Iterator[tuple[str, Tensors]]:
+        """Yield the examples and variants of them: other numbers of samples, other keys, other lengths."""
         tensors, count = self._inputs.tensors, self._cut.samples
         yield "the examples", tensors
         if not self._alone:
             return
         orders = {"one sample": [0], "two samples": [count - 1, 0], "more samples": [*range(count), *range(count)]}
-        for what, order in orders.items():
-            if (taken := self._take(torch.tensor(order))) is not None:
-                yield what, taken
+        for variant, order in orders.items():
+            if (selected := self._select(torch.tensor(order))) is not None:
+                yield variant, selected
         keys = {
             name
-            for name, one in tensors.items()
-            if one.dtype in _KEYS and one.numel() and name not in self._cut.ragged.values()
+            for name, tensor in tensors.items()
+            if tensor.dtype in _KEYS and tensor.numel() and name not in self._cut.ragged.values()
         }
-        for what, change in (
-            ("other keys", lambda one: one.flatten().roll(1).reshape(one.shape)),
-            ("keys in reverse", lambda one: one.flatten().flip(0).reshape(one.shape)),
-            ("the smallest key everywhere", lambda one: torch.full_like(one, int(one.min()))),
+        for variant, change in (
+            ("other keys", lambda tensor: tensor.flatten().roll(1).reshape(tensor.shape)),
+            ("keys in reverse", lambda tensor: tensor.flatten().flip(0).reshape(tensor.shape)),
+            ("the smallest key everywhere", lambda tensor: torch.full_like(tensor, int(tensor.min()))),
             ("zeros behind and a row of zeros", _with_zeros),
-            ("the largest key everywhere", lambda one: torch.full_like(one, int(one.max()))),
+            ("the largest key everywhere", lambda tensor: torch.full_like(tensor, int(tensor.max()))),
         ):
-            yield what, {name: change(one) if name in keys else one for name, one in tensors.items()}
+            yield variant, {name: change(tensor) if name in keys else tensor for name, tensor in tensors.items()}
         for size in self._cut.sizes:
-            at = {name: [dim for dim, text in enumerate(shape) if text == size] for name, shape in self._cut.shapes.items()}
-            if any(0 in dims for dims in at.values()) or any(
+            dims_of_size = {
+                name: [dim for dim, text in enumerate(shape) if text == size] for name, shape in self._cut.shapes.items()
+            }
+            if any(0 in dims for dims in dims_of_size.values()) or any(
                 size in str(text) and text != size for shape in self._cut.shapes.values() for text in shape
             ):
                 continue
             before = self._cut.sizes[size]
             for length in (1, 2, before + 3):
                 if before and length != before:
-                    yield f"{size} = {length}", {name: self._resized(one, at[name], length) for name, one in tensors.items()}
+                    yield (
+                        f"{size} = {length}",
+                        {name: self._resized(tensor, dims_of_size[name], length) for name, tensor in tensors.items()},
+                    )
 
     @staticmethod
-    def _resized(one: torch.Tensor, dims: Sequence[int], length: int) -> torch.Tensor:
+    def _resized(tensor: torch.Tensor, dims: Sequence[int], length: int) -> torch.Tensor:
         for dim in dims:
-            one = one.index_select(dim, torch.arange(length) % one.shape[dim])
-        return one
+            tensor = tensor.index_select(dim, torch.arange(length) % tensor.shape[dim])
+        return tensor
 
-    def _take(self, order: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """Take samples of the examples; None if they cannot be taken apart."""
-        taken: dict[str, torch.Tensor] = {}
+    def _select(self, order: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """Select samples of the examples; None if they cannot be split."""
+        selected: dict[str, torch.Tensor] = {}
         ragged = self._cut.ragged
-        for name, one in self._inputs.tensors.items():
+        for name, tensor in self._inputs.tensors.items():
             if name in ragged and not ragged[name]:
                 return None
             if name in ragged:
-                taken |= self._take_ragged(name, one, ragged[name], order)
+                selected |= self._select_ragged(name, tensor, ragged[name], order)
             elif name not in ragged.values():
                 if self._cut.shapes[name][0] != "samples":
                     return None
-                taken[name] = one[order]
-        return taken
+                selected[name] = tensor[order]
+        return selected
 
-    def _take_ragged(self, name: str, one: torch.Tensor, offsets_name: str, order: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _select_ragged(
+        self, name: str, values: torch.Tensor, offsets_name: str, order: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         offsets = self._inputs.tensors[offsets_name]
         ends = (
             offsets
             if self._cut.shapes[offsets_name][0] != "samples"
-            else torch.cat([offsets, torch.tensor([len(one)], dtype=offsets.dtype)])
+            else torch.cat([offsets, torch.tensor([len(values)], dtype=offsets.dtype)])
         )
-        parts = [one[int(ends[row]) : int(ends[row + 1])] for row in order.tolist()]
+        parts = [values[int(ends[row]) : int(ends[row + 1])] for row in order.tolist()]
         new = torch.tensor([0, *np.cumsum([len(part) for part in parts])], dtype=offsets.dtype)
         return {name: torch.cat(parts), offsets_name: new if ends is offsets else new[:-1]}
 
 
-def _with_zeros(one: torch.Tensor) -> torch.Tensor:
-    """Set the second half of each row, and all of the first row, to zero: what is usual for padding."""
-    one = one.clone()
-    if one.ndim > 1:
-        one[:, one.shape[1] // 2 :] = 0
-    one[:1] = 0
-    return one
+def _with_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Set the second half of each row, and all of the first row, to zero, the usual padding."""
+    tensor = tensor.clone()
+    if tensor.ndim > 1:
+        tensor[:, tensor.shape[1] // 2 :] = 0
+    tensor[:1] = 0
+    return tensor
 
 
-def is_given(dense: DenseConfig, name: str) -> bool:
-    """Return whether requests give a tensor of a module: an input, or offsets or weights of one."""
+def is_request_input(dense: DenseConfig, name: str) -> bool:
+    """Return whether a tensor of a module is part of requests: an input, or its offsets or weights."""
     return name in dense.inputs or name.rpartition(".")[0] in dense.inputs
 
 
 def run_once(module: nn.Module, inputs: ModuleInputs) -> None:
-    """Run a copy of a module on the examples before it is traced, so that what it caches elsewhere holds no traced tensors.
+    """Run a copy of a module on the examples before tracing, so that global caches of the module hold no traced tensors.
 
     Raises:
         InvalidInputError: it does not run.
@@ -337,47 +342,51 @@ def run_once(module: nn.Module, inputs: ModuleInputs) -> None:
         if getattr(part, "max_norm", None) is not None
         for name, _ in part.named_parameters()
     }
-    device = next((parameter.device for parameter in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    device = _device_of(module)
     if device.type == "meta":
         return
-    ours = _to_run(module, scaled).eval()
+    copied = _runnable_copy(module, scaled).eval()
     try:
         with torch.no_grad():
-            inputs.call(ours, {name: one.to(device, copy=True) for name, one in inputs.tensors.items()})
+            inputs.call(copied, {name: parameter.to(device, copy=True) for name, parameter in inputs.tensors.items()})
     except Exception as error:
         raise InvalidInputError(
             f"packaging a {inputs.module}: it does not run on the examples: {type(error).__name__}: {error}"
         ) from error
-    for (path, one), own in zip(ours.named_parameters(), module.parameters(), strict=True):
-        shared = one.data_ptr() == own.data_ptr()
-        if path not in scaled and not shared and not torch.equal(torch.nan_to_num(one), torch.nan_to_num(own)):
+    for (path, parameter), original in zip(copied.named_parameters(), module.parameters(), strict=True):
+        shared = parameter.data_ptr() == original.data_ptr()
+        if path not in scaled and not shared and not torch.equal(torch.nan_to_num(parameter), torch.nan_to_num(original)):
             raise InvalidInputError(
                 f"packaging a {inputs.module}: forward changes its weight {path!r}; a served module has no memory: change it "
                 "once, before it is packaged"
             )
 
 
-def _to_run(module: nn.Module, scaled: Collection[str]) -> nn.Module:
-    """Copy a module that may change itself when it runs. Large weights are shared, but those that running scales to a norm."""
+def _device_of(module: nn.Module) -> torch.device:
+    return next((weight.device for weight in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def _runnable_copy(module: nn.Module, scaled: Collection[str]) -> nn.Module:
+    """Copy a module that may change itself when it runs. Large weights are shared, except those scaled to a norm by a run."""
     memo: dict[int, Any] = {}
-    for path, one in module.named_parameters():
-        if path not in scaled and one.numel() * one.element_size() > _SMALL_BYTES:
-            memo[id(one)] = nn.Parameter(one.detach(), requires_grad=False)
+    for path, parameter in module.named_parameters():
+        if path not in scaled and parameter.numel() * parameter.element_size() > _SMALL_BYTES:
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     memo |= {id(part): part for part in module.modules() if type(part).__module__.startswith(("torch.ao.", "torchrec.quant."))}
-    return copied(module, memo)
+    return copy_module(module, memo)
 
 
 def _lookup_in(tables: Sequence[Table]) -> Any:
-    """Return what looks a batch up in the weights."""
+    """Return a function that looks up batches in the weights."""
 
     def look_up(batch: Batch) -> None:
-        for place, (table, asked, out) in enumerate(zip(batch.tables, batch.keys, batch.outs, strict=True)):
-            keys, places = torch.unique(torch.from_numpy(np.ascontiguousarray(asked)), return_inverse=True)
+        for position, (table, keys_of_table, out) in enumerate(zip(batch.tables, batch.keys, batch.outs, strict=True)):
+            keys, positions = torch.unique(torch.from_numpy(np.ascontiguousarray(keys_of_table)), return_inverse=True)
             rows = tables[table].read(keys)
             if not batch.poolings:
-                out[:] = rows[places].numpy()
+                out[:] = rows[positions].numpy()
                 continue
-            pooling = batch.poolings[place]
+            pooling = batch.poolings[position]
             offsets = (
                 np.arange(pooling.count) * pooling.hotness if pooling.offsets is None else pooling.offsets[: pooling.count]
             )
@@ -385,7 +394,7 @@ def _lookup_in(tables: Sequence[Table]) -> Any:
             if not len(rows):
                 rows = torch.zeros(1, out.shape[1])
             out[:] = nn.functional.embedding_bag(
-                places,
+                positions,
                 rows,
                 torch.from_numpy(np.asarray(offsets)),
                 mode=pooling.combiner.name.lower(),

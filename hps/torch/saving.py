@@ -33,18 +33,12 @@ from hps.types import FloatArray, KeyArray
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The result of `save`. *Immutable.*
+    """The result of `save`. *Immutable.*"""
 
-    Attributes:
-        place: path or URI of the model's directory.
-        entry: the entry of `models` that serves it in a `ps.json`.
-        tables: table names of each submodule, by its path.
-    """
-
-    place: str
+    place: str  # path or URI of the model's directory
     version: str
-    entry: Mapping[str, Any] = field(repr=False)
-    tables: Mapping[str, tuple[str, ...]] = field(repr=False)
+    entry: Mapping[str, Any] = field(repr=False)  # of `models` in a `ps.json` that serves it
+    tables: Mapping[str, tuple[str, ...]] = field(repr=False)  # names by the path of their submodule
 
 
 def save(
@@ -62,53 +56,50 @@ def save(
     network: tuple[DenseConfig, Mapping[str, bytes]] | None = None,
     sources: ModelSources | None = None,
 ) -> SavedModel:
-    """Write every embedding of a module as a table of one version of a model. Readers see all of it or nothing.
+    """Write every embedding of a module as a table of one version of a model. Readers see the complete version or nothing.
 
     Embeddings are `nn.Embedding`, `nn.EmbeddingBag`, torchrec's `EmbeddingBagCollection` and `EmbeddingCollection`, and the
-    quantised forms of torch and torchrec. A table is named by the path of its submodule, with `_` for anything but letters,
-    digits, `_` and `-`; torchrec's tables keep their names. A shared submodule is saved once. Weights are copied to host memory
-    16 MB at a time; no optimiser may change them meanwhile.
+    quantised forms of torch and torchrec. A table is named by the path of its submodule, with `_` for characters other than
+    letters, digits, `_` and `-`; torchrec's tables keep their names. A shared submodule is saved once. Weights are copied to
+    host memory 16 MB at a time; no optimiser may change them meanwhile.
 
     If weights are sharded (DTensor, ShardedTensor, torchrec's sharded collections), every rank of the default process group
-    makes the same call. Rank 0 writes, with its arguments, and all ranks return the same.
+    makes the same call. Rank 0 writes, with its arguments, and all ranks return the same result.
 
     Args:
-        module: the trained module, on any device; weights float32, or what is converted: float16, bfloat16, float64 and
+        module: the trained module, on any device; weights are float32, or converted from float16, bfloat16, float64 and
             quantised rows. Or its tables by name, as `package` finds them.
         uri: path or URI of the model's directory on any supported file system; its last part is the model's name. Parents are
             created.
-        version: version number. Default: one above the highest existing one, or 1.
+        version: version number. Default: the highest existing one plus 1, or 1.
         keys: by table, (rows,) distinct int64: the key of each row. Default: row numbers.
         delta_of: the base version, if this version holds only changes.
         changed: with `delta_of`, the numbers of the changed rows by table, int64 in any order; tables that are not named are
             unchanged.
         hotness: maximum keys per sample of a table (`maxnum_catfeature_query_per_table_per_sample`), for all tables or by
             table. Default: the value in `model.json`, or 1.
-        settings: keys of the entry of `models`, such as `max_batch_size` and `gpucacheper`. Others keep
-            their values in `model.json`; a new model gets 4,096 samples and half of the rows cached, and present keys are
-            never answered with default vectors.
+        settings: keys of the entry of `models`, such as `max_batch_size` and `gpucacheper`. Others keep their values in
+            `model.json`; a new model gets 4,096 samples, half of its rows cached, and default vectors only for absent keys.
         note, updates, network, sources: as for `hps.write_version`.
 
     Returns:
-        What was written, with the entry of `models`, which `model.json` contains too, so that a `model_repository` finds the
-        model.
+        The version with its entry of `models`, which is also written to `model.json`, where a `model_repository` reads it.
 
     Raises:
         InvalidInputError: the module has no embedding, or one that cannot be saved (pruned, on the meta device); two tables get
             the same name; keys or row numbers do not fit. `InvalidDtypeError`: weights of another dtype.
-        ModelFileError: the version exists, `model.json` has other tables, or files cannot be written; or another rank failed or
-            does not answer.
+        ModelFileError: the version exists, `model.json` has other tables, files cannot be written, or another rank failed.
         ConfigError: settings or the name of the model are wrong.
     """
     named: Mapping[str, tuple[str, ...]] = {}
     if isinstance(module, nn.Module):
         embeddings = embeddings_of(module)
-        given_tables, named = tables_of(embeddings), {embedding.path: tuple(embedding.tables) for embedding in embeddings}
+        all_tables, named = tables_of(embeddings), {embedding.path: tuple(embedding.tables) for embedding in embeddings}
     else:
-        given_tables = dict(module)
+        all_tables = dict(module)
     sources = sources or ModelSources()
     filesystem, place = sources.locate(os.fspath(uri))
-    with gather(f"saving {place}", given_tables) as job:
+    with gather(f"saving {place}", all_tables) as job:
         if not job.leads():
             followed: SavedModel = job.follow()
             return followed
@@ -117,27 +108,27 @@ def save(
             raise InvalidInputError(
                 f"saving {place}: got delta_of {delta_of!r} and changed {changed}, expected both or neither"
             )
-        for what, given in (("keys", keys), ("changed", changed), ("hotness", hotness)):
-            if isinstance(given, Mapping) and (unknown := set(given) - set(tables)):
-                raise InvalidInputError(f"saving {place}: got {what} of {min(unknown)!r}, expected of {', '.join(tables)}")
+        for argument, value in (("keys", keys), ("changed", changed), ("hotness", hotness)):
+            if isinstance(value, Mapping) and (unknown := set(value) - set(tables)):
+                raise InvalidInputError(f"saving {place}: got {argument} of {min(unknown)!r}, expected of {', '.join(tables)}")
         rows: dict[str, Iterator[tuple[KeyArray, FloatArray]]] = {}
         for name, table in tables.items():
             count = table.shape[0]
-            own = None if keys is None or name not in keys else _row_keys(f"saving table {name!r}", keys[name], count)
+            own_keys = None if keys is None or name not in keys else _row_keys(f"saving table {name!r}", keys[name], count)
             numbers = None
             if changed is not None:
                 numbers = changed.get(name, torch.empty(0, dtype=torch.int64))
                 numbers = _row_numbers(f"saving table {name!r}", numbers, count)
-            rows[name] = _chunks(table, own, numbers)
+            rows[name] = _chunks(table, own_keys, numbers)
         dims = {name: table.shape[1] for name, table in tables.items()}
         written = read_json(filesystem, within(place, MODEL_ENTRY))
         entry = _entry(place, dims, written or {}, hotness, settings or {})
         if version is None:
             try:
-                there = list_versions(place, sources, manifest_required=False)
+                existing = list_versions(place, sources, manifest_required=False)
             except ModelFileNotFoundError:
-                there = {}
-            version = str(1 + max(map(int, there), default=0))
+                existing = {}
+            version = str(1 + max(map(int, existing), default=0))
         write_version(
             within(place, version), rows, delta_of=delta_of, note=note, updates=updates, network=network, sources=sources
         )
@@ -159,7 +150,7 @@ def _row_numbers(doing: str, numbers: torch.Tensor, rows: int) -> torch.Tensor:
         raise InvalidDtypeError(f"{doing}: got numbers of rows {numbers.dtype}, expected int64")
     numbers = torch.unique(numbers.detach().cpu())  # ascending
     if numbers.numel() and not 0 <= int(numbers[0]) <= int(numbers[-1]) < rows:
-        raise InvalidInputError(f"{doing}: got rows {int(numbers[0])} to {int(numbers[-1])}, expected some of 0 to {rows - 1}")
+        raise InvalidInputError(f"{doing}: got rows {int(numbers[0])} to {int(numbers[-1])}, expected 0 to {rows - 1}")
     return numbers
 
 
@@ -174,8 +165,8 @@ def _chunks(
         stop = min(start + step, count)
         chosen = torch.arange(start, stop) if numbers is None else numbers[start:stop]
         block = table.read(slice(start, stop) if numbers is None else chosen)
-        own = chosen if keys is None else keys[chosen]
-        yield own.numpy(), block.numpy()
+        keys_of_chunk = chosen if keys is None else keys[chosen]
+        yield keys_of_chunk.numpy(), block.numpy()
 
 
 def _entry(
@@ -191,18 +182,18 @@ def _entry(
         "embedding_table_names": list(dims),
         "embedding_vecsize_per_table": list(dims.values()),
     }
-    for what, ours in tables.items():
-        if (theirs := written.get(what, ours)) != ours:
+    for key, expected in tables.items():
+        if (got := written.get(key, expected)) != expected:
             raise ModelFileError(
-                f"saving {place}: its {MODEL_ENTRY} has {what} {theirs}, the module has {ours}; all versions of a model "
+                f"saving {place}: its {MODEL_ENTRY} has {key} {got}, the module has {expected}; all versions of a model "
                 "have the same tables: save to another directory"
             )
     entry = {"model": posixpath.basename(place.rstrip("/")), **tables, **default_settings(len(dims)), **written}
     if hotness is not None:
-        most = entry["maxnum_catfeature_query_per_table_per_sample"]
+        maximums = entry["maxnum_catfeature_query_per_table_per_sample"]
         by_name = hotness if isinstance(hotness, Mapping) else dict.fromkeys(dims, hotness)
         entry["maxnum_catfeature_query_per_table_per_sample"] = [
-            by_name.get(name, before) for name, before in zip(dims, most, strict=True)
+            by_name.get(name, before) for name, before in zip(dims, maximums, strict=True)
         ]
     entry |= settings
     load_configuration({"models": [entry]})

@@ -1,4 +1,4 @@
-"""The `weight` of a layer whose rows are in a server: it describes the table and looks rows up, and refuses all else."""
+"""The `weight` of a layer whose rows are in a server: it describes the table, supports lookups, and refuses other uses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from torch.nn import functional
 from hps.errors import ServedWeightError
 
 Rows = Callable[[Tensor, float | None], Tensor]
-"""Looks up keys of any shape, with the vectors limited to a norm."""
+"""Looks up keys of any shape, with an optional limit of the vectors' norm."""
 
 _OF_AN_EMPTY_TENSOR = ("dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_floating_point", "element_size", "type")
 _REFUSED = (
@@ -20,7 +20,7 @@ _REFUSED = (
 
 
 class ServedWeight:
-    """Stands for the weight of an embedding that was converted. *Immutable.*
+    """Replaces the weight of a converted embedding. *Immutable.*
 
     `weight[keys]`, `index_select(0, keys)` and `nn.functional.embedding(keys, weight)` look up.
 
@@ -79,8 +79,8 @@ class ServedWeight:
             return function(args[0], args[1]._like, *args[2:], **named)
         if function is torch.index_select and isinstance(args[0], cls):
             return args[0].index_select(*args[1:], **named)
-        given = [leaf for arg in (*args, *named.values()) for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
-        served: ServedWeight = next(one for one in given if isinstance(one, cls))
+        arguments = [leaf for arg in (*args, *named.values()) for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
+        served: ServedWeight = next(argument for argument in arguments if isinstance(argument, cls))
         return served._refuse(getattr(function, "__name__", str(function)))
 
     def __repr__(self) -> str:
@@ -93,9 +93,9 @@ class ServedWeight:
             return getattr(self._like, name)
         return self._refuse(name)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, use: str) -> NoReturn:
         raise ServedWeightError(
-            f"using the weight of {self._name}: got {what}, but its rows are in the server; expected a lookup: the layer "
+            f"using the weight of {self._name}: got {use}, but its rows are in the server; expected a lookup: the layer "
             "itself, weight[keys], nn.functional.embedding or index_select. An output layer that is tied to a table needs a "
             "copy of it: make the copy a Parameter before you convert the module, or use hps.torch.package, which makes one"
         )

@@ -1,4 +1,4 @@
-"""Reads the rows of trained tables as float32, a few at a time, whatever holds them: tensors, quantised rows, shards."""
+"""Reads the rows of trained tables as float32, in chunks: of tensors, quantised tables and shards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from hps.errors import InvalidDtypeError, InvalidInputError
 
 Rows = slice | torch.Tensor
-"""Which rows to read: those between two numbers, or (n,) int64 numbers on the CPU, in any order."""
+"""Rows to read: a range, or (n,) int64 row numbers on the CPU, in any order."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _FUSED_BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -19,28 +19,23 @@ _FUSED_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 class Table(ABC):
-    """A table whose rows this process can read. *Thread-safe* while the weights do not change.
+    """A table whose rows this process can read. *Thread-safe* while the weights do not change."""
 
-    Attributes:
-        shape: rows and dim.
-        has_values: false on the meta device.
-    """
-
-    shape: tuple[int, int]
-    has_values = True
+    shape: tuple[int, int]  # rows and dim
+    has_values = True  # False on the meta device
 
     @abstractmethod
     def read(self, rows: Rows) -> torch.Tensor:
         """Return rows, (n, dim) float32, contiguous, in host memory; it may share memory with the weights.
 
         Raises:
-            IndexError: there is no such row (RuntimeError from some of torch's operators).
+            IndexError: a row does not exist (RuntimeError from some of torch's operators).
         """
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a table that this process holds. *Immutable.*"""
+    """A rectangle of a table in this process. *Immutable.*"""
 
     row: int
     column: int
@@ -49,19 +44,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardedTable:
-    """A table whose rows several ranks hold together; `ranks.py` makes it readable. *Immutable.*
+    """A table that is sharded over several ranks; `ranks.py` makes it readable. *Immutable.*"""
 
-    Attributes:
-        shape: rows and dim of the whole.
-        pieces: what this rank holds, perhaps nothing, or what others hold, too.
-    """
-
-    shape: tuple[int, int]
-    pieces: Sequence[Piece]
+    shape: tuple[int, int]  # rows and dim of the complete table
+    pieces: Sequence[Piece]  # of this rank; may be empty, or replicated on other ranks
 
     @property
     def has_values(self) -> bool:
-        """As of `Table`."""
         return all(piece.rows.has_values for piece in self.pieces)
 
 
@@ -69,8 +58,8 @@ class WeightTable(Table):
     """A table of a tensor (rows, dim), on any device; float64 is rounded to float32.
 
     Raises:
-        InvalidInputError: the tensor is of a class of its own; `InvalidDtypeError`: or of another dtype than float32, float16,
-            bfloat16 and float64.
+        InvalidInputError: the tensor is of a subclass. `InvalidDtypeError`: of a dtype other than float32, float16, bfloat16
+            and float64.
     """
 
     def __init__(self, doing: str, weight: torch.Tensor) -> None:
@@ -88,32 +77,32 @@ class WeightTable(Table):
 
 
 class PackedTable(Table):
-    """The rows of `torch.ao.nn.quantized.Embedding` and `EmbeddingBag`, as their own operator answers them.
-
-    `weight()` would copy the table, and its 4-bit rows differ from the module's answers: torch rounds their zero points.
+    """The rows of `torch.ao.nn.quantized.Embedding` and `EmbeddingBag`.
 
     Raises:
         InvalidDtypeError: rows of neither 8 nor 4 bits.
     """
 
     def __init__(self, doing: str, embedding: Any) -> None:
+        # Rows are read by the module's own operator. `weight()` would copy the table, and its 4-bit rows differ from the
+        # module's outputs, since torch rounds their zero points there.
         self._packed = embedding._packed_params._packed_weight
         self.shape = (embedding.num_embeddings, embedding.embedding_dim)
-        bits = self._packed.bit_rate()  # the module's dtype is wrong after `Embedding.from_float` of 4 bits
+        bits = self._packed.bit_rate()  # the module's `dtype` is wrong after `Embedding.from_float` of 4 bits
         operators = {8: torch.ops.quantized.embedding_byte, 4: torch.ops.quantized.embedding_4bit}
         if bits not in operators:
             raise InvalidDtypeError(f"{doing}: got rows of {bits} bits, expected 8 or 4")
         self._operator: Any = operators[bits]
 
     def read(self, rows: Rows) -> torch.Tensor:
-        answer: torch.Tensor = self._operator(self._packed, _numbers(rows))
+        answer: torch.Tensor = self._operator(self._packed, _row_numbers(rows))
         return answer
 
 
 class FusedTable(Table):
     """A table of fbgemm's `IntNBitTableBatchedEmbeddingBagsCodegen`, which torchrec's quantised collections use.
 
-    A row is its scale and bias (float16) and its values, the first one in the lowest bits; or float16 or float32 values alone.
+    A row is scale and bias (float16) and values, the first in the lowest bits; or float16 or float32 values alone.
 
     Raises:
         InvalidInputError: rows were pruned, or are not in memory.
@@ -137,15 +126,14 @@ class FusedTable(Table):
         self._values, self._scale, self._bias = tables.split_embedding_weights_with_scale_bias(split_scale_bias_mode=2)[number]
 
     def read(self, rows: Rows) -> torch.Tensor:
-        chosen = _numbers(rows).to(self._values.device)
+        chosen = _row_numbers(rows).to(self._values.device)
         values = self._values.index_select(0, chosen)
         if self._kind in _FUSED_DTYPES:
-            whole: torch.Tensor = values.view(_FUSED_DTYPES[self._kind])
-            return whole.to("cpu", torch.float32)
+            return values.view(_FUSED_DTYPES[self._kind]).to("cpu", torch.float32)
         bits = _FUSED_BITS[self._kind]
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=values.device)
         unpacked = ((values[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
-        scale, bias = (one.index_select(0, chosen).float() for one in (self._scale, self._bias))
+        scale, bias = (part.index_select(0, chosen).float() for part in (self._scale, self._bias))
         return torch.addcmul(bias, unpacked.float(), scale).cpu()
 
 
@@ -163,17 +151,17 @@ def table_of(doing: str, weight: Any) -> Table | ShardedTable:
     if not is_sharded(weight):
         return WeightTable(doing, weight)
     if not hasattr(weight, "to_local"):  # ShardedTensor
-        held = [(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
+        shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
     else:
         if any(placement.is_partial() for placement in weight.placements):
             raise InvalidInputError(f"{doing}: got a DTensor with partial sums, expected Shard or Replicate")
         local = weight.to_local()
         tensors = local.local_shards() if hasattr(local, "local_shards") else [local]  # torchrec's LocalShardsWrapper
-        chunks = weight.__create_chunk_list__()  # as torch.distributed.checkpoint asks; one even where there is no shard
-        held = [(chunk.offsets, tensor) for chunk, tensor in zip(chunks, tensors, strict=False)]
-    pieces = [Piece(at[0], at[1], WeightTable(doing, tensor.detach())) for at, tensor in held if tensor.numel()]
+        chunks = weight.__create_chunk_list__()  # torch.distributed.checkpoint's protocol; one chunk even without a shard
+        shards = [(chunk.offsets, tensor) for chunk, tensor in zip(chunks, tensors, strict=False)]
+    pieces = [Piece(at[0], at[1], WeightTable(doing, tensor.detach())) for at, tensor in shards if tensor.numel()]
     return ShardedTable((weight.shape[0], weight.shape[1]), pieces)
 
 
-def _numbers(rows: Rows) -> torch.Tensor:
+def _row_numbers(rows: Rows) -> torch.Tensor:
     return torch.from_numpy(np.arange(rows.start, rows.stop)) if isinstance(rows, slice) else rows

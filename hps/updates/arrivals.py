@@ -88,7 +88,6 @@ class Arrivals:
             self._observations = tuple(seen for seen in self._observations if seen.last > place)
 
     def unread_since(self) -> float | None:
-        """Return a moment before which no unread message was appended; None if unknown."""
         observations = self._observations
         # Messages are appended in order, so an unread one is not older than the last one read.
         since = max(observations[0].after if observations else self._observed, self._previous)

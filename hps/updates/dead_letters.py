@@ -159,6 +159,7 @@ class DeadLetters:
         model, _, table = split_tag(message.partition.topic) or ("", "", "")
         letter = DeadLetter(message, reason, detail, model, table, sequence)
         size = len(message.value)
+        # The feed must never wait for a disk. So the queue is bounded by bytes, too, and what does not fit is lost and counted.
         if self.place:
             with self._lock:
                 fits = not self._queued_bytes or self._queued_bytes + size <= _QUEUED_BYTES
@@ -326,7 +327,6 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
 
 
 def _in_topic(message: Message) -> DeadLetter | UpdateFormatError:
-    """Parse a message of a topic of dead letters."""
     header = BytesIO(message.value).readline()
     try:
         letter = DeadLetter.read(header, message.value[len(header) :])

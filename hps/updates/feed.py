@@ -69,11 +69,7 @@ class UpdateTarget(Protocol):
     """The tables of a deployment, by index in the order of their ids. *Thread-safe.*"""
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
-        """As `OrderedWrites.follow_log`.
-
-        Raises:
-            NotReadyError: the version is no longer in service.
-        """
+        """As `OrderedWrites.follow_log`; raises NotReadyError once the version is out of service."""
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
         """Apply changes to every tier, as `OrderedWrites.apply`. Lookups that start after it returns see them.
@@ -131,7 +127,6 @@ class UpdateFeed:
         self._worker = Worker(f"updates-{model}", self._run)
 
     def start(self) -> None:
-        """Start the thread. Called once."""
         self._worker.start()
         self._metrics.feeds.add(self._running_status)
 
@@ -215,7 +210,6 @@ class UpdateFeed:
         return True
 
     def _run_once(self) -> None:
-        """Poll the log once and apply its messages; without any, store the positions."""
         failing = [table for table in self._tables.values() if table.refused_by]
         messages = self._poll(min(self._settings.poll_timeout_ms / 1000, _LONGEST_POLL_S, self._pause_s(failing)))
         for partition, loss in self._log.lost().items():
@@ -254,7 +248,6 @@ class UpdateFeed:
         return messages
 
     def _unread(self) -> _Unread:
-        """Return the log's figures of unread messages."""
         # Between `poll` and `_accept` a message counts neither as unread nor as held by a table, and the lag would drop for a
         # moment. So the figures count only if no message was on its way when they were read.
         for _ in range(_UNREAD_TRIES):
@@ -277,7 +270,6 @@ class UpdateFeed:
         self._received += len(messages)
 
     def _apply_all(self, table: "_Table") -> None:
-        """Apply a table's messages in batches, until none are left or a batch fails."""
         while (table.batch or table.messages) and not self._worker.stop.is_set():
             if table.refused_by is self._target and _clock() < table.retry_at:
                 return
@@ -290,7 +282,6 @@ class UpdateFeed:
                 return
 
     def _gather(self, table: "_Table") -> "_Batch":
-        """Decode messages until they fill a batch or run out."""
         followed, applied = table.followed, dict(table.applied)
         parts: list[Changes] = []
         sequences: list[int] = []
@@ -360,6 +351,7 @@ class UpdateFeed:
             batch.pieces.pop()
             table.stored, table.unstored = table.applied, 0
             self._succeed(table)
+            # Lookups use the same processors and devices: they get the rest of the time, `1 - device_share`.
             self._worker.stop.wait((_clock() - started) * (1 / self._settings.device_share - 1))
         table.applied, table.batch = table.applied | batch.applied, None
         if not table.messages:
@@ -387,6 +379,8 @@ class UpdateFeed:
     def _fail(self, table: "_Table", target: UpdateTarget, error: Exception) -> None:
         """Let a table back off; end the feed if its target has been out of service for too long."""
         now = _clock()
+        # A target that is out of service is normal for a moment, while a new version takes over. The feed waits for the new
+        # target instead of ending, so that no position is lost between the two.
         with self._replacing:
             if not isinstance(error, NotReadyError):
                 self._orphaned_at = None
@@ -426,7 +420,6 @@ class UpdateFeed:
         return max(0.0, min(due, default=_LONGEST_POLL_S))
 
     def _store(self, table: "_Table") -> None:
-        """Store positions that the database does not have yet."""
         if table.batch is None and table.applied != table.stored:
             empty = np.empty(0, np.int64)
             changes = RowChanges(empty, np.empty((0, table.followed.dim), np.float32), empty)
@@ -493,7 +486,6 @@ class UpdateFeed:
     def _lag_s(
         self, table: "_Table", behind: Mapping[Partition, int | None], unread_since: Mapping[Partition, float | None]
     ) -> float | None:
-        """Return the age of the oldest message that is not applied; None if unknown."""
         now, appended = _clock(), table.appended_since
         partitions = [partition for partition in behind if partition.topic == table.followed.topic]
         late = [partition for partition in partitions if partition in appended or behind[partition] != 0]
@@ -595,11 +587,7 @@ class _Table:
 
 
 def _check_rows(changes: Changes, followed: TableTopic) -> None:
-    """Refuse vectors that the table's format cannot hold.
-
-    Raises:
-        UpdateFormatError: there is one.
-    """
+    """Refuse vectors that the table's format cannot represent."""
     try:
         encode(f"updating table {followed.name!r}", changes.vectors, followed.row_dtype, changes.keys)
     except InvalidInputError as error:

@@ -298,7 +298,6 @@ class KafkaLog(PartitionedLog[_PartitionState]):
         self._survey_now.set()
 
     def _end_of_fetch(self, partition: Partition) -> int:
-        """Return the partition's end from the last fetch; negative if none."""
         offsets = self._consumer.get_watermark_offsets(TopicPartition(partition.topic, partition.number), cached=True)
         return int(offsets[1])
 
@@ -309,7 +308,6 @@ class KafkaLog(PartitionedLog[_PartitionState]):
         self._commit_next()
 
     def _commit_next(self) -> None:
-        """Commit the newest positions, unless too many commits are in flight."""
         if self._committing >= _MOST_COMMITS or not self._commits or self._closed:
             return
         offsets = [
@@ -376,7 +374,6 @@ class KafkaLog(PartitionedLog[_PartitionState]):
                 reading.arrivals.skip((reading.next - 1,))
 
     def _start_partition(self, partition: Partition, offsets: _Offsets, begin: str) -> None:
-        """Start reading a partition, or restart it after a problem."""
         reading = self.states.get(partition)
         if reading is None:
             after = self._after.get(partition)

@@ -38,7 +38,7 @@ class PartitionedLog(UpdateLog, Generic[_State]):
         starts: positions that `begun` has not returned yet.
     """
 
-    def __init__(self, lock: Lock | Condition) -> None:
+    def __init__(self, lock: "Lock | Condition") -> None:
         self.lock = lock
         self.states: dict[Partition, _State] = {}
         self.losses: dict[Partition, str] = {}

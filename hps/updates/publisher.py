@@ -95,14 +95,7 @@ class Publisher:
             self._send(partition, keys[rows], vectors[rows], _NO_KEYS)
 
     def delete(self, keys: KeyArray) -> None:
-        """Publish keys whose rows are to be removed; otherwise as `insert`.
-
-        Args:
-            keys: (n,) int64, in host memory.
-
-        Raises:
-            As `insert`.
-        """
+        """Publish keys whose rows are to be removed; otherwise as `insert`."""
         for partition, rows in self._shares(keys, 8):
             self._send(partition, _NO_KEYS, _NO_VECTORS, keys[rows])
 
@@ -141,7 +134,6 @@ class Publisher:
             self.close()
 
     def _shares(self, keys: KeyArray, row_bytes: int) -> Iterator[tuple[Partition, IndexArray]]:
-        """Split rows by partition, in order; yields indices."""
         if keys.dtype != np.int64 or keys.ndim != 1:
             raise InvalidDtypeError(f"publishing to {self._topic}: got keys {keys.dtype} {keys.shape}, expected int64 (n,)")
         step = self._step(row_bytes)
@@ -170,6 +162,7 @@ class Publisher:
         self._wait(rows)
         self._check()
         now_us = self._now_us()
+        # Time alone would repeat or fall back when the clock is set back, and replicas would drop the later change of a key.
         if not sequence:
             sequence = self._sequence = max(now_us, self._sequence + 1)
         value = encode(keys, vectors, deleted, sequence=sequence, time_us=time_us or now_us, dtype=self._dtype)
@@ -211,9 +204,6 @@ class Republisher(Publisher):
 
         Args:
             number: original partition, modulo the topic's partitions.
-
-        Raises:
-            As `insert`.
         """
         partition, dim = self._partitions[number % len(self._partitions)], changes.vectors.shape[1]
         step = self._step(8 + dim * (4 if self._dtype == "float32" else 2))

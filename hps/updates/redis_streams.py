@@ -65,9 +65,10 @@ _BATCH_BYTES: Final = 4 << 20
 _GIVE_UP_S: Final = 300.0  # Kafka's message.timeout.ms
 _FULL_S: Final = 60.0
 _FAILURES: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
+# Errors after which a writer retries.
 _TRANSIENT: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
-"""Errors after which a writer retries."""
 
+# GET the counts of partitions: the first 40 bytes of each, or the error text for a key that is not a string.
 _COUNT: Final = """
 local answers = {}
 for i, key in ipairs(KEYS) do
@@ -76,8 +77,9 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""GET the counts of partitions: the first 40 bytes of each, or the error text for a key that is not a string."""
 
+# The server's time and XINFO STREAM. The values of the first and last entries, each as large as a message, stay on the server.
+# INFO has the time, too: TIME would need a right of its own. For a key that is no stream, its error.
 _INSPECT: Final = """
 local server = redis.call('INFO', 'server')
 local answers = {string.match(server, 'server_time_usec:(%d+)')}
@@ -91,10 +93,9 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""The server's time and XINFO STREAM. The values of the first and last entries, each as large as a message, stay on the server.
-INFO has the time, too: TIME would need a right of its own. For a key that is no stream, its error.
-"""
 
+# Append a batch atomically and store its number and first id. A batch whose number is stored already is only answered: it was
+# resent after a lost reply, or delivered late by a broken connection.
 _APPEND: Final = """
 local done = redis.call('GET', KEYS[2])
 if done then
@@ -110,13 +111,9 @@ end
 redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. first, 'EX', 3600)
 return first
 """
-"""Append a batch atomically and store its number and first id. A batch whose number is stored already is only answered: it was
-resent after a lost reply, or delivered late by a broken connection.
-"""
 
 
 def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
-    """Connect to the first address that answers."""
     settings: dict[str, Any] = {
         "protocol": 2,
         "username": config.user_name if config.password and config.user_name != "default" else None,
@@ -164,11 +161,7 @@ def _key(partition: Partition) -> str:
 
 
 def _partition_count(topic: str, answer: bytes | None) -> int:
-    """Parse the number of partitions in an answer of `_COUNT`.
-
-    Raises:
-        UpdateLogError: it is no such number, or the key does not exist.
-    """
+    """Parse the number of partitions in an answer of `_COUNT`."""
     if answer is None:
         raise UpdateLogError(f"topic {topic} does not exist: no key of that name holds the number of its partitions")
     if not re.fullmatch(b"[0-9]{1,6}", answer) or not 1 <= int(answer) <= _MOST_PARTITIONS:
@@ -339,6 +332,8 @@ class RedisStreamLog(PartitionedLog[_Stream]):
                 else:
                     kept.append((stream, message))
             self.queue = kept
+            # Messages that were read ahead are dropped and read again after `resume`: a paused table must not fill the
+            # read-ahead that the others need.
             for stream in stopped:
                 stream.paused = True
                 if stream.queued:

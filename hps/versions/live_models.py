@@ -213,7 +213,7 @@ class LiveModels:
         serving: deployment that answers lookups without a version, by model. Replaced, never modified.
         requested: last change requested over the network, by model.
         first_retry_s: first pause of the back-off.
-        watchers: called by the changing thread after the versions in service have changed.
+        watchers: called by the changing thread after the versions in service have changed or a recording has started.
     """
 
     def __init__(
@@ -514,7 +514,7 @@ class LiveModels:
             for version in before:
                 if version.state == "retiring" and version.deployment is not deployment:
                     self._retire_later(name, version.deployment, tables)
-        self._notify()
+        self.notify_watchers()
         for version in before:
             if version.state == "available" and version.deployment.version in retained:
                 _log.warning(
@@ -555,10 +555,10 @@ class LiveModels:
                     self.serving = {**self.serving, name: highest.deployment}
             for entry in out:
                 entry.state = "retiring"
-        self._notify()
+        self.notify_watchers()
         return [entry.deployment for entry in out]
 
-    def _notify(self) -> None:
+    def notify_watchers(self) -> None:
         for watcher in self.watchers:
             watcher()
 

@@ -17,8 +17,8 @@ from hps.models.sources import ModelSources
 from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
 from hps.scoring.packing import gather
 from hps.statistics.metrics import Metrics
-from hps.stores.away import AwayDatabase
 from hps.stores.base import Database, PersistentDatabase
+from hps.stores.unavailable import UnavailableDatabase
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.versions.cache_sizes import RESIDENT, is_direct
 
@@ -96,7 +96,7 @@ def _open_volatile(configuration: Configuration) -> tuple[Database, str]:
         if configuration.persistent_db.type == "disabled" and not resident:
             raise
         _log.error("starting without the volatile database, which other tiers do without: %s", error)
-        return AwayDatabase(config.type, config.row_dtype, str(error)), str(error)
+        return UnavailableDatabase(config.type, config.row_dtype, str(error)), str(error)
 
 
 def open_database(config: VolatileDbConfig | PersistentDbConfig) -> Database:

@@ -12,8 +12,8 @@ from hps.ground.threads.pacing import paced
 from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.loading.warm_up import DatabaseRows
-from hps.stores.away import AwayDatabase
 from hps.stores.base import CopyOutcome, Database, PersistentDatabase, SharedDatabase
+from hps.stores.unavailable import UnavailableDatabase
 from hps.types import KeyArray, RowArray, TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import Deployment
@@ -157,7 +157,7 @@ class VolatileTier:
         self._failure = ""
 
     def _reconnect(self) -> None:
-        if isinstance(self._chain.volatile, AwayDatabase):
+        if isinstance(self._chain.volatile, UnavailableDatabase):
             self._chain.take_in(self._open_database())
         else:  # it was put away when a deployment failed, and is still open
             for deployment in self._deployments():

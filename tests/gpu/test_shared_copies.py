@@ -271,7 +271,7 @@ def test_queries_find_the_near_tables_of_their_device() -> None:
                 packed = copy_of(table.buckets_on(device) - kernels.SHARING_BYTES, structs.SHARING.size, np.uint8).tobytes()
                 buckets, rows, samples, count, pairs, stretch, first, own, room = structs.SHARING.unpack(packed)
                 assert (buckets, rows, pairs, stretch) == (table.near.buckets, table.near.rows, table.near.pairs, len(DEVICES))
-                assert (first, own) == geometry.own_pairs(table.pairs, dim, len(DEVICES), device)
+                assert (first, own) == geometry.owned_pairs(table.pairs, dim, len(DEVICES), device)
                 places += [(samples, samples + 8 * room), (count, count + 8)]
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(places)))
 
@@ -466,7 +466,7 @@ def test_devices_are_known_by_their_ids_in_any_order() -> None:
         fill_copies(cache, KEYS)
         pairs = cache.memory.open[0].pairs
         for nth, device in enumerate((1, 0)):
-            first, own = geometry.own_pairs(pairs, DIM, 2, nth)
+            first, own = geometry.owned_pairs(pairs, DIM, 2, nth)
             copies = copied(cache, device)
             assert copies.size
             assert not [key for key in copies.tolist() if first <= kernels.home_of(key, pairs) // 2 < first + own]
@@ -641,10 +641,10 @@ def test_changes_wait_for_the_last_one_of_any_device(monkeypatch: pytest.MonkeyP
     calls.clear()
     for stream in (7, 8):
         assert order.pending
-        order.show(stream)
+        order.wait_for_returned(stream)
     assert calls == [("wait", 51, 7), ("wait", 51, 8)]  # for the change whose call did not wait
     ended[0] = 0
-    order.show(7)
+    order.wait_for_returned(7)
     assert not order.pending
 
 

@@ -1,4 +1,4 @@
-"""Answers what fronts post from the NumPy cache, without the interpreter."""
+"""Answers requests of frontends from the NumPy cache, without the interpreter."""
 
 from typing import Any, Final, cast
 
@@ -45,7 +45,7 @@ from hps.types import IndexArray
 
 T_LINES, T_SETS, T_VECTORS, T_ROWS, T_STATE, T_STATE_WORDS, T_WIDTH, T_DTYPE = range(T_OWN, T_OWN + 8)
 MOST_KEYS: Final = 1 << 16
-"""Of a request that the loop answers itself; it would keep all others waiting."""
+"""Maximum number of keys of a request that the loop answers itself: larger ones would delay all others."""
 
 _WORDS, _ROWS = int64[::1], int64[:, ::1]
 
@@ -74,7 +74,7 @@ def _answer(base: int, tables: IndexArray, first: int, count: int, segments: Ind
 
 @kernel(void, _ROWS, _ROWS, _ROWS, _WORDS, _ROWS)
 def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state: IndexArray, jobs: IndexArray) -> None:
-    """Answer requests, one after the other, until the board stops."""
+    """Answer requests, one after the other, until the loop is stopped."""
     header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
     missing = np.empty(MOST_KEYS, np.int64)
     scratch, stop = state.ctypes.data + 8 * SCRATCH, state.ctypes.data + 8 * STOP
@@ -85,8 +85,8 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
             count = available(regions, place, scratch)
             if count != 0 and not busy:
                 busy = True
-                state[BATCHES] += 1  # before anyone has an answer
-            for _ in range(min(count, 16)):  # then the next front
+                state[BATCHES] += 1  # before any of them is answered
+            for _ in range(min(count, 16)):  # then the next frontend
                 slot = take(regions, place)
                 began = now_ns(scratch)
                 status = read_descriptor(regions, place, slot, deployments, tables, header, segments)
@@ -99,7 +99,9 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     continue
                 first, in_flight = deployments[row, D_FIRST], deployments[row].ctypes.data + 8 * D_IN_FLIGHT
                 fetch_add(in_flight, 1)
-                # It may have ended since its serial was compared; whoever ends it looks for this only afterwards.
+                # The deployment may have ended since `read_descriptor` compared its number. Ending it writes 0 there and then
+                # waits for D_IN_FLIGHT 0; here the count is raised (a full fence) and then the number is read. So one side
+                # sees the other, and the cache is not freed while a request reads it.
                 answered = load_acquire(deployments[row].ctypes.data) == header[H_SERIAL]
                 if answered:
                     answered = _answer(regions[place, BASE], tables, first, header[H_SEGMENTS], segments, missing)
@@ -120,11 +122,11 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
 class NumpyBatches(BatchDriver):
     """Answers from NumPy caches; see `BatchDriver`."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, loop: Board) -> None:
+        self._loop = loop
 
     def resident(self, cache: EmbeddingCache) -> Resident | None:
-        if type(cache) is not NumpyCache:  # others may answer otherwise
+        if type(cache) is not NumpyCache:  # subclasses may answer differently
             return None
         rows = []
         for table in cache.open_tables():
@@ -137,5 +139,5 @@ class NumpyBatches(BatchDriver):
         compile_kernels(run)
 
     def run(self) -> None:
-        board = self._board
-        run(board.regions, board.deployments, board.tables, board.state, board.jobs)
+        loop = self._loop
+        run(loop.regions, loop.deployments, loop.tables, loop.state, loop.jobs)

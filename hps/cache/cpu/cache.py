@@ -26,7 +26,7 @@ from hps.cache.integrity import check_keys_of_sets, hashes_of
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
-from hps.ground.memory.capacity import Need, available_memory, by_what, check_fits, machine_memory
+from hps.ground.memory.capacity import Need, available_memory, by_purpose, check_fits, machine_memory
 from hps.ground.rows import decode
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.ground.threads.thread_pool import POOL
@@ -38,7 +38,7 @@ from hps.tensors.pooling import bag_arrays, first_key, pool_rows
 from hps.types import ROW_DTYPES, BoolArray, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, rows_text
 
 _LINE_BYTES = 8 * LINE_WORDS
-_ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
+_ALL: BoolArray = np.empty(0, np.bool_)  # for kernels: all keys are chosen; no found-mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,15 +86,15 @@ class NumpyCache(StaticTables, BatchAnswers):
 
     @classmethod
     def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
-        from hps.cache.cpu.batches import run  # it reads our tables
+        from hps.cache.cpu.batches import run  # which imports this module
 
         return (run,)
 
     @classmethod
-    def batches(cls, board: Board) -> BatchDriver:
-        from hps.cache.cpu.batches import NumpyBatches  # it reads our tables
+    def batches(cls, loop: Board) -> BatchDriver:
+        from hps.cache.cpu.batches import NumpyBatches  # which imports this module
 
-        return NumpyBatches(board)
+        return NumpyBatches(loop)
 
     @classmethod
     def room_for(
@@ -126,7 +126,7 @@ class NumpyCache(StaticTables, BatchAnswers):
     ) -> None:
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
-            by_what(cls.room_for(tables, capacity_rows, static)),
+            by_purpose(cls.room_for(tables, capacity_rows, static)),
             *available_memory(),
             "lower gpucacheper, undeploy models or versions, or give the process more memory",
         )
@@ -143,7 +143,6 @@ class NumpyCache(StaticTables, BatchAnswers):
         return cls(tables, capacity_rows, static)
 
     def create_lookup(self) -> "NumpyLookup":
-        """Make a lookup; its memory is allocated on demand."""
         return NumpyLookup(self)
 
     def insert(
@@ -152,35 +151,35 @@ class NumpyCache(StaticTables, BatchAnswers):
         keys: KeyArray,  # (n,)
         rows: RowArray,  # (n, width)
     ) -> None:
-        own = self.open_tables()[table]
-        check_rows(f"inserting into the cached table {own.spec.tag}", keys, rows, own.spec.width, aligned=True)
-        _insert(own, keys, rows, _ALL, replace=True)
+        memory = self.open_tables()[table]
+        check_rows(f"inserting into the cached table {memory.spec.tag}", keys, rows, memory.spec.width, aligned=True)
+        _insert(memory, keys, rows, _ALL, replace=True)
 
     def update(self, table: int, keys: KeyArray, rows: RowArray) -> None:
-        own = self.open_tables()[table]
-        check_rows(f"updating the cached table {own.spec.tag}", keys, rows, own.spec.width, aligned=True)
-        numpy_kernels.write(own.lines, own.vectors, own.state, keys, rows, _ALL, True, False)
+        memory = self.open_tables()[table]
+        check_rows(f"updating the cached table {memory.spec.tag}", keys, rows, memory.spec.width, aligned=True)
+        numpy_kernels.write(memory.lines, memory.vectors, memory.state, keys, rows, _ALL, True, False)
 
     def erase(self, table: int, keys: KeyArray) -> None:
-        own = self.open_tables()[table]
-        check_keys(f"erasing from the cached table {own.spec.tag}", keys, aligned=True)
-        numpy_kernels.erase(own.lines, own.state, keys)
+        memory = self.open_tables()[table]
+        check_keys(f"erasing from the cached table {memory.spec.tag}", keys, aligned=True)
+        numpy_kernels.erase(memory.lines, memory.state, keys)
 
     def dump(self, table: int) -> KeyArray:
-        own = self.open_tables()[table]
-        keys: KeyArray = np.empty(own.vectors.shape[0], np.int64)
-        return keys[: numpy_kernels.dump(own.lines, keys)].copy()
+        memory = self.open_tables()[table]
+        keys: KeyArray = np.empty(memory.vectors.shape[0], np.int64)
+        return keys[: numpy_kernels.dump(memory.lines, keys)].copy()
 
     def stats(self, table: int) -> CacheStats:
         """Return the counters of a table. `inserts` counts keys that became resident."""
-        own = self.open_tables()[table]
+        memory = self.open_tables()[table]
         return CacheStats(
-            capacity_rows=own.vectors.shape[0],
-            resident_rows=int(own.state[RESIDENT]),
-            inserts=int(own.state[INSERTS]),
-            evictions=int(own.state[EVICTIONS]),
-            size_bytes=own.lines.nbytes + own.vectors.nbytes + own.state.nbytes,
-            unplaced=int(own.state[UNPLACED]),
+            capacity_rows=memory.vectors.shape[0],
+            resident_rows=int(memory.state[RESIDENT]),
+            inserts=int(memory.state[INSERTS]),
+            evictions=int(memory.state[EVICTIONS]),
+            size_bytes=memory.lines.nbytes + memory.vectors.nbytes + memory.state.nbytes,
+            unplaced=int(memory.state[UNPLACED]),
         )
 
     def check_integrity(self) -> list[str]:
@@ -190,12 +189,12 @@ class NumpyCache(StaticTables, BatchAnswers):
             ages = lines.view(np.uint8).reshape(-1, LINE_BYTES)[:, 2 : 2 + WAYS]
             sets, slots = np.nonzero(ages)
             keys = lines[sets, 2 + slots]
-            strangers = 0
+            misplaced = 0
             if not self.static:  # keys of a static table walk on from a full home
                 homes = (hashes_of(keys) >> np.uint64(32)) * np.uint64(len(lines)) >> np.uint64(32)
-                strangers = int(np.count_nonzero(homes != sets))
+                misplaced = int(np.count_nonzero(homes != sets))
             owned = int(np.count_nonzero(lines.view(np.uint16).reshape(-1, LINE_BYTES // 2)[:, 0] & 1))
-            findings += check_keys_of_sets(table.spec.tag, keys, owned, strangers, int(table.state[RESIDENT]))
+            findings += check_keys_of_sets(table.spec.tag, keys, owned, misplaced, int(table.state[RESIDENT]))
         return findings
 
     def device_memory(self) -> DeviceMemory:
@@ -281,7 +280,8 @@ class NumpyLookup(CacheLookup):
                 return self.query(_with_aligned_keys(batch))
             if count and self._cache.complete and not poolings:
                 left = _settle(table, keys, out, found, missing, count)
-                if self._cache.complete:  # still, so what was not resident was absent
+                # Complete before and after the search, so keys that were not resident are absent.
+                if self._cache.complete:
                     absent = absent or [0] * len(batch.tables)
                     absent[place], count = count - left, left
             counts.append(count)
@@ -393,12 +393,12 @@ def _settle(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray
 
 
 def _query_by_threads(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
-    """Run the kernel `query` for many keys; each piece is a query of its own, in its own epoch."""
+    """Run the kernel `query` for many keys, in pieces with an epoch each."""
     n = keys.size
     lines, vectors, state, dim, dtype = table.lines, table.vectors, table.state, table.spec.dim, table.dtype
     if out.shape[0] != n or found.size not in (0, n) or n > EPOCHS_A_CALL * vectors.shape[0]:
-        whole: int = numpy_kernels.query(lines, vectors, state, keys, out, found, missing, dim, dtype)
-        return whole
+        misses: int = numpy_kernels.query(lines, vectors, state, keys, out, found, missing, dim, dtype)
+        return misses
     counts: dict[int, int] = {}
 
     def part(start: int, stop: int) -> None:
@@ -436,8 +436,8 @@ def _query_bags(table: NumpyTable, keys: KeyArray, out: FloatArray, n: int, pool
     scratch_shape = 3, max(table.spec.dim, table.spec.width)
     if n < SHARED_KEYS or n > EPOCHS_A_CALL * vectors.shape[0]:
         scratch = np.empty(scratch_shape, np.float32)
-        whole: int = pool(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing, dtype)
-        return whole
+        misses: int = pool(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing, dtype)
+        return misses
     counts: dict[int, int] = {}  # by the first bag of a piece
 
     def part(first: int, last: int) -> None:
@@ -448,10 +448,10 @@ def _query_bags(table: NumpyTable, keys: KeyArray, out: FloatArray, n: int, pool
     if (worst := min(counts.values())) < 0:
         return worst
     total = 0
-    for first, some in sorted(counts.items()):
+    for first, misses in sorted(counts.items()):
         start = first_key(bags, first, n)
-        missing[total : total + some] = missing[start : start + some]
-        total += some
+        missing[total : total + misses] = missing[start : start + misses]
+        total += misses
     return total
 
 
@@ -492,7 +492,8 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int], static:
     sizes = [_size_bytes(rows, table.width, static) for rows, table in zip(capacity_rows, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        if sum(sizes) > memory:  # reserved, but not filled
+        # Linux overcommits: an allocation beyond the machine's memory succeeds, and the process is killed when it fills it.
+        if sum(sizes) > memory:
             raise MemoryError
         return tuple(
             NumpyTable(

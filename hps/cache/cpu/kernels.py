@@ -17,20 +17,20 @@ from hps.cache.cpu.sets import (
     UNPLACED,
     WAYS,
     WRAPS,
+    acquire,
     count_passed,
     empty_slot,
     epoch_at,
     find,
-    give_back_changed,
     is_idle,
     line_of,
     place_of,
     probation_at,
     read,
+    release_changed,
     rows_of,
-    take,
-    take_or_leave,
     touch,
+    try_acquire,
     unchanged,
     victim,
     walk,
@@ -171,13 +171,13 @@ def _write_walking(
     """Write a vector of a key of a static table, resident or, with `admit`, not; return what became of it."""
     wraps_at = state_at + 8 * WRAPS
     while True:
-        version = take(home)
+        version = acquire(home)
         line, steps, there = place_of(home, key, admit, base, sets, state_at)
-        own = version
+        slot_version = version
         if there >= 0 and steps > 0:
-            own = take_or_leave(line)
+            slot_version = try_acquire(line)
         slot = -1
-        if there >= 0 and own >= 0:
+        if there >= 0 and slot_version >= 0:
             slot = find(line, key) if there == 1 else empty_slot(line)
         if slot >= 0:
             if there == 0:
@@ -185,9 +185,9 @@ def _write_walking(
                 store_relaxed_u8(line + 2 + slot, age)
                 count_passed(home, key, steps, 1, base, sets, state_at)
             copy_bytes(rows_of(line, base, vectors_at, row_bytes) + slot * row_bytes, source, row_bytes)
-            give_back_changed(line, own, wraps_at)
-        elif steps > 0 and there >= 0 and own >= 0:
-            store_release_u16(line, own)
+            release_changed(line, slot_version, wraps_at)
+        elif steps > 0 and there >= 0 and slot_version >= 0:
+            store_release_u16(line, slot_version)
         if slot < 0 or steps > 0:
             store_release_u16(home, version)
         if slot >= 0:
@@ -265,7 +265,7 @@ def write(
             slot = read(line, key, rows, row_bytes, wraps_at, 0)
             if (slot >= 0 and not replace) or (slot == -1 and not admit):
                 continue
-        version = take(line)
+        version = acquire(line)
         slot = find(line, key)
         if (slot >= 0 and not replace) or (slot < 0 and not admit):
             store_release_u16(line, version)
@@ -280,7 +280,7 @@ def write(
             store_relaxed(line + 16 + 8 * slot, key)
             store_relaxed_u8(line + 2 + slot, probation)
         copy_bytes(rows + slot * row_bytes, values_at + i * row_bytes, row_bytes)
-        give_back_changed(line, version, wraps_at)
+        release_changed(line, version, wraps_at)
     fetch_add(address_of(state) + 8 * INSERTS, admitted)
     fetch_add(address_of(state) + 8 * EVICTIONS, evicted)
     fetch_add(address_of(state) + 8 * RESIDENT, admitted - evicted)
@@ -292,16 +292,16 @@ def _erase_walking(home: int, key: int, base: int, sets: int, state_at: int) -> 
     """Empty the slot of a key of a static table; return whether it was resident."""
     wraps_at = state_at + 8 * WRAPS
     while True:
-        version = take(home)
+        version = acquire(home)
         line, steps, there = place_of(home, key, False, base, sets, state_at)
-        own = version
+        slot_version = version
         if there == 1 and steps > 0:
-            own = take_or_leave(line)
-        erases = there == 1 and own >= 0
+            slot_version = try_acquire(line)
+        erases = there == 1 and slot_version >= 0
         if erases:
             store_relaxed_u8(line + 2 + find(line, key), 0)
             count_passed(home, key, steps, -1, base, sets, state_at)
-            give_back_changed(line, own, wraps_at)
+            release_changed(line, slot_version, wraps_at)
         if not erases or steps > 0:
             store_release_u16(home, version)
         if erases or there == -1:
@@ -328,13 +328,13 @@ def erase(
             continue
         if read(line, keys[i], 0, 0, wraps_at, 0) == -1:
             continue
-        version = take(line)
+        version = acquire(line)
         slot = find(line, keys[i])
         if slot < 0:
             store_release_u16(line, version)
             continue
         store_relaxed_u8(line + 2 + slot, 0)
-        give_back_changed(line, version, wraps_at)
+        release_changed(line, version, wraps_at)
         erased += 1
     fetch_add(address_of(state) + 8 * RESIDENT, -erased)
 
@@ -389,7 +389,7 @@ def dump(
     count = 0
     for index in range(lines.shape[0]):
         line = base + index * LINE_BYTES
-        version = take(line)
+        version = acquire(line)
         for slot in range(WAYS):
             if load_relaxed_u8(line + 2 + slot) != 0:
                 out[count] = load_relaxed(line + 16 + 8 * slot)

@@ -42,7 +42,7 @@ def _simulate(
     miss_rate, clock = 1.0, 0
     np.random.seed(1)  # noqa: NPY002 - what numba knows, and its own state
     for lookup in range(lookups):
-        asked = max(clocks[lookup + 1] - clocks[lookup], 1)
+        queried = max(clocks[lookup + 1] - clocks[lookup], 1)
         epoch = epoch_at(clock, whole_sets)
         count = distinct = 0
         seen = set(keys[:0])
@@ -59,10 +59,10 @@ def _simulate(
                 missing[distinct] = keys[i]
                 distinct += 1
         # A lookup of the full table is deferred if enough of its own keys hit; the miniature saw few of those.
-        miss_rate += _SMOOTHING * (min(count / (share * asked), 1.0) - miss_rate)
-        spread = np.sqrt(miss_rate * (1.0 - miss_rate) / asked)
+        miss_rate += _SMOOTHING * (min(count / (share * queried), 1.0) - miss_rate)
+        spread = np.sqrt(miss_rate * (1.0 - miss_rate) / queried)
         deferred = 1.0 - miss_rate + spread * np.random.normal() >= threshold  # noqa: NPY002
-        clock += min(asked, EPOCHS_A_CALL * WAYS * whole_sets)
+        clock += min(queried, EPOCHS_A_CALL * WAYS * whole_sets)
         epoch = epoch_at(clock, whole_sets)
         for i in range(distinct):
             line = line_of(missing[i], base, sets)
@@ -89,9 +89,9 @@ class NumpyPlan(CachePlan):
 
     @classmethod
     def miniature_sets(cls, capacity_rows: int, rate: float) -> tuple[int, int]:
-        """Return the sets of a miniature of at most this share of a table, at least one; and those of the table."""
-        whole = -(-capacity_rows // WAYS)
-        return max(int(whole * rate + 1e-9), 1), whole
+        """Return the number of sets of a miniature of at most this share of a table, at least one, and of the table."""
+        total = -(-capacity_rows // WAYS)
+        return max(int(total * rate + 1e-9), 1), total
 
     @classmethod
     def misses(
@@ -114,6 +114,6 @@ class NumpyPlan(CachePlan):
         Returns:
             (n,) bool: whether each key missed; every use of a missing key in one lookup does.
         """
-        few, whole = sets
-        missed: BoolArray = _simulate(aligned_lines(few), whole, keys, starts, clocks, few / whole, threshold)
+        few, total = sets
+        missed: BoolArray = _simulate(aligned_lines(few), total, keys, starts, clocks, few / total, threshold)
         return missed

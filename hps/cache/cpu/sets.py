@@ -11,8 +11,9 @@ A key belongs to set `scale(mix(key), sets)`, its home. `state` is an array of i
 **Static tables** evict nothing. A key whose home is full walks on to other sets, a step of its own apart, until one has a free
 slot; the number of sets is odd and steps are powers of two, so a walk comes to every set. `state` then has one more word a set,
 `passed`: the keys that came to the set and went on. A query whose key is not in a set looks at the next one only if that is not
-0. Keys do not move, so a key that is resident throughout a query is found. Whoever changes a key owns its home meanwhile, and
-the set where it stands; if that one is owned by another, both are given back first, so nobody owns a set and waits.
+0. Keys do not move, so a key that is resident throughout a query is found. A writer owns the
+home of its key and the set where the key stands. If another writer owns that set, the home is released first: no writer waits
+while it owns a set.
 
 **Why no query returns a torn vector.** A writer takes a set by compare-and-swap of its version from even to odd (acquire),
 issues a release fence, writes, and stores the next even version (release). A reader loads the version (acquire), reads, issues
@@ -118,7 +119,7 @@ def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: 
 
 @njit()
 def step_of(key: int, sets: int) -> int:
-    """Return by how many sets a key walks on; `sets` is odd."""
+    """Return the distance in sets between the steps of a key's walk; `sets` is odd."""
     choices = 0
     while sets >> choices:
         choices += 1
@@ -139,7 +140,7 @@ def passed_at(line: int, lines: int, state: int) -> int:
 
 @njit()
 def walk(line: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int, target: int) -> tuple[int, int]:
-    """Go on from a key's home, which does not hold it; return the set where it stands, or any, and what `read` returns."""
+    """Continue from a key's home, which lacks it; return the set that has it, or any, and what `read` returns."""
     step = step_of(key, sets)
     for _ in range(sets - 1):
         if load_relaxed(passed_at(line, lines, state)) == 0:
@@ -242,21 +243,21 @@ def _behind(age: int, epoch: int) -> int:
 
 
 @njit()
-def take(line: int) -> int:
-    """Own a set; return its previous, even version. Waits for another writer, as long as the copy of one vector takes."""
+def acquire(line: int) -> int:
+    """Own a set; return its previous, even version. Waits for another writer, which copies one vector meanwhile."""
     attempts = 0
     while True:
         version = load_relaxed_u16(line)
         if (version & 1) == 0 and compare_and_swap_acquire_u16(line, version, version + 1):
-            fence_release()
+            fence_release()  # a reader that sees any of the writes below also sees the odd version
             return version
         attempts += 1
         if attempts % 64 == 0:
-            yield_processor()
+            yield_processor()  # the owner may have lost its processor
 
 
 @njit()
-def take_or_leave(line: int) -> int:
+def try_acquire(line: int) -> int:
     """Own a set if no other writer does; return its previous version, or -1."""
     version = load_relaxed_u16(line)
     if (version & 1) == 0 and compare_and_swap_acquire_u16(line, version, version + 1):
@@ -266,7 +267,7 @@ def take_or_leave(line: int) -> int:
 
 
 @njit(inline="always")
-def give_back_changed(line: int, version: int, wraps_at: int) -> None:
+def release_changed(line: int, version: int, wraps_at: int) -> None:
     """Release a set whose keys or vectors changed. (An unchanged set gets its old version back.)"""
     following = (version + 2) & 0xFFFF
     if following == 0:

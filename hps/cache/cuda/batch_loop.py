@@ -1,10 +1,10 @@
 """The loop that answers batches of requests on CUDA devices, without the interpreter. Imports no CuPy.
 
-The GPU reads keys from the fronts' regions and writes vectors to them. A *lane* is a stream with the memory of one batch; while
-one lane runs, another is filled. Keys that are not resident are listed; where the host's tables are attached, a second kernel
-answers and admits them (`cuda/answer.cu`). Requests with keys that are left are handed over whole.
+The GPU reads keys from the frontends' regions and writes vectors to them. A *lane* is a stream with the memory of one batch;
+while one lane runs, another is filled. Keys that are not resident are listed; if tables in host memory are attached, a second
+kernel answers and admits them (`cuda/answer.cu`). A request with unanswered keys is handed over to the engine's threads.
 
-    free -> open -> asked -> answering -> counted -> free
+    free -> open -> querying -> answering -> counted -> free
                       |  nothing missing    | nothing left
                       +---------------------+--> free
 """
@@ -70,11 +70,13 @@ BATCH_SEGMENTS: Final = 512
 BATCH_REQUESTS: Final = 512
 STAGED_BYTES: Final = 32 << 20
 PATIENCE, FEW_MISSES = 64, 1 << 12
-_EXPECTED: Final = 64  # batches after one with misses, for which both kernels are launched at once
+# After a batch with misses, the next ones launch both kernels at once: waiting for the first to report a miss before launching
+# the second costs a round trip of the device. Batches of resident keys alone stop paying for the second kernel after this many.
+_EXPECTED: Final = 64
 _STUCK_NS: Final = 1_000_000_000
 _NOT_READY: Final = 600  # CUDA_ERROR_NOT_READY
 
-FREE, OPEN, ASKED, ANSWERING, COUNTED, DEAD = range(6)
+FREE, OPEN, QUERYING, ANSWERING, COUNTED, DEAD = range(6)
 
 # Columns of `lanes`.
 (
@@ -98,9 +100,9 @@ FREE, OPEN, ASKED, ANSWERING, COUNTED, DEAD = range(6)
     L_REQUESTS,
     L_SEGMENTS,
     L_KEYS,
-    L_BEGAN,
+    L_STARTED,
     L_LINKED,
-    L_LOOKED,
+    L_POLLED,
 ) = range(23)
 LANE_COLUMNS: Final = 32
 
@@ -109,7 +111,8 @@ D_GPU, D_QUERY, D_UNIT, D_ANSWER, D_THREADS, D_BLOCKS, D_WARPS, D_LINKED = range
 T_BUCKETS, T_ROWS, T_PAIRS, T_UNITS, T_STRUCT = range(T_OWN, T_OWN + 5)
 T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS, T_STAGED_WORDS = range(T_OWN + 10, T_OWN + 16)
 
-# Words of `functions`: addresses of the driver's functions, and the batches for which misses are expected.
+# Words of `functions`: addresses of the driver's functions, and the batches for which misses are expected. Compiled code calls
+# the driver by address, since CuPy needs the interpreter.
 F_LAUNCH, F_WRITE, F_COPY, F_SET, F_QUERY, F_CURRENT, F_EXPECTED, F_FAILED = range(8)
 
 # Offsets of the kernels' arguments. numba stores words of 8 bytes, so adjacent fields of 4 bytes are stored in pairs.
@@ -155,15 +158,16 @@ def _launch_queries(
     lane: IndexArray, segments: IndexArray, deployments: IndexArray, tables: IndexArray, functions: IndexArray
 ) -> int:
     """Launch the queries of a batch: one kernel for every 32 segments of a deployment."""
+    # All launches of a batch pack the same buffer: cuLaunchKernel copies the arguments before it returns.
     count, at, error = lane[L_SEGMENTS], 0, 0
     buffer = lane[L_QUERY]
     while at < count:
-        row, held, blocks = segments[at, S_ROW], 0, 0
-        while at < count and held < AT_ONCE and segments[at, S_ROW] == row:
+        row, packed, blocks = segments[at, S_ROW], 0, 0
+        while at < count and packed < AT_ONCE and segments[at, S_ROW] == row:
             n = segments[at, S_N]
             if n > 0:
                 words = tables[segments[at, S_TABLE]]
-                to = buffer + _QUERY_SEGMENT * held
+                to = buffer + _QUERY_SEGMENT * packed
                 store_relaxed(to + _Q_KEYS, segments[at, S_KEYS])
                 store_relaxed(to + _Q_OUT, segments[at, S_OUT])
                 store_relaxed(to + _Q_FOUND, segments[at, S_FOUND])
@@ -173,10 +177,10 @@ def _launch_queries(
                 store_relaxed(to + _Q_UNITS_BLOCK, words[T_UNITS] | blocks << 32)
                 store_relaxed(to + _Q_MISSING_INDEX, segments[at, S_MISSING] | at << 32)
                 blocks += (n + _PER_BLOCK - 1) // _PER_BLOCK
-                held += 1
+                packed += 1
             at += 1
-        if held > 0:
-            store_relaxed(buffer + _Q_COUNT_PER_WARP, held | PER_WARP << 32)
+        if packed > 0:
+            store_relaxed(buffer + _Q_COUNT_PER_WARP, packed | PER_WARP << 32)
             error |= call_launch(
                 functions[F_LAUNCH], deployments[row, D_QUERY], blocks, _QUERY_THREADS, lane[L_STREAM], lane[L_QUERY_PARAMETERS]
             )
@@ -187,16 +191,16 @@ def _launch_queries(
 def _launch_answers(
     lane: IndexArray, segments: IndexArray, deployments: IndexArray, tables: IndexArray, functions: IndexArray
 ) -> int:
-    """Launch what answers the misses of a batch from the host's tables."""
+    """Launch the kernels that answer the misses of a batch from tables in host memory."""
     count, at, error = lane[L_SEGMENTS], 0, 0
     buffer, staged, room = lane[L_ANSWER], lane[L_STAGED], STAGED_BYTES
     while at < count:
-        row, held = segments[at, S_ROW], 0
-        while at < count and held < AT_ONCE and segments[at, S_ROW] == row:
+        row, packed = segments[at, S_ROW], 0
+        while at < count and packed < AT_ONCE and segments[at, S_ROW] == row:
             n = segments[at, S_N]
             if n > 0:
                 words = tables[segments[at, S_TABLE]]
-                to = buffer + _ANSWER_SEGMENT * held
+                to = buffer + _ANSWER_SEGMENT * packed
                 for word in range(_TABLE_WORDS):
                     store_relaxed(to + 8 * word, words[T_STRUCT + word])
                 rows = min(n, room // (4 * words[T_STAGED_WORDS])) if words[T_LINK] != 0 else 0
@@ -212,14 +216,14 @@ def _launch_answers(
                 size = (4 * rows * words[T_STAGED_WORDS] + 255) // 256 * 256
                 staged += size
                 room = max(0, room - size)
-                held += 1
+                packed += 1
             at += 1
-        if held > 0:
-            bits, bins = 0, _MOST_BINS // held
+        if packed > 0:
+            bits, bins = 0, _MOST_BINS // packed
             while bins > 1:
                 bins >>= 1
                 bits += 1
-            store_relaxed(buffer + _A_BITS_COUNT, bits | held << 32)
+            store_relaxed(buffer + _A_BITS_COUNT, bits | packed << 32)
             store_relaxed(buffer + _A_PATIENCE_FEW, PATIENCE | FEW_MISSES << 32)
             store_relaxed(buffer + _A_WARPS, deployments[row, D_WARPS])
             error |= call_launch(
@@ -234,19 +238,22 @@ def _launch_answers(
 
 
 @njit()
-def _tell_when_done(lane: IndexArray, functions: IndexArray) -> int:
+def _signal_when_done(lane: IndexArray, functions: IndexArray) -> int:
     """Let the stream write the lane's next number once all that was launched has ended."""
+    # The stream writes to pinned memory, which the loop polls without a call of the driver. With flags 0 the write follows a
+    # fence after the kernels' writes (cuStreamWriteValue64), so flags, counts and vectors are final
+    # when the loop has loaded the number (acquire).
     lane[L_SEQUENCE] += 1
     return call_4(functions[F_WRITE], lane[L_STREAM], lane[L_DONE_ON_DEVICE], lane[L_SEQUENCE], 0)
 
 
 @njit()
 def _copy_counts(lane: IndexArray, counts: int, functions: IndexArray) -> int:
-    """Bring the counts of missing keys to the host, and clear them."""
+    """Copy the counts of missing keys to the host, and clear them."""
     size = lane[L_SEGMENTS]
     error = call_4(functions[F_COPY], lane[L_COUNTS], counts, 4 * size, lane[L_STREAM])
     error |= call_4(functions[F_SET], counts, 0, size, lane[L_STREAM])
-    return error | _tell_when_done(lane, functions)
+    return error | _signal_when_done(lane, functions)
 
 
 @njit()
@@ -266,14 +273,14 @@ def _launch(
     for at in range(lane[L_SEGMENTS]):
         store_relaxed(lane[L_REPORTS] + 8 * at, 0)
     store_relaxed(lane[L_FLAGS], 0)
-    lane[L_BEGAN] = lane[L_LOOKED] = now_ns(scratch)
+    lane[L_STARTED] = lane[L_POLLED] = now_ns(scratch)
     error |= _launch_queries(lane, segments, deployments, tables, functions)
-    lane[L_PHASE] = ASKED
+    lane[L_PHASE] = QUERYING
     if lane[L_LINKED] != 0 and functions[F_EXPECTED] > 0:
         functions[F_EXPECTED] -= 1
         error |= _launch_answers(lane, segments, deployments, tables, functions)
         lane[L_PHASE] = ANSWERING
-    return error | _tell_when_done(lane, functions)
+    return error | _signal_when_done(lane, functions)
 
 
 @njit()
@@ -289,10 +296,10 @@ def _finish(
     left: int,
     scratch: int,
 ) -> None:
-    """Complete the requests of a batch; those with keys that are left are handed over.
+    """Complete the requests of a batch, and hand over those with unanswered keys.
 
     Args:
-        left: -1: all are; 0: none; 1: those with counts.
+        left: the requests to hand over: -1: all; 0: none; 1: those with counts.
     """
     ended = now_ns(scratch)
     state[BATCHES] += 1
@@ -300,12 +307,12 @@ def _finish(
     for r in range(lane[L_REQUESTS]):
         place, slot, row = requests[r, R_PLACE], requests[r, R_SLOT], requests[r, R_ROW]
         first, stop = requests[r, R_FIRST], requests[r, R_FIRST] + requests[r, R_COUNT]
-        whole = left >= 0
+        answered = left >= 0
         if left == 1:
             for s in range(first, stop):
                 if segments[s, S_N] > 0 and load_relaxed_u32(lane[L_COUNTS] + 4 * s) != 0:
-                    whole = False
-        if not whole:
+                    answered = False
+        if not answered:
             fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
             hand_over(state, jobs, place, slot)
             continue
@@ -319,15 +326,16 @@ def _finish(
             tables[table, T_HITS] += n - linked - absent
             tables[table, T_LINKED] += linked
             tables[table, T_ABSENT] += absent
-        note_answer(deployments, state, row, ended - lane[L_BEGAN])
+        # Count before D_IN_FLIGHT falls: at 0 the counters of an ended deployment are read for the last time.
+        note_answer(deployments, state, row, ended - lane[L_STARTED])
         fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-        finish(regions, place, slot, ANSWERED, lane[L_BEGAN], ended, scratch)
+        finish(regions, place, slot, ANSWERED, lane[L_STARTED], ended, scratch)
     lane[L_REQUESTS] = lane[L_SEGMENTS] = lane[L_KEYS] = lane[L_LINKED] = 0
     lane[L_PHASE] = FREE
 
 
 @njit()
-def _go_on(
+def _advance_lane(
     lane: IndexArray,
     requests: IndexArray,
     segments: IndexArray,
@@ -340,18 +348,18 @@ def _go_on(
     devices: int,
     scratch: int,
 ) -> int:
-    """Do what follows what a lane has done."""
+    """Start the next step of a lane whose launched work has ended."""
     missing, left = load_relaxed_u32(lane[L_FLAGS]) != 0, load_relaxed_u32(lane[L_FLAGS] + 4) != 0
     phase, error = lane[L_PHASE], 0
     if devices > 1:
         error = call_1(functions[F_CURRENT], lane[L_CONTEXT])
     if missing and lane[L_LINKED] != 0:
         functions[F_EXPECTED] = _EXPECTED
-    if phase == ASKED and missing and lane[L_LINKED] != 0:
+    if phase == QUERYING and missing and lane[L_LINKED] != 0:
         lane[L_PHASE] = ANSWERING
         error |= _launch_answers(lane, segments, deployments, tables, functions)
-        return error | _tell_when_done(lane, functions)
-    if phase == ASKED and missing:
+        return error | _signal_when_done(lane, functions)
+    if phase == QUERYING and missing:
         lane[L_PHASE] = COUNTED
         return error | _copy_counts(lane, lane[L_MISSING_COUNTS], functions)
     if phase == ANSWERING and missing and left:
@@ -392,16 +400,16 @@ def _add(
     read: IndexArray,
     deployments: IndexArray,
 ) -> None:
-    """Put a request into an open batch; `shift` is a device address less the offset in a region."""
+    """Add a request to an open batch; `shift` is a device address minus the offset in a region."""
     r, s, first = lane[L_REQUESTS], lane[L_SEGMENTS], deployments[row, D_FIRST]
     requests[r, R_PLACE], requests[r, R_SLOT], requests[r, R_ROW] = place, slot, row
     requests[r, R_FIRST], requests[r, R_COUNT] = s, header[H_SEGMENTS]
-    for one in range(header[H_SEGMENTS]):
-        segments[s, S_TABLE], segments[s, S_N] = first + read[one, 0], read[one, 1]
-        segments[s, S_KEYS], segments[s, S_OUT] = shift + read[one, 2], shift + read[one, 3]
-        segments[s, S_FOUND] = shift + read[one, 4] if read[one, 4] != 0 else 0
+    for nth in range(header[H_SEGMENTS]):
+        segments[s, S_TABLE], segments[s, S_N] = first + read[nth, 0], read[nth, 1]
+        segments[s, S_KEYS], segments[s, S_OUT] = shift + read[nth, 2], shift + read[nth, 3]
+        segments[s, S_FOUND] = shift + read[nth, 4] if read[nth, 4] != 0 else 0
         segments[s, S_ROW], segments[s, S_MISSING] = row, lane[L_KEYS]
-        lane[L_KEYS] += read[one, 1]
+        lane[L_KEYS] += read[nth, 1]
         s += 1
     lane[L_REQUESTS], lane[L_SEGMENTS] = r + 1, s
     lane[L_LINKED] |= deployments[row, D_LINKED]
@@ -410,14 +418,14 @@ def _add(
 
 @njit()
 def _is_resident(deployments: IndexArray, row: int, header: IndexArray, read: IndexArray) -> bool:
-    """Return whether a batch may take a request."""
+    """Return whether a batch can take a request."""
     if deployments[row, D_RESIDENT] == 0 or header[H_FLAGS] != 0:
         return False
     if header[H_KEYS] > MOST_KEYS or header[H_SEGMENTS] > BATCH_SEGMENTS:
         return False
     mask = 4 * deployments[row, D_UNIT] - 1
-    for one in range(header[H_SEGMENTS]):  # noqa: SIM110 - numba compiles no generator here
-        if read[one, 3] & mask != 0:
+    for nth in range(header[H_SEGMENTS]):  # noqa: SIM110 - numba compiles no generator here
+        if read[nth, 3] & mask != 0:
             return False
     return True
 
@@ -435,7 +443,7 @@ def run(
     functions: IndexArray,
     devices: int,
 ) -> None:
-    """Answer requests, batch after batch, until the board stops."""
+    """Answer requests, batch after batch, until the loop is stopped."""
     header, read = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
     scratch, stop = state.ctypes.data + 8 * SCRATCH, state.ctypes.data + 8 * STOP
     idle_since, first, turns = now_ns(scratch), 0, 0
@@ -444,16 +452,17 @@ def run(
         busy = running = False
         for nth in range(lanes.shape[0]):
             lane, error = lanes[nth], 0
-            if lane[L_PHASE] < ASKED or lane[L_PHASE] == DEAD:
+            if lane[L_PHASE] < QUERYING or lane[L_PHASE] == DEAD:
                 continue
             running = True
             if load_acquire(lane[L_DONE]) == lane[L_SEQUENCE]:
                 busy = True
-                error = _go_on(
+                error = _advance_lane(
                     lane, requests[nth], segments[nth], regions, deployments, tables, state, jobs, functions, devices, scratch
                 )
-            elif turns & 4095 == 0 and now_ns(scratch) - lane[L_LOOKED] > _STUCK_NS:
-                lane[L_LOOKED] = now_ns(scratch)
+            elif turns & 4095 == 0 and now_ns(scratch) - lane[L_POLLED] > _STUCK_NS:
+                # A failed kernel leaves the lane's number unwritten, so a late stream is queried for its error.
+                lane[L_POLLED] = now_ns(scratch)
                 error = call_1(functions[F_QUERY], lane[L_STREAM])
                 if error == _NOT_READY:
                     error = 0
@@ -484,7 +493,9 @@ def run(
                 if nth < 0:
                     break
                 fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, 1)
-                # It may have ended since its serial was compared; whoever ends it looks for this only afterwards.
+                # The deployment may have ended since `read_descriptor` compared its number. Ending it writes 0 there and then
+                # waits for D_IN_FLIGHT 0; here the count is raised (a full fence) and then the number is read. So one side
+                # sees the other, and the cache is not freed while a batch reads it.
                 take(regions, place)
                 if load_acquire(deployments[row].ctypes.data + 8 * D_SERIAL) != header[H_SERIAL]:
                     fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
@@ -492,7 +503,7 @@ def run(
                     continue
                 shift = regions[place, BASE] + regions[place, SHIFT]
                 _add(lanes[nth], requests[nth], segments[nth], place, slot, row, shift, header, read, deployments)
-        first = (first + 1) % max(1, count_of_regions)
+        first = (first + 1) % max(1, count_of_regions)  # no frontend is served before the others every time
         for nth in range(lanes.shape[0]):
             if lanes[nth, L_PHASE] == OPEN:
                 error = _launch(lanes[nth], segments[nth], deployments, tables, functions, devices, scratch)

@@ -1,4 +1,4 @@
-"""Answers what fronts post from the CuPy caches: the memory of `batch_loop`, and what it has to know of caches."""
+"""Answers requests of frontends from CuPy caches: the memory of `batch_loop`, and its description of caches."""
 
 import ctypes
 import logging
@@ -9,45 +9,7 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import BatchDriver, EmbeddingCache
-from hps.cache.cuda import kernels, structs
-from hps.cache.cuda.batch_loop import (
-    ANSWER_TAIL_AT,
-    AT_ONCE,
-    BATCH_REQUESTS,
-    BATCH_SEGMENTS,
-    F_COPY,
-    F_CURRENT,
-    F_LAUNCH,
-    F_QUERY,
-    F_SET,
-    F_WRITE,
-    FEW_MISSES,
-    L_ANSWER,
-    L_ANSWER_PARAMETERS,
-    L_CONTEXT,
-    L_COUNTS,
-    L_DEVICE,
-    L_DONE,
-    L_DONE_ON_DEVICE,
-    L_FLAGS,
-    L_LEFT_COUNTS,
-    L_MISSING_COUNTS,
-    L_QUERY,
-    L_QUERY_PARAMETERS,
-    L_REPORTS,
-    L_STAGED,
-    L_STREAM,
-    LANE_COLUMNS,
-    LANES,
-    MOST_KEYS,
-    PATIENCE,
-    PER_WARP,
-    QUERY_TAIL_AT,
-    REQUEST_COLUMNS,
-    SEGMENT_COLUMNS,
-    STAGED_BYTES,
-    run,
-)
+from hps.cache.cuda import batch_loop, kernels, structs
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, on_device
 from hps.cache.cuda.links import CudaPinner
@@ -69,11 +31,11 @@ class _StreamLane:
             self._lists, self._counts, self._staged = DeviceBuffer(), DeviceBuffer(), DeviceBuffer()
             done_at, done = self._pinned.take(64)
             flags_at, flags = self._pinned.take(64)
-            _, counts = self._pinned.take(4 * BATCH_SEGMENTS)
-            reports_at, reports = self._pinned.take(8 * BATCH_SEGMENTS)
-            for one in (done, flags, counts, reports):
-                one[:] = 0
-            words = 4 * BATCH_SEGMENTS
+            _, counts = self._pinned.take(4 * batch_loop.BATCH_SEGMENTS)
+            reports_at, reports = self._pinned.take(8 * batch_loop.BATCH_SEGMENTS)
+            for array in (done, flags, counts, reports):
+                array[:] = 0
+            words = 4 * batch_loop.BATCH_SEGMENTS
             start = self._counts.reserve(6 * words + 64)
             runtime.memset(start, 0, 6 * words + 64)
             missing, left, leaders, tallies, progress = (
@@ -83,13 +45,13 @@ class _StreamLane:
                 start + 3 * words,
                 start + 5 * words,
             )
-            keys, versions = MOST_KEYS, 8 * kernels.STRIPES * AT_ONCE
+            keys, versions = batch_loop.MOST_KEYS, 8 * kernels.STRIPES * batch_loop.AT_ONCE
             clean = 4 * kernels.MOST_BINS + 8 * keys
             sizes = {
                 "missing_keys": 8 * keys,
                 "positions": 4 * keys,
                 "versions": 2 * versions,
-                "epochs": 8 * AT_ONCE,
+                "epochs": 8 * batch_loop.AT_ONCE,
                 "left_keys": 8 * keys,
                 "leaders": 4 * keys,
                 "ranks": 4 * keys,
@@ -104,17 +66,17 @@ class _StreamLane:
                 places[name] = at
                 at += -(-size // 256) * 256
             runtime.memset(places["clean"], 0, clean)
-            staged = self._staged.reserve(STAGED_BYTES)
+            staged = self._staged.reserve(batch_loop.STAGED_BYTES)
             runtime.deviceSynchronize()
-        self._query: Any = np.zeros((QUERY_TAIL_AT + structs.QUERY_TAIL.size) // 8 + 1, np.int64)
-        self._answer: Any = np.zeros((ANSWER_TAIL_AT + structs.ANSWER_TAIL.size) // 8 + 1, np.int64)
+        self._query: Any = np.zeros((batch_loop.QUERY_TAIL_AT + structs.QUERY_TAIL.size) // 8 + 1, np.int64)
+        self._answer: Any = np.zeros((batch_loop.ANSWER_TAIL_AT + structs.ANSWER_TAIL.size) // 8 + 1, np.int64)
         query_tail = structs.QUERY_TAIL.named(
             missing_keys=places["missing_keys"],
             missing_positions=places["positions"],
             missing_counts=missing,
             any_missing=flags_at,
             segment_count=0,
-            keys_per_warp=PER_WARP,
+            keys_per_warp=batch_loop.PER_WARP,
             unused=0,
         )
         answer_tail = structs.ANSWER_TAIL.named(
@@ -140,32 +102,32 @@ class _StreamLane:
             reports=reports_at,
             bin_bits=0,
             segment_count=0,
-            patience=PATIENCE,
-            few=FEW_MISSES,
+            patience=batch_loop.PATIENCE,
+            few=batch_loop.FEW_MISSES,
             fetch_warps=1,
             settles=0,
             defers=0,
         )
-        self._query.view(np.uint8)[QUERY_TAIL_AT:][: len(query_tail)] = np.frombuffer(query_tail, np.uint8)
-        self._answer.view(np.uint8)[ANSWER_TAIL_AT:][: len(answer_tail)] = np.frombuffer(answer_tail, np.uint8)
+        self._query.view(np.uint8)[batch_loop.QUERY_TAIL_AT :][: len(query_tail)] = np.frombuffer(query_tail, np.uint8)
+        self._answer.view(np.uint8)[batch_loop.ANSWER_TAIL_AT :][: len(answer_tail)] = np.frombuffer(answer_tail, np.uint8)
         self._parameters = np.array([self._query.ctypes.data, self._answer.ctypes.data], np.int64)
-        self.words = np.zeros(LANE_COLUMNS, np.int64)
+        self.words = np.zeros(batch_loop.LANE_COLUMNS, np.int64)
         for column, value in (
-            (L_DEVICE, device_id),
-            (L_CONTEXT, context),
-            (L_STREAM, int(self._stream.ptr)),
-            (L_DONE, done.ctypes.data),
-            (L_DONE_ON_DEVICE, done_at),
-            (L_FLAGS, flags.ctypes.data),
-            (L_COUNTS, counts.ctypes.data),
-            (L_REPORTS, reports.ctypes.data),
-            (L_MISSING_COUNTS, missing),
-            (L_LEFT_COUNTS, left),
-            (L_QUERY, self._query.ctypes.data),
-            (L_QUERY_PARAMETERS, self._parameters.ctypes.data),
-            (L_ANSWER, self._answer.ctypes.data),
-            (L_ANSWER_PARAMETERS, self._parameters.ctypes.data + 8),
-            (L_STAGED, staged),
+            (batch_loop.L_DEVICE, device_id),
+            (batch_loop.L_CONTEXT, context),
+            (batch_loop.L_STREAM, int(self._stream.ptr)),
+            (batch_loop.L_DONE, done.ctypes.data),
+            (batch_loop.L_DONE_ON_DEVICE, done_at),
+            (batch_loop.L_FLAGS, flags.ctypes.data),
+            (batch_loop.L_COUNTS, counts.ctypes.data),
+            (batch_loop.L_REPORTS, reports.ctypes.data),
+            (batch_loop.L_MISSING_COUNTS, missing),
+            (batch_loop.L_LEFT_COUNTS, left),
+            (batch_loop.L_QUERY, self._query.ctypes.data),
+            (batch_loop.L_QUERY_PARAMETERS, self._parameters.ctypes.data),
+            (batch_loop.L_ANSWER, self._answer.ctypes.data),
+            (batch_loop.L_ANSWER_PARAMETERS, self._parameters.ctypes.data + 8),
+            (batch_loop.L_STAGED, staged),
         ):
             self.words[column] = value
 
@@ -173,40 +135,40 @@ class _StreamLane:
 class CupyBatches(BatchDriver):
     """Answers from CuPy caches; see `BatchDriver`."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, loop: Board) -> None:
+        self._loop = loop
         self._pinned: list[int] = []  # addresses of regions
         self._in_place = False
         self._lanes: list[_StreamLane] = []
-        self._words: IndexArray = np.zeros((LANES * 16, LANE_COLUMNS), np.int64)
-        self._words[:, L_DEVICE] = -1
+        self._words: IndexArray = np.zeros((batch_loop.LANES * 16, batch_loop.LANE_COLUMNS), np.int64)
+        self._words[:, batch_loop.L_DEVICE] = -1
         self._devices: list[int] = []
-        self._held: dict[int, object] = {}  # by identity of a cache: its tables and links
+        self._in_use: dict[int, object] = {}  # by identity of a cache: references to its tables and links
         library = ctypes.CDLL("libcuda.so.1")
         self._functions = np.zeros(16, np.int64)
         for place, names in (
-            (F_LAUNCH, ("cuLaunchKernel",)),
-            (F_WRITE, ("cuStreamWriteValue64_v2", "cuStreamWriteValue64")),
-            (F_COPY, ("cuMemcpyDtoHAsync_v2",)),
-            (F_SET, ("cuMemsetD32Async",)),
-            (F_QUERY, ("cuStreamQuery",)),
-            (F_CURRENT, ("cuCtxSetCurrent",)),
+            (batch_loop.F_LAUNCH, ("cuLaunchKernel",)),
+            (batch_loop.F_WRITE, ("cuStreamWriteValue64_v2", "cuStreamWriteValue64")),
+            (batch_loop.F_COPY, ("cuMemcpyDtoHAsync_v2",)),
+            (batch_loop.F_SET, ("cuMemsetD32Async",)),
+            (batch_loop.F_QUERY, ("cuStreamQuery",)),
+            (batch_loop.F_CURRENT, ("cuCtxSetCurrent",)),
         ):
             found = next(getattr(library, name) for name in names if hasattr(library, name))
             self._functions[place] = ctypes.cast(found, ctypes.c_void_p).value or 0
 
     def prepare(self) -> None:
-        """Pin the regions for all devices; if that fails, Python answers, through buffers of its own."""
-        compile_kernels(run)
+        """Pin the regions for all devices. If that fails, the engine's threads answer, through pinned buffers."""
+        compile_kernels(batch_loop.run)
         pinner = CudaPinner(0)
         try:
-            for place, memory in enumerate(self._board.memories):
+            for place, memory in enumerate(self._loop.memories):
                 pinner.pin(memory.address, memory.size)
                 self._pinned.append(memory.address)
-                self._board.shift(place, _device_address(memory.address) - memory.address)
+                self._loop.shift(place, _device_address(memory.address) - memory.address)
             self._in_place = True
         except DeviceError as error:
-            _log.warning("the GPU does not read the memory of the fronts in place, which makes lookups slower: %s", error)
+            _log.warning("the GPU does not read the memory of the frontends in place, which makes lookups slower: %s", error)
 
     def resident(self, cache: EmbeddingCache) -> Resident | None:
         if not isinstance(cache, CupyCache) or not self._in_place:
@@ -219,16 +181,16 @@ class CupyBatches(BatchDriver):
             _log.warning("CUDA device %d has no memory for batches, which makes lookups slower: %s", device_id, error)
             return None
         compiled = cache.lookup_kernels
-        shape = kernels.Shape.of(compiled.rows, kernels.ALIGNED)._replace(segments=AT_ONCE)
+        shape = kernels.Shape.of(compiled.rows, kernels.ALIGNED)._replace(segments=batch_loop.AT_ONCE)
         links = cache.links()
-        self._held[id(cache)] = memory.tables(), links
+        self._in_use[id(cache)] = memory.tables(), links
         query, answer = compiled.batch_kernels(shape)
-        own = [device_id, query, shape.unit, 0, 0, 0, 0, 0]
+        words = [device_id, query, shape.unit, 0, 0, 0, 0, 0]
         if any(link is not None for link in links):
             threads = kernels.answer_threads(shape)
             blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
             warps = kernels.fetch_warps(shape.most_words, blocks, threads)
-            own[3:] = [answer, threads, blocks, warps, 1]
+            words[3:] = [answer, threads, blocks, warps, 1]
         tables = []
         for (buckets, rows, pairs), struct, link, spec, kind in zip(
             compiled.geometry, compiled.structs, links, cache.tables, compiled.rows, strict=True
@@ -237,37 +199,37 @@ class CupyBatches(BatchDriver):
             default = int(np.float32(spec.default_value).view(np.uint32))
             attached = [0, 0, default, 0, 0]
             if link is not None:
-                link.follow()
+                link.keep_layouts()
                 bins = link.present.bins_per_row if link.present is not None else 0.0
                 attached = [link.where, link.where, default, int(link.authoritative), int(np.float32(bins).view(np.uint32))]
             tables.append([buckets, rows, pairs, shape.units(kind), *packed, *attached, kernels.staged_words(shape, kind)])
-        return Resident(tables, own)
+        return Resident(tables, words)
 
     def _add_lanes(self, device_id: int) -> None:
         with on_device(device_id):
             context = int(cupy.cuda.driver.ctxGetCurrent())
-        lanes = [_StreamLane(device_id, context) for _ in range(LANES)]
-        start = LANES * len(self._devices)
+        lanes = [_StreamLane(device_id, context) for _ in range(batch_loop.LANES)]
+        start = batch_loop.LANES * len(self._devices)
         self._lanes += lanes
         self._devices.append(device_id)
         for place, lane in enumerate(lanes, start):
-            device, lane.words[L_DEVICE] = lane.words[L_DEVICE], -1
+            device, lane.words[batch_loop.L_DEVICE] = lane.words[batch_loop.L_DEVICE], -1
             self._words[place] = lane.words
-            self._words[place, L_DEVICE] = device  # now the loop may use it
+            self._words[place, batch_loop.L_DEVICE] = device  # now the loop may use it
 
     def release(self, cache: EmbeddingCache) -> None:
-        self._held.pop(id(cache), None)
+        self._in_use.pop(id(cache), None)
 
     def run(self) -> None:
-        board, lanes = self._board, len(self._words)
-        requests = np.zeros((lanes, BATCH_REQUESTS, REQUEST_COLUMNS), np.int64)
-        segments = np.zeros((lanes, BATCH_SEGMENTS, SEGMENT_COLUMNS), np.int64)
+        loop, lanes = self._loop, len(self._words)
+        requests = np.zeros((lanes, batch_loop.BATCH_REQUESTS, batch_loop.REQUEST_COLUMNS), np.int64)
+        segments = np.zeros((lanes, batch_loop.BATCH_SEGMENTS, batch_loop.SEGMENT_COLUMNS), np.int64)
         runtime.setDevice(0)
-        arrays = (board.regions, board.deployments, board.tables, board.state, board.jobs)
-        run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
+        arrays = (loop.regions, loop.deployments, loop.tables, loop.state, loop.jobs)
+        batch_loop.run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
 
     def close(self) -> None:
-        """Unpin the regions: memory that is unmapped while it is pinned keeps the next regions from being pinned there."""
+        """Unpin the regions: CUDA refuses to pin memory mapped at the address of regions that were unmapped while pinned."""
         while self._pinned:
             CudaPinner(0).unpin(self._pinned.pop())
 

@@ -33,9 +33,10 @@ from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.integrity import check_buckets
 from hps.cache.cuda.kernels import Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner
-from hps.cache.cuda.lookup import CupyLookup, LookupKernels
+from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.modifications import LaunchOrder, Modifications
 from hps.cache.cuda.near_tables import NearTables
+from hps.cache.cuda.queries import LookupKernels
 from hps.cache.cuda.spread_memory import reason_against
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
@@ -48,7 +49,7 @@ from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
-_COPY_INTERVAL_S = 0.01  # between two looks for rows of other devices that are used often
+_COPY_INTERVAL_S = 0.01  # between two searches for rows of other devices that are used often
 
 
 class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAnswers, DeviceMemoryTables):
@@ -68,7 +69,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
     Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
     other DLPack tensors. Outputs in host memory pass through pinned memory, which the device writes.
 
-    After an unrecoverable CUDA error, every call raises it again.
+    After an unrecoverable CUDA error, every call raises it.
     """
 
     device: ClassVar[str] = "cuda"
@@ -89,10 +90,10 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         self._copies: PeriodicTask | None = None
 
     @classmethod
-    def batches(cls, board: Board) -> BatchDriver:
-        from hps.cache.cuda.batches import CupyBatches  # it reads our tables
+    def batches(cls, loop: Board) -> BatchDriver:
+        from hps.cache.cuda.batches import CupyBatches  # which imports this module
 
-        return CupyBatches(board)
+        return CupyBatches(loop)
 
     @classmethod
     def batch_kernels(cls) -> Sequence[Callable[..., Any]]:
@@ -177,15 +178,15 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
             opened = allocate(tables, capacity_rows, devices, static, sharing.near_rows)
         order, caches = LaunchOrder(), [cls(tables, device, kind, opened) for device in devices]
         try:
-            for one in caches:
-                one._prepare(caches if kind.shared else (), order, sharing.near_rows)
+            for sharer in caches:
+                sharer._prepare(caches if kind.shared else (), order, sharing.near_rows)
             if kind.shared and sharing.near_rows:
                 caches[0]._copies = PeriodicTask(
                     "copies", caches[0]._make_copies, _COPY_INTERVAL_S, what="copying the most used rows of other devices"
                 )
         except BaseException:
-            for one in caches:  # they refer to each other, so only a garbage collection would end them
-                one.memory.open = one._near = None
+            for sharer in caches:  # they refer to each other, so only a garbage collection would end them
+                sharer.memory.open = sharer._near = None
             raise
         return next(found for found in caches if found.device_id == device_id)
 
@@ -282,7 +283,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
     def new_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """Return a new CuPy array. See `EmbeddingCache.new_array`."""
         array = cupy.zeros(shape, dtype)
-        cupy.cuda.get_current_stream().synchronize()  # whoever fills it may use another stream
+        cupy.cuda.get_current_stream().synchronize()  # it may be filled on another stream
         return array
 
     def insert(
@@ -311,16 +312,16 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         """Return the resident keys of a table, and those of which only copies are left. See `EmbeddingCache.dump`."""
         parts = [self._changes.dump(self.memory.tables()[table])]
         with self.leader._copying:
-            self.leader._tell_near(lambda near: parts.append(near.dump(table)))
+            self.leader._apply_to_near(lambda near: parts.append(near.dump(table)))
         return np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]
 
     @device_call("reading counters")
     def stats(self, table: int) -> CacheStats:
         """Return the counters of a table. `inserts` counts keys that became resident; all but the memory are of all devices."""
-        own = self.memory.tables()[table]
-        admitted, evicted, erased, unplaced, *_ = self._changes.counters(own) if own.pairs else [0] * geometry.COUNTERS
-        resident, size_bytes = admitted - evicted - erased, own.bytes_on(self.device_id)
-        return CacheStats(own.capacity_rows, resident, admitted, evicted, size_bytes, unplaced)
+        opened = self.memory.tables()[table]
+        admitted, evicted, erased, unplaced, *_ = self._changes.counters(opened) if opened.pairs else [0] * geometry.COUNTERS
+        resident, size_bytes = admitted - evicted - erased, opened.bytes_on(self.device_id)
+        return CacheStats(opened.capacity_rows, resident, admitted, evicted, size_bytes, unplaced)
 
     @device_call("checking the tables")
     def check_integrity(self) -> list[str]:
@@ -344,9 +345,9 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         if leader._copies is not None:
             leader._copies.abandon()
         with leader._copying:
-            held, self.memory.open = self.memory.open, None  # held until what was launched has ended
+            opened, self.memory.open = self.memory.open, None  # held until what was launched has ended
             near, self._near = self._near, None
-        if held is None:
+        if opened is None:
             return
         for table in range(len(self.tables)):
             self.detach(table)
@@ -360,7 +361,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
 
     @device_call("creating an embedding cache")
     def _prepare(self, sharers: "Sequence[CupyCache]", order: LaunchOrder, near_rows: Sequence[int]) -> None:
-        """Make what lookups and changes on this device need."""
+        """Create streams, kernels and near tables of this device."""
         self._all, self.memory.sharers = sharers, [sharer.memory for sharer in sharers]
         self._changes = Modifications(self.device_id, self._kind, order)
         self._counting, self._counts_stream = threading.Lock(), cupy.cuda.Stream(non_blocking=True)
@@ -369,14 +370,14 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         needed = [*self._kernels.needed(), *self._changes.needed(self._kernels.rows)]
         if sharers and near_rows:
             self._near = NearTables(self.device_id, [sharer.device_id for sharer in sharers], opened, near_rows)
-            self.memory.open = self._near.beside(opened)
+            self.memory.open = self._near.with_near_tables(opened)
             needed += self._near.needed()
         compile_all(self.device_id, needed)
 
     def _make_copies(self) -> None:
-        """Admit what lookups have sampled to the near tables of all devices."""
+        """Admit the sampled rows to the near tables of all devices."""
         with self._copying:
-            self._tell_near(NearTables.promote)
+            self._apply_to_near(NearTables.promote)
 
     @contextmanager
     def _changing_copies(self, index: int, keys: Callable[[], KeyArray]) -> Iterator[None]:
@@ -385,15 +386,15 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
             yield
             return
         with self._copying:
-            self._tell_near(NearTables.settle)
+            self._apply_to_near(NearTables.settle)
             try:
                 yield
             finally:
-                changed = keys()  # which may have been written on a stream that the change waited for
-                self._tell_near(lambda near: near.erase(index, changed))
+                changed = keys()  # only now: their producer's stream, which the change waited for, may have written them late
+                self._apply_to_near(lambda near: near.erase(index, changed))
 
-    def _tell_near(self, change: Callable[[NearTables], object]) -> None:
-        """Do something with the near tables of all devices; those of closed ones nobody reads. `_copying` is held."""
+    def _apply_to_near(self, change: Callable[[NearTables], object]) -> None:
+        """Call a function with the near tables of all open devices. The caller holds `_copying`."""
         for sharer in self._sharers:
             if sharer._near is not None and sharer.memory.error is None:
                 sharer._on_near(change)
@@ -431,11 +432,11 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
 
     @device_call("erasing")
     def _erase(self, table: int, keys: KeyArray) -> None:
-        own = self.memory.tables()[table]
-        check_keys(f"erasing from the cached table {own.spec.tag}", keys, aligned=True)
-        if own.pairs and keys.size:
+        opened = self.memory.tables()[table]
+        check_keys(f"erasing from the cached table {opened.spec.tag}", keys, aligned=True)
+        if opened.pairs and keys.size:
             with self._changing_copies(table, lambda: keys):
-                self._changes.erase(own, keys)
+                self._changes.erase(opened, keys)
 
     @device_call("marking the cache as complete")
     def _mark_complete(self, complete: bool) -> None:

@@ -1,6 +1,6 @@
 """Compiles CUDA kernels with NVRTC, for a device or ahead without one, and keeps the code for later processes.
 
-CuPy's own cache of kernels asks a device for its key; ours takes the architecture, so that an image can carry the code.
+CuPy's own cache of kernels needs a device for its keys. This one takes the architecture, so that an image can carry the code.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _OPTIONS: Final = ("-std=c++17", "-ftz=true", "--device-as-default-execution-spa
 
 
 def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, bool]:
-    """Return the machine code of CUDA C++ for an architecture, and whether it had to be compiled.
+    """Return the machine code of CUDA C++ for an architecture, and True if it was compiled now.
 
     Args:
         name: of the kernel.
@@ -32,7 +32,7 @@ def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, boo
     Raises:
         CompileException: NVRTC refused the code.
     """
-    known = [str(one) for one in nvrtc.getSupportedArchs()]
+    known = [str(supported) for supported in nvrtc.getSupportedArchs()]
     target = f"sm_{architecture}" if architecture in known else f"compute_{known[-1]}"
     options = (*_OPTIONS, f"-arch={target}")
     digest = hashlib.sha256(code.encode()).hexdigest()
@@ -48,17 +48,17 @@ def machine_code_of(code: str, name: str, architecture: str) -> tuple[bytes, boo
 
 
 def compile_ahead(kernels: Iterable[Kernel], architecture: str) -> tuple[int, int]:
-    """Compile kernels for an architecture; return how many were compiled, and how many were there.
+    """Compile kernels for an architecture; return the numbers of newly and of previously compiled ones.
 
     Raises:
         InvalidInputError: NVRTC does not compile for this architecture.
     """
     known = nvrtc.getSupportedArchs()
     if architecture not in map(str, known):
-        expected = ", ".join(f"sm_{one}" for one in known)
+        expected = ", ".join(f"sm_{supported}" for supported in known)
         raise InvalidInputError(f"compiling CUDA kernels: got architecture sm_{architecture}, expected one of {expected}")
     with ThreadPoolExecutor(available_threads()) as pool:
-        made = list(pool.map(lambda one: machine_code_of(one.code, one.name, architecture)[1], dict.fromkeys(kernels)))
+        made = list(pool.map(lambda kernel: machine_code_of(kernel.code, kernel.name, architecture)[1], dict.fromkeys(kernels)))
     return sum(made), len(made) - sum(made)
 
 

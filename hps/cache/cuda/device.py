@@ -106,7 +106,7 @@ class PinnedBuffer:
         self.used = 0
 
     def reset(self) -> None:
-        """Take all pieces back; the device must have finished with them."""
+        """Reuse the memory of all pieces. The device must have finished with them."""
         self.used = 0
         if self._kept:
             self._kept = []
@@ -163,7 +163,7 @@ def launch(handle: int, blocks: int, threads: int, arguments: Arguments, stream:
 
 
 class DependentLaunch:
-    """Launches kernels that may begin before the one before them on the stream has ended, and wait for its end themselves.
+    """Launches kernels that can start before the previous one on the stream has ended, and wait for its end themselves.
 
     *One per thread.* That takes 0.7 us less than a launch in stream order, which devices before compute capability 9.0 keep.
     """
@@ -230,7 +230,7 @@ class DeviceTable:
         buckets, rows, counters: addresses on the device.
         packed: struct that the kernels take.
         copies: of a shared table, the address of the buckets on each device.
-        near: the near table of the cache's device beside it, if it has one.
+        near: the near table of the cache's device, if any.
     """
 
     spec: TableSpec
@@ -285,7 +285,8 @@ class TableMemory:
         disown_in_children(self)
 
     def disown(self) -> None:
-        """Refuse every call in a forked child, which must not call CUDA, and keep the memory from being freed there."""
+        """Refuse every call in a forked child."""
+        # A child must not call CUDA, and freeing memory is a call: the reference keeps it from being freed there.
         self._disowned, self.open = self.open, None
 
     def tables(self) -> tuple[DeviceTable, ...]:
@@ -315,7 +316,7 @@ class TableMemory:
         raise DeviceError(f"{where}: {error}") from error
 
     def lost(self, error: Exception) -> bool:
-        """Return whether the device is lost, after an error; remember it if so."""
+        """Return True if the device is lost after an error, and record it."""
         try:
             with on_device(self.device_id):
                 runtime.memGetInfo()  # a lost context refuses every call
@@ -337,7 +338,7 @@ M = TypeVar("M", bound=HasMemory)
 
 
 def device_call(doing: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
-    """Run a method with its device current, and convert CUDA errors; `doing` begins their messages."""
+    """Run a method with its device current, and convert CUDA errors; `doing` starts their messages."""
 
     def decorate(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
         def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -9,7 +9,7 @@ from hps.types import TableSpec, rows_text
 
 COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/walk.cuh`
 LOOKUP_COUNTERS = slice(4, 6)  # absent and unread keys of enqueued lookups of complete tables
-COMPLETE_AT = 8 * 6  # bytes from the first counter to the word that tells whether a static table is complete
+COMPLETE_AT = 8 * 6  # bytes from the first counter to the flag of complete static tables
 RESERVE_BYTES = 64 << 20  # reserved for the lookups and the driver
 GRANULE_BYTES = 1 << 21
 """Memory of several devices under one range of addresses is a multiple of this."""
@@ -43,8 +43,8 @@ def part_bytes(pairs: int, width: int, devices: int) -> list[int]:
     return [GRANULE_BYTES * (stop - start) for start, stop in zip(starts, [*stops, total], strict=True)]
 
 
-def own_pairs(pairs: int, width: int, devices: int, nth: int) -> tuple[int, int]:
-    """Return the first pair of a shared table whose rows begin on the nth device, and how many do."""
+def owned_pairs(pairs: int, width: int, devices: int, nth: int) -> tuple[int, int]:
+    """Return the first pair of a shared table whose rows start on the nth device, and the number of such pairs."""
     parts, pair_bytes = part_bytes(pairs, width, devices), 2 * kernels.SLOTS * 4 * width
     first, stop = (min(pairs, -(-sum(parts[:end]) // pair_bytes)) for end in (nth, nth + 1))
     return first, stop - first
@@ -95,12 +95,12 @@ class CudaPlan(CachePlan):
         return [
             Need(
                 "gpu",
-                f"{2 * kernels.SLOTS * (-(-count // devices) + beside):,} rows of table {table.table_name!r} "
+                f"{2 * kernels.SLOTS * (-(-count // devices) + near_count):,} rows of table {table.table_name!r} "
                 f"({rows_text(table)}{used})",
-                bytes_on_device(count, table.width, devices, beside),
+                bytes_on_device(count, table.width, devices, near_count),
                 table.table_name,
             )
-            for table, count, beside in zip(tables, pairs, near, strict=True)
+            for table, count, near_count in zip(tables, pairs, near, strict=True)
         ]
 
     @classmethod

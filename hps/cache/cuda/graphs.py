@@ -26,7 +26,8 @@ _NO_DESTRUCTOR_SYNC: Final = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 _MOVE: Final = 1  # CU_GRAPH_USER_OBJECT_MOVE
 _SEMAPHORE_BYTES: Final = 32  # sem_t of Linux
 
-_semaphores: Final[dict[int, Any]] = {}  # live graphs, by address: one may outlive all its observers
+# By address. A graph may outlive all its observers, and posts to this memory when it is destroyed.
+_semaphores: Final[dict[int, Any]] = {}
 
 
 @cache
@@ -63,10 +64,10 @@ class CupyCapture(StreamCapture):
         self.key = (stream, identity.value)
 
     def watch(self) -> Callable[[], bool]:
-        """Let the graph hold a semaphore until it is gone. See `StreamCapture.watch`."""
+        """Attach a semaphore to the graph, which posts it when it is destroyed. See `StreamCapture.watch`."""
         driver, system = _libraries()
-        for address, other in list(_semaphores.items()):  # single operations of a dict are atomic: this needs no lock
-            if _posted(other):
+        for address, known in list(_semaphores.items()):  # single operations of a dict are atomic: this needs no lock
+            if _posted(known):
                 _semaphores.pop(address, None)
         semaphore, user_object = (ctypes.c_long * (_SEMAPHORE_BYTES // 8))(), ctypes.c_void_p()
         system.sem_init(semaphore, 0, 0)
@@ -105,10 +106,10 @@ class CupyGraph(LookupGraph):
 
 
 def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:
-    """Return the capture on the stream of a lookup's tensors; None if there is none.
+    """Return the capture on the stream of a lookup's tensors; None without one.
 
     Raises:
-        InvalidDtypeError: there is one, and keys are not int64; a graph would read a widened copy that is not kept.
+        InvalidDtypeError: keys are not int64; the graph would read a widened copy that is freed after the capture.
     """
     stream = reader.work_stream(batch.keys[0]) if batch.keys else None
     if not stream or stream == LEGACY_STREAM or not runtime.streamIsCapturing(stream):
@@ -120,14 +121,14 @@ def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:
 
 
 def record(reader: TensorReader, memory: TableMemory, batch: Batch, enqueue: Callable[[Batch], None]) -> CupyGraph:
-    """Make a graph of what `enqueue` launches; see `StreamOrdered.record`."""
+    """Capture what `enqueue` launches in a graph; see `StreamOrdered.record`."""
     stream = cupy.cuda.Stream(non_blocking=True)
     keys, outs = ([_seen_from(stream, reader, tensor) for tensor in tensors] for tensors in (batch.keys, batch.outs))
     seen = Batch(batch.tables, batch.sizes, keys, outs)
     seen.joined = batch.joined
     for producer in {reader.work_stream(tensor) for tensor in batch.keys} - {None}:
         stream.wait_event(stream_of(producer or 0).record())
-    enqueue(seen)
+    enqueue(seen)  # a capture must not allocate: this run makes all memory that it needs
     stream.synchronize()
     stream.begin_capture()
     try:

@@ -24,8 +24,8 @@ def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool,
     headers, slots = buckets[:, 0], buckets[:, 1:]
     owned = int(np.count_nonzero(headers & 1))
     if static:
-        held = (headers[:, None] >> _OCCUPIED_SHIFT >> np.arange(SLOTS) & 1).astype(np.bool_)
-        return check_keys_of_sets(tag, slots[held], owned, 0, counted_rows)
+        occupied = (headers[:, None] >> _OCCUPIED_SHIFT >> np.arange(SLOTS) & 1).astype(np.bool_)
+        return check_keys_of_sets(tag, slots[occupied], owned, 0, counted_rows)
     _buckets, _rows, _counters, zero_filler, zero_pair, pairs, *_ = structs.TABLE.unpack(packed)
     fillers = np.zeros(2 * pairs, np.int64)
     fillers[2 * zero_pair : 2 * zero_pair + 2] = zero_filler
@@ -35,5 +35,5 @@ def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool,
     findings = check_keys_of_sets(tag, keys, owned, int(np.count_nonzero(homes // 2 != places // 2)), counted_rows)
     strays = np.bincount(homes[homes != places], minlength=2 * pairs)
     if wrong := np.count_nonzero(strays != headers >> _STRAYS_SHIFT & 0xFF):
-        findings.append(f"cached table {tag}: {wrong} buckets count other strays than stand in their neighbours")
+        findings.append(f"cached table {tag}: {wrong} buckets count a wrong number of strays in their neighbours")
     return findings

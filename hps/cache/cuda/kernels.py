@@ -13,7 +13,10 @@ from operator import or_
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from hps.cache.cuda import structs
+from hps.cache.integrity import hashes_of
 from hps.ground.memory.host_tables import DENSE_ROWS_AT
 from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
@@ -35,7 +38,7 @@ THREADS = 256
 QUERY_THREADS = 128
 UNIQUE_THREADS = 512
 STRIPES = 1024
-"""Stripes of a table, whose versions tell readers of changes."""
+"""Number of stripes of a table; readers detect changes by the version of a stripe."""
 MOST_HOST_SEGMENTS = 16
 """Maximum number of segments of a table in host memory."""
 MOST_BAGS = 32
@@ -46,7 +49,6 @@ MOST_BINS = 1024
 """Maximum number of bins for the misses of a large lookup, over all its tables."""
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
-_WORD = (1 << 64) - 1
 
 
 ALIGNED = 0
@@ -306,8 +308,8 @@ def pool_kernel(name: str, shape: Shape, arithmetic: Arithmetic, kind: Kind = DY
     does: tuple[tuple[str, int], ...] = ()
     if name != "number":  # which reads no vector
         does = ("PLAIN", int(arithmetic is Arithmetic.SUMS)), ("MAXIMA", int(arithmetic is Arithmetic.MAXIMA))
-    own = kind.constants if name == "pool" else ()
-    return Kernel(name, "pool", (*sizes, *does, ("SEGMENTS", shape.segments), *shape.constants, *own))
+    constants = kind.constants if name == "pool" else ()
+    return Kernel(name, "pool", (*sizes, *does, ("SEGMENTS", shape.segments), *shape.constants, *constants))
 
 
 def pool_groups(shape: Shape) -> int:
@@ -365,27 +367,26 @@ def scatter_kernel(shape: Shape) -> Kernel:
     return Kernel("scatter", "scatter", (("UNIT", shape.unit), *shape.constants))
 
 
-def shape_of(tables: Sequence[Rows], asked: Sequence[int], outputs: int) -> Shape:
+def shape_of(tables: Sequence[Rows], segments: Sequence[int], outputs: int) -> Shape:
     """Return the shape of a launch for some of a cache's tables.
-
-    Tables of different rows take the shape of all of the cache's, whichever they are: it can do all that theirs could, and it
-    is compiled, where the shapes of all their subsets would be too many to compile before the first lookup.
 
     Args:
         tables: all tables of the cache.
-        asked: the table of each segment.
+        segments: the table of each segment.
         outputs: see `outputs_code`.
     """
-    alike = len({tables[one] for one in asked}) == 1
-    shape = Shape.of([tables[asked[0]]] if alike else tables, outputs)
-    return shape if len(asked) == 1 else shape._replace(segments=SEGMENTS_AT_ONCE)
+    # Tables of different rows take the shape of all tables of the cache. It fits every subset, and is compiled before the first
+    # lookup; the shapes of all subsets would be too many.
+    same = len({tables[table] for table in segments}) == 1
+    shape = Shape.of([tables[segments[0]]] if same else tables, outputs)
+    return shape if len(segments) == 1 else shape._replace(segments=SEGMENTS_AT_ONCE)
 
 
 def _shapes(tables: Sequence[Rows]) -> list[Shape]:
     """Return the shapes of lookups of one segment, and of several, with aligned outputs."""
     places = [tables.index(rows) for rows in sorted(set(tables))]
-    asked = [*((place,) * times for place in places for times in (1, 2)), range(len(tables))]
-    return list(dict.fromkeys(shape_of(tables, one, ALIGNED) for one in asked))
+    choices = [*((place,) * times for place in places for times in (1, 2)), range(len(tables))]
+    return list(dict.fromkeys(shape_of(tables, segments, ALIGNED) for segments in choices))
 
 
 def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
@@ -417,7 +418,7 @@ RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_O
 
 
 def near_kernels(tables: Sequence[Rows]) -> list[Kernel]:
-    """Return the kernels for near tables beside shared ones."""
+    """Return the kernels for near tables of shared ones."""
     promotions = [promote_kernel(unit_of(width, 16), width) for width in {rows.width for rows in tables}]
     return [*modification_kernels(tables), *promotions]
 
@@ -472,21 +473,16 @@ def home_of(key: int, pairs: int, stretch: int = 1) -> int:
     Args:
         stretch: of a near table, the number of devices that share the table beside it.
     """
-    return ((_mixed(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
+    return ((_hash_of(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
 
 
 def step_of(key: int, pairs: int) -> int:
-    """Return by how many pairs a key of a static table goes on, as the kernels compute it."""
-    return 1 << ((_mixed(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
+    """Return the distance in pairs between the steps of a key of a static table, as the kernels compute it."""
+    return 1 << ((_hash_of(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
 
 
-def _mixed(key: int) -> int:
-    x = key & _WORD
-    x ^= _rotated_right(x, 25) ^ _rotated_right(x, 50)
-    x = x * 0xA24BAED4963EE407 & _WORD
-    x ^= _rotated_right(x, 24) ^ _rotated_right(x, 49)
-    x = x * 0x9FB21C651E98DF25 & _WORD
-    return x ^ x >> 28
+def _hash_of(key: int) -> int:
+    return int(hashes_of(np.array([key], np.int64))[0])
 
 
 def sharing_word(stretch: int = 1, copies: int = 1, granules: int = 0) -> int:
@@ -495,7 +491,7 @@ def sharing_word(stretch: int = 1, copies: int = 1, granules: int = 0) -> int:
 
 
 def zero_pair(pairs: int) -> int:
-    """Return the pair of key 0, which any stretch leaves where it is."""
+    """Return the pair of key 0, which is the same for any stretch."""
     return home_of(0, pairs) // 2
 
 
@@ -516,7 +512,3 @@ def pairs_for(capacity_rows: int, static: bool = False) -> int:
     if static:
         return max(3, -(-capacity_rows // (2 * SLOTS)) | 1)
     return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))
-
-
-def _rotated_right(x: int, by: int) -> int:
-    return (x >> by | x << 64 - by) & _WORD

@@ -67,10 +67,10 @@ class Mirror:
         segments: device addresses of the copies.
     """
 
-    __slots__ = ("_copies", "_memory", "_segments", "_starts", "_stops", "_whole", "segments", "where")
+    __slots__ = ("_complete", "_copies", "_memory", "_segments", "_starts", "_stops", "segments", "where")
 
     def __init__(self, host: HostLayout, before: "Mirror | None", stream: Any) -> None:
-        """Allocate memory for what `before` has not; no version is right until `update`."""
+        """Allocate memory for segments that `before` lacks. No version is valid until `update`."""
         starts: npt.NDArray[np.uint64]
         starts, sizes = host.words[SEGMENTS_AT::2], BUCKET_BYTES * host.words[SEGMENTS_AT + 1 :: 2]
         kept: dict[int, Any] = {} if before is None else dict(zip(before._starts.tolist(), before._copies, strict=True))
@@ -83,16 +83,18 @@ class Mirror:
         self._segments = np.array(self.segments, np.uint64)
         self._memory = cupy.cuda.Memory(8 * kernels.STRIPES)
         self.where = int(self._memory.ptr)
-        self._whole = False
+        self._complete = False  # after an error the next update copies all buckets
         runtime.memsetAsync(self.where, 0xFF, 8 * kernels.STRIPES, stream.ptr)  # odd, so of no stripe
 
     def update(self, changes: BucketChanges, pinned: PinnedBuffer, device_id: int, stream: Any) -> None:
-        """Copy what has changed, then its versions, and wait for that."""
-        pairs = self._pairs(changes) if self._whole else None
-        self._whole = False
+        """Copy changed buckets, then their versions, and wait for the end."""
+        # Buckets before versions: a kernel takes a copied bucket only if its stripe's copied version is the current one. A new
+        # version over an old bucket would make an old row valid.
+        pairs = self._pairs(changes) if self._complete else None
+        self._complete = False
         self._launch(pairs, changes.versions, pinned, device_id, int(stream.ptr))
         stream.synchronize()
-        self._whole = True
+        self._complete = True
 
     def _launch(
         self,
@@ -117,7 +119,7 @@ class Mirror:
         copy_to_device(self.where, at, piece.nbytes, stream)
 
     def _pairs(self, changes: BucketChanges) -> npt.NDArray[np.uint64] | None:
-        """Return (n, 2) uint64: each changed bucket and its copy; None if all are to be copied."""
+        """Return (n, 2) uint64: each changed bucket and its copy; None to copy all."""
         if changes.buckets is None:
             return None
         buckets, order = np.unique(changes.buckets), np.argsort(self._starts)
@@ -128,7 +130,7 @@ class Mirror:
 
 
 class DeviceLayout:
-    """A layout in device memory. *Immutable* but for its mirror. The memory that it references stays in place while it is held.
+    """A layout in device memory. *Immutable* but for its mirror. Keeps the memory that it references in place.
 
     Attributes:
         where: address of its first word, which holds its own address.
@@ -157,7 +159,7 @@ class AttachedTable:
 
     Attributes:
         authoritative: keys that it lacks are absent.
-        present: current layout of the table, to be held while a kernel reads by it; None while it cannot be read.
+        present: current layout of the table; a lookup keeps a reference while its kernels read. None while it cannot be read.
         where: address of the state that all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
         unread_at: address of its counter of keys that could not be read.
     """
@@ -181,35 +183,38 @@ class AttachedTable:
         self._lock = threading.Lock()  # guards the fields below
         self.present: DeviceLayout | None = None
         self._epoch = self._changes = 0
-        self._kept: list[DeviceLayout | None] | None = None
+        self._layouts: list[DeviceLayout | None] | None = None
         self._changed = PinnedBuffer()
         self._end_mirror: Callable[[], None] = lambda: None
         with self._lock:
             for offset in range(0, structs.LINK.size, 8):
                 self._write(offset, 0)
-        self._end_watch = host.watch(self._show)
+        self._end_watch = host.watch(self._publish)
         shown: HostLayout | None = None
-        while (now := host.layout()) is not shown:  # it may grow meanwhile
-            self._show(now)
+        while (now := host.layout()) is not shown:  # the table may grow meanwhile
+            self._publish(now)
             shown = now
         if index:
             self._end_mirror = host.mirror(self._copy_changes)
 
-    def follow(self) -> None:
-        """Keep every layout from now on: graphs that may be replayed at any time may be reading it."""
+    def keep_layouts(self) -> None:
+        """Keep every layout from now on, for graphs that may be replayed at any time."""
         with self._lock:
-            if self._kept is None:
-                self._kept = [self.present]
+            if self._layouts is None:
+                self._layouts = [self.present]
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Refuse admissions of rows read from the table before the end of the block; see `HostTableReads.changing`."""
+        # An odd epoch marks a running change. A kernel that admits a row compares the epoch from before it read the row with
+        # the present one, so a row from before the end of a change is refused (`cuda/answer.cu`). Changes may overlap: the
+        # epoch becomes even only after the last of them.
         with self._lock, on_device(self._device_id):
             self._epoch += 2 if self._epoch & 1 else 1
             try:
                 self._write(_EPOCH_AT, self._epoch)
             except CUDA_ERRORS as error:
-                raise DeviceError(f"telling CUDA device {self._device_id} of a modification: {error}") from error
+                raise DeviceError(f"announcing a modification to CUDA device {self._device_id}: {error}") from error
             self._changes += 1
         try:
             yield
@@ -220,7 +225,6 @@ class AttachedTable:
                 self._write(_EPOCH_AT, self._epoch)
 
     def stream_ordered_counts(self) -> StreamOrderedCounts:
-        """Return the counters of enqueued lookups."""
         values = np.zeros(4, np.uint64)
         with self._lock, on_device(self._device_id):
             copy_to_host(values, self.where + _COUNTERS_AT, int(self._stream.ptr))
@@ -235,22 +239,22 @@ class AttachedTable:
             self._epoch += 2 if self._epoch & 1 else 1
             self._write(_EPOCH_AT, self._epoch)
 
-    def _show(self, host: HostLayout | None) -> None:
-        """Publish another layout, or none, to lookups that begin from now on, and to enqueued ones."""
+    def _publish(self, host: HostLayout | None) -> None:
+        """Publish a layout, or None, to later lookups and to enqueued ones."""
         with self._lock, on_device(self._device_id):
             before, self.present = self.present, None
             try:
                 if host is not None:
                     self.present = DeviceLayout(host, self._mirror_of(host, before), self._stream)
-                    if self._kept is not None:
-                        self._kept.append(self.present)
+                    if self._layouts is not None:
+                        self._layouts.append(self.present)
                 self._write(0, 0 if self.present is None else self.present.where)
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
                 _log.warning("the device cannot read a table in host memory any more: %s", error)
                 self.present = None
 
     def _mirror_of(self, host: HostLayout, before: DeviceLayout | None) -> Mirror | None:
-        """Allocate the copy of a layout's buckets, if there shall be one and the device has room. Dense tables need none."""
+        """Allocate the copy of a layout's buckets if it is wanted and fits. Dense tables need none."""
         if not self._index or host.words[DENSE_ROWS_AT]:
             return None
         try:
@@ -260,7 +264,7 @@ class AttachedTable:
             return None
 
     def _copy_changes(self, changes: BucketChanges) -> None:
-        """Bring the mirror up to date, and wait for that; called at the end of each write."""
+        """Update the mirror, and wait for the end. Called at the end of each write."""
         with self._lock, on_device(self._device_id):
             mirror = None if self.present is None else self.present.mirror
             if mirror is None:

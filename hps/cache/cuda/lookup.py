@@ -1,7 +1,7 @@
 """Runs lookups on a CUDA device: their scratch memory, stream and kernel launches."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial, reduce
+from functools import reduce
 from operator import or_
 
 import cupy
@@ -15,29 +15,28 @@ from hps.cache.cuda.device import (
     Arguments,
     DependentLaunch,
     DeviceBuffer,
-    DeviceTable,
     PinnedBuffer,
     TableMemory,
     copy_to_device,
     copy_to_host,
     device_call,
-    kernels_of,
     launch,
     stream_of,
 )
 from hps.cache.cuda.geometry import LEAST_KEYS, count_bytes, list_bytes
-from hps.cache.cuda.kernels import Kernel, Kind, Rows, Shape
+from hps.cache.cuda.kernels import Shape
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
-from hps.cache.cuda.queries import Geometry, Queries
+from hps.cache.cuda.queries import LookupKernels, Queries
 from hps.cache.cuda.tensors import NOTHING, UNKNOWN_STREAM, Placement, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
-from hps.tensors.bags import Arithmetic
 from hps.tensors.batch import Batch
 from hps.types import BoolArray, KeyArray, RowArray
 
-_HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
+# Of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0, so that lookups continue
+# during a warm-up and a refresh.
+_HIGHEST_PRIORITY = -5
 _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned host memory: a separate copy costs more
 _FEW_MISSES = 1 << 12  # up to this number, misses are read as they came: finding an order that is read faster takes 10 us
 _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
@@ -46,88 +45,6 @@ _PATIENCE = 64  # attempts to read a row that the host is writing, before it is 
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
 _ADMITTING_BLOCKS = 4  # of an SM, where many misses are admitted in a launch of its own
 _LINK_BYTES = 33  # of the lists, per key
-_MOST_QUERIES = 1 << 10  # sets of tables whose query is found again
-
-
-class LookupKernels:
-    """The compiled kernels and table geometry for a cache's lookups. *Thread-safe.*
-
-    Attributes:
-        rows: by table, how its rows are stored.
-        geometry: by table: addresses of buckets and rows, pairs.
-        structs: by table, what `structs.TABLE` packs.
-    """
-
-    def __init__(self, device_id: int, tables: Sequence[DeviceTable], kind: Kind = kernels.DYNAMIC) -> None:
-        self._compiled = kernels_of(device_id)
-        self._kind = kind
-        self.rows = [Rows.of(table.spec) for table in tables]
-        self.geometry = [(table.buckets_on(device_id), table.rows, table.pairs) for table in tables]
-        self.structs = [structs.TABLE.unpack(table.packed) for table in tables]
-        if kind.static:  # lookups make nothing resident
-            self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
-        self.query_of = lru_cache(_MOST_QUERIES)(self._query_of)
-        self.answer_of = lru_cache(_MOST_QUERIES)(self._answer_of)
-        self._scatters: dict[Shape, int] = {}  # handles
-        self._pools: dict[tuple[str, Shape, Arithmetic], int] = {}  # handles
-
-    def needed(self) -> list[Kernel]:
-        """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
-        return kernels.lookup_kernels(self.rows, self._kind)
-
-    def _query(self, shape: Shape, settles: bool) -> Kernel:
-        return kernels.query_kernel(shape, self._kind, settles)
-
-    def for_links(self) -> list[Kernel]:
-        """Return the kernels for lookups of attached tables, of aligned outputs."""
-        return kernels.link_kernels(self.rows, self._kind)
-
-    def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
-        """Return what queries of the same tables have in common, compiled on first use; found again by `query_of`.
-
-        Args:
-            tables: at most SEGMENTS_AT_ONCE.
-            alignment: see `kernels.outputs_code`.
-            settles: see `kernels.query_kernel`.
-
-        Returns:
-            Handle of the kernel, its widest row, and what it needs to know of each table.
-        """
-        shape = self.shape_of(tables, alignment)
-        handle = self._compiled.handle(self._query(shape, settles))
-        return handle, shape.widest, [(shape.units(self.rows[table]), *self.geometry[table]) for table in tables]
-
-    def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
-        """Return the shape of a kernel; arguments as above."""
-        return kernels.shape_of(self.rows, tables, alignment)
-
-    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, Shape, int]:
-        """Return handle, shape and threads of a kernel of `cuda/answer.cu`; arguments as above, found again by `answer_of`."""
-        shape = self.shape_of(tables, alignment)
-        return self._compiled.handle(kernels.answer_kernel(name, shape, self._kind)), shape, kernels.answer_threads(shape)
-
-    def scatter(self, shape: Shape) -> int:
-        handle = self._scatters.get(shape)
-        if handle is None:
-            handle = self._scatters[shape] = self._compiled.handle(kernels.scatter_kernel(shape))
-        return handle
-
-    def pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int:
-        """Return the handle of a kernel of `cuda/pool.cu`."""
-        handle = self._pools.get((name, shape, arithmetic))
-        if handle is None:
-            handle = self._compiled.handle(kernels.pool_kernel(name, shape, arithmetic, self._kind))
-            self._pools[name, shape, arithmetic] = handle
-        return handle
-
-    def batch_kernels(self, shape: Shape) -> tuple[int, int]:
-        """Return the handles of `query` and `answer` for what fronts post."""
-        query, answer = kernels.query_kernel(shape, self._kind), kernels.answer_kernel("answer", shape, self._kind)
-        return self._compiled.handle(query), self._compiled.handle(answer)
-
-    def handle(self, kernel: Kernel) -> int:
-        """Return the handle of a kernel without specialisations."""
-        return self._compiled.handle(kernel)
 
 
 class CupyLookup(StreamOrderedLookup):
@@ -159,13 +76,13 @@ class CupyLookup(StreamOrderedLookup):
         self.changes = changes
         self._change_order = changes.order
         self._attached = links  # by table; the cache attaches and detaches them
-        self._links: list[AttachedTable | None] = []  # those attached when the current lookup began, which it uses to its end
+        self._links: list[AttachedTable | None] = []  # by table; a snapshot for the current lookup
         self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads them
         self._dims = [spec.dim for spec in memory.specs]
         self._doing = [f"querying the cached table {spec.tag}" for spec in memory.specs]  # in error messages
         self.reader = TensorReader(memory.device_id)
-        self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
-        self._own_stream = int(self._own.ptr)
+        self._private = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+        self._private_stream = int(self._private.ptr)
         self._waits_for: list[int] = []  # caller's streams that the end of the lookup is ordered before
         self._streams: set[int] = set()
         self._host_waits = False  # for a consumer whose stream is unknown
@@ -175,9 +92,9 @@ class CupyLookup(StreamOrderedLookup):
         self._unfinished = False  # launched work uses host memory, and the host has not waited for it
         self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
         self._answered = cupy.cuda.Event(disable_timing=True)
-        self.stream = self._own_stream
-        self._running = False  # a query was begun, and not waited for
-        self._unread_flags = False  # a lookup that nobody waited for may yet set the flags
+        self.stream = self._private_stream
+        self._running = False  # a query was launched, and its end not awaited
+        self._unread_flags = False  # an enqueued lookup may still set the flags
         self._batch = Batch((), (), (), ())
         self.placed: Placement = NOTHING  # of a batch of rows; of bags, the rows of their misses
         self._total = self._table_count = 0  # keys, and tables
@@ -185,10 +102,9 @@ class CupyLookup(StreamOrderedLookup):
         self._pooled = False  # whether the current lookup has bags
 
         head = structs.UNIQUE_HEAD.size
-        self._queries = Queries(self._dims, compiled.query_of)
+        self._queries = Queries(self._dims, compiled)
         defaults = [int(np.float32(spec.default_value).view(np.uint32)) for spec in memory.specs]
-        settling_query_of = partial(compiled.query_of, settles=True)
-        self._settling, self._settling_alone = (Queries(self._dims, settling_query_of, defaults) for _ in range(2))
+        self._settling, self._settling_alone = (Queries(self._dims, compiled, defaults) for _ in range(2))
         self._answer_arguments = {
             segments: Arguments(segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
@@ -234,16 +150,14 @@ class CupyLookup(StreamOrderedLookup):
 
     @device_call("querying")
     def query(self, batch: Batch) -> int:
-        """Copy resident vectors to their rows of `outs`; list the rest. See `CacheLookup.query`.
-
-        One kernel and one wait if all keys are resident. Misses in attached tables take one more kernel, and a second wait if
-        none were expected after the last lookup; the distinct keys left take one more of each.
-        """
+        """Copy resident vectors to their rows of `outs`; list the rest. See `CacheLookup.query`."""
+        # One kernel and one wait if all keys are resident. Misses in attached tables take a second kernel, and a second wait if
+        # the last lookup had none; keys that are then left take a third of each.
         tables = self.memory.tables()
         self._links = list(self._attached)
-        self.begin(batch)
+        self.start(batch)
         if self._change_order.pending:
-            self._change_order.show(self.stream)
+            self._change_order.wait_for_returned(self.stream)
         if self._unread_flags:
             runtime.eventSynchronize(self._done.ptr)
             self.flags[:] = 0
@@ -256,7 +170,7 @@ class CupyLookup(StreamOrderedLookup):
             self.clear()
             raise
         self._running = False
-        del tables  # closing the cache keeps their memory until here
+        del tables  # held until here: `close` may run in another thread, and frees memory with its last reference
         self._layouts = []
         left = sum(self.counts)
         if not left and (self._pooled or self._unfinished or self.placed.on_host):
@@ -274,7 +188,7 @@ class CupyLookup(StreamOrderedLookup):
                 "looking up without waiting: got a table whose misses the host answers, expected tables that lie in the "
                 "in-process hash map alone and that the device reads in place"
             )
-        self.begin(batch, captured)
+        self.start(batch, captured)
         if self.host.used or len(self._streams) > 1 or self._host_waits:
             raise InvalidInputError(
                 "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
@@ -282,9 +196,9 @@ class CupyLookup(StreamOrderedLookup):
             )
         if not captured:
             if self._change_order.pending:
-                self._change_order.show(self.stream)
+                self._change_order.wait_for_returned(self.stream)
             for link in links:
-                link.follow()  # type: ignore[union-attr]
+                link.keep_layouts()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         try:
@@ -335,17 +249,14 @@ class CupyLookup(StreamOrderedLookup):
 
     @device_call("delivering outputs")
     def finish(self) -> None:
-        """Copy outputs to host memory if expected there, and order the others before their consumers.
-
-        Adds missing vectors to their bags first.
-        """
+        """Add missing vectors to their bags, copy outputs to host memory, and order the others before their consumers."""
         self._deliver()
 
     def _deliver(self) -> None:
         if self._pooled and self._bags.unfinished:
             self._bags.unfinished = False
             self.launch_pool("pool_rest")
-            self.note_work()
+            self.record_work()
         batch, on_host = self._batch, self._bags.on_host if self._pooled else self.placed.on_host
         if self._unfinished:
             if on_host or self._host_waits:
@@ -359,9 +270,9 @@ class CupyLookup(StreamOrderedLookup):
             if parts.found is not None:
                 np.copyto(batch.founds[place], parts.found)  # type: ignore[arg-type]
 
-    def begin(self, batch: Batch, captured: bool = False) -> None:
+    def start(self, batch: Batch, captured: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
-        if self._running:  # an interrupt ended the last one: its kernels may yet list misses
+        if self._running:  # an exception interrupted the last one: its kernels may still list misses
             self.clear()
         if self._unfinished:  # running work of the last lookup still uses the memory
             runtime.eventSynchronize(self._done.ptr)
@@ -380,6 +291,8 @@ class CupyLookup(StreamOrderedLookup):
         streams = self.reader.streams
         if self._host_waits or self._waits_for or streams != self._streams:
             self._choose_stream(streams)
+        # The previous lookup may still use the scratch memory on another stream. Nothing is awaited within a capture: the
+        # workspace belongs to the graph alone.
         if self._busy and self._busy != self.stream + 1 and not captured:
             runtime.streamWaitEvent(self.stream, self._done.ptr)
             runtime.eventRecord(self._done.ptr, self.stream)
@@ -390,20 +303,19 @@ class CupyLookup(StreamOrderedLookup):
             self._bags.reserve_lists()
 
     def _answer(self) -> list[int]:
-        """Answer keys from the cache and attached tables; return the number of keys left in each segment.
-
-        If recent lookups missed keys that attached tables had, both kernels are launched at once; otherwise the one for misses
-        follows only after a miss, so that lookups of resident keys cost the same with and without attached tables.
-        """
+        """Answer keys from the cache and attached tables; return the number of keys left in each segment."""
+        # If recent lookups missed keys that attached tables had, both kernels are launched at once, which saves a round trip.
+        # Otherwise the kernel for misses follows only after a miss, so that lookups of resident keys cost the same with and
+        # without attached tables.
         if self.memory.complete and self._settle():
             return [0] * self._table_count
-        self._queries.launch(self.placed, self.stream)  # not by `launch_query`: every call counts here
+        self._queries.launch(self.placed, self.stream)  # not through `launch_query`: one call less on the hot path
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:
             self.launch_answer(defers=defers)
         if defers:
-            runtime.eventSynchronize(self._answered.ptr)  # not for the admission
+            runtime.eventSynchronize(self._answered.ptr)  # the admission after it goes on while the host delivers
         else:
             runtime.streamSynchronize(self.stream)
             self._unfinished = False
@@ -413,6 +325,7 @@ class CupyLookup(StreamOrderedLookup):
             counts = self._answer_misses(attached=attached, answered=launched)
             self.flags[:2] = 0
         if attached:
+            # The share falls by 8 a lookup, so one lookup without misses does not end the launch of both kernels.
             share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
@@ -464,7 +377,6 @@ class CupyLookup(StreamOrderedLookup):
         return found
 
     def _launch_number(self) -> None:
-        """Launch the kernel that writes the miss number of each key of the bags."""
         self._bags.clear_entries(self.stream)
         self.launch_pool("number")
 
@@ -483,7 +395,7 @@ class CupyLookup(StreamOrderedLookup):
 
         Args:
             attached: a segment has an attached table.
-            answered: that was done with the query.
+            answered: the kernel that answers misses ran with the query.
         """
         if attached:
             if not answered:
@@ -504,7 +416,7 @@ class CupyLookup(StreamOrderedLookup):
         return counts
 
     def _find_layouts(self) -> bool:
-        """Hold the layouts of the segments' attached tables; return whether there are any."""
+        """Keep the layouts of the segments' attached tables alive; return whether there are any."""
         if not any(self._links):
             return False
         links = [self._links[table] for table in self._batch.tables]
@@ -512,12 +424,10 @@ class CupyLookup(StreamOrderedLookup):
         return any(self._layouts)
 
     def _unread_of(self, table: int) -> int:
-        """Return the address of the unread-key counter of a table that the current lookup keeps attached."""
         link = self._links[table]
         return 0 if link is None else link.unread_at
 
     def launch_query(self) -> None:
-        """Launch the queries of all segments of rows."""
         self._queries.launch(self.placed, self.stream)
 
     def launch_answer(self, *, settles: bool = False, defers: bool = False) -> None:
@@ -530,9 +440,9 @@ class CupyLookup(StreamOrderedLookup):
         if self._link_capacity < self._capacity:
             self._reserve_link_lists()
         self.placed = placed = self.placed.by_table(self._dims)
-        asked = [place for place, n in enumerate(placed.sizes) if n]
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            self._launch_answer_of(asked[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
+        nonempty = [place for place, n in enumerate(placed.sizes) if n]
+        for start in range(0, len(nonempty), kernels.SEGMENTS_AT_ONCE):
+            self._launch_answer_of(nonempty[start : start + kernels.SEGMENTS_AT_ONCE], settles=settles, defers=defers)
         if defers:
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
@@ -603,7 +513,7 @@ class CupyLookup(StreamOrderedLookup):
             handle, *_ = self.kernels.answer_of("admit_answers", tables, outputs)
             launch(handle, _ADMITTING_BLOCKS * blocks, threads, arguments, self.stream)
 
-    def note_work(self) -> None:
+    def record_work(self) -> None:
         """Record that work was launched without a wait."""
         runtime.eventRecord(self._done.ptr, self.stream)
         self._unfinished = True
@@ -642,7 +552,7 @@ class CupyLookup(StreamOrderedLookup):
             launch(self.kernels.handle(kernels.UNIQUE), len(group), kernels.UNIQUE_THREADS, arguments, self.stream)
 
     def _distinct_keys(self, place: int, misses: int) -> KeyArray:
-        """Return the distinct missing keys of one table from the unique kernel."""
+        """Return the distinct missing keys of one table, as the kernel `unique` found them."""
         count, start = int(self._totals[place, 1]), self.placed.starts[place]
         if count == kernels.TOO_MANY:
             count = self._sort(place, start, misses)
@@ -681,7 +591,7 @@ class CupyLookup(StreamOrderedLookup):
         self._unfinished = False
 
     def clear(self) -> None:
-        """Reset the miss counts: a query may have ended without that, and its kernel may still be queued."""
+        """Reset the miss counts after a query that ended early, whose kernels may still be queued."""
         runtime.streamSynchronize(self.stream)
         runtime.memset(self._device_tallies, 0, count_bytes(len(self.memory.specs)))
         if self._link_capacity:
@@ -697,14 +607,15 @@ class CupyLookup(StreamOrderedLookup):
             (self.stream,) = streams
             self._waits_for = []
             return
-        self.stream = self._own_stream
+        self.stream = self._private_stream
         self._waits_for = [stream for stream in streams if stream != UNKNOWN_STREAM]
+        # Producers of an unknown stream were ordered before the legacy default stream by DLPack (`adopt` passes that one).
         for stream in streams:
             runtime.eventRecord(self._order.ptr, 0 if stream == UNKNOWN_STREAM else stream)
             runtime.streamWaitEvent(self.stream, self._order.ptr)
 
     def _reserve(self, keys: int) -> None:
-        """Make room for that many misses; the lists hold nothing."""
+        """Allocate lists for that many misses. Their content is lost."""
         keys = 1 << (keys - 1).bit_length()
         self._capacity = 0  # if the allocation fails, the memory freed below is not used again
         start = self._lists.reserve(list_bytes(keys))
@@ -720,7 +631,7 @@ class CupyLookup(StreamOrderedLookup):
         self._capacity = keys
 
     def _reserve_link_lists(self) -> None:
-        """Make room for the lists of `cuda/answer.cu`, for as many keys as the other lists."""
+        """Allocate the lists of `cuda/answer.cu`, for as many keys as the other lists."""
         keys, self._link_capacity = self._capacity, 0
         versions = 2 * 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE
         start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions + 8 * kernels.SEGMENTS_AT_ONCE)
@@ -772,7 +683,7 @@ class CupyMissedKeys(MissedKeys):
             row = 4 * self.memory.specs[self.table].width
             size, stream = (stop - start) * row, self._lookup.stream
             copy_to_device(self._vectors + start * row, self._staged + start * row, size, stream)
-            self._lookup.note_work()
+            self._lookup.record_work()
 
     @device_call("scattering fetched vectors")
     def scatter(self, found: BoolArray) -> None:
@@ -795,15 +706,12 @@ class CupyMissedKeys(MissedKeys):
         )
         blocks = kernels.tile_blocks(self._misses)
         launch(lookup.kernels.scatter(shape), blocks, kernels.THREADS, lookup.scatter_arguments, lookup.stream)
-        lookup.note_work()
+        lookup.record_work()
 
     @device_call("counting absent keys")
     def absent(self, found: BoolArray) -> int:
-        """Return the number of missing positions whose key is not `found`. See `MissedKeys.absent`.
-
-        The host knows it if each key occurs once, or none is found; otherwise it reads the key of each position from the
-        device.
-        """
+        """Return the number of missing positions whose key is not `found`. See `MissedKeys.absent`."""
+        # The host knows it if each key occurs once, or none is found; else it reads the key of each position from the device.
         distinct = found.size - int(np.count_nonzero(found))
         if distinct in (0, found.size) or found.size == self._misses:
             return self._misses if distinct == found.size else distinct
@@ -828,7 +736,7 @@ class CupyMissedKeys(MissedKeys):
             lookup.insert_arguments,
             lookup.stream,
         )
-        lookup.note_work()
+        lookup.record_work()
 
     def _place_mask(self, found: BoolArray) -> None:
         if self._vectors and not self._found and found.any():

@@ -50,7 +50,9 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last = self._returned = 0  # events of the last change, and of the last one that its call did not wait for
+        # Two events. Changes wait for the last change (`_last`). Lookups need only see changes whose calls have returned
+        # (`_returned`): beside a refresh they would else wait for the copy and the kernel of a chunk that its caller awaits.
+        self._last = self._returned = 0
         self.pending = False
 
     @contextmanager
@@ -72,8 +74,8 @@ class LaunchOrder:
                 runtime.eventRecord(returned, stream)
                 self.pending = True
 
-    def show(self, stream: int) -> None:
-        """Let later work on `stream` see all changes whose calls returned, if any are `pending`."""
+    def wait_for_returned(self, stream: int) -> None:
+        """Order later work on `stream` after all changes whose calls returned, if any are `pending`."""
         with self._lock:
             if runtime.eventQuery(self._returned) == 0:
                 self.pending = False
@@ -84,10 +86,9 @@ class LaunchOrder:
 class Modifications:
     """Runs inserts, updates, erases and dumps of one cache, on one of its devices. *Thread-safe.*
 
-    Changes to a table run on the device in launch order, whatever their streams. A query that begins after the call of a change
-    has returned sees it. It does not wait for a change whose call still runs, so lookups continue beside a warm-up and a
-    refresh. Admissions of rows read from attached tables are not ordered here: the kernel refuses late ones
-    (`AttachedTable.changing`).
+    Changes to a table run on the device in launch order, on any stream. A query sees every change whose call returned before it
+    started. It does not wait for a change whose call still runs, so lookups continue during a warm-up and a refresh.
+    Admissions of rows read from attached tables are not ordered here: the kernel refuses late ones (`AttachedTable.changing`).
 
     Attributes:
         order: orders its changes with those of other devices that share the tables.
@@ -100,8 +101,8 @@ class Modifications:
         self._events = tuple(cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self._inserts: dict[tuple[int, int], int] = {}  # handles, by piece and width
         self._staging = threading.Lock()  # guards the stream and the memory below
-        self._own = cupy.cuda.Stream(non_blocking=True)
-        self._stream = int(self._own.ptr)
+        self._private = cupy.cuda.Stream(non_blocking=True)
+        self._stream = int(self._private.ptr)
         self._stages = (_Stage(), _Stage())
         self._insert = Arguments(structs.TABLE.size + structs.INSERT_TAIL.size)
         self._erase = Arguments(structs.TABLE.size + structs.ERASE_TAIL.size)
@@ -181,7 +182,7 @@ class Modifications:
                 pairs = min(_DUMPED_PAIRS, table.pairs - first)
                 count_at = self._dumped.reserve(256 + 8 * 2 * kernels.SLOTS * pairs)
                 if self.order.pending:
-                    self.order.show(self._stream)
+                    self.order.wait_for_returned(self._stream)
                 runtime.memsetAsync(count_at, 0, 8, self._stream)
                 self._dump.bytes[: structs.TABLE.size] = table.packed
                 self._dump.pack(structs.DUMP_TAIL, structs.TABLE.size, count_at + 256, count_at, first, pairs)
@@ -199,7 +200,7 @@ class Modifications:
         copied: IndexArray = np.empty((2 * table.pairs, kernels.PAIR_BYTES // 16), np.int64)
         with self._staging:
             if self.order.pending:
-                self.order.show(self._stream)
+                self.order.wait_for_returned(self._stream)
             copy_to_host(copied, table.buckets, self._stream)
         return copied
 
@@ -208,7 +209,7 @@ class Modifications:
         values = np.zeros(geometry.COUNTERS, np.uint64)
         with self._staging:
             if self.order.pending:
-                self.order.show(self._stream)
+                self.order.wait_for_returned(self._stream)
             copy_to_host(values, table.counters, self._stream)
         found: list[int] = values.tolist()
         return found
@@ -229,7 +230,6 @@ class Modifications:
             self._stages, self._dumped = (_Stage(), _Stage()), DeviceBuffer()
 
     def needed(self, tables: Sequence[Rows]) -> list[Kernel]:
-        """Return the kernels that modifications of tables launch."""
         return kernels.modification_kernels(tables, self._kind)
 
     def _follow(self, streams: set[int]) -> None:
@@ -243,6 +243,7 @@ class Modifications:
         arrays = [keys] if vectors is None else [keys, vectors]
         pointers = []
         for array in arrays:
+            # A large pinned array is copied from where it is; a small one is read by the kernel through mapped memory.
             if array.nbytes > _MAPPED_BYTES and _is_pinned(array):
                 pointers.append(array.ctypes.data)
                 continue

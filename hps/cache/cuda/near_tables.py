@@ -25,14 +25,14 @@ _STAGED_BYTES = 1 << 24  # of their rows
 class NearTables:
     """The near tables of one device. Its caller makes the device current, and calls one method at a time.
 
-    A row that is resident in a shared table may have a copy here. Whoever changes resident rows calls `settle` before, lets
-    nobody call `promote` meanwhile, and calls `erase` afterwards: a copy is made anew where its row is still used.
+    A row that is resident in a shared table may have a copy here. A change of resident rows calls `settle` before and `erase`
+    afterwards, and no `promote` may run in between. A row that is still used is copied again.
     """
 
     def __init__(
         self, device_id: int, device_ids: Sequence[int], shared: Sequence[DeviceTable], near_rows: Sequence[int]
     ) -> None:
-        """Allocate near tables, and show them to the queries of the device.
+        """Allocate near tables, and publish them to the queries of the device.
 
         Args:
             device_ids: the devices that share the tables.
@@ -43,7 +43,7 @@ class NearTables:
         self._changes = Modifications(device_id)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._shared = [table.packed for table in shared]
-        self._own = [table.buckets_on(device_id) for table in shared]
+        self._buckets_here = [table.buckets_on(device_id) for table in shared]
         self._near = allocate([table.spec for table in shared], near_rows, (device_id,), static=False, stretch=self._devices)
         self._samples = cupy.cuda.Memory(8 * (SAMPLES + 1) * len(shared))
         self._counts_at = int(self._samples.ptr) + 8 * SAMPLES * len(shared)
@@ -54,20 +54,19 @@ class NearTables:
         self._promote = Arguments(2 * structs.TABLE.size + structs.PROMOTE_TAIL.size)
         self._filled = False
         runtime.memset(self._counts_at, 0, self._counts.nbytes)
-        self._own_pairs = [geometry.own_pairs(table.pairs, table.spec.width, self._devices, nth) for table in shared]
+        self._owned_pairs = [geometry.owned_pairs(table.pairs, table.spec.width, self._devices, nth) for table in shared]
         self._usable = [bool(table.pairs and near.pairs) for table, near in zip(shared, self._near, strict=True)]
         for index, usable in enumerate(self._usable):
             if usable:
-                self._show(index, self._near[index].pairs)
+                self._publish(index, self._near[index].pairs)
         runtime.deviceSynchronize()
 
-    def beside(self, shared: Sequence[DeviceTable]) -> tuple[DeviceTable, ...]:
-        """Return the tables with their near tables, which whoever holds them keeps."""
-        near = [replace(one, memory=(one.memory, self._samples)) for one in self._near]
-        return tuple(replace(table, near=one) for table, one in zip(shared, near, strict=True))
+    def with_near_tables(self, shared: Sequence[DeviceTable]) -> tuple[DeviceTable, ...]:
+        """Return the shared tables with their near tables, whose memory they keep alive."""
+        near = [replace(near_table, memory=(near_table.memory, self._samples)) for near_table in self._near]
+        return tuple(replace(table, near=near_table) for table, near_table in zip(shared, near, strict=True))
 
     def needed(self) -> list[Kernel]:
-        """Return the kernels that it launches."""
         return kernels.near_kernels([Rows.of(table.spec) for table in self._near])
 
     def resident(self, index: int) -> int:
@@ -82,23 +81,23 @@ class NearTables:
         self._stream.synchronize()
 
     def erase(self, index: int, keys: KeyArray) -> None:
-        """Drop the copies of keys; a host array. If that fails, the table has no copies from now on."""
+        """Drop the copies of keys (host array). After a failure the table has no copies from then on."""
         if not (self._filled and self._usable[index]):
             return
         try:
             self._changes.erase(self._near[index], keys)
         except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
-            self._show(index, 0)
+            self._publish(index, 0)
             self._usable[index] = False
             tag = self._near[index].spec.tag
             _log.warning("table %s: CUDA device %d copies no more rows of other devices: %s", tag, self._device_id, error)
 
     def dump(self, index: int) -> KeyArray:
-        """Return the keys of a table that have a copy, some of which may be resident nowhere else."""
+        """Return the keys of a table that have a copy; some may be resident nowhere else."""
         return self._changes.dump(self._near[index]) if self._filled and self._usable[index] else np.empty(0, np.int64)
 
     def promote(self) -> None:
-        """Admit the samples that queries have noted. Does not wait for the admission."""
+        """Admit the keys that queries have sampled. Does not wait for the admission."""
         stream = int(self._stream.ptr)
         copy_to_host(self._counts, self._counts_at, stream)
         counts: list[int] = self._counts.tolist()
@@ -109,7 +108,7 @@ class NearTables:
             near, size = self._near[index], structs.TABLE.size
             self._promote.bytes[:size] = self._shared[index]
             self._promote.bytes[size : 2 * size] = near.packed
-            places = self._own[index], *self._noted(index), int(self._staged.ptr), self._room[index]
+            places = self._buckets_here[index], *self._samples_of(index), int(self._staged.ptr), self._room[index]
             self._promote.pack(structs.PROMOTE_TAIL, 2 * size, *places)
             width = near.spec.width
             handle = self._kernels.handle(kernels.promote_kernel(kernels.unit_of(width, 16), width))
@@ -123,12 +122,12 @@ class NearTables:
         self._stream.synchronize()
         self._changes.close()
 
-    def _show(self, index: int, pairs: int) -> None:
-        """Tell queries of a near table, or by 0 pairs that there is none."""
+    def _publish(self, index: int, pairs: int) -> None:
+        """Publish a near table to queries; 0 pairs: there is none."""
         near = self._near[index]
-        head = near.buckets, near.rows, *self._noted(index), pairs, self._devices
-        write_sharing(self._own[index], (*head, *self._own_pairs[index], self._room[index]))
+        head = near.buckets, near.rows, *self._samples_of(index), pairs, self._devices
+        write_sharing(self._buckets_here[index], (*head, *self._owned_pairs[index], self._room[index]))
 
-    def _noted(self, index: int) -> tuple[int, int]:
+    def _samples_of(self, index: int) -> tuple[int, int]:
         """Return the addresses of a table's samples and of their count."""
         return int(self._samples.ptr) + 8 * SAMPLES * index, self._counts_at + 8 * index

@@ -6,16 +6,16 @@ Keys that are not resident are listed, and answered as in a lookup of rows: from
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, launch
-from hps.cache.cuda.kernels import Rows, Shape
+from hps.cache.cuda.kernels import Shape
+from hps.cache.cuda.queries import LookupKernels
 from hps.cache.cuda.tensors import HostParts, Placement, TensorReader
-from hps.tensors.bags import Arithmetic, Pooling
+from hps.tensors.bags import Pooling
 from hps.tensors.batch import Batch, Part
 from hps.types import DeviceArray, TableSpec
 
@@ -52,20 +52,6 @@ class PlacedBags:
     rows: int = 0
 
 
-class PoolKernels(Protocol):
-    """See `LookupKernels`."""
-
-    @property
-    def rows(self) -> Sequence[Rows]: ...
-
-    @property
-    def geometry(self) -> Sequence[tuple[int, int, int]]: ...
-
-    def shape_of(self, tables: Sequence[int], alignment: int) -> Shape: ...
-
-    def pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int: ...
-
-
 class BagPooling:
     """Places the bags of each lookup and launches the kernels that add them up. *One per thread.*
 
@@ -78,7 +64,7 @@ class BagPooling:
     Attributes:
         placed: the bags of each table of the current lookup.
         on_host: tables with an output in host memory, by their position.
-        padded: whether a table has a padding key.
+        padded: a table has a padding key.
         paddings_at: address of the padding key counts of the tables.
         unfinished: vectors remain to be added to their bags.
     """
@@ -86,7 +72,7 @@ class BagPooling:
     def __init__(
         self,
         specs: Sequence[TableSpec],
-        compiled: PoolKernels,
+        compiled: LookupKernels,
     ) -> None:
         self.placed: list[PlacedBags] = []
         self.on_host: dict[int, HostParts] = {}
@@ -118,14 +104,14 @@ class BagPooling:
         return keys
 
     def reserve_lists(self) -> None:
-        """Make room for the entries that `number` writes for the current lookup."""
+        """Allocate the entries that `number` writes for the current lookup."""
         last = self.placed[-1]
         keys, bags = last.missing + last.n, last.first_bag + last.pooling.count
         start = self._lists.reserve(8 * keys + 4 * bags)
         self._places, self._entries, self._divisors = start, start + 4 * keys, start + 8 * keys
 
     def place_misses(self, counts: Sequence[int]) -> Placement:
-        """Find scratch memory for the misses of each table: a lookup of rows writes their vectors there."""
+        """Allocate scratch memory for the vectors of each table's misses, and return it as the outputs of a lookup of rows."""
         sizes = [
             -(-4 * count * self._specs[place.table].dim // _ALIGNMENT) * _ALIGNMENT
             for count, place in zip(counts, self.placed, strict=True)
@@ -142,7 +128,7 @@ class BagPooling:
         return found
 
     def clear_entries(self, stream: int) -> None:
-        """Start to clear the miss numbers of the keys, before the kernel `number` writes them."""
+        """Clear the miss numbers of the keys, before the kernel `number` writes them. Does not block."""
         last = self.placed[-1]
         runtime.memsetAsync(self._entries, _NO_ENTRY, 4 * (last.missing + last.n), stream)
 
@@ -157,10 +143,10 @@ class BagPooling:
         missing_keys, listed_positions, missing_counts = misses
         known, pack, divisors = self._kernels, structs.POOL_SEGMENT.pack_into, self._divisors
         total = sum([place.n for place in self.placed])
-        asked = [(index, place, place.pooling) for index, place in enumerate(self.placed) if place.pooling.count]
-        asked.sort(key=lambda one: -one[1].n // one[2].count)  # the longest work starts first
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
+        nonempty = [(index, place, place.pooling) for index, place in enumerate(self.placed) if place.pooling.count]
+        nonempty.sort(key=lambda entry: -entry[1].n // entry[2].count)  # long bags first, so that none is left to the end
+        for start in range(0, len(nonempty), kernels.SEGMENTS_AT_ONCE):
+            group = nonempty[start : start + kernels.SEGMENTS_AT_ONCE]
             shape = self._shape_of_bags([place for _index, place, _pooling in group])
             arithmetic = max([pooling.arithmetic for _index, _place, pooling in group])
             per_block = kernels.pool_groups(shape)

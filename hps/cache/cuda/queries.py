@@ -1,26 +1,98 @@
-"""Launches queries on a CUDA device.
+"""The compiled kernels of lookups on a CUDA device, and the launches of queries.
 
-What queries of the same tables and numbers of keys have in common is packed once and found again; only the addresses of their
-tensors are new. That is most of what a lookup of many tables takes on the host.
+Queries of the same tables and numbers of keys differ only in the addresses of their tensors, so the other arguments are packed
+once: packing takes most of the host's time in a lookup of many tables.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import lru_cache, partial, reduce
 from operator import or_
 from typing import TypeAlias
 
 import numpy as np
 
 from hps.cache.cuda import kernels, structs
-from hps.cache.cuda.device import Arguments, launch
-from hps.cache.cuda.kernels import outputs_code
+from hps.cache.cuda.device import Arguments, DeviceTable, kernels_of, launch
+from hps.cache.cuda.kernels import Kernel, Kind, Rows, Shape, outputs_code
 from hps.cache.cuda.tensors import Placement
+from hps.tensors.bags import Arithmetic
 
 Geometry: TypeAlias = list[tuple[int, int, int, int]]
 """By table: units of a row, addresses of buckets and rows, pairs."""
 
 _WARPS = kernels.QUERY_THREADS // 32
-_MOST_KEPT = 64
+_MAX_LAUNCHES = 64
+_MAX_SHAPES = 1 << 10  # sets of tables whose kernel is remembered
+
+
+class LookupKernels:
+    """The compiled kernels and table geometry for a cache's lookups. *Thread-safe.*
+
+    Attributes:
+        rows: by table, how its rows are stored.
+        geometry: by table: addresses of buckets and rows, pairs.
+        structs: by table, what `structs.TABLE` packs.
+    """
+
+    def __init__(self, device_id: int, tables: Sequence[DeviceTable], kind: Kind = kernels.DYNAMIC) -> None:
+        self._compiled = kernels_of(device_id)
+        self._kind = kind
+        self.rows = [Rows.of(table.spec) for table in tables]
+        self.geometry = [(table.buckets_on(device_id), table.rows, table.pairs) for table in tables]
+        self.structs = [structs.TABLE.unpack(table.packed) for table in tables]
+        if kind.static:  # lookups make nothing resident
+            self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
+        self.query_of = lru_cache(_MAX_SHAPES)(self._query_of)
+        self.answer_of = lru_cache(_MAX_SHAPES)(self._answer_of)
+        self.scatter = lru_cache(_MAX_SHAPES)(self._scatter)
+        self.pool = lru_cache(_MAX_SHAPES)(self._pool)
+
+    def needed(self) -> list[Kernel]:
+        """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
+        return kernels.lookup_kernels(self.rows, self._kind)
+
+    def for_links(self) -> list[Kernel]:
+        """Return the kernels for lookups of attached tables, of aligned outputs."""
+        return kernels.link_kernels(self.rows, self._kind)
+
+    def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
+        """Return what queries of the same tables have in common, compiled on first use and cached by `query_of`.
+
+        Args:
+            tables: at most SEGMENTS_AT_ONCE.
+            alignment: see `kernels.outputs_code`.
+            settles: see `kernels.query_kernel`.
+
+        Returns:
+            Handle of the kernel, its widest row, and the geometry of each table.
+        """
+        shape = self.shape_of(tables, alignment)
+        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles))
+        return handle, shape.widest, [(shape.units(self.rows[table]), *self.geometry[table]) for table in tables]
+
+    def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
+        return kernels.shape_of(self.rows, tables, alignment)
+
+    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, Shape, int]:
+        """Return handle, shape and threads of a kernel of `cuda/answer.cu`, cached by `answer_of`."""
+        shape = self.shape_of(tables, alignment)
+        return self._compiled.handle(kernels.answer_kernel(name, shape, self._kind)), shape, kernels.answer_threads(shape)
+
+    def _scatter(self, shape: Shape) -> int:
+        return self._compiled.handle(kernels.scatter_kernel(shape))
+
+    def _pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int:
+        """Return the handle of a kernel of `cuda/pool.cu`."""
+        return self._compiled.handle(kernels.pool_kernel(name, shape, arithmetic, self._kind))
+
+    def batch_kernels(self, shape: Shape) -> tuple[int, int]:
+        """Return the handles of `query` and `answer` for the requests of frontends."""
+        query, answer = kernels.query_kernel(shape, self._kind), kernels.answer_kernel("answer", shape, self._kind)
+        return self._compiled.handle(query), self._compiled.handle(answer)
+
+    def handle(self, kernel: Kernel) -> int:
+        """Return the handle of a kernel without specialisations."""
+        return self._compiled.handle(kernel)
 
 
 class _Launch:
@@ -53,55 +125,50 @@ class Queries:
 
     Args:
         dims: of the tables, by id.
-        query_of: as `LookupKernels.query_of`.
-        defaults: by table, the bits of the default value, if the queries settle misses.
+        defaults: by table, the bits of the default value, if the queries settle misses; see `kernels.query_kernel`.
     """
 
-    def __init__(
-        self,
-        dims: Sequence[int],
-        query_of: Callable[[tuple[int, ...], int], tuple[int, int, Geometry]],
-        defaults: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, dims: Sequence[int], compiled: LookupKernels, defaults: Sequence[int] = ()) -> None:
         self._dims = dims
         self._defaults = defaults
-        self._query_of = query_of
+        self._query_of = partial(compiled.query_of, settles=bool(defaults))
         self._arguments = {segments: _arguments_of(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
-        self._kept: dict[tuple[object, ...], _Launch] = {}
-        self._packed_once: dict[Placement, list[tuple[int, int, Arguments]]] = {}  # of kept batches: handle, blocks, arguments
+        self._launches: dict[tuple[object, ...], _Launch] = {}
+        # Of kept batches: handle, blocks and arguments of each kernel.
+        self._packed_batches: dict[Placement, list[tuple[int, int, Arguments]]] = {}
         self._lists = (0, 0, 0, 0)
 
     def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int) -> None:
-        """Let queries write their misses to these addresses."""
+        """Set the addresses that queries write their misses to."""
         self._lists = (missing_keys, missing_positions, missing_counts, any_missing)
-        self._kept.clear()
-        self._packed_once.clear()
+        self._launches.clear()
+        self._packed_batches.clear()
 
     def launch(self, placed: Placement, stream: int) -> None:
         """Launch the query of all tables: one kernel for every SEGMENTS_AT_ONCE of them."""
         if placed.kept:
-            for handle, blocks, arguments in self._packed_once.get(placed) or self._pack_once(placed):
+            for handle, blocks, arguments in self._packed_batches.get(placed) or self._pack_once(placed):
                 launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
             return
         count = len(placed.sizes)
         if 1 < count <= kernels.SEGMENTS_AT_ONCE and not placed.founds:
-            self._launch_kept(placed, stream)
+            self._launch_reused(placed, stream)
             return
         if count == 1:
-            self._launch_one(placed, stream)
+            self._launch_single(placed, stream)
             return
         for handle, blocks, arguments in self._packed(placed.by_table(self._dims), lambda segments: self._arguments[segments]):
             launch(handle, blocks, kernels.QUERY_THREADS, arguments, stream)
 
     def _pack_once(self, placed: Placement) -> list[tuple[int, int, Arguments]]:
-        """Pack the queries of a placement that later lookups have, too."""
-        if len(self._packed_once) == _MOST_KEPT:
-            del self._packed_once[next(iter(self._packed_once))]
-        packed = self._packed_once[placed] = list(self._packed(placed, _arguments_of))
+        """Pack the queries of a placement that later lookups reuse."""
+        if len(self._packed_batches) == _MAX_LAUNCHES:
+            del self._packed_batches[next(iter(self._packed_batches))]
+        packed = self._packed_batches[placed] = list(self._packed(placed, _arguments_of))
         return packed
 
     def _packed(self, rows: Placement, arguments_of: Callable[[int], Arguments]) -> Iterator[tuple[int, int, Arguments]]:
-        """Pack the queries of any number of segments: handle, blocks and arguments of each kernel, to be launched in turn."""
+        """Pack the queries of any number of segments; yield handle, blocks and arguments of each kernel."""
         missing = 0
         for first in range(0, len(rows.sizes), kernels.SEGMENTS_AT_ONCE):
             part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
@@ -113,7 +180,7 @@ class Queries:
             if blocks:
                 yield handle, blocks, arguments
 
-    def _launch_one(self, rows: Placement, stream: int) -> None:
+    def _launch_single(self, rows: Placement, stream: int) -> None:
         [n], [keys], [out], found = rows.sizes, rows.keys, rows.outs, rows.founds[0] if rows.founds else 0
         handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(
             tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15
@@ -126,12 +193,12 @@ class Queries:
         structs.QUERY_OF_ONE.pack_into(arguments.bytes, 0, *segment, *self._lists, 1, per_warp, 0)
         launch(handle, -(-n // (_WARPS * per_warp)), kernels.QUERY_THREADS, arguments, stream)
 
-    def _launch_kept(self, rows: Placement, stream: int) -> None:
+    def _launch_reused(self, rows: Placement, stream: int) -> None:
         code = reduce(or_, rows.outs) & 15 if not rows.out_format else outputs_code(reduce(or_, rows.outs), rows.out_format)
         kind = (code, *rows.sizes) if rows.joined else (code, tuple(rows.tables), *rows.sizes)
-        found = self._kept.get(kind)
+        found = self._launches.get(kind)
         if found is None:
-            found = self._keep(kind, rows.by_table(self._dims))
+            found = self._new_launch(kind, rows.by_table(self._dims))
         if rows.joined:
             np.add(found.key_offsets, rows.keys[0], found.keys)
             np.add(found.out_offsets, rows.outs[0], found.outs)
@@ -144,15 +211,15 @@ class Queries:
         if found.blocks:
             launch(found.handle, found.blocks, kernels.QUERY_THREADS, found.arguments, stream)
 
-    def _keep(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
+    def _new_launch(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
         arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
         handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
         blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
         element = 2 if rows.out_format else 4
         found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in tables])
-        if len(self._kept) == _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[kind] = found
+        if len(self._launches) == _MAX_LAUNCHES:
+            del self._launches[next(iter(self._launches))]
+        self._launches[kind] = found
         return found
 
     def _pack(

@@ -53,11 +53,9 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def reason_against(device_ids: Sequence[int]) -> str | None:
-    """Return why these devices cannot share memory, for the log; None if they can.
-
-    Writers own a pair of buckets by an atomic operation on whatever device has it. Over a link without native atomics, such as
-    PCIe, that is a read and a write, and two could own the pair (CUDA driver API, cuDeviceGetP2PAttribute).
-    """
+    """Return why these devices cannot share memory, for the log; None if they can."""
+    # Writers own a pair of buckets by an atomic operation on its device. Over a link without native atomics, such as
+    # PCIe, that is a read and a write, and two writers could own the pair (CUDA driver API, cuDeviceGetP2PAttribute).
     if len(device_ids) > MOST_SHARERS:
         return f"got {len(device_ids)} devices, expected at most {MOST_SHARERS}"
     if len(set(device_ids)) < len(device_ids):
@@ -67,17 +65,17 @@ def reason_against(device_ids: Sequence[int]) -> str | None:
     for device in device_ids:
         if not runtime.deviceGetAttribute(_MANAGES_ADDRESSES, device):
             return f"CUDA device {device} does not map memory of other devices"
-        for other in device_ids:
-            if device != other and not runtime.deviceCanAccessPeer(device, other):
-                return f"CUDA device {device} cannot access the memory of device {other} (no NVLink, or partitioned by MIG)"
-            if device != other and not _native_atomics(device, other):
-                return f"CUDA device {device} has no native atomics in the memory of device {other} (no NVLink)"
+        for peer in device_ids:
+            if device != peer and not runtime.deviceCanAccessPeer(device, peer):
+                return f"CUDA device {device} cannot access the memory of device {peer} (no NVLink, or partitioned by MIG)"
+            if device != peer and not _native_atomics(device, peer):
+                return f"CUDA device {device} has no native atomics in the memory of device {peer} (no NVLink)"
     return None
 
 
-def _native_atomics(device: int, other: int) -> bool:
+def _native_atomics(device: int, peer: int) -> bool:
     supported = ctypes.c_int()
-    _call("cuDeviceGetP2PAttribute", ctypes.byref(supported), _NATIVE_ATOMICS, device, other)
+    _call("cuDeviceGetP2PAttribute", ctypes.byref(supported), _NATIVE_ATOMICS, device, peer)
     return bool(supported.value)
 
 

@@ -13,7 +13,7 @@ from hps.cache.cuda.spread_memory import SpreadMemory
 from hps.errors import CapacityError, ConfigError, DeviceMemoryError
 from hps.types import TableSpec, rows_text
 
-_MOST_ROWS = (1 << 32) - 1  # the kernels use 32-bit row numbers
+_MOST_ROWS = (1 << 32) - 1  # kernels use row numbers of 32 bits
 
 
 def allocate(
@@ -61,11 +61,11 @@ def check_room(
     index_bytes: Sequence[int] = (),
     sharing: DeviceSharing = ALONE,
 ) -> None:
-    """Reject tables that `allocate` could not allocate now beside their indexes.
+    """Reject tables that `allocate` could not allocate now together with their indexes.
 
     Raises:
         CapacityError: they do not fit the current device; the message is that of `allocate`.
-        ConfigError: as there.
+        ConfigError: see `allocate`.
     """
     pairs, sizes = _pairs_and_sizes(specs, capacity_rows, static, max(1, len(sharing.device_ids)), sharing.near_rows)
     free_bytes = runtime.memGetInfo()[0] - sum(index_bytes)
@@ -76,7 +76,7 @@ def check_room(
 def _pairs_and_sizes(
     specs: Sequence[TableSpec], capacity_rows: Sequence[int], static: bool, devices: int, near_rows: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the pairs of each table, and its bytes on a device; reject tables with more rows than kernels can number."""
+    """Return the pairs and bytes of each table on a device; reject tables with more rows than kernels can number."""
     pairs = [kernels.pairs_for(rows, static) for rows in capacity_rows]
     most = _MOST_ROWS if devices == 1 else MOST_SHARED_ROWS
     for spec, count in zip(specs, pairs, strict=True):
@@ -87,8 +87,8 @@ def _pairs_and_sizes(
             raise ConfigError(f"embedding cache of model {spec.model_name!r}", [problem])
     near = [kernels.pairs_for(rows) for rows in near_rows] or [0] * len(specs)
     sizes = [
-        geometry.bytes_on_device(count, spec.width, devices, beside)
-        for count, spec, beside in zip(pairs, specs, near, strict=True)
+        geometry.bytes_on_device(count, spec.width, devices, near_count)
+        for count, spec, near_count in zip(pairs, specs, near, strict=True)
     ]
     return pairs, sizes
 
@@ -120,7 +120,7 @@ def _allocate_shared(spec: TableSpec, pairs: int, device_ids: Sequence[int]) -> 
         with on_device(device):
             runtime.memset(buckets - kernels.SHARING_BYTES, 0, kernels.SHARING_BYTES)
             _empty(buckets, pairs)
-            write_sharing(buckets, (0, 0, 0, 0, 0, 0, *geometry.own_pairs(pairs, spec.width, len(device_ids), nth), 0))
+            write_sharing(buckets, (0, 0, 0, 0, 0, 0, *geometry.owned_pairs(pairs, spec.width, len(device_ids), nth), 0))
             if nth == len(device_ids) - 1:
                 runtime.memset(counters, 0, 8 * geometry.COUNTERS)
             runtime.streamSynchronize(0)
@@ -136,7 +136,7 @@ def write_sharing(buckets: int, values: Sequence[int]) -> None:
     """
     packed = np.frombuffer(structs.SHARING.pack(*values), np.uint8)
     runtime.memcpy(buckets - kernels.SHARING_BYTES, packed.ctypes.data, packed.nbytes, runtime.memcpyHostToDevice)
-    runtime.streamSynchronize(0)  # a copy of little from the host may end after its call
+    runtime.streamSynchronize(0)  # a small copy from host memory may return before it has ended
 
 
 def _empty(buckets: int, pairs: int, stretch: int = 1) -> None:
@@ -160,15 +160,15 @@ def _does_not_fit(
     free_bytes: int,
     index_bytes: int = 0,
 ) -> str:
-    asked = ", ".join(
+    needs = ", ".join(
         f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} ({rows_text(spec)})"
         for spec, count, size in zip(specs, pairs, sizes, strict=True)
     )
     usable = max(0, free_bytes - geometry.RESERVE_BYTES)
     share = usable / sum(sizes)
-    beside = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
+    index_text = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
     return (
         f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
-        f"to allocate ({asked}), expected at most the {usable:,} that are free{beside}; a gpucacheper of at most {share:.2g} "
-        "of the present one would fit"
+        f"to allocate ({needs}), expected at most the {usable:,} that are free{index_text}; a gpucacheper of at most "
+        f"{share:.2g} of the present one would fit"
     )

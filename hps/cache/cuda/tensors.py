@@ -111,12 +111,12 @@ class TensorReader:
         "_int64",
         "_keep",
         "_narrow",
-        "_seen_cupy",
-        "_seen_torch",
         "_shared_keys",
         "_shared_out",
         "_tensor",
         "_torch_stream",
+        "_uses_cupy",
+        "_uses_torch",
         "streams",
     )
 
@@ -127,7 +127,7 @@ class TensorReader:
         self._int32: Any = None
         self._float32: Any = None
         self._torch_stream: Callable[[int], int]
-        self._seen_torch = self._seen_cupy = False
+        self._uses_torch = self._uses_cupy = False
         self._keep: list[Any] = []  # kept alive until the lookup has ended
         self._narrow: list[int] = []  # formats of the outputs of 16 bits
         self._shared_keys: tuple[Any, int] = (None, 0)  # tensor and address of the last parts
@@ -135,8 +135,8 @@ class TensorReader:
         self.streams: set[int] = set()
 
     def start(self) -> None:
-        """Forget the tensors of the last lookup."""
-        self._seen_torch = self._seen_cupy = False
+        """Drop the tensors of the last lookup."""
+        self._uses_torch = self._uses_cupy = False
         self.streams = set()
         self._keep = []
         if self._narrow:
@@ -152,7 +152,7 @@ class TensorReader:
         """Find the tensors of a batch of rows.
 
         Args:
-            dims, doing: dimension and the begin of error messages, by table.
+            dims, doing: dimension and start of error messages, by table.
             host: mapped memory for keys and outputs in host memory.
         """
         if batch.joined:
@@ -160,14 +160,14 @@ class TensorReader:
             out = self.output(batch.outs[0], sum(map(mul, batch.sizes, dims)), 1)
             out_format = self._narrow[0] if self._narrow else 0
             return Placement(batch.tables, batch.sizes, (keys,), (out,), out_format=out_format, joined=True)
-        if batch.kind is not None and (alike := self._place_alike(batch, dims)) is not None:
-            return alike
+        if batch.kind is not None and (placed_alike := self._place_alike(batch, dims)) is not None:
+            return placed_alike
         placement: Placement | None = batch.placement
         if placement is not None:
             if placement.of_torch:
-                self._see_torch()
+                self._use_torch()
             if placement.of_cupy:
-                self._see_cupy()
+                self._use_cupy()
             return placement
         torch_tensor, device, int64, float32 = self._tensor, self._device_id, self._int64, self._float32
         keys_at: list[int] = []
@@ -191,8 +191,8 @@ class TensorReader:
                 and keys.numel() == n
                 and out.numel() >= n * dims[table]
             ):
-                if not self._seen_torch:
-                    self._seen_torch = True
+                if not self._uses_torch:
+                    self._uses_torch = True
                     self.streams.add(self._torch_stream(device))
                 key_at, out_at = keys.data_ptr(), out.data_ptr()
             elif (
@@ -207,8 +207,8 @@ class TensorReader:
                 and keys.size == n
                 and out.size >= n * dims[table]
             ):
-                if not self._seen_cupy:
-                    self._see_cupy()
+                if not self._uses_cupy:
+                    self._use_cupy()
             else:
                 key_at = self._keys_of(keys, n)
                 out_at = self.output(out, n, dims[table])
@@ -219,38 +219,40 @@ class TensorReader:
         masks = founds_at if any(founds_at) else ()
         placed = Placement(tuple(batch.tables), batch.sizes, keys_at, outs_at, masks, on_host, out_format)
         if batch.kept and not host.used and not self._keep:  # all are torch's and CuPy's own
-            placed.kept, placed.of_torch, placed.of_cupy = True, self._seen_torch, self._seen_cupy
+            placed.kept, placed.of_torch, placed.of_cupy = True, self._uses_torch, self._uses_cupy
             batch.placement = placed
         return placed
 
     def _place_alike(self, batch: Batch, dims: Sequence[int]) -> Placement | None:
-        """Find tensors of one kind column by column; None if one of them is not as it should be, or elsewhere."""
+        """Find tensors of one kind column by column; None if the general path must check them."""
         device, keys, outs, count = self._device_id, batch.keys, batch.outs, len(batch.keys)
-        every, needs = [*keys, *outs], map(mul, batch.sizes, [dims[table] for table in batch.tables])
+        tensors, needs = [*keys, *outs], map(mul, batch.sizes, [dims[table] for table in batch.tables])
         if batch.kind is self._tensor:
             tensor = self._tensor
             if (
-                list(map(_DTYPE_OF, every)) != [self._int64] * count + [self._float32] * count
-                or list(map(tensor.get_device, every)).count(device) < 2 * count
-                or not all(map(tensor.is_contiguous, every))
+                list(map(_DTYPE_OF, tensors)) != [self._int64] * count + [self._float32] * count
+                or list(map(tensor.get_device, tensors)).count(device) < 2 * count
+                or not all(map(tensor.is_contiguous, tensors))
                 or not all(map(ge, map(tensor.numel, outs), needs))
                 or any(map(_REQUIRES_GRAD, outs))
             ):
                 return None
-            addresses = list(map(tensor.data_ptr, every))
-            self._see_torch()
+            addresses = list(map(tensor.data_ptr, tensors))
+            self._use_torch()
         else:
             addresses = [
-                at.ptr for one in every if (at := one.data).device_id == device and one.flags.c_contiguous and not at.ptr % 4
+                memory.ptr
+                for array in tensors
+                if (memory := array.data).device_id == device and array.flags.c_contiguous and not memory.ptr % 4
             ]
             if (
                 len(addresses) < 2 * count
-                or list(map(_DTYPE_OF, every)) != [_INT64] * count + [_FLOAT32] * count
+                or list(map(_DTYPE_OF, tensors)) != [_INT64] * count + [_FLOAT32] * count
                 or not all(map(ge, [out.size for out in outs], needs))
                 or reduce(or_, addresses[:count]) & 7
             ):
                 return None
-            self._see_cupy()
+            self._use_cupy()
         return Placement(batch.tables, batch.sizes, addresses[:count], addresses[count:])
 
     def _place_on_host(
@@ -301,8 +303,8 @@ class TensorReader:
             and tensor.get_device() == self._device_id
             and tensor.is_contiguous()
         ):
-            if not self._seen_torch:
-                self._see_torch()
+            if not self._uses_torch:
+                self._use_torch()
             return tensor.data_ptr(), tensor.numel()
         if (
             type(tensor) is cupy.ndarray
@@ -311,8 +313,8 @@ class TensorReader:
             and not memory.ptr % 8
             and tensor.flags.c_contiguous
         ):
-            if not self._seen_cupy:
-                self._see_cupy()
+            if not self._uses_cupy:
+                self._use_cupy()
             return memory.ptr, tensor.size
         view = self._view(tensor, "keys")
         check_key_tensor(view)
@@ -335,8 +337,8 @@ class TensorReader:
             and tensor.numel() >= rows * dim
             and not tensor.requires_grad
         ):
-            if not self._seen_torch:
-                self._see_torch()
+            if not self._uses_torch:
+                self._use_torch()
             pointer: int = tensor.data_ptr()
             return pointer
         if (
@@ -347,8 +349,8 @@ class TensorReader:
             and tensor.flags.c_contiguous
             and tensor.size >= rows * dim
         ):
-            if not self._seen_cupy:
-                self._see_cupy()
+            if not self._uses_cupy:
+                self._use_cupy()
             return pointer
         view = self._view(tensor, "output")
         check_output_tensor(view, rows, dim, narrow=narrow)
@@ -375,7 +377,7 @@ class TensorReader:
 
     def offsets(self, tensor: Any) -> tuple[int, int, int]:
         """Return address, bits and number of offsets: int64 or int32, C-contiguous."""
-        if self._is_own(tensor) and (tensor.dtype is self._int64 or tensor.dtype is self._int32):
+        if self._is_torch_here(tensor) and (tensor.dtype is self._int64 or tensor.dtype is self._int32):
             return tensor.data_ptr(), 8 * tensor.element_size(), tensor.numel()
         view = self._view(tensor, "offsets")
         check_key_tensor(view, "offsets")
@@ -386,7 +388,7 @@ class TensorReader:
 
     def weights(self, tensor: Any, n: int) -> int:
         """Return the address of n float32 weights, C-contiguous."""
-        if self._is_own(tensor) and tensor.dtype is self._float32 and tensor.numel() == n:
+        if self._is_torch_here(tensor) and tensor.dtype is self._float32 and tensor.numel() == n:
             pointer: int = tensor.data_ptr()
             return pointer
         view = self._view(tensor, "weights")
@@ -400,9 +402,9 @@ class TensorReader:
         self._follow(view, "weights")
         return view.pointer
 
-    def view(self, tensor: Any, what: str) -> TensorView:
+    def view(self, tensor: Any, label: str) -> TensorView:
         """Return an unchecked view of a tensor; for a part, of the tensor that it is part of."""
-        return self._view(tensor.tensor if isinstance(tensor, Part) else tensor, what)
+        return self._view(tensor.tensor if isinstance(tensor, Part) else tensor, label)
 
     def work_stream(self, tensor: Any) -> int | None:
         """Return the current stream of a tensor's framework; None for host memory, and if unknown."""
@@ -424,8 +426,8 @@ class TensorReader:
             and tensor.flags.c_contiguous
             and tensor.size >= size
         ):
-            if not self._seen_cupy:
-                self._see_cupy()
+            if not self._uses_cupy:
+                self._use_cupy()
             return int(memory.ptr)
         view = self._view(tensor, "found")
         if (view.code, view.bits, view.lanes) != (BOOL, 8, 1):
@@ -455,26 +457,26 @@ class TensorReader:
             self._narrow.append(self._narrow[-1])
         return address + (2 if self._narrow else 4) * part.start
 
-    def _is_own(self, tensor: Any) -> bool:
-        """Return whether it is a contiguous torch tensor on this device, and record its stream."""
-        own = type(tensor) is self._tensor and tensor.get_device() == self._device_id and tensor.is_contiguous()
-        if own and not self._seen_torch:
-            self._see_torch()
-        return own
+    def _is_torch_here(self, tensor: Any) -> bool:
+        """Return True for a contiguous torch tensor on this device, and record its stream."""
+        is_here = type(tensor) is self._tensor and tensor.get_device() == self._device_id and tensor.is_contiguous()
+        if is_here and not self._uses_torch:
+            self._use_torch()
+        return is_here
 
-    def _see_torch(self) -> None:
-        self._seen_torch = True
+    def _use_torch(self) -> None:
+        self._uses_torch = True
         self.streams.add(self._torch_stream(self._device_id))
 
-    def _see_cupy(self) -> None:
-        self._seen_cupy = True
+    def _use_cupy(self) -> None:
+        self._uses_cupy = True
         self.streams.add(cupy.cuda.get_current_stream(self._device_id).ptr)
 
-    def _view(self, tensor: Any, what: str) -> TensorView:
+    def _view(self, tensor: Any, label: str) -> TensorView:
         if isinstance(tensor, TensorView):
             return tensor
         if not isinstance(tensor, cupy.ndarray):
-            return adopt(tensor, LEGACY_STREAM, what)
+            return adopt(tensor, LEGACY_STREAM, label)
         dtype = (NUMPY_CODES.get(tensor.dtype.kind, -1), 8 * tensor.dtype.itemsize, 1)
         strides = None
         if not tensor.flags.c_contiguous:
@@ -485,11 +487,11 @@ class TensorReader:
         view.producer_stream = int(cupy.cuda.get_current_stream(self._device_id).ptr)
         return view
 
-    def _follow(self, view: TensorView, what: str) -> None:
+    def _follow(self, view: TensorView, label: str) -> None:
         """Check that a tensor is on this device, keep it, and record its producer's stream."""
         if view.device_type != CUDA_MANAGED and (view.device_type, view.device_id) != (CUDA, self._device_id):
             raise InvalidInputError(
-                f"adopting {what}: got a tensor on {view.device_name}, expected one on CUDA device {self._device_id} or an "
+                f"adopting {label}: got a tensor on {view.device_name}, expected one on CUDA device {self._device_id} or an "
                 "array of NumPy's"
             )
         self._keep.append(view)
@@ -507,7 +509,7 @@ class TensorReader:
 def _pinned_address(array: np.ndarray) -> int:
     """Return the device address of a NumPy array in memory pinned by CuPy (`cupyx.empty_pinned`); else 0.
 
-    Asking CUDA about the address is not enough: an array may begin and end on pages that others have pinned.
+    The attributes of the address alone are not enough: an array may start and end on pages that other arrays have pinned.
     """
     base: Any = array.base
     if base is None:

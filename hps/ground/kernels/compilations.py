@@ -1,4 +1,4 @@
-"""Counts the kernels that this process compiles, and says how far it is."""
+"""Counts the kernels that this process compiles, and reports its progress."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,15 +13,11 @@ class Compilations:
         self._lock = threading.Lock()
         self._done: dict[str, tuple[int, float]] = {}
         self._running = 0
-        self._weight = self._compiled = 0.0  # of the compilations that overlap
+        self._weight = self._compiled = 0.0  # of overlapping compilations, in all and so far
 
     @contextmanager
     def running(self, weight: float) -> Iterator[Callable[[float], None]]:
-        """Compile in the block, which gets a function that takes the weight of what has been compiled.
-
-        Args:
-            weight: of all that is to be compiled, in any unit.
-        """
+        """Compile kernels of this total weight, in any unit; the block gets a function that takes compiled weight."""
         with self._lock:
             self._running += 1
             self._weight += weight
@@ -38,13 +34,13 @@ class Compilations:
         finally:
             with self._lock:
                 self._running -= 1
-                self._compiled += left  # what was not reported, also after an error
+                self._compiled += left  # the unreported rest, also after an error
                 if not self._running:
                     self._weight = self._compiled = 0.0
 
     @property
     def progress(self) -> str:
-        """What is being compiled, as "compiling kernels, 42 %"; empty if nothing is."""
+        """The progress, such as "compiling kernels, 42 %"; empty if nothing is being compiled."""
         with self._lock:
             return f"compiling kernels, {100 * self._compiled / self._weight:.0f} %" if self._weight else ""
 
@@ -60,4 +56,4 @@ class Compilations:
 
 
 COMPILATIONS: Final = Compilations()
-"""Counts of this process, whose servers share the kernels."""
+"""Counts of this process."""

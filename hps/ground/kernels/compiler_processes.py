@@ -1,8 +1,7 @@
-"""Processes that compile kernels beside this one: numba compiles under the interpreter's lock, one kernel at a time a process.
+"""Processes that compile kernels in parallel: numba compiles under the interpreter lock, one kernel at a time per process.
 
-Each is a new interpreter, since a fork would copy locks that other threads hold. It reads the name of one kernel at a time from
-its standard input, leaves the machine code in the shared directory, and answers with the name. It ends with its input, so it
-outlives this process by one kernel at most.
+Each process reads the names of kernels from its standard input, writes machine code to the shared directory, and answers with
+the name. It ends with its input, so it outlives this process by one kernel at most.
 """
 
 import contextlib
@@ -34,21 +33,23 @@ for line in sys.stdin:
     print(line, end="", flush=True)
 """
 _PATIENCE_S: Final = 60.0
-"""Time limit for the kernels that others have begun when this process has nothing left to do."""
+"""Time limit for the last kernels of other processes."""
 
 
 class CompilerProcesses:
-    """A few compiler processes, ended with the `with` block. *One per thread.*
+    """Compiler processes, which end with the `with` block. *One per thread.*
 
-    What they do not finish, for whatever reason, the caller does.
+    The caller compiles whatever they do not finish.
 
     Args:
-        count: number of processes; none if this program is not a Python interpreter that could be started again.
+        count: number of processes; there are none if this program is no Python interpreter, as when it is embedded.
         settings: attributes of `numba.config`.
     """
 
+    # New interpreters rather than forks, which would copy locks that other threads hold.
+
     def __init__(self, count: int, settings: Mapping[str, str | None]) -> None:
-        self._settings = json.dumps([[str(Path(one).absolute()) for one in sys.path], dict(settings)])
+        self._settings = json.dumps([[str(Path(path).absolute()) for path in sys.path], dict(settings)])
         self._count = count if Path(sys.executable or "").name.startswith("python") else 0
         self._processes: list[subprocess.Popen[str]] = []
         self._feeders: list[threading.Thread] = []
@@ -65,7 +66,7 @@ class CompilerProcesses:
             feeder.join(_PATIENCE_S)
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # its end was unread
+                with contextlib.suppress(OSError):  # the process has died with unread input
                     pipe.close()  # type: ignore[union-attr]
 
     def start(self, take: Callable[[], str | None], done: Callable[[str], None]) -> None:
@@ -83,7 +84,7 @@ class CompilerProcesses:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
-                    start_new_session=True,  # an interrupt from the terminal is this process's to handle
+                    start_new_session=True,  # so that Ctrl-C reaches this process alone
                 )
                 self._processes.append(process)
                 feeder = new_thread("compiler", partial(_feed, process, take, done), lasting=False)
@@ -98,7 +99,7 @@ class CompilerProcesses:
 
 
 def _feed(process: "subprocess.Popen[str]", take: Callable[[], str | None], done: Callable[[str], None]) -> None:
-    """Have a process compile one kernel after the other, until none is left or it fails."""
+    """Let a process compile kernels until none is left or it fails."""
     names, answers = process.stdin, process.stdout
     if names is None or answers is None or answers.readline() != _READY:
         return

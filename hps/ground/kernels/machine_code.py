@@ -1,14 +1,14 @@
-"""Keeps the machine code of kernels, numba's and CUDA's, in files that are never stale and never half.
+"""Stores the machine code of kernels, numba's and CUDA's, in files that are never stale or incomplete.
 
-All code of one state of the sources lies in a directory whose name is a hash of *all* kernel sources of this package and of the
-versions of numba's compiler: after any edit or upgrade the name differs. It is read from several places:
+Code lies in a directory whose name is a hash of *all* kernel sources of this package and of the versions of numba's compiler,
+so that any edit or upgrade changes the name. It is read from several places:
 
-1. `NUMBA_CACHE_DIR`, or else `~/.cache/hps` and a private directory below the temporary one: what this user compiled;
-2. `__pycache__` of the installed package: what was compiled ahead, also where that is read-only (`hps compile`).
+1. `NUMBA_CACHE_DIR`, or by default `~/.cache/hps` and a private directory below the temporary one: compiled by this user;
+2. `__pycache__` of the installed package, which may be read-only: compiled ahead (`hps compile`).
 
-It is written to the first of `NUMBA_CACHE_DIR`, or else `__pycache__` of the package, `~/.cache/hps` and the private directory,
-that is writable. The files depend on no path and no time stamp, so that images and archives may carry them. Each begins with a
-hash of its key and its content; a corrupt or foreign file counts as missing, and is replaced.
+It is written to the first writable one of `NUMBA_CACHE_DIR`, or by default of the package's `__pycache__`, `~/.cache/hps` and
+the private directory. Files depend on neither paths nor time stamps, so images and archives may contain them. Each begins with
+a hash of its key and its content; a corrupt or foreign file counts as missing, and is replaced.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _BASELINES: Final = {
     "aarch64": ("generic", "+neon"),
 }
 BASELINE = _BASELINES.get(platform.machine())
-"""LLVM's name and features of the processor that machine code for several machines is compiled for; None if undecided."""
+"""LLVM's name and features of the processor for machine code that several machines share; None without one."""
 _KEPT_DIRECTORIES: Final = 4
 _IN_USE_S: Final = 3600
 
@@ -53,19 +53,19 @@ _config: Any = numba.config
 
 
 def read(name: str, key: str) -> bytes | None:
-    """Return the code kept under a file name for exactly this key; None if there is none."""
+    """Return the code in a file of this name and key; None if there is none."""
     for place in _places():
         with contextlib.suppress(OSError):
             content = (place / name).read_bytes()
             digest, code = content[:32], content[32:]
             if digest == _digest(key, code):
-                _note_use(place)
+                _record_use(place)
                 return code
     return None
 
 
 def write(name: str, key: str, code: bytes) -> bool:
-    """Keep code under a file name; return False if nothing is writable. Concurrent writers are safe: the last one wins."""
+    """Write code to a file; return False if no directory is writable. The last of concurrent writers wins."""
     place = directory()
     if place is None:
         return False
@@ -79,20 +79,20 @@ def write(name: str, key: str, code: bytes) -> bool:
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
-    except OSError as error:  # a full disk: the code serves this process
+    except OSError as error:  # a full disk; this process uses the code all the same
         _log.warning("cannot keep a compiled kernel in %s: %s", place, error)
         return False
     return True
 
 
 def refuse_baseline() -> None:
-    """Have this process take machine code for its own processor only."""
+    """Use machine code for the processor at hand only."""
     global BASELINE
     BASELINE = None
 
 
 def choose_baseline() -> None:
-    """Have numba compile for `BASELINE` in this process. Only before the first import of a module that uses numba's decorators.
+    """Compile for `BASELINE` in this process. Call this before the first import of a module that uses numba's decorators.
 
     Raises:
         InvalidInputError: no baseline is defined for processors of this kind.
@@ -109,7 +109,7 @@ def _digest(key: str, code: bytes) -> bytes:
 
 
 def kernel_sources() -> list[Path]:
-    """Return the files of this package that define numba kernels, parts of kernels, or how they are compiled."""
+    """Return the files of this package that define kernels, their parts or constants, or their compilation."""
     return [
         path
         for path in sorted(_PACKAGE.rglob("*.py"))
@@ -139,7 +139,7 @@ def directory() -> Path | None:
 
 @functools.cache
 def _name() -> str:
-    """Return the name of the directory of exactly these sources."""
+    """Return the name of the directory for these sources."""
     hashed = hashlib.sha256(f"numba {numba.__version__} llvmlite {llvmlite.__version__}".encode())
     for path in kernel_sources():
         source = path.read_bytes()
@@ -152,7 +152,7 @@ def _places() -> Iterator[Path]:
     """List the directories to read from, best first."""
     parents = list(_parents())
     if not _config.CACHE_DIR:
-        parents.reverse()  # what this user compiled before what the installation brings
+        parents.reverse()  # code of this user before that of the installation
     if private := _private_temporary_directory(make=False):
         parents.append(private)
     for parent in dict.fromkeys([*parents, _PACKAGE / "__pycache__"]):
@@ -170,7 +170,7 @@ def _parents() -> Iterator[Path]:
 
 
 def _open(path: Path) -> bool:
-    """Make a directory for the machine code of these sources beside those of older ones; return False if it is not writable."""
+    """Make a directory for the machine code of these sources; return False if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         os.utime(path)  # records the last use for `_prune`
@@ -182,14 +182,15 @@ def _open(path: Path) -> bool:
 
 
 @functools.cache
-def _note_use(path: Path) -> None:
+def _record_use(path: Path) -> None:
     """Record the last use for `_prune`."""
     with contextlib.suppress(OSError):  # read-only
         os.utime(path)
 
 
 def _private_temporary_directory(*, make: bool) -> Path | None:
-    """Return a directory private to this user: a process that can write machine code there can run it here."""
+    """Return a directory private to this user."""
+    # Whoever can write machine code there runs it in this process.
     try:
         path = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}"
         if make:
@@ -204,7 +205,7 @@ def _private_temporary_directory(*, make: bool) -> Path | None:
 
 def _prune(own: Path) -> None:
     """Remove the machine code of older sources, except the last few and those that another process may be writing."""
-    with contextlib.suppress(OSError):  # another process does the same
+    with contextlib.suppress(OSError):  # another process prunes, too
         others = [path for path in own.parent.glob(f"{_PREFIX}*") if path != own]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others[_KEPT_DIRECTORIES:]:

@@ -1,28 +1,28 @@
-"""Compiles hps's numba kernels: only those that are used, on all processors, and once for all later processes.
+"""Compiles numba kernels: only those that are used, on all processors, and once for all later processes.
 
 numba checks the file that defines a kernel, but not what the kernel calls or inlines. `machine_code.py` therefore names the
 directory of all machine code by a hash of *all* kernel sources. Two rules make that complete (`test_kernels.py` checks both): a
 module that defines a kernel or a part of one decorates it with `@kernel`, `@njit` or `@intrinsic` by that name, and a kernel
 uses functions and constants of such modules only.
 
-    @njit(inline="always")                        # a part of kernels: plain numba, never cached by itself
+    @njit(inline="always")                        # a part of kernels: plain numba, not cached by itself
     def _doubled(value): ...
 
-    @kernel(void, read_only(int64[::1]), int64[::1])    # what Python calls: one signature, nogil, cached
+    @kernel(void, read_only(int64[::1]), int64[::1])    # called by Python: one signature, nogil, cached
     def double(values, out): ...
 
-    compile_kernels(double)                       # where a tier is constructed, before the first lookup
+    compile_kernels(double)                       # when a tier is constructed, before the first lookup
 
 A tier names its kernels of loads, lookups and changes in `kernels()`, a cache those of its loop in `batch_kernels()`. Any other
 kernel is compiled by its first call, so rare paths need no preparation. What numba does not check:
 
-- A kernel takes no address of an array that it made itself: numba frees the array after the last use of its name, which may be
+- A kernel takes no address of an array that it has made: numba frees the array after the last use of its name, which may be
   that one. Scratch memory that is used by address comes from the caller.
-- It assigns slices of arrays element by element: numba would also compile the text of the error, for a second.
+- It assigns slices of arrays element by element: for a slice numba also compiles the text of the error, which takes a second.
 - It reads memory that other threads change through `numba_atomics.py`: to the compiler, a plain load of it gives any value.
 
-Machine code is for the processor at hand, or
-else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline` compiles that ahead.
+Machine code is for the processor at hand, or else for `machine_code.BASELINE`, any recent processor: `hps compile --baseline`
+compiles that ahead.
 """
 
 import logging
@@ -53,10 +53,10 @@ _log = logging.getLogger(__name__)
 
 _MOST_PROCESSES: Final = 8
 _PROCESS_WORTH_S: Final = 1.5
-"""Work that pays for the start of another process."""
+"""Work that outweighs the start of another process."""
 _PROCESS_BYTES: Final = 400 << 20
 _START_S: Final = 1.0
-_NEWS_S: Final = 5.0
+_LOG_S: Final = 5.0
 _PARSINGS_A_BYTE: Final = 4500
 """Time to compile a kernel per byte of its bytecode, in the time that Python takes to compile a byte of source text."""
 _PARSINGS: Final = 16
@@ -85,25 +85,25 @@ def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Call
 
 
 def read_only(array: Any) -> Any:
-    """Return the type of an array that a kernel only reads: it accepts read-only and writable arrays."""
+    """Return the type of an array that a kernel only reads; it accepts read-only and writable arrays."""
     return array.copy(readonly=True)
 
 
 def compile_kernels(*kernels: Callable[..., Any], processes: int | None = None) -> None:
-    """Compile kernels, or load their machine code; without arguments all of the imported modules. Cheap if already done.
+    """Compile kernels, or load their machine code; by default those of all imported modules. *Thread-safe*.
 
-    Called when a tier is constructed, with the kernels of its lookups, so that no lookup waits for a compiler. Other processes
-    compile a share of many kernels. *Thread-safe*. Processes that start at the same time may do the same work.
+    Called when a tier is constructed, so that no lookup waits for a compiler. Cheap if already done. Processes that start at
+    the same time may do the same work.
 
     Args:
-        processes: at most; by default as many as processors and memory suffice for. Machine code has numbers that depend on
-            what its process compiled before, so only one process makes the same files again.
+        processes: maximum number of processes; by default as many as processors and memory suffice for. For reproducible
+            files it is 1, since machine code has numbers that depend on what its process compiled before.
     """
-    wanted = [_declared[id(one)] for one in kernels] if kernels else list(_declared.values())
-    if all(one.ready for one in wanted):
+    wanted = [_declared[id(made)] for made in kernels] if kernels else list(_declared.values())
+    if all(kernel.ready for kernel in wanted):
         return
     with _compiling:
-        missing = [one for one in wanted if not one.load()]
+        missing = [kernel for kernel in wanted if not kernel.load()]
         if missing:
             _compile(missing, processes or _most_processes())
 
@@ -112,7 +112,7 @@ def declared_kernels() -> list[Callable[..., Any]]:
     """Import all modules of this package that define kernels; return their kernels."""
     for path in machine_code.kernel_sources():
         import_module(".".join(path.relative_to(Path(__file__).parents[3]).with_suffix("").parts))
-    return [one.made for one in _declared.values() if one.ours]
+    return [kernel.made for kernel in _declared.values() if kernel.is_ours]
 
 
 def compile_named(name: str) -> None:
@@ -123,27 +123,27 @@ def compile_named(name: str) -> None:
 
 
 _TYPES: Final = 6
-"""Of numba's parts of a compiled kernel: the text of inferred types. It has addresses of this process, and nothing reads it."""
+"""Index of the text of inferred types in numba's parts of a compiled kernel. It has addresses, and nothing reads it."""
 
 
 class _Kernel:
-    """A kernel and its machine code. Has the methods that numba asks of a cache."""
+    """A kernel and its machine code, with the methods of numba's caches."""
 
     def __init__(self, made: Any, signature: Any) -> None:
         self.made = made
         self.ready = False
         function = made.py_func
         self.name = f"{function.__module__}:{function.__qualname__}"
-        self.ours = self.name.startswith("hps.") and "<" not in self.name
+        self.is_ours = self.name.startswith("hps.") and "<" not in self.name
         self.weight = len(function.__code__.co_code)
         self._signature = signature
-        if self.ours:
+        if self.is_ours:
             made._cache = self
         made._compile_for_args = self._compile_when_called
 
     def load(self) -> bool:
         """Load the machine code; return False if there is none."""
-        if not self.ready and self.ours and self._read() is not None:
+        if not self.ready and self.is_ours and self._read() is not None:
             self.compile()
         return self.ready
 
@@ -160,7 +160,7 @@ class _Kernel:
 
     def _read(self) -> bytes | None:
         context = self.made.targetctx
-        rtsys.initialize(context)  # machine code needs no more of numba; a third of a second of imports is for compiling
+        rtsys.initialize(context)  # all that machine code needs; the imports for compiling take a third of a second
         for processor in _processors(context.codegen()):
             if code := machine_code.read(*self._place(processor)):
                 return code
@@ -187,7 +187,7 @@ class _Kernel:
 
 
 def _processors(codegen: Any) -> list[tuple[str, ...]]:
-    """List the processors whose machine code runs here, best first: triple, name and features of each."""
+    """List the processors whose machine code runs here, best first, by triple, name and features."""
     own: tuple[str, ...] = codegen.magic_tuple()
     if machine_code.BASELINE is None or not _has(machine_code.BASELINE[1]):
         return [own]
@@ -196,7 +196,8 @@ def _processors(codegen: Any) -> list[tuple[str, ...]]:
 
 def _has(features: str) -> bool:
     host = llvm.get_host_cpu_features()
-    return all(host.get(one[1:], one in ("+64bit", "+cx8", "+fxsr", "+mmx", "+sse", "+sse2")) for one in features.split(","))
+    always = ("+64bit", "+cx8", "+fxsr", "+mmx", "+sse", "+sse2")
+    return all(host.get(feature[1:], feature in always) for feature in features.split(","))
 
 
 def _compile(missing: "Sequence[_Kernel]", most_processes: int) -> None:
@@ -217,59 +218,59 @@ def _compile(missing: "Sequence[_Kernel]", most_processes: int) -> None:
         place or "nowhere: each start compiles",
     )
     with COMPILATIONS.running(work.weight) as work.advance, CompilerProcesses(processes - 1, _settings(place)) as others:
-        others.start(work.take_shared, work.tell)
-        while one := work.take():
-            one.compile()
-            work.tell(one.name)
+        others.start(work.take_shared, work.finish)
+        while next_kernel := work.take():
+            next_kernel.compile()
+            work.finish(next_kernel.name)
         others.wait()
-        for one in missing:
-            one.compile()  # loads what others compiled, and compiles what they did not
+        for missing_kernel in missing:
+            missing_kernel.compile()  # or load what others have compiled
     seconds = time.monotonic() - began
     COMPILATIONS.add("numba", len(missing), seconds)
     _log.info("compiled the kernels in %.1f s", seconds)
 
 
 def _most_processes() -> int:
-    """Return how many processes the processors and the memory of this process suffice for."""
+    """Return how many processes the processors and the memory suffice for."""
     return min(available_threads(), available_memory()[0] // _PROCESS_BYTES)
 
 
 class _Work:
-    """Kernels to compile, the largest first, and how far that is. *Thread-safe.*
+    """Kernels to compile, the largest first, and the progress. *Thread-safe.*
 
     Attributes:
         advance: receives the weight of each compiled kernel.
     """
 
     def __init__(self, missing: "Sequence[_Kernel]") -> None:
-        largest_last = sorted(missing, key=lambda one: one.weight)
-        self.shared = [one for one in largest_last if one.ours]  # those that other processes can import
-        self._own = [one for one in largest_last if not one.ours]
-        self._weights = {one.name: one.weight for one in missing}
-        self.weight = sum(one.weight for one in missing)
+        largest_last = sorted(missing, key=lambda kernel: kernel.weight)
+        self.shared = [kernel for kernel in largest_last if kernel.is_ours]  # those that other processes can import
+        self._unshared = [kernel for kernel in largest_last if not kernel.is_ours]
+        self._weights = {kernel.name: kernel.weight for kernel in missing}
+        self.weight = sum(kernel.weight for kernel in missing)
         self.advance: Callable[[float], None] = lambda weight: None
         self._done = 0
-        self._began = self._told_at = time.monotonic()
+        self._began = self._logged_at = time.monotonic()
         self._lock = threading.Lock()
 
     def take(self) -> "_Kernel | None":
         with self._lock:
-            left = self.shared or self._own
+            left = self.shared or self._unshared
             return left.pop() if left else None
 
     def take_shared(self) -> str | None:
         with self._lock:
             return self.shared.pop().name if self.shared else None
 
-    def tell(self, name: str) -> None:
+    def finish(self, name: str) -> None:
         """Count a compiled kernel, and log the progress every few seconds."""
         with self._lock:
             self._done += self._weights[name]
             self.advance(self._weights[name])
             now = time.monotonic()
-            if now - self._told_at < _NEWS_S or self._done == self.weight:
+            if now - self._logged_at < _LOG_S or self._done == self.weight:
                 return
-            self._told_at = now
+            self._logged_at = now
             rest_s = (now - self._began) * (self.weight - self._done) / self._done
         _log.info("compiled %.0f %% of the kernels, about %d s left", 100 * self._done / self.weight, math.ceil(rest_s))
 
@@ -284,7 +285,7 @@ def _settings(place: Path | None) -> dict[str, str | None]:
 
 
 def _seconds_to_parse_a_byte() -> float:
-    """Measure how fast this machine compiles now, by a piece of Python: it may be slow, or busy."""
+    """Measure how fast this machine compiles Python now: it may be slow, or busy."""
     text = Path(__file__).read_bytes()
     began = time.perf_counter()
     for _ in range(_PARSINGS):

@@ -1,7 +1,7 @@
 """A cache of a function's results that is bounded in bytes, for arguments that clients choose.
 
-`functools.lru_cache` counts entries, so that one client with large requests fills a process. It is right where only the program
-or its operator chooses the arguments: `tests/ring1/repo/test_caches.py` has the reason for each.
+`functools.lru_cache` counts entries, so that a client with large requests could fill a process's memory. Where it is used all
+the same, `tests/ring1/repo/test_caches.py` has the reason.
 """
 
 import gc
@@ -24,18 +24,18 @@ _caches: "WeakSet[BoundedCache[Any]]" = WeakSet()
 
 
 class BoundedCache(Generic[_R]):
-    """Remembers the results of a function for the latest arguments. *Thread-safe*: threads may compute a result twice.
+    """Caches the results of a function for the latest arguments. *Thread-safe*: threads may compute a result twice.
 
-    Exceptions are not remembered, nor are entries above 1/32 of the limit.
+    Neither exceptions nor entries above 1/32 of the limit are cached.
 
     Args:
         function: takes hashable arguments by position. Its results are shared, and must not change.
         size: returns the bytes of an entry, given the result and the arguments; default: `size_of` both, which takes longer
-            than parsing a request. What arguments share with others, such as a model's tables, need not be counted.
+            than parsing a request. Shared parts of arguments, such as a model's tables, need not be counted.
         most_bytes: limit of all entries.
 
     Attributes:
-        function: for calls past the cache.
+        function: the function, for calls that bypass the cache.
         held_bytes: bytes of all entries.
     """
 
@@ -77,7 +77,7 @@ class BoundedCache(Generic[_R]):
 
 
 def cached_bytes() -> int:
-    """Return the bytes that all bounded caches of this process hold."""
+    """Return the bytes of all bounded caches of this process."""
     return sum(cache.held_bytes for cache in list(_caches))
 
 
@@ -88,13 +88,13 @@ def clear_caches() -> None:
 
 
 def size_of(value: object) -> int:
-    """Return the bytes of an object and of all that it refers to, but for classes and other code."""
+    """Return the bytes of an object and of everything it refers to, except classes and other code."""
     seen: set[int] = set()
     left, total = [value], 0
     while left:
-        one = left.pop()
-        if id(one) not in seen and not isinstance(one, _CODE):
-            seen.add(id(one))
-            total += sys.getsizeof(one)
-            left += gc.get_referents(one)
+        found = left.pop()
+        if id(found) not in seen and not isinstance(found, _CODE):
+            seen.add(id(found))
+            total += sys.getsizeof(found)
+            left += gc.get_referents(found)
     return total

@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 
 from hps.errors import CapacityError
 
-_V1_UNBOUNDED = 1 << 60  # version 1 has no word for it and uses a number near 2^63
-_MEMORY_FILES = {  # limit and use; what fields of memory.stat begin with
+_V1_UNBOUNDED = 1 << 60  # version 1 writes a number near 2^63
+_MEMORY_FILES = {  # limit, use, prefix of fields of memory.stat
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
@@ -26,18 +26,18 @@ class Need:
 
     Attributes:
         what: purpose, in words.
-        table: name of the table; empty if it belongs to none.
-        passing: needed only while tables are loaded.
+        table: name of its table, if any.
+        temporary: needed only while tables are loaded.
     """
 
     place: Place
     what: str
     size_bytes: int
     table: str = ""
-    passing: bool = False
+    temporary: bool = False
 
 
-def by_what(needs: Iterable[Need]) -> dict[str, int]:
+def by_purpose(needs: Iterable[Need]) -> dict[str, int]:
     """Map purposes to bytes, as `check_fits` takes them."""
     return {need.what: need.size_bytes for need in needs}
 
@@ -46,7 +46,7 @@ def check_fits(doing: str, needs: Mapping[str, int], free_bytes: int, place: str
     """Reject needs that exceed the free memory.
 
     Args:
-        doing: begins the message.
+        doing: start of the message.
         needs: bytes by purpose.
         place: location of the free memory, with "in" or "on".
         cure: how to make room.
@@ -90,7 +90,7 @@ def machine_memory(root: Path = Path("/")) -> int:
 
 
 def available_processors(root: Path = Path("/")) -> int:
-    """Return how many processors this process may use: by its affinity, and by the quota of each of its control groups.
+    """Return how many processors this process may use by its affinity and the quotas of its control groups.
 
     Args:
         root: root of the file system with `/proc` and `/sys`.
@@ -107,10 +107,8 @@ def available_processors(root: Path = Path("/")) -> int:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the control groups of this process for a controller, up to the root, with their version.
-
-    In a container the root is the process' own group, and the path that /proc names may not exist below it.
-    """
+    """Yield the control groups of this process for a controller, up to the root, with their version."""
+    # In a container the mounted root is the process's own group, so the path in /proc may not exist below it.
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

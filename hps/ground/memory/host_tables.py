@@ -1,7 +1,7 @@
-"""Tables in this process's memory that a device reads in place, and how they stay readable.
+"""Tables in this process's memory that a device reads in place.
 
-A hash map (`databases/hash_map/`) offers `HostTable`s; an embedding cache (`cache/`) brings the `Pinner` that makes memory
-readable by its device, and reads by the rules of `stores/hash_map/layout.py`. Neither knows the other.
+A hash map (`stores/hash_map/`) provides `HostTable`s. An embedding cache (`cache/`) provides the `Pinner` that makes memory
+readable by its device, and reads by the rules of `stores/hash_map/layout.py`. Neither imports the other.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ import numpy.typing as npt
 DENSE_ROWS_AT = 6
 """Position in `HostLayout.words` of the number of dense keys, which are found without buckets."""
 SEGMENTS_AT = 9
-"""Position in `HostLayout.words` from which on there are the address and the number of buckets of each segment."""
+"""Position in `HostLayout.words` of the first segment: address and number of buckets of each."""
 BUCKET_BYTES = 128
 
 
@@ -26,19 +26,19 @@ class Pinner(Protocol):
         """Pin and map page-aligned memory at the same address on the devices, which also commits it.
 
         Raises:
-            DeviceError: the system or the device refuses, for instance because of its limit on locked memory; nothing was
+            DeviceError: the system or the device refuses, for instance because of its limit on locked memory; nothing is
                 pinned.
         """
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`, before the memory is unmapped; launched device work must have finished with it. Does not raise."""
+        """Undo `pin`, before the memory is unmapped and after the device work that uses it. Does not raise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLayout:
-    """Location of the rows of a table at one moment. *Immutable.* The memory stays mapped and pinned while this object is held.
+    """Location of the rows of a table at one moment. *Immutable.* The memory stays mapped and pinned while this object lives.
 
-    Rows inserted later may lie in slabs that it does not list, and a segment replaced by a larger one reads as *retired*: a
+    Rows inserted later may lie in slabs that it does not list, and a segment replaced by a larger one reads as *retired*. A
     reader that meets either gets the current layout, or leaves the key to the host.
 
     Attributes:
@@ -54,7 +54,7 @@ class HostLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketChanges:
-    """What a write has changed, for a copy of the buckets. *Immutable.* Valid during the call that passes it.
+    """Buckets that a write has changed. *Immutable.* Valid during the call that passes it.
 
     Attributes:
         buckets: (n,) uint64, addresses of the changed buckets, perhaps repeated; None if any may have changed.
@@ -82,20 +82,19 @@ class HostTable(ABC):
 
         Raises:
             DeviceError: part of it cannot be pinned; the rest is unpinned again.
-            InvalidInputError: this table cannot be read in place, for instance because a reader must record each access.
+            InvalidInputError: this table cannot be read in place, for instance because accesses have to be recorded.
         """
 
     @abstractmethod
     def layout(self) -> HostLayout | None:
-        """Return the current layout: the same object until the table grows. None while it cannot be read in place.
+        """Return the current layout: the same object until the table grows. Cheap, since every lookup calls it.
 
-        That is so before `pin`, and permanently after the table was dropped or its growth could not be pinned. Cheap: every
-        lookup calls it.
+        None before `pin`, and permanently after the table was dropped or its growth could not be pinned.
         """
 
     @abstractmethod
     def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        """Call `watcher` with each new layout, or None, before its readers move on and the old one may be freed.
+        """Call `watcher` with each new layout, or None, before the old one may be freed.
 
         The writing thread calls it during the write, so it must be quick and must not write to the table.
 

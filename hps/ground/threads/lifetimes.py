@@ -1,14 +1,4 @@
-"""Open resources of this process: closed at exit, disowned in a forked child.
-
-**Exit.** A daemon thread that runs native code when the interpreter ends crashes the process (SIGABRT). So objects that run
-such threads, or calls of other threads, are closed before that, the newest first.
-
-**Fork.** The child has a copy of everything, but only the thread that forked. It shares sockets and files with the parent, and
-a lock held by another thread stays locked forever. So the child *disowns* each open resource: it refuses every call, closing it
-does nothing, and it is never freed, since engines flush, join threads or call the device when they are freed.
-
-All references are weak: unused resources are collected.
-"""
+"""Open resources of this process: closed at exit, newest first, and *disowned* in a forked child. References are weak."""
 
 import atexit
 import logging
@@ -28,32 +18,38 @@ class Inheritable(Protocol):
     """A resource that a forked child inherits."""
 
     def disown(self) -> None:
-        """Refuse calls from now on in a forked child. Take no lock, since another thread may have held it."""
+        """Refuse all calls, in a forked child. Takes no lock, since another thread may have held it."""
 
 
+# A daemon thread that runs native code when the interpreter ends crashes the process (SIGABRT). So objects with such threads,
+# or with calls of other threads, are closed before.
+#
+# A forked child has a copy of everything, but only the thread that forked. It shares sockets and files with the parent, and a
+# lock held by another thread stays locked for ever. So the child disowns each open resource: it refuses every call, closing it
+# does nothing, and it is never freed, since engines flush, join threads or call the device when they are freed.
 _inheritable: WeakSet[Any] = WeakSet()
 _inherited: Final[list[Any]] = []
 _kept = np.empty(2, object)
-_kept[:] = [_inherited, _kept]  # arrays take no part in garbage collection: even the interpreter's end does not free this one
+_kept[:] = [_inherited, _kept]  # a cycle that is never freed: arrays take no part in garbage collection
 _closed_at_exit: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()  # in the order of opening
 
 
 def disown_in_children(resource: Inheritable) -> None:
     """Register a resource whose `disown()` is called in every forked child."""
     _inheritable.add(resource)
-    _inherited[:] = [one for one in _inherited if one is not resource]  # opened again
+    _inherited[:] = [known for known in _inherited if known is not resource]  # reopened
 
 
 def close_at_exit(resource: Any, close: Callable[[Any], object]) -> None:
     """Register `close(resource)` for the interpreter's exit, unless the resource is gone by then."""
     _closed_at_exit[resource] = close
-    atexit.unregister(_close_all)  # engines imported meanwhile must end after their users
+    atexit.unregister(_close_all)  # registered last, so that engines imported meanwhile end after it
     atexit.register(_close_all)
 
 
 def refusal(resource: Any, what: str) -> NotReadyError:
     """Return the error for a call of a resource that is closed, or that belongs to the parent process."""
-    if any(one is resource for one in _inherited):
+    if any(known is resource for known in _inherited):
         return ForkedProcessError(
             f"using {what}: it belongs to the process that this one (pid {os.getpid()}) was forked from, and cannot be used "
             "here. Create HPS after the fork, in each process of its own"

@@ -12,25 +12,27 @@ _PAUSE_TIMEOUT_S = 30
 
 
 class OpenCalls:
-    """Counts running calls, so that their resources are released only after the last one. *Thread-safe.*
+    """Counts running calls. *Thread-safe.*
 
-    Each call runs inside `with calls:`; `close` refuses new calls and waits for running ones, `alone` makes new ones wait. A
-    call takes no lock: it first counts itself, then checks whether it may run; `close` and `alone` first forbid, then count.
+    Each call runs inside `with calls:`. `close` refuses new calls, `exclusive` makes them wait, and both wait for running ones.
 
     Args:
         what: the resource, in error messages.
     """
 
+    # A call takes no lock: it first counts itself, and then checks whether it may run, while `close` and `exclusive` first
+    # forbid calls, and then count them. So at least one of two that race sees the other.
+
     def __init__(self, what: str) -> None:
         self._what = what
-        self._calls: list[None] = []  # one element per running call; appending to a list and popping from it are atomic
+        self._calls: list[None] = []  # an element for each running call; appending and popping are atomic
         self._closed = False
-        self._forbidden = False  # closed, or a caller is alone
+        self._forbidden = False  # closed, or within `exclusive`
         self._ended = threading.Condition()
         disown_in_children(self)
 
     @property
-    def under_way(self) -> int:
+    def running(self) -> int:
         """Return the number of running calls."""
         return len(self._calls)
 
@@ -55,7 +57,7 @@ class OpenCalls:
                 self._ended.notify_all()
 
     def disown(self) -> None:
-        """Refuse every call in a forked child. Running ones belong to the parent."""
+        """Refuse every call, in a forked child. Running calls belong to the parent."""
         self._calls, self._ended = [], threading.Condition()
         self._closed = self._forbidden = True
 
@@ -67,8 +69,8 @@ class OpenCalls:
             return self._ended.wait_for(lambda: not self._calls, timeout_s)
 
     @contextmanager
-    def alone(self, timeout_s: float) -> Iterator[None]:
-        """Make new calls wait, and wait for running ones, until the block ends.
+    def exclusive(self, timeout_s: float) -> Iterator[None]:
+        """Wait for running calls, and make new ones wait until the block ends.
 
         Raises:
             DatabaseTimeoutError: calls did not end in time; new ones proceed.

@@ -1,8 +1,8 @@
 """Threads that share large calls: work is cut by rows, and free threads take the next piece.
 
-The caller works itself, so a call never waits for a free thread, only for pieces that others have begun. Without threads (a
-forked child, one processor, all of them busy) it does everything. The work must release the interpreter lock, as numba kernels
-and RocksDB's multi-gets do; otherwise threads gain nothing.
+The caller works too, so it waits only for pieces that other threads have started. Without threads (in a forked child, on one
+processor, or while all are busy) it does everything. Work must release the interpreter lock, as numba kernels and RocksDB's
+multi-gets do.
 """
 
 import logging
@@ -23,7 +23,7 @@ _MOST_THREADS: Final = 16
 _MOST_ROWS: Final = 16_384  # target per piece: finished pieces are copied to a device while others run
 _PIECES_A_THREAD: Final = 4
 _IDLE_S: Final = 10.0  # idle time after which a thread ends
-_LOOK_S: Final = 10.0
+_WAIT_S: Final = 10.0
 
 
 def available_threads() -> int:
@@ -32,9 +32,9 @@ def available_threads() -> int:
 
 
 class _Job:
-    """One call's work, cut into pieces. *Thread-safe*: single operations of lists and iterators are atomic."""
+    """The work of a call, cut into pieces. *Thread-safe*: single operations of lists and iterators are atomic."""
 
-    __slots__ = ("_at_once", "_done", "_left", "_rows", "_work", "error", "helpers", "news")
+    __slots__ = ("_at_once", "_done", "_left", "_rows", "_work", "error", "events", "helpers")
 
     def __init__(self, rows: int, at_once: int, work: Callable[[int, int], object]) -> None:
         self._rows, self._at_once, self._work = rows, at_once, work
@@ -42,8 +42,8 @@ class _Job:
         self._left = iter(range(pieces))
         self._done = bytearray(pieces)
         self.error: BaseException | None = None
-        self.helpers: list[None] = []  # one element per thread that may be working
-        self.news: queue.SimpleQueue[None] = queue.SimpleQueue()  # set when a piece is done, or a thread has left
+        self.helpers: list[None] = []  # an element for each thread that may be working
+        self.events: queue.SimpleQueue[None] = queue.SimpleQueue()  # a piece is done, or a thread has finished
 
     def step(self) -> bool:
         """Do one more piece; return False if all are taken, or one has failed."""
@@ -56,19 +56,21 @@ class _Job:
         return True
 
     def help(self) -> None:
-        """Do pieces until none is left. A thread first counts itself, then takes; the caller first takes, then counts."""
+        """Do pieces until none is left."""
+        # A thread first counts itself and then takes a piece; the caller finds no piece and then counts the threads. So it
+        # never misses a thread that works.
         self.helpers.append(None)
         try:
             while self.step():
-                self.news.put(None)
+                self.events.put(None)
         except BaseException as error:  # noqa: BLE001 - raised where the call was made
             self.error = error
         finally:
             self.helpers.pop()
-            self.news.put(None)
+            self.events.put(None)
 
     def end(self) -> BaseException | None:
-        """Leave nothing to threads that come late. Return the error, whose traceback refers to this job."""
+        """Leave no pieces to threads that come late. Return the error, if any."""
         self._left = iter(())
         error, self.error = self.error, None
         return error
@@ -79,11 +81,11 @@ class _Job:
         return self._rows if piece < 0 else piece * self._at_once
 
     def wait(self) -> None:
-        """Wait until a piece is done or a thread has left."""
+        """Wait until a piece is done or a thread has finished."""
         with suppress(queue.Empty):
-            self.news.get(timeout=_LOOK_S)
-            for _ in range(self.news.qsize()):  # only the caller waits
-                self.news.get_nowait()
+            self.events.get(timeout=_WAIT_S)
+            for _ in range(self.events.qsize()):  # only the caller waits
+                self.events.get_nowait()
 
 
 class ThreadPool:
@@ -93,7 +95,7 @@ class ThreadPool:
         self._limit = available_threads()
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._jobs: list[_Job] = []  # at most one per caller
+        self._jobs: list[_Job] = []
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: there is a job; False: end
 
     @property
@@ -131,7 +133,7 @@ class ThreadPool:
         job = _Job(rows, at_once, work)
         if helpers := min(self._limit, rows // at_once) - 1:
             self._jobs.append(job)
-            self._call(helpers)
+            self._wake_helpers(helpers)
         reported = 0
         try:
             while (working := job.step()) or job.helpers:
@@ -168,10 +170,10 @@ class ThreadPool:
                 _log.warning("thread %s still works after %g s", thread.name, timeout_s)
 
     def disown(self) -> None:
-        """Start afresh in a forked child, which has none of the threads."""
+        """Reset in a forked child, which has none of the threads."""
         self._starting, self._threads, self._jobs, self._wake = threading.Lock(), [], [], queue.SimpleQueue()
 
-    def _call(self, helpers: int) -> None:
+    def _wake_helpers(self, helpers: int) -> None:
         if len(self._threads) < helpers:
             self._start(helpers)
         for _ in range(helpers - self._wake.qsize()):
@@ -191,7 +193,7 @@ class ThreadPool:
         try:
             while wake.get(timeout=_IDLE_S):
                 self._help()
-        except queue.Empty:  # this thread is not needed
+        except queue.Empty:  # idle for too long
             with suppress(ValueError):
                 self._threads.remove(threading.current_thread())
 

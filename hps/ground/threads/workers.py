@@ -1,7 +1,7 @@
-"""All threads of the package: a bounded queue of jobs, a periodic task, a call with a timeout, or simply `new_thread`.
+"""The threads of the package: a bounded queue of jobs, a periodic task, a call with a timeout, or `new_thread`.
 
-All are daemon threads. They end when their worker is closed, when its owner is collected, and at the interpreter's exit; a
-forked child has none of them and accepts no work. One that an error ends is recorded in `THREADS`, for health and metrics.
+All are daemon threads. They end when their worker is closed, when its object is collected, and at the interpreter's exit; a
+forked child has none of them and accepts no work. A thread that an error ends is recorded in `THREADS`, for health and metrics.
 """
 
 import logging
@@ -22,7 +22,7 @@ from hps.errors import HPSError, NotReadyError
 from hps.ground.threads.lifetimes import close_at_exit, disown_in_children
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.2  # an idle thread of a queue notices within this time that it was closed
+_POLL_S = 0.2  # after which an idle thread of a queue notices that it was closed
 T = TypeVar("T")
 
 
@@ -30,20 +30,20 @@ class ThreadRecord:
     """Records the threads of this process that an error has ended. *Thread-safe.*
 
     Attributes:
-        problem: why the process must be restarted: the first thread that it cannot do without; empty if none.
+        problem: why the process must be restarted: the first lasting thread that has ended; empty without any.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all, also in a forked child, which has none of the threads."""
+        """Forget all, as a forked child does, which has none of the threads."""
         self._lock = threading.Lock()
         self._ended: dict[str, int] = {}
         self.problem = ""
 
     def ended(self) -> dict[str, int]:
-        """Return how many threads an error has ended, by name."""
+        """Return the number of threads that an error has ended, by name."""
         with self._lock:
             return dict(self._ended)
 
@@ -66,8 +66,8 @@ def new_thread(name: str, run: Callable[[], object], *, lasting: bool = True) ->
     """Make the daemon thread `hps-<name>`, to be started. Every thread of the package is made here.
 
     Args:
-        lasting: the process cannot do without it: an error that ends it makes the process not live. Otherwise it is counted and
-            logged.
+        lasting: whether the process depends on it: it is then not live after an error that ends the thread, which is counted
+            and logged in any case.
     """
     return threading.Thread(target=_recorded, args=(run, lasting), name=f"hps-{name}", daemon=True)
 
@@ -75,21 +75,21 @@ def new_thread(name: str, run: Callable[[], object], *, lasting: bool = True) ->
 def _recorded(run: Callable[[], object], lasting: bool) -> None:
     try:
         run()
-    except BaseException as error:  # noqa: BLE001 - recorded, for whoever restarts the process
+    except BaseException as error:  # noqa: BLE001 - recorded for health checks
         THREADS.record(threading.current_thread().name, error, lasting=lasting)
     finally:
-        del run  # the traceback of an error that it handed to its caller refers to this frame
+        del run  # an error that it has passed to its caller refers to this frame by its traceback
 
 
 class Stop:
-    """Tells threads to end, or to wake. *Thread-safe*, and without a lock: finalizers may call it."""
+    """Signals threads to end or to wake. *Thread-safe*, and without a lock, since finalizers may call it."""
 
     def __init__(self) -> None:
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._set = False
 
     def set(self) -> None:
-        """Tell all threads to end, including those that wait later."""
+        """Signal all threads to end, including those that wait later."""
         self._set = True
         self._signals.put(None)
 
@@ -116,7 +116,7 @@ class Worker:
 
     Args:
         run: the loop; it returns soon after `stop` is set.
-        stop: shared with the owner of the worker.
+        stop: shared with the object that uses the worker.
     """
 
     def __init__(self, name: str, run: Callable[[], object], stop: Stop | None = None, threads: int = 1) -> None:
@@ -137,15 +137,15 @@ class Worker:
         """Return whether a thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def end_with(self, owner: object) -> None:
-        """Stop when the owner is collected."""
-        finalize(owner, self.stop.set).atexit = False
+    def stop_with(self, user: object) -> None:
+        """Stop when this object is collected."""
+        finalize(user, self.stop.set).atexit = False
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end; return whether they have."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            if thread.is_alive():  # else it may never have been started
+            if thread.is_alive():  # it may never have been started
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not self.alive
 
@@ -166,13 +166,13 @@ class Worker:
 class PeriodicTask(Worker):
     """Runs a function periodically. *Thread-safe.*
 
-    Logs one failure until the function succeeds again; ignores `NotReadyError`, since its object is being closed.
+    Logs the first of successive failures; ignores `NotReadyError`, since its object is being closed.
 
     Args:
         run: a bound method does not keep its object alive; the task ends when the object is collected.
         interval_s: period between the starts of two runs.
         delay_s: delay before the first interval.
-        jitter: random share of an interval by which each is longer or shorter.
+        jitter: largest random change of an interval, as a share of it.
         what: purpose of the function, in the log, e.g. `refreshing model 'shop'`.
     """
 
@@ -191,13 +191,13 @@ class PeriodicTask(Worker):
         self._failing = False
 
         def loop() -> None:
-            keep_time(self._attempt, self.stop.wait, interval_s, delay_s, jitter)
+            run_periodically(self._attempt, self.stop.wait, interval_s, delay_s, jitter)
 
         super().__init__(name, loop, stop)
         self._function: Callable[[], Callable[[], object] | None] = lambda: run
         if ismethod(run):
             self._function = WeakMethod(run)
-            self.end_with(run.__self__)
+            self.stop_with(run.__self__)
         self.start()
 
     def wake(self) -> None:
@@ -223,7 +223,7 @@ class PeriodicTask(Worker):
             self._failing = False
 
 
-def keep_time(
+def run_periodically(
     run: Callable[[], object],
     wait: Callable[[float], bool],
     interval_s: float,
@@ -235,12 +235,12 @@ def keep_time(
 ) -> None:
     """Call `run` periodically until `wait` returns True; see `PeriodicTask`.
 
-    The first run starts after the delay and one interval. Each later one starts an interval after the last started or, if that
-    took longer, an interval after it ended. So runs never pile up.
+    The first run starts after the delay and an interval. Each later run starts an interval after the last one started or, if
+    that took longer, an interval after it ended, so that runs never pile up.
 
     Args:
         wait: sleeps for a number of seconds; returns True to end.
-        draw: a random number in [0, 1), for the jitter.
+        draw: returns a random number in [0, 1), for the jitter.
     """
 
     def interval() -> float:
@@ -256,10 +256,10 @@ def keep_time(
 
 
 class WorkCounts(Protocol):
-    """Counts batches by the work. *Thread-safe.*"""
+    """Counts batches by kind of work. *Thread-safe.*"""
 
     def show_queue(self, work: str, waiting: Callable[[], int]) -> None:
-        """Report the queue length, read by a method, while its object lives."""
+        """Report the queue length, which this method returns, while its object lives."""
 
     def count_dropped(self, work: str) -> None:
         """Count a batch refused by a full queue."""
@@ -272,7 +272,7 @@ class WorkQueue(Worker):
     """Runs jobs in the order of arrival, and refuses a job when the queue is full. *Thread-safe.*
 
     Args:
-        name: the work, in thread names, logs and metrics.
+        name: the kind of work, in thread names, logs and metrics.
     """
 
     def __init__(self, name: str, length: int, threads: int, counts: WorkCounts) -> None:
@@ -314,7 +314,7 @@ class WorkQueue(Worker):
         if not self.drain(timeout_s):
             _log.warning("%s: %d batches were dropped when the queue was closed", self.name, self._jobs.qsize())
             self._discard()
-        with suppress(queue.Full):  # a job was queued meanwhile: the threads then notice within _POLL_S
+        with suppress(queue.Full):  # a job was queued meanwhile; the threads notice within _POLL_S
             self._jobs.put_nowait(None)
         self.join(timeout_s)
         self._discard()
@@ -346,7 +346,7 @@ class WorkQueue(Worker):
                 if self.stop.is_set():
                     return
                 continue
-            if job is None:  # closed: pass it on to the next thread
+            if job is None:  # closed; for the next thread
                 with suppress(queue.Full):
                     self._jobs.put_nowait(None)
                 return
@@ -359,14 +359,14 @@ class WorkQueue(Worker):
                 self._counts.count_failed(self.name)
                 _log.exception("%s: a job failed", self.name)
             finally:
-                del job  # its references may be collected while this thread waits for the next job
+                del job  # so that its references are collected while this thread waits
                 self._jobs.task_done()
 
 
 def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
-    """Start a call on its own thread, `hps-<name>`; the future gives its outcome, and cannot be cancelled.
+    """Start a call on its own thread, `hps-<name>`. The future returns its outcome, and cannot be cancelled.
 
-    For callers that ask the future; where nobody does, `new_thread` records errors.
+    For callers that read the future; otherwise use `new_thread`, which records errors.
     """
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
@@ -377,17 +377,17 @@ def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
 def _answer(answer: Future[T], call: Callable[[], T]) -> None:
     try:
         answer.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+    except BaseException as error:  # noqa: BLE001 - raised where the result is read
         answer.set_exception(error)
         del answer, call  # the error's traceback refers to this frame
 
 
 def call_within(timeout_s: float, call: Callable[[], T], threads: threading.Semaphore, late: Callable[[], Exception]) -> T:
-    """Run a call that has no timeout of its own, and give up after one; the call may keep running.
+    """Run a call that has no timeout; give up after one, though the call may continue.
 
     Args:
-        threads: limits the calls that run at a time, given up or not. Waiting for a thread counts as part of the timeout.
-        late: makes the error to raise if there is no answer in time.
+        threads: limits the calls at a time, including abandoned ones. Waiting for it counts as part of the timeout.
+        late: makes the error for a timeout.
     """
     deadline = time.monotonic() + timeout_s
     if not threads.acquire(timeout=max(0.0, timeout_s)):

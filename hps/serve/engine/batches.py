@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, Final
@@ -40,19 +40,28 @@ from hps.versions.deployment import Deployment
 from hps.versions.tiers import batch_answers
 
 _log = logging.getLogger(__name__)
-_FOLLOW_S: Final = 0.1
+_SETTLE_S: Final = 0.1
+_PROGRESS_S: Final = 0.5  # between two snapshots that report progress
 _MOST_MESSAGE = 1500
 
 
 class _Served:
     """A deployment on one device, as fronts name it. *Thread-safe.*"""
 
-    def __init__(self, deployment: Deployment, device: int, boards: Sequence[Board], drivers: Sequence[BatchDriver]) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        device: int,
+        boards: Sequence[Board],
+        drivers: Sequence[BatchDriver],
+        changed: Callable[[], None],
+    ) -> None:
         self.deployment = deployment
         self.device = device
         self.published = _published(deployment)
         self._boards = boards
         self._drivers = drivers
+        self._changed = changed
         session = deployment.sessions[device]
         self._session = session if isinstance(session, CachedSession) else None
         self._ended = False
@@ -60,6 +69,7 @@ class _Served:
         self.serial = 0
         if self._session is not None:
             self._session.before_close.append(self.end)
+            self._session.on_loss.append(changed)
         serials = set()
         for board, driver in zip(boards, drivers, strict=True):
             resident = None
@@ -94,6 +104,7 @@ class _Served:
                     driver.release(self._session.cache)
             for board in self._boards:
                 board.forget(self.serial)
+            self._changed()  # there is room for a deployment that was left out
         return True
 
     def settle(self) -> None:
@@ -133,16 +144,15 @@ class FrontendLink:
         self._published: dict[str, Any] = {}
         self._settings: tuple[ServiceConfig | None, dict[str, Any]] = (None, {})
         self._figures: dict[int, dict[str, Any]] = {}
-        self._closing = threading.Event()
+        self._closing, self._changed = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._loops: list[threading.Thread] = []
-        self._seen: list[object] = []  # what was `_observed` when the snapshot was written
         self._follower = new_thread("snapshot", self._follow)
         self.shared_memory = SharedMemoryRegistry(
             lambda: lifecycle.configuration.service.shared_memory_bytes, changed=self.publish
         )
         lifecycle.on_open.append(self._open)
-        lifecycle.on_block.append(self.publish)
+        lifecycle.on_change.append(self.publish)
         lifecycle.unpublished = self._unpublished
 
     def connect(self, descriptors: FrontendDescriptors) -> None:
@@ -236,7 +246,6 @@ class FrontendLink:
     def publish(self) -> None:
         """Write the page: what fronts may name, and what they have to know."""
         with self._changing:
-            self._seen = self._observed()
             server = self._lifecycle.opened
             deployments = server.live.all() if server is not None and self._loops else []
             for board in self._boards:
@@ -247,7 +256,7 @@ class FrontendLink:
                 for device in self._devices(deployment):
                     if (id(deployment), device) not in self._served:
                         try:
-                            served = _Served(deployment, device, self._boards, self._drivers)
+                            served = _Served(deployment, device, self._boards, self._drivers, self._changed.set)
                         except HPSError as error:
                             if (id(deployment), device) not in self._left_out:
                                 _log.error("%s", error)
@@ -314,29 +323,24 @@ class FrontendLink:
         return [(device, made[0].serial) for device in deployment.devices]
 
     def _follow(self) -> None:
-        """Settle the counts, and publish what nobody pushes."""
-        while not self._closing.wait(_FOLLOW_S):
-            if self._changes_by_itself() or self._observed() != self._seen:
+        """Settle the counts, and write the snapshot for threads that cannot: those of a lookup or of a closing session."""
+        # Everything that changes the snapshot pushes: deployments, blocks, models to load, recording, settings, tokens and
+        # shared memory call `publish`; lost devices and freed ids set `_changed`, since their threads may hold locks that
+        # `publish` needs. Only progress, which a reason reports while something is not ready, is a matter of time.
+        refresh_at = 0.0
+        while not self._closing.is_set():
+            if changed := self._changed.wait(_SETTLE_S):
+                self._changed.clear()
+            now, known = time.monotonic(), self._published
+            if changed or (now >= refresh_at and (known.get("blocked") or known.get("reasons"))):
+                refresh_at = now + _PROGRESS_S
                 self.publish()
             self.settle()
-
-    def _changes_by_itself(self) -> bool:
-        """Return whether the snapshot tells how far something is, or leaves out what may find room."""
-        known = self._published
-        return bool(known.get("blocked") or known.get("reasons") or self._left_out)
-
-    def _observed(self) -> list[object]:
-        """Return what changes without a notification: why nothing is answered, loads that start, recording, lost devices."""
-        server, lives = self._lifecycle.opened, self._lifecycle.live.models()
-        found: list[object] = [self._lifecycle.blocked, *[(life.name, life.state) for life in lives]]
-        if server is not None:
-            lost = [id(one) for one in server.live.all() for session in one.sessions.values() if session.lost]
-            found += [server.records, *lost]
-        return found
 
     def close(self, timeout_s: float) -> bool:
         """Answer nothing more; False if a lookup still runs."""
         self._closing.set()
+        self._changed.set()
         for board in self._boards:
             board.stop()
         if self._threads:

@@ -75,7 +75,7 @@ class Lifecycle:
 
     Attributes:
         on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
-        on_block: called when `blocked` has changed.
+        on_change: called when `blocked` or the models to load have changed.
         unpublished: returns which version in service the fronts cannot name, and why; empty if they can name all. Takes a
             model and a version to ask for that one alone.
         configuration: replaced when changes of its file are applied.
@@ -105,7 +105,7 @@ class Lifecycle:
         self._first_retry_s = first_retry_s
         self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
         self.on_open: list[Callable[[HPS], object]] = []
-        self.on_block: list[Callable[[], object]] = []
+        self.on_change: list[Callable[[], object]] = []
         self.unpublished: Callable[..., str] = lambda *version: ""
         self._stopping = threading.Event()
         self.live = LiveModels() if parameter_server is None else parameter_server.live
@@ -188,7 +188,10 @@ class Lifecycle:
 
     def _block(self, reason: str) -> None:
         self._blocked = reason
-        for notify in self.on_block:
+        self._notify()
+
+    def _notify(self) -> None:
+        for notify in self.on_change:
             notify()
 
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
@@ -342,6 +345,7 @@ class Lifecycle:
             server.catalog.add(change)
             if change.model not in server.models and self._loads(change.model):
                 server.live.expect(change)
+                self._notify()
 
     def _next_poll(self) -> float:
         """Return the time of the next poll, jittered so that replicas do not poll together."""
@@ -407,6 +411,7 @@ class Lifecycle:
         self._broken = {name for name in server.catalog.problems if self._loads(name)} | (self._broken & {*names})
         self._absent = {*self.configuration.service.load_models} - {"*", *names}
         self._lack = absent_models(self.configuration.service, server.catalog)
+        self._notify()
 
     def _lacking(self) -> str:
         """Why a model that should be in service is neither that nor awaited; empty if none is lacking."""
@@ -482,6 +487,7 @@ class Lifecycle:
                 _log.info("loading was stopped: %s", error)
                 return
             self._blocked, self.failure = f"loading failed: {cause}", error
+        self._notify()
         _log.error("loading failed: %s", cause, exc_info=bug)
 
 

@@ -1,4 +1,4 @@
-"""Access control: who may look up, write rows and change models, how often, and what loopback allows without a token."""
+"""Access control: the rights and limits of clients, and what is allowed on loopback without a token."""
 
 import hashlib
 import ipaddress
@@ -16,7 +16,7 @@ from hps.configuration.tokens import Right, TokenConfig
 from hps.serve.http.http_answer import RequestError
 
 CERTIFICATE: Final = "hps.certificate"
-"""Member of a request's scope that holds the names in the client's certificate."""
+"""Key in a request's scope for the names in the client's certificate."""
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGEABLE = ("/v1/models/", "/v2/repository/")
@@ -24,13 +24,13 @@ _INDEX = re.compile(r"/v2/repository/([^/]+/)?index")  # in Triton a POST, but i
 _ROWS = re.compile(r"/v1/models/[^/]*/tables/[^/]*/rows(/[^/]*)?")
 _SHARED = "/v2/systemsharedmemory/"  # of tensors of lookups
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
-"""Headers of requests that came through a proxy."""
+"""Headers that proxies add."""
 
 _CURE = "set service.admin_token or HPS_ADMIN_TOKEN, and send 'Authorization: Bearer <admin token>'"
 
 
 def is_change(method: str, path: str) -> bool:
-    """Whether a request other than a lookup changes models or rows, or costs as much as a change."""
+    """Return True if a request other than a lookup changes models or rows, or costs as much as a change."""
     return path.startswith("/v1/debug/") or (
         method not in _READS and path.startswith(_CHANGEABLE) and not _INDEX.fullmatch(path)
     )
@@ -38,7 +38,7 @@ def is_change(method: str, path: str) -> bool:
 
 @lru_cache(256)
 def is_loopback(host: str) -> bool:
-    """Whether a bound address can be reached only from this machine."""
+    """Return True if a bound address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -46,7 +46,7 @@ def is_loopback(host: str) -> bool:
 
 
 def exposures(settings: ServiceConfig, host: str) -> list[str]:
-    """Return warnings about an address that others reach without a token, or without TLS."""
+    """Return warnings about an address that is reachable without a token or without TLS."""
     found = []
     if not is_loopback(host):
         if not (settings.bearer_token or settings.tokens_path or settings.tls_client_ca_path):
@@ -71,18 +71,18 @@ class _Bucket:
         return self._level
 
     def take(self, count: float) -> None:
-        """Take from it, even more than there is."""
+        """Take from it; its level may become negative."""
         self._level -= count
 
 
 class Identity:
-    """A client that is known by its token or certificate. *One per event loop.*
+    """A client with a known token or certificate. *One per event loop.*
 
     Attributes:
         name: its name in logs and metrics.
-        label: the same with its kind.
-        rights: what it may do; every identity may read metadata and figures.
-        keys: its limit of keys; None: none.
+        label: its name with its kind.
+        rights: its rights; without any it may read metadata and figures.
+        keys: its limit of keys, if any.
     """
 
     def __init__(
@@ -111,20 +111,20 @@ class Authorization:
 
     Tokens are those of the settings, which have no limits, and those of `service.tokens_path`.
 
-    Without an `admin_token` and without a file of tokens, changes are allowed only while the server listens on loopback, where
-    every client runs on this machine. Two kinds of strangers can reach it all the same and are refused: clients behind a proxy,
-    if the proxy adds its headers, and web pages, whose browser sends their origin with every request other than GET.
-
     Args:
-        settings: have the tokens, until `configure` changes them.
-        share: share of each limit that holds here; 0: no limits.
+        settings: their tokens apply until `configure` changes them.
+        share: this process's share of each limit; 0 disables limits.
         clock: returns monotonic seconds.
 
     Attributes:
         guarded: whether lookups need a token or a known certificate.
-        asks: whether anything needs one.
-        loopback: whether the server is bound to loopback; False until it is bound.
+        asks: whether any request needs one.
+        loopback: whether the server is bound to loopback.
     """
+
+    # Without an `admin_token` and without a file of tokens, changes are allowed only while the server listens on loopback,
+    # where every client runs on this machine. Two kinds of remote clients reach loopback all the same, and are refused: those
+    # behind a proxy that adds its headers, and web pages, whose browser sends their origin with every request but GET.
 
     def __init__(self, settings: ServiceConfig, share: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.loopback = False
@@ -133,11 +133,7 @@ class Authorization:
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig, entries: Sequence[TokenConfig] = ()) -> None:
-        """Take over tokens. Limits that have not changed go on where they were.
-
-        Args:
-            entries: of `service.tokens_path`.
-        """
+        """Use these tokens, and those of `service.tokens_path`. Unchanged limits keep their level."""
         bearer, admin = settings.bearer_token, settings.admin_token
         self.guarded = bool(bearer or settings.tokens_path)
         self._by_rights = bool(admin or settings.tokens_path)
@@ -172,14 +168,10 @@ class Authorization:
         return bucket
 
     def find(self, headers: Mapping[bytes, bytes], certificate: Sequence[str] = ()) -> Identity | None:
-        """Return who sent a request: by its token, and without one by its certificate; None if unknown.
-
-        Args:
-            certificate: names in the client's certificate, which is valid.
-        """
+        """Identify a client by its token, or without one by the names in its valid certificate; return None if unknown."""
         if (given := headers.get(b"authorization")) is not None:
             scheme, _, token = given.partition(b" ")
-            # Digests are compared: how long that takes says nothing of a token.
+            # Digests are compared, so that the duration reveals nothing about a token.
             return self._by_digest.get(_digest(token.strip())) if scheme.lower() == b"bearer" else None
         known = next((self._by_certificate[name] for name in certificate if name in self._by_certificate), None)
         if known is None and certificate and not self.guarded:
@@ -187,7 +179,7 @@ class Authorization:
         return known
 
     def counted(self, identity: Identity | None) -> str:
-        """Return the name under which requests are counted: of a known token; empty for all others."""
+        """Return the name under which requests are counted: that of a known token, else empty."""
         return identity.name if identity is not None and self.guarded else ""
 
     def admit(
@@ -196,8 +188,8 @@ class Authorization:
         """Authorize a request that changes nothing, and count it.
 
         Args:
-            identity: who sent it, from `find`.
-            right: what it takes; None: every known client may send it.
+            identity: the client, from `find`.
+            right: the necessary right; None if every known client may send it.
 
         Raises:
             RequestError: 401, it has no valid token; 403, its token or certificate does not allow it; 429, too many.
@@ -210,7 +202,7 @@ class Authorization:
         self.count(identity)
 
     def count(self, identity: Identity | None) -> None:
-        """Count a request in the limits of who sent it.
+        """Count a request in the limits of its client.
 
         Raises:
             RequestError: 429, too many.
@@ -219,18 +211,18 @@ class Authorization:
             identity.count(self._clock())
 
     def take_keys(self, identity: Identity | None, keys: int) -> None:
-        """Count the keys of a lookup that was admitted; if they are too many, later ones wait."""
+        """Count the keys of an admitted lookup. If they exceed the limit, later requests are refused."""
         if identity is not None and identity.keys is not None:
             identity.keys.take(keys)
 
     def check_lookup(self, headers: Mapping[bytes, bytes], certificate: Sequence[str] = ()) -> Identity | None:
-        """Authorize a lookup as `admit`, and return who sent it."""
+        """Authorize a lookup as `admit`, and return its client."""
         identity = self.find(headers, certificate)
         self.admit(identity, "lookup", headers, certificate)
         return identity
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], identity: Identity | None) -> str:
-        """Authorize a request other than a lookup. Returns who makes a change by it; empty if it changes nothing.
+        """Authorize a request other than a lookup. Return the client that makes a change; empty if it changes nothing.
 
         Raises:
             RequestError: as `admit` and `check_change`.
@@ -242,7 +234,7 @@ class Authorization:
         return ""
 
     def check_change(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
-        """Authorize a change, and return who sent it: the address and the kind of authorization.
+        """Authorize a change, and return its client: the address and the kind of authorization.
 
         Raises:
             RequestError: 401, the token is missing or wrong; 403, the token does not allow changes. The message says why.
@@ -271,7 +263,8 @@ def _digest(token: bytes) -> bytes:
 
 
 def _own_origins(scope: Scope) -> set[bytes]:
-    """Return the origins of this server's own pages, by name: foreign names may resolve here, too (DNS rebinding)."""
+    """Return the origins of this server's own pages."""
+    # By fixed names: any other name may resolve to this address, too (DNS rebinding).
     port = (scope.get("server") or ("", 0))[1]
     hosts = ("127.0.0.1", "localhost", "[::1]")
     return {f"{scheme}://{host}:{port}".encode() for scheme in ("http", "https") for host in hosts}

@@ -31,11 +31,11 @@ Header = tuple[bytes, bytes]
 JSON: Header = (b"content-type", b"application/json")
 BINARY: Header = (b"content-type", b"application/octet-stream")
 CLIENT = b"hps-client"
-"""Header by which a front tells the owner's application the address of the client."""
+"""Header with the client's address in requests from a frontend to the engine's application."""
 CLIENT_CERTIFICATE = b"hps-client-certificate"
-"""Header by which a front tells the owner's application the names in the client's certificate, a JSON list."""
+"""Header with the names in the client's certificate, a JSON list, likewise."""
 DEFERRED_KEYS = b"x-deferred-keys"
-"""Header of an answer in which that many keys got the default vector and are fetched in the background."""
+"""Header with the number of keys that got the default vector and are fetched in the background."""
 
 STATUS_OF_ERROR: dict[type[BaseException], int] = {
     InvalidInputError: 400,
@@ -101,12 +101,12 @@ def status_of(error: BaseException) -> int:
 
 
 def release_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of its causes: their frames hold the request, and may hold the error, too."""
-    left: list[BaseException | None] = [error]
-    while left:
-        if (one := left.pop()) is not None:
-            left += [one.__cause__, one.__context__]
-            one.__traceback__ = one.__cause__ = one.__context__ = None
+    """Drop the tracebacks of an error and of its causes, whose frames refer to the request, and perhaps to the error."""
+    chain: list[BaseException | None] = [error]
+    while chain:
+        if (raised := chain.pop()) is not None:
+            chain += [raised.__cause__, raised.__context__]
+            raised.__traceback__ = raised.__cause__ = raised.__context__ = None
 
 
 def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
@@ -120,7 +120,7 @@ def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
 
 
 def message_of(error: BaseException) -> str:
-    """Return what a client is told of an error."""
+    """Return the text of an error for clients."""
     if isinstance(error, HPSError):
         return str(error)
     if isinstance(error, MemoryError):

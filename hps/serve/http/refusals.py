@@ -1,4 +1,4 @@
-"""Counts and logs refused requests, so that alerts and log name the limit or the client."""
+"""Counts and logs refused requests and aborted connections."""
 
 import logging
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ ABORTED = {
     "headers": "closing the connection of %s, which does not end the headers of a request: %s",
     "memory": "closing the connection of %s, for whose request there is no memory: %s",
 }
-"""Log line by reason for closing a connection amid a request; logged once a minute."""
+"""Log line by reason for closing a connection during a request; logged once a minute."""
 
 
 class Refusals:
@@ -36,26 +36,22 @@ class Refusals:
         self.aborted = dict.fromkeys(ABORTED, 0)
 
     def refuse(self, reason: str, what: object, request_id: str | None = None) -> None:
-        """Count a request that is refused with 503 for a limit, one of `REFUSED`; `what` is for the log."""
+        """Count a request that is refused with 503 because of a limit, one of `REFUSED`, and log the details."""
         self.refused[reason] += 1
         _log.warning(REFUSED[reason], what, extra=fields(request_id=request_id))
 
     def abort(self, reason: str, client: str, what: str) -> None:
-        """Count a connection that is aborted for one of `ABORTED`; who and `what` are for the log."""
+        """Count a connection that is aborted for one of the reasons of `ABORTED`, and log the details."""
         self.aborted[reason] += 1
         _log.warning(ABORTED[reason], client, what)
 
     def deny(self, status: int, client: str, what: str, request_id: str | None) -> None:
-        """Log a request without the right token. Like all requests, it is counted by route and status."""
+        """Log a request without the right token. It is counted by route and status, as every request."""
         _log.warning("answering %d to %s: %s", status, client, what, extra=fields(request_id=request_id))
 
     def families(self) -> Iterator[Family]:
         for name, text, counts in (
             ("hps_http_refused", "Requests refused with 503, by the limit that was reached.", self.refused),
-            (
-                "hps_http_aborted_connections",
-                "Connections closed during a request, by cause.",
-                self.aborted,
-            ),
+            ("hps_http_aborted_connections", "Connections closed during a request, by cause.", self.aborted),
         ):
             yield family("counter", name, text, [(label_text(["reason"], [reason]), n) for reason, n in counts.items()])

@@ -13,11 +13,11 @@ from hps.serve.protocol.request_checks import parse_object
 
 _Object = TypeVar("_Object", bound=BaseModel)
 MOST_OBJECT_BYTES = 1 << 20
-"""Maximum size of a body that is neither of a lookup nor of rows."""
+"""Maximum size of a body other than a lookup's or rows."""
 
 _ENCODINGS = (b"identity", b"gzip", b"x-gzip", b"deflate")  # RFC 9110, section 8.4.1
 _GZIP = b"\x1f\x8b"
-_MOST_MEMBERS = 4096  # of a gzip stream (RFC 1952, section 2.2): each takes some 10 us, however small
+_MOST_MEMBERS = 4096  # of a gzip stream (RFC 1952, section 2.2): even an empty one takes some 10 us
 _COMPRESSED_BYTES, _INFLATED_BYTES = 1 << 16, 1 << 20  # per step
 _MOST_INFLATION = 1032  # of deflate: https://zlib.net/zlib_tech.html
 
@@ -35,21 +35,21 @@ def check_encoding(headers: Mapping[bytes, bytes]) -> None:
 
 
 def inflated_bytes(body: bytes | bytearray, max_bytes: int) -> int:
-    """Return how much memory `inflate` takes at most."""
+    """Return an upper bound on the memory of `inflate`."""
     return min(_MOST_INFLATION * len(body), max_bytes)
 
 
 def inflate(headers: Mapping[bytes, bytes], body: bytes | bytearray, max_bytes: int) -> bytes | bytearray:
-    """Decompress a body whose headers have a Content-Encoding.
+    """Decompress a body with a Content-Encoding.
 
     Raises:
-        RequestError: 413, it decompresses to more than the limit, which is never passed.
+        RequestError: 413, it decompresses to more than the limit; no more than that is allocated.
         InvalidInputError: it does not match its headers.
     """
     if _encoding(headers) == b"identity":
         return body
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
-    decompressed = bytearray()  # in pieces: zlib itself would hold two copies
+    decompressed = bytearray()  # filled in pieces, since zlib itself would allocate two copies
     taken, members = 0, 1
     try:
         while taken < len(body):
@@ -67,7 +67,7 @@ def inflate(headers: Mapping[bytes, bytes], body: bytes | bytearray, max_bytes: 
                 if len(decompressed) > max_bytes:
                     raise too_large("it decompresses to more", max_bytes)
                 piece, full = decompressor.unconsumed_tail, len(inflated) == most
-            taken -= len(decompressor.unused_data)  # of the next member
+            taken -= len(decompressor.unused_data)  # it belongs to the next member
     except zlib.error as error:
         raise InvalidInputError(f"decompressing the request: {error}") from error
     left = len(body) - taken
@@ -91,10 +91,12 @@ async def read_object(request: Request, kind: type[_Object]) -> _Object:
     try:
         return kind.model_validate(parse_object(body) if body.strip() else {}, strict=True)
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
+        problems = [
+            f"{'.'.join(map(str, found['loc']))}: {found['msg']}, got {str(found['input'])[:40]!r}" for found in error.errors()
+        ]
         raise InvalidInputError(f"reading the request: {'; '.join(problems)}"[:2000]) from error
 
 
 def described_object(kind: type[BaseModel]) -> dict[str, Any]:
-    """Describe a body that `read_object` reads for OpenAPI: the value of `openapi_extra`."""
+    """Return the `openapi_extra` of a route whose body `read_object` reads."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

@@ -1,8 +1,8 @@
 """Segments of shared memory that clients on this machine register, by Triton's system shared memory extension.
 
-The owner's application keeps the registry and publishes it; each front opens a segment when a request first names it. Segments
-are read and written with `preadv` and `pwritev`, never mapped: a client that shrinks its segment gets an error, and no process
-of ours a SIGBUS.
+The engine's application keeps the registry and publishes it; each frontend opens a segment when a request first names it.
+Segments are read and written with `preadv` and `pwritev`, never mapped: if a client shrinks its segment, its request fails,
+while a mapping would raise SIGBUS in a frontend.
 
 Source: docs/protocol/extension_shared_memory.md of triton-inference-server/server.
 """
@@ -30,7 +30,7 @@ class Region:
 
     Attributes:
         key: name of the segment in /dev/shm.
-        offset, byte_size: the part, in bytes.
+        offset, byte_size: place of the part, in bytes.
         identity: device and inode of the segment when it was registered.
     """
 
@@ -41,7 +41,7 @@ class Region:
     identity: tuple[int, int]
 
     def exists(self) -> bool:
-        """Whether the segment is still there under its name."""
+        """Return True if the segment still has its name."""
         try:
             found = os.lstat(f"{_DIRECTORY}/{self.key.lstrip('/')}")
         except OSError:
@@ -118,10 +118,10 @@ class SharedMemoryRegistry:
             raise InvalidInputError(
                 f"sharing memory: segment {key!r} has {found.st_size} bytes, expected at least {offset + byte_size}"
             )
-        held = self._held()
+        held = self._registered_bytes()
         if held + byte_size > limit or len(self._regions) >= MOST_REGIONS:
-            self._regions = {name: one for name, one in self._regions.items() if one.exists()}
-            held = self._held()
+            self._regions = {known: region for known, region in self._regions.items() if region.exists()}
+            held = self._registered_bytes()
         if held + byte_size > limit or len(self._regions) >= MOST_REGIONS:
             raise CapacityError(
                 f"sharing memory: got {byte_size} bytes beside {held} in {len(self._regions)} regions, expected at most "
@@ -130,11 +130,11 @@ class SharedMemoryRegistry:
         self._regions[name] = Region(name, key, offset, byte_size, (found.st_dev, found.st_ino))
         self._changed()
 
-    def _held(self) -> int:
+    def _registered_bytes(self) -> int:
         return sum(region.byte_size for region in self._regions.values())
 
     def unregister(self, name: str | None) -> None:
-        """Forget a region, or all; unknown names are no error, as in Triton."""
+        """Unregister a region, or all; unknown names are no error, as in Triton."""
         for region in list(self._regions) if name is None else [name]:
             self._regions.pop(region, None)
         self._changed()
@@ -152,5 +152,5 @@ class SharedMemoryRegistry:
         return [self._regions[name]]
 
     def published(self) -> list[dict[str, Any]]:
-        """Return the regions for the page that fronts read."""
+        """Return the regions for the frontends' snapshot."""
         return [{**asdict(region), "identity": list(region.identity)} for region in list(self._regions.values())]

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from hps.errors import DatabaseCorruptError, TableWidthError, UnknownTableError
 from hps.ground.kernels.numba_kernels import compile_kernels
-from hps.ground.memory.capacity import Need, available_memory, by_what, check_fits
+from hps.ground.memory.capacity import Need, available_memory, by_purpose, check_fits
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.stores.base import (
@@ -59,15 +59,9 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         initial_buckets: int = 32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a database without tables.
+        """Create a database without tables. `max_batch_size` bounds the batches of the overflow rule (`eviction.py`).
 
         Args:
-            num_partitions: partitions of a table, each bounded by `overflow_margin`.
-            allocation_rate: maximum bytes to allocate at once when a table grows.
-            overflow_margin: maximum rows of a partition; see `eviction.py`.
-            overflow_policy: rows to evict from a partition that would exceed the margin.
-            overflow_resolution_target: share of the margin to leave when evicting.
-            max_batch_size: rows of a batch for the overflow rule; larger insertions are cut into batches.
             timeout_s: how long a call waits for other writers.
             initial_buckets: buckets of an empty table.
             clock: monotonic seconds; `evict_oldest` distinguishes sixteenths of a second.
@@ -180,7 +174,7 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         self._check_open()
         check_fits(
             "hash map: making room for tables",
-            by_what(self._needs(tables)),
+            by_purpose(self._needs(tables)),
             *available_memory(),
             "undeploy models or versions, give the process more memory, or bound the tables with overflow_margin",
         )
@@ -209,11 +203,7 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int, keys: Iterable[KeyArray] = ()) -> None:
-        """Reserve memory for `rows` in total; vectors are then ordered, in a dense table by key.
-
-        Raises:
-            DatabaseError: no memory, or more rows than a table can hold.
-        """
+        """Reserve memory for `rows` in total; vectors are then ordered, in a dense table by key."""
         self._table(tag).reserve(rows, keys)
 
     def check_integrity(self) -> list[str]:

@@ -127,7 +127,6 @@ class TableInPlace(HostTable):
         return lambda: self._mirrors.pop(token, None) and None
 
     def end_write(self, slabs: Slabs) -> None:
-        """Notify mirrors of the changes of a write, as the writer."""
         if not self._mirrors or self._layout is None or slabs.versions is None or slabs.changes is None:
             return
         log, versions = slabs.changes.words(), slabs.versions.words()[:: VERSION_BYTES // 8].copy()

@@ -24,11 +24,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class TableIntegrity:
-    """Checks one table. *One thread*, the table's writer.
-
-    Attributes:
-        doing: opens each message.
-    """
+    """Checks one table. *One thread*, the table's writer."""
 
     def __init__(self, tag: str, buckets: Buckets, slabs: Slabs) -> None:
         self.doing = f"hash map: checking table {tag!r}"
@@ -36,11 +32,6 @@ class TableIntegrity:
         self._slabs = slabs
 
     def check(self, partition_rows: _Numbers, overflow: HashMapOverflow | None) -> None:
-        """Check all invariants.
-
-        Raises:
-            DatabaseCorruptError: one is broken.
-        """
         segments = [self._segment(number) for number in range(len(self._buckets.pages))]
         keys, rows = (np.concatenate(parts) for parts in zip(*segments, strict=True))
         present, free_count, *_ = self._slabs.counters.tolist()

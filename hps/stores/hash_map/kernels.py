@@ -85,10 +85,10 @@ NO_BUCKETS: Final = 4
 """Result of an insertion: a segment is full."""
 NO_ROWS: Final = 5
 """Result of an insertion: no row number is free."""
+# Keys hashed, then probed, then copied together, so that their cache misses overlap; 16 to 128 perform alike.
 _BLOCK = 32
-"""Keys hashed, then probed, then copied together, so that their cache misses overlap; 16 to 128 perform alike."""
+# Maximum bytes of a freed row to prefetch before reuse.
 _AHEAD_BYTES = np.uint64(256)
-"""Maximum bytes of a freed row to prefetch before reuse."""
 _TRIES = 100
 _REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
 _VECTORS: Any = float32[:, ::1]
@@ -282,7 +282,6 @@ def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignor
 
 @kernel(int64, LAYOUT, KEYS)
 def count_present(layout, keys):  # type: ignore[no-untyped-def]
-    """Count the keys that are in the table."""
     present = 0
     for i in range(keys.size):
         if search(layout, mix(keys[i]), keys[i])[0]:

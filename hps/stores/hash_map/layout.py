@@ -160,7 +160,6 @@ def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def number_of(segment):  # type: ignore[no-untyped-def]
-    """Return the number of a segment, from 0."""
     return np.int64((np.uint64(segment) - np.uint64(SEGMENTS)) >> U1)
 
 
@@ -171,13 +170,11 @@ def buckets_in(layout, segment):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
-    """Return the address of a segment's bucket by its number."""
     return layout[segment] + np.uint64(position) * _BUCKET
 
 
 @njit(inline="always")
 def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
-    """Return the number of a hash's home in its segment."""
     return scale(hashed << layout[SEGMENT_BITS], np.int64(buckets_in(layout, segment)))
 
 
@@ -189,7 +186,6 @@ def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
-    """Return the address of the next bucket, around the segment's end."""
     bucket += _BUCKET
     return layout[segment] if bucket == bucket_at(layout, segment, buckets_in(layout, segment)) else bucket
 
@@ -238,7 +234,6 @@ def vector_of(layout, row):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def stamp_of(layout, row):  # type: ignore[no-untyped-def]
-    """Return the address of a row's stamp, if the table has stamps."""
     return _slab_of(layout, row) + layout[STAMP_OFFSET] + _place_in_slab(layout, row) * U4
 
 
@@ -259,7 +254,6 @@ def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def touch(stamp, access, now):  # type: ignore[no-untyped-def]
-    """Record an access to a row."""
     # Two readers may touch a stamp at the same time; a lost count does no harm.
     if access == STAMP:
         if load_relaxed_u32(stamp) != now:
@@ -353,7 +347,6 @@ def start_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
-    """Mark the change of a key's stripe as done, for devices."""
     if layout[VERSIONS]:
         version = layout[VERSIONS] + (hashed >> STRIPE_SHIFT) * _VERSION_BYTES
         store_release(version, load_relaxed(version) + U1)
@@ -378,7 +371,6 @@ def start_entry(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
-    """Finish linking or unlinking a key, for devices."""
     end_stripe(layout, hashed)
     if _concerns_zero(layout, hashed):
         end_stripe(layout, U0)
@@ -386,7 +378,6 @@ def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def is_dense(layout, key):  # type: ignore[no-untyped-def]
-    """Return whether a key has the row of its own number."""
     return np.uint64(key) < layout[DENSE_ROWS]
 
 
@@ -402,7 +393,6 @@ def _count_holes(layout, hashed, key, change):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def show_holes(layout, stripe):  # type: ignore[no-untyped-def]
-    """Update the bit that shows devices whether a stripe has holes."""
     if layout[VERSIONS]:
         at = layout[VERSIONS] + stripe * _VERSION_BYTES
         with_holes = _HAS_HOLES if load_relaxed_u32(layout[HOLES] + stripe * U4) else U0
@@ -504,5 +494,4 @@ def allocate_row(layout, counters, hashed, key):  # type: ignore[no-untyped-def]
 
 @njit()
 def retire_bucket(bucket):  # type: ignore[no-untyped-def]
-    """Redirect readers of this bucket to the current layout."""
     store_relaxed(bucket, _RETIRED)

@@ -32,22 +32,22 @@ MAX_ROWS: Final = 2**32 - 2**16
 """Maximum rows of a table: row numbers are uint32, one of them is a mark, and slabs are whole."""
 STAMP_BYTES: Final = 4
 
+# Rows from which extents use huge pages: 10 to 15 % more keys/s at 8 M rows, at most 2 bytes per row unused.
 _HUGE_PAGES_FROM_ROWS = 1 << 20
-"""Rows from which extents use huge pages: 10 to 15 % more keys/s at 8 M rows, at most 2 bytes per row unused."""
+# The same for reserved rows, which are soon used.
 _HUGE_PAGES_FROM_BYTES = 64 << 20
-"""The same for reserved rows, which are soon used."""
 _SLAB_BYTES = 1 << 20
 _LEAST_SLAB_ROWS = 1 << 10
 _MOST_SLAB_ROWS = 1 << 16
+# Minimum size of a stripe, so that partly used pages and the rows at its ends are few.
 _STRIPE_BYTES = 1 << 20
-"""Minimum size of a stripe, so that partly used pages and the rows at its ends are few."""
 _MOST_STRIPES = 1 << 10
+# Reserved rows per extra row: of 2^24 rows, 0.4 % are then outside their stripe, instead of 14 %.
 _SPARE_SHARE = 256
-"""Reserved rows per extra row: of 2^24 rows, 0.4 % are then outside their stripe, instead of 14 %."""
+# Maximum number of keys that a table may lack below its highest one to be dense: each costs devices up to a stripe.
 _MOST_HOLES = 64
-"""Maximum number of keys that a table may lack below its highest one to be dense: each costs devices up to a stripe."""
+# Rows of a dense table per row whose key is elsewhere.
 _OUTSIDE_SHARE = 16
-"""Rows of a dense table per row whose key is elsewhere."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 SEGMENTED_FROM: Final = 4096
@@ -95,7 +95,6 @@ class Pages:
 
     @property
     def page_bytes(self) -> int:
-        """Size of its pages."""
         return _to_pages(self.size_bytes)
 
     def exclude_from_forks(self) -> None:
@@ -172,11 +171,9 @@ class Slabs:
         return self.capacity_rows >> self.shift
 
     def addresses_so_far(self) -> npt.NDArray[np.uint64]:
-        """Return a copy of the addresses of the slabs, (count,) uint64."""
         return self._addresses[: self.count].copy()
 
     def share(self) -> None:
-        """Create the versions that devices need, if missing."""
         self.versions = self.versions or Pages(STRIPES * VERSION_BYTES, f"table {self._tag!r}: the versions of its stripes")
 
     def log_changes(self) -> None:
@@ -184,32 +181,20 @@ class Slabs:
         self.changes = self.changes or Pages(8 + 8 * CHANGES_LIMIT, f"table {self._tag!r}: the log of changed buckets")
 
     def extend(self) -> None:
-        """Provide fresh rows from an earlier or a new extent, once the current one has none.
-
-        Raises:
-            DatabaseError: no memory, or the table has as many rows as there are row numbers.
-        """
+        """Provide fresh rows from an earlier or a new extent, once the current one has none."""
         if self.unfilled:
             self._use(*self.unfilled.pop())
         else:
             self._map(self._usual())
 
     def reserve(self, rows: int) -> None:
-        """Map memory for `rows` in total in one extent, with spare rows, since stripes fill unevenly.
-
-        Raises:
-            DatabaseError: no memory.
-        """
+        """Map memory for `rows` in total in one extent, with spare rows, since stripes fill unevenly."""
         missing = min(rows + rows // _SPARE_SHARE, MAX_ROWS) - self.capacity_rows
         if missing > 0 and rows - self.dense_rows > rows // _OUTSIDE_SHARE:  # else nearly all keys are dense
             self._map(max(-(-missing // self.rows_per_slab), self._usual()), reserved=True)
 
     def reserve_dense(self, rows: int) -> None:
-        """Map memory for keys 0 to `rows` - 1, each at the row of its number, before there is any other.
-
-        Raises:
-            DatabaseError: no memory.
-        """
+        """Map memory for keys 0 to `rows` - 1, each at the row of its number, before there is any other."""
         holes = Pages(STRIPES * 4, f"table {self._tag!r}: the holes of its stripes")
         self._map(-(-rows // self.rows_per_slab), reserved=True, dense_rows=rows)
         self.dense_rows, self.holes = rows, holes
@@ -231,7 +216,6 @@ class Slabs:
         return size_bytes + (size_bytes // _SPARE_SHARE if size_bytes >= _HUGE_PAGES_FROM_BYTES else 0)
 
     def _usual(self) -> int:
-        """Default number of slabs of an extent."""
         return min(max(self.count // (64 if self.pinned else 1), 1), self._slabs_at_once)
 
     def _map(self, slabs: int, *, reserved: bool = False, dense_rows: int = 0) -> None:
@@ -321,14 +305,12 @@ class Buckets:
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
 
     def with_current_slabs(self) -> "Buckets":
-        """Return a description of the same segments with the current slabs."""
         same = Buckets(self._tag, self._slabs, self.pages)
         same.segment_rows = self.segment_rows
         return same
 
     @classmethod
     def empty(cls, tag: str, slabs: Slabs, count: int) -> "Buckets":
-        """Create at least `count` empty buckets."""
         return cls(tag, slabs, [_bucket_pages(tag, part) for part in _segment_sizes(count)])
 
     @property
@@ -336,11 +318,7 @@ class Buckets:
         return sum(pages.page_bytes for pages in self.pages)
 
     def grown(self, number: int) -> "Buckets":
-        """Return the same rows with segment `number` enlarged: by a quarter unless it is small, which leaves 0.72 in use.
-
-        Raises:
-            DatabaseError: no memory; this object is unharmed.
-        """
+        """Return the same rows with segment `number` enlarged: by a quarter unless it is small, which leaves 0.72 in use."""
         counts = self._counts()
         if len(counts) == 1:
             count = counts[0] * 2 if counts[0] < _GROW_GENTLY_FROM else counts[0] * 5 // 4
@@ -354,7 +332,6 @@ class Buckets:
         return self if sizes == self._counts() else self._resized(sizes)
 
     def bytes_with_room_for(self, rows: int) -> int:
-        """Return the size of the pages of `with_room_for(rows)`."""
         return sum(_to_pages(size * BUCKET_BYTES) for size in self._sizes_for(rows))
 
     def retire_segments_outside(self, successor: "Buckets") -> None:
@@ -441,7 +418,6 @@ def _segment_sizes(count: int) -> list[int]:
 
 
 def _in_pages(count: int) -> int:
-    """Round a number of buckets up to whole pages."""
     return -(-count // _IN_PAGE) * _IN_PAGE
 
 

@@ -1,13 +1,12 @@
 """The order of changes to one table of the hash map: the sequence of each row's last change, including deleted rows."""
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 
-from hps.errors import DatabaseTimeoutError
-from hps.stores.base import LogPosition, Partition, RowChanges
+from hps.stores.base import LogPosition, Partition, RowChanges, exclusive
 from hps.stores.hash_map.table import HashMapTable
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
@@ -73,17 +72,12 @@ class SequenceTable:
         equal = found & (vectors.view(np.uint32) == changes.vectors.view(np.uint32)).all(axis=1)
         return equal if changes.deleted is None else np.where(changes.deleted, ~found, equal)
 
-    @contextmanager
-    def _alone(self, doing: str) -> Iterator[None]:
-        if not self._changing.acquire(timeout=self._timeout_s):
-            raise DatabaseTimeoutError(
-                f"hash map: {doing} rows of a table that follows a log: other threads changed it for all of "
-                f"{self._timeout_s} s; write fewer rows at once, or from fewer threads"
-            )
-        try:
-            yield
-        finally:
-            self._changing.release()
+    def _alone(self, doing: str) -> AbstractContextManager[None]:
+        busy = (
+            f"hash map: {doing} rows of a table that follows a log: other threads changed it for all of {self._timeout_s} s; "
+            "write fewer rows at once, or from fewer threads"
+        )
+        return exclusive(self._changing, self._timeout_s, busy)
 
 
 def _bits(sequences: IndexArray) -> FloatArray:

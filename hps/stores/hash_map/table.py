@@ -186,7 +186,6 @@ class HashMapTable:
 
     @property
     def records_accesses(self) -> bool:
-        """Whether readers must record each access to a row."""
         return self._access != KEEP
 
     @property
@@ -194,13 +193,11 @@ class HashMapTable:
         return self._buckets, self._slabs
 
     def share(self) -> None:
-        """Start maintaining versions for devices, as the writer."""
         self._slabs.share()
         self._buckets = self._buckets.with_current_slabs()
         show_all_holes(self._buckets.layout)
 
     def log_changes(self) -> None:
-        """Start recording changed buckets for mirrors, as the writer."""
         self._slabs.log_changes()
         self._buckets = self._buckets.with_current_slabs()
         self._show_growth()
@@ -213,11 +210,7 @@ class HashMapTable:
         return TableStats(rows, vector_bytes, committed - vector_bytes, self.capacity_rows, self._evictions)
 
     def check_integrity(self) -> None:
-        """Check the memory of the table, while writers wait; it takes seconds for 10 M rows.
-
-        Raises:
-            DatabaseCorruptError: an invariant of `layout.py` does not hold.
-        """
+        """Check the invariants of `layout.py`, while writers wait; it takes seconds for 10 M rows."""
         with self.writing("checking"):
             TableIntegrity(self._tag, self._buckets, self._slabs).check(self._partition_rows, self._overflow)
 
@@ -227,7 +220,6 @@ class HashMapTable:
         return self._slabs.further_bytes(rows) + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
 
     def bytes_for(self, rows: int) -> int:
-        """Estimate the total bytes that the empty table needs for a number of rows."""
         empty = self.stats()
         return empty.overhead_bytes + self.further_bytes(rows)
 
@@ -238,7 +230,6 @@ class HashMapTable:
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Hold the writer's lock."""
         if not self._writer.acquire(timeout=self._timeout_s):
             raise DatabaseTimeoutError(
                 f"hash map: {doing} of table {self._tag!r}: other threads wrote to it for all of {self._timeout_s} s; "
@@ -276,7 +267,6 @@ class HashMapTable:
         )
 
     def _enter(self, keys: KeyArray, vectors: FloatArray) -> None:
-        """Add or replace a batch, as the writer."""
         chosen = _ALL_KEYS
         if self._overflow:
             before = self.rows

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
-from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition
 from hps.stores.redis.layout import ANY_KEY, KeyPartition, RedisLayout, partition_number, tag_of
 from hps.stores.redis.marks import Mark, Process, opened, parse, rows_lost
 from hps.stores.redis.nodes import RedisNodes
@@ -20,6 +20,8 @@ _LOADED: Final = b"loaded"
 _LOADED_AT: Final = b"loaded at"
 _LOG: Final = b"log "
 _ATTEMPTS: Final = 8
+# Replaces an unchanged mark, and drops the named keys of its partition. The old mark is dropped with them: if the SET is
+# refused, by a full Dragonfly or for lack of a right, no mark must turn missing rows into absent ones.
 _CHANGE: Final = """
 local mark = redis.call('get', KEYS[1]) or ''
 if mark ~= ARGV[1] then return mark end
@@ -27,14 +29,12 @@ if KEYS[2] then redis.call('unlink', unpack(KEYS)) end
 redis.call('set', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-"""Replaces an unchanged mark, and drops the named keys of its partition. The old mark is dropped with them: if the SET is
-refused, by a full Dragonfly or for lack of a right, no mark must turn missing rows into absent ones."""
+# Writes into the hash of a table unless the table was dropped.
 _WRITE_POSITIONS: Final = """
 if not redis.call('hget', KEYS[1], 'dim') then return 0 end
 redis.call('hset', KEYS[1], unpack(ARGV))
 return 1
 """
-"""Writes into the hash of a table unless the table was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,6 @@ class LoadProgress:
     """The progress of a load, in the field `loaded_mark` of the table's hash. *Immutable.*
 
     Attributes:
-        fingerprint: fingerprint of the model's files.
         rows_done: leading rows of the files that are loaded.
         rows: leading rows to load.
         marks: digest of the incarnations of the loaded partitions; if they differ, rows were lost.
@@ -55,12 +54,7 @@ class LoadProgress:
 
 
 class Catalog:
-    """The tables of one Redis. *Thread-safe.*
-
-    Args:
-        nodes: run the commands.
-        num_partitions: partitions of new tables.
-    """
+    """The tables of one Redis. *Thread-safe.* New tables have `num_partitions`."""
 
     def __init__(self, nodes: RedisNodes, num_partitions: int) -> None:
         self._nodes = nodes
@@ -79,11 +73,7 @@ class Catalog:
         self.check(layout)
 
     def check(self, layout: RedisLayout) -> None:
-        """Refuse an existing table that `open` would refuse. Nothing is written.
-
-        Raises:
-            As `open`.
-        """
+        """Refuse an existing table that `open` would refuse. Nothing is written."""
         about = self._about(layout)
         if not about:
             self._check_foreign(layout)
@@ -92,16 +82,12 @@ class Catalog:
         if stored != layout.dim:
             raise TableWidthError(
                 f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {stored}, as stored; "
-                f"give the table another name, or: {LOAD_AGAIN}"
+                f"give the table another name, or: {LOAD_ADVICE}"
             )
         self._check_partitions(layout, int(about.get(b"num_partitions", len(layout.partitions))))
 
     def marks(self, layout: RedisLayout, deadline: float | None = None) -> list[bytes] | None:
-        """Read the marks of the partitions, empty if missing; None if the table is gone.
-
-        Raises:
-            DatabaseError: Redis failed.
-        """
+        """Read the marks of the partitions, empty if missing; None if the table does not exist."""
         about = Call(layout.slot, "HMGET", layout.about, "dim", "num_partitions")
         marks = [Call(partition.slot, "GET", partition.mark) for partition in layout.partitions]
         self._nodes.run([about, *marks], deadline)
@@ -112,17 +98,13 @@ class Catalog:
     def change(
         self, changes: Sequence[tuple[KeyPartition, bytes, Mark]], deadline: float | None = None, *, empty: Sequence[bool] = ()
     ) -> list[bytes]:
-        """Replace unchanged marks, and empty the chosen partitions.
+        """Replace unchanged marks, and empty chosen partitions; return the current marks.
 
         The order of changes is removed with an incarnation.
 
         Args:
             changes: for each partition, its known mark and the new one.
-            deadline: time limit on the monotonic clock.
             empty: which of the partitions to empty; none by default.
-
-        Returns:
-            The present marks.
         """
         calls = []
         for (partition, before, after), drops in zip(changes, empty or [False] * len(changes), strict=True):
@@ -136,12 +118,9 @@ class Catalog:
     def prepare_marks(
         self, layout: RedisLayout, me: Process, deadline: float | None = None, *, known: Sequence[bytes] | None
     ) -> list[bytes] | None:
-        """Read the marks of all partitions, and change them so that this process may use them.
+        """Read the marks of all partitions, and change them so that a process may use them.
 
         Args:
-            layout: the table.
-            me: decides whether the process may use them, and what must change for it.
-            deadline: time limit on the monotonic clock.
             known: the marks under which it last used them, empty if none. None opens the table: without a database below,
                 missing marks are created, and missing rows count as absent.
 
@@ -149,8 +128,7 @@ class Catalog:
             The marks; None if the table holds another model, or is being loaded.
 
         Raises:
-            UnknownTableError: the table is gone, or lost rows.
-            DatabaseError: Redis failed, or other processes kept changing the marks.
+            UnknownTableError: the table does not exist, or lost rows.
         """
         for _ in range(_ATTEMPTS):
             texts = self.marks(layout, deadline)
@@ -173,7 +151,6 @@ class Catalog:
         raise DatabaseError(f"redis: table {layout.tag}: other processes changed its marks {_ATTEMPTS} times meanwhile")
 
     def tags(self) -> list[str]:
-        """List the tags of all tables, sorted."""
         return sorted({tag for key in self._nodes.keys(ANY_KEY) if (tag := tag_of(key)) is not None})
 
     def drop(self, tag: str) -> None:
@@ -193,19 +170,13 @@ class Catalog:
         self._nodes.execute(layout.slot, "UNLINK", layout.about)
 
     def load_progress(self, layout: RedisLayout) -> LoadProgress | None:
-        """Read the progress of the last load; None if there was none.
-
-        Raises:
-            DatabaseCorruptError: the record cannot be read.
-        """
+        """Read the progress of the last load; None if there was none."""
         return _parse_progress(self._nodes.execute(layout.slot, "HGET", layout.about, _LOADED), layout)
 
     def write_load_progress(self, layout: RedisLayout, progress: LoadProgress) -> None:
-        """Store the progress of a load."""
         self._nodes.execute(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(progress)))
 
     def write_load_time(self, layout: RedisLayout) -> None:
-        """Store that a load ended now."""
         seconds, microseconds = self._nodes.execute(layout.slot, "TIME")
         self._nodes.execute(layout.slot, "HSET", layout.about, _LOADED_AT, 1_000_000 * int(seconds) + int(microseconds))
 
@@ -235,7 +206,6 @@ class Catalog:
         }
 
     def write_positions(self, layout: RedisLayout, marks: list[bytes], positions: Mapping[Partition, LogPosition]) -> None:
-        """Store how far partitions of the log were applied to the rows under these marks."""
         words = [
             word
             for name, at in positions.items()
@@ -271,12 +241,11 @@ class Catalog:
             if row and len(row[1]) != 4 * layout.dim:
                 raise TableWidthError(
                     f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements ({4 * layout.dim} bytes), "
-                    f"expected {len(row[1])} bytes, as stored; correct the width, or: {LOAD_AGAIN}"
+                    f"expected {len(row[1])} bytes, as stored; correct the width, or: {LOAD_ADVICE}"
                 )
 
 
 def digest(texts: list[bytes]) -> str:
-    """Compute a digest of the incarnations of all partitions."""
     incarnations = "".join(mark.incarnation if mark else "-" for mark in map(parse, texts))
     return hashlib.blake2b(incarnations.encode(), digest_size=8).hexdigest()
 
@@ -301,5 +270,5 @@ def _parse_progress(text: bytes | None, layout: RedisLayout) -> LoadProgress | N
         return LoadProgress(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise DatabaseCorruptError(
-            f"redis: table {layout.tag}: its record of a load is {text[:80]!r} ({error}). {LOAD_AGAIN}"
+            f"redis: table {layout.tag}: its record of a load is {text[:80]!r} ({error}). {LOAD_ADVICE}"
         ) from error

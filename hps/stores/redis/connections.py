@@ -32,9 +32,9 @@ _LEAST_S: Final = 0.001  # a timeout of 0 would mean a socket that does not bloc
 _MINUS: Final = ord("-")
 _MORE: Final = object()  # the reply is incomplete
 _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+# Bytes in flight per connection: several typical requests, so that the server is never idle. It is also small enough for the
+# system's buffers: otherwise both sides could block, each on a write that the other does not read.
 _WINDOW: Final = 2 << 20
-"""Bytes in flight per connection: several typical requests, so that the server is never idle. It is also small enough for the
-system's buffers: otherwise both sides could block, each on a write that the other does not read."""
 _MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
 
 _call = threading.local()
@@ -52,7 +52,6 @@ def until(deadline: float) -> Iterator[None]:
 
 
 def remaining_s() -> float:
-    """Return the seconds until the deadline of this thread's call."""
     deadline: float = getattr(_call, "deadline", float("inf"))
     return deadline - time.monotonic()
 
@@ -106,7 +105,6 @@ class ReplyParser:
         self._start = self._end = 0  # bytes that have arrived and are not yet read
 
     def on_connect(self, connection: "BulkConnection") -> None:
-        """As redis-py's parsers: start with a new socket."""
         self._socket = connection.socket
         self._reader = hiredis.Reader(exceptions.InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
         self._start = self._end = 0
@@ -156,7 +154,6 @@ class ReplyParser:
         return reply
 
     def shrink(self) -> None:
-        """Release a large, empty buffer."""
         if len(self._buffer.bytes) > _REUSED_BYTES:
             self._buffer = Buffer(_RECEIVE_BYTES)
 
@@ -181,7 +178,6 @@ class ReplyParser:
         return reply
 
     def _receive(self) -> None:
-        """Wait for bytes and append them to the buffer."""
         buffer, unread = self._buffer, self._end - self._start
         if self._start and (unread == 0 or len(buffer.bytes) - self._end < len(buffer.bytes) // 2):
             buffer.bytes[:unread] = buffer.bytes[self._start : self._end]
@@ -214,16 +210,11 @@ class BulkConnection(Connection):
     """A connection of redis-py with a `ReplyParser` and with waits bounded by the call. *One per thread.*
 
     Args:
-        tls: None for plain connections.
-        server_name: required name in the server's certificate; sent as SNI.
+        tls, server_name: as for `RedisNodes`.
         family: gets the connection for its lifetime.
         resolving: limits the threads that resolve names.
         settings: redis-py's.
 
-    Attributes:
-        replies: the parser.
-        outgoing: buffer of requests to send.
-        socket: the open socket, or None.
     """
 
     def __init__(
@@ -246,14 +237,12 @@ class BulkConnection(Connection):
         family[id(self)] = self
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """As redis-py does, within the remaining time."""
         if self.socket is not None:
             self.socket.settimeout(max(_LEAST_S, min(self._timeouts_s[1], remaining_s())))
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
         self.replies.waiting_since = time.monotonic()
 
     def shrink(self) -> None:
-        """Release large, empty buffers."""
         self.replies.shrink()
         if len(self.outgoing.bytes) > _REUSED_BYTES:
             self.outgoing = Buffer(_SEND_BYTES)
@@ -312,7 +301,6 @@ class BulkConnection(Connection):
             raise
 
     def _resolve(self, name: str, deadline: float) -> list[Any]:
-        """Resolve a name with a timeout."""
         timeout_s = deadline - time.monotonic()
         late = partial(TimeoutError, f"looking up {name}: no answer in {timeout_s:.1f} s")
         resolve = partial(socket.getaddrinfo, name, self.port, 0, socket.SOCK_STREAM)
@@ -341,7 +329,6 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Whether requests or replies are outstanding."""
         return self.fault is None and bool(self._queue or self._sent)
 
     @property
@@ -414,9 +401,6 @@ def tls_context(config: Any) -> ssl.SSLContext | None:
     """Build the context of TLS connections of a `VolatileDbConfig`; None without TLS.
 
     The client's certificate is sent if it or its key exists.
-
-    Raises:
-        ConfigError: a file is missing or invalid.
     """
     if not config.enable_tls:
         return None

@@ -67,15 +67,11 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         metrics: Metrics | None = None,
         **access: Unpack[Access],
     ) -> None:
-        """Connect.
+        """Connect. Arguments that the configuration has, too, are as in `volatile_db`.
 
         Args:
-            address, access: as for `RedisNodes`.
-            num_partitions: hashes per table; the same as when the table was written.
+            access: as for `RedisNodes`.
             max_batch_size: maximum keys per timeout; a call with more has several.
-            overflow_margin: maximum rows of a partition.
-            overflow_policy: rows to evict beyond the margin.
-            overflow_resolution_target: share of the margin to leave when evicting.
             lease_s: maximum silence of a loading process before another takes over.
             use_lease_s: how long a dead process counts as a user of its open tables.
             metrics: counts dropped records of uses.
@@ -99,7 +95,7 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         self._uses_after = 0.0  # none are recorded before this time
         if self._overflow.records_uses:
             self._uses = WorkQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
-            self._uses.end_with(self)
+            self._uses.stop_with(self)
 
     @classmethod
     def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
@@ -127,7 +123,6 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
 
     @property
     def open_connections(self) -> int:
-        """Connections to all nodes, in use or idle."""
         return self._nodes.open_connections
 
     def open_table(self, tag: str, dim: int) -> None:

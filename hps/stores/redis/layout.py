@@ -43,8 +43,6 @@ _KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(
 
 @dataclass(frozen=True)
 class KeyPartition:
-    """The keys of one partition. *Immutable.*"""
-
     tag: str
     index: int
 
@@ -58,7 +56,6 @@ class KeyPartition:
 
     @cached_property
     def uses(self) -> bytes:
-        """Key of the times or counts of use."""
         return self._key("t")
 
     @cached_property
@@ -67,7 +64,6 @@ class KeyPartition:
 
     @cached_property
     def sequences(self) -> bytes:
-        """Key of the order of changes."""
         return self._key("s")
 
     def _key(self, kind: str) -> bytes:
@@ -93,17 +89,14 @@ class RedisLayout:
 
     @cached_property
     def about(self) -> bytes:
-        """Key of the table's own hash."""
         return f"hps_et{{{self.tag}}}m".encode()
 
     @cached_property
     def lease(self) -> bytes:
-        """Key of the lease of the loading process."""
         return f"hps_et{{{self.tag}}}l".encode()
 
     @cached_property
     def users(self) -> bytes:
-        """Key of the users of the table."""
         return f"hps_et{{{self.tag}}}u".encode()
 
     @cached_property
@@ -125,11 +118,7 @@ def partition_number(key: bytes) -> int:
 
 
 def keys_of(fields: list[bytes], key: bytes) -> KeyArray:
-    """Convert fields of the hash `key` to keys of a table.
-
-    Raises:
-        DatabaseCorruptError: a field is no key.
-    """
+    """Convert fields of the hash `key` to keys of a table."""
     for field in fields:
         if len(field) != 8:
             raise DatabaseCorruptError(

@@ -26,12 +26,6 @@ class LoadLeases:
     """The right of one process to load tables of one Redis. *Thread-safe.*
 
     A lease is renewed with every chunk. If its holder dies it expires, and another process continues at the stored progress.
-
-    Args:
-        nodes: run the commands.
-        catalog: recreates a table that holds another model.
-        users: knows whether other processes use a table.
-        lease_s: maximum silence of a holder.
     """
 
     def __init__(self, nodes: RedisNodes, catalog: Catalog, users: TableUsers, lease_s: float) -> None:
@@ -61,11 +55,7 @@ class LoadLeases:
             time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
     def renew_claim(self, table: RedisTable) -> bool:
-        """Renew the lease of a table; return False if it is not claimed.
-
-        Raises:
-            DatabaseError: the lease expired and another process has it, or Redis failed.
-        """
+        """Renew the lease of a table; return False if it is not claimed, and raise if another process has it."""
         layout = table.layout
         if layout.tag not in self._claimed:
             return False
@@ -79,12 +69,7 @@ class LoadLeases:
             self._catalog.write_load_progress(table.layout, replace(claimed, rows_done=rows_done))
 
     def end(self, table: RedisTable) -> None:
-        """Store that a claimed table is complete, and release the lease.
-
-        Raises:
-            UnknownTableError: the table is not the one that was loaded.
-            DatabaseError: Redis failed.
-        """
+        """Store that a claimed table is complete, and release the lease."""
         claimed = self._claimed.pop(table.layout.tag, None)
         if claimed is not None:
             base = base_of(claimed.fingerprint)
@@ -95,7 +80,6 @@ class LoadLeases:
             self._release(table.layout)
 
     def abandon(self, table: RedisTable) -> None:
-        """Release the claim of a table, if there is one."""
         self._not_copied.pop(table.layout.tag, None)
         if self._claimed.pop(table.layout.tag, None) or self._copied.pop(table.layout.tag, None):
             self._release(table.layout)
@@ -123,11 +107,6 @@ class LoadLeases:
         return True
 
     def renew_copy(self, table: RedisTable) -> None:
-        """Renew the lease of a copy.
-
-        Raises:
-            DatabaseError: the lease expired and another process has it, or Redis failed.
-        """
         self._renew(table.layout, "copy")
 
     def end_copy(self, table: RedisTable, outcome: CopyOutcome) -> None:
@@ -163,15 +142,15 @@ class LoadLeases:
         """Start a load under the lease; return None if a process that opened the table changed its marks meanwhile."""
         layout = table.layout
         # Read again under the lease: another process may have completed the load meanwhile.
-        note, texts = self._catalog.load_progress(layout), self._open(layout)
-        first = self._first_row(table, texts, note, fingerprint, rows)
+        progress, texts = self._catalog.load_progress(layout), self._open(layout)
+        first = self._first_row(table, texts, progress, fingerprint, rows)
         marks = [mark for mark in map(parse, texts) if mark]
         if first == rows and not any(mark.base == LOADING for mark in marks):
             self._release(layout)
             return rows
-        if not first and not self._can_keep_rows(table, marks, note, fingerprint):
+        if not first and not self._can_keep_rows(table, marks, progress, fingerprint):
             if not replaces and not any(mark.base == LOADING for mark in marks):  # else no process can read the rows
-                self._refuse_used(layout, note, LoadProgress(fingerprint, 0, rows, ""))
+                self._refuse_used(layout, progress, LoadProgress(fingerprint, 0, rows, ""))
             self._catalog.drop(layout.tag)
             # Before the table has marks again: otherwise missing rows would count as absent.
             self._catalog.write_load_progress(layout, LoadProgress(fingerprint, 0, rows, ""))
@@ -191,14 +170,10 @@ class LoadLeases:
             self.end(table)
         return first
 
-    def _refuse_used(self, layout: RedisLayout, before: LoadProgress | None, note: LoadProgress) -> None:
-        """Refuse to load over rows that other processes use.
-
-        Raises:
-            DatabaseError: there are such processes.
-        """
+    def _refuse_used(self, layout: RedisLayout, before: LoadProgress | None, progress: LoadProgress) -> None:
+        """Refuse to load over rows that other processes use."""
         # Recorded before the check: a process that registers after it finds an incomplete load.
-        self._catalog.write_load_progress(layout, note)
+        self._catalog.write_load_progress(layout, progress)
         if not self._users.has_others(layout):
             return
         if before is not None:
@@ -218,24 +193,29 @@ class LoadLeases:
         table.adopt(made, made)
         return made
 
-    def _first_row(self, table: RedisTable, texts: list[bytes], note: LoadProgress | None, fingerprint: str, rows: int) -> int:
+    def _first_row(
+        self, table: RedisTable, texts: list[bytes], progress: LoadProgress | None, fingerprint: str, rows: int
+    ) -> int:
         me, marks = table.below.process(), [parse(text) for text in texts]
         ours = {base_of(fingerprint), me.base, me.alias}
         if any(mark and not is_loadable(mark) and mark.base in ours for mark in marks):
             return rows  # rows may be newer than the files, and missing rows are in the database below
-        if note is None or note.marks != digest(texts):
+        if progress is None or progress.marks != digest(texts):
             return 0
-        same = note.fingerprint == fingerprint or all(mark and UNKNOWN != mark.base == me.base for mark in marks)
-        return min(note.rows_done, rows) if same else 0
+        same = progress.fingerprint == fingerprint or all(mark and UNKNOWN != mark.base == me.base for mark in marks)
+        return min(progress.rows_done, rows) if same else 0
 
-    def _can_keep_rows(self, table: RedisTable, marks: list[Mark], note: LoadProgress | None, fingerprint: str) -> bool:
+    def _can_keep_rows(self, table: RedisTable, marks: list[Mark], progress: LoadProgress | None, fingerprint: str) -> bool:
         """Return whether existing rows may stay and be overwritten: they are of the same model, or of unknown origin."""
-        if note is not None and note.fingerprint != fingerprint:
+        if progress is not None and progress.fingerprint != fingerprint:
             return False
         me = table.below.process()
-        return all(mark.base in {UNKNOWN, LOADING if note else "", base_of(fingerprint), me.base, me.alias} for mark in marks)
+        return all(
+            mark.base in {UNKNOWN, LOADING if progress else "", base_of(fingerprint), me.base, me.alias} for mark in marks
+        )
 
     def _acquire(self, layout: RedisLayout) -> bool:
+        # The GET also recognises a lease that this process has already, for instance from a SET whose reply was lost.
         claim = Call(layout.slot, "SET", layout.lease, self._token, "NX", "PX", self._lease_ms)
         current = Call(layout.slot, "GET", layout.lease)
         self._nodes.run([claim, current])

@@ -123,7 +123,6 @@ def is_sole_writer(mark: Mark, me: Process) -> bool:
 
 
 def can_promote(mark: Mark, me: Process) -> bool:
-    """Return whether vectors of the database below may be added."""
     return not me.passive and mark.base != LOADING and is_sole_writer(mark, me)
 
 
@@ -142,13 +141,11 @@ def is_valid(mark: Mark | None, me: Process, known: Mark) -> bool:
 
 
 def loading_mark(mark: Mark | None, fresh: Fresh) -> Mark:
-    """Return the mark during a load of model files."""
     # Rows of unknown origin stay. The order of changes is dropped with the incarnation, since the log is read again.
     return Mark(mark.incarnation if mark and not is_ordered(mark) else fresh(), fresh(), LOADING)
 
 
 def loaded_mark(mark: Mark, base: str, fresh: Fresh) -> Mark:
-    """Return the mark after a load."""
     return replace(mark, generation=fresh(), base=base)
 
 
@@ -162,12 +159,7 @@ def _with(writers: tuple[str, ...], token: str) -> tuple[str, ...]:
 
 
 class TableAuthority:
-    """The persistent database below one table, if any. *Thread-safe.*
-
-    Args:
-        tag: tag of the table in that database.
-        database: set once it holds the complete table.
-    """
+    """The persistent database below one table, if any. *Thread-safe.* `tag` is that of the table in it."""
 
     def __init__(self, tag: str, database: PersistentDatabase | None = None) -> None:
         self._tag = tag
@@ -180,7 +172,6 @@ class TableAuthority:
             self._previous, self._renewed = token, database.renew_writer_token(tag)
 
     def process(self) -> Process:
-        """Return the current relation of this process to the table."""
         if self._database is None:
             return Process()
         record, token = self._database.load_record(self._tag), self._database.writer_token(self._tag)

@@ -36,10 +36,10 @@ _PAUSE_S: Final = 0.01
 _MOST_RESOLVING: Final = 32  # name resolutions at a time, also hanging ones
 _SCAN_COUNT: Final = 10_000
 _LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
+# Fields of INFO with a version. Valkey and Dragonfly report Redis' field, too, for the sake of clients.
 _PROGRAMS: Final = {"dragonfly_version": "Dragonfly", "valkey_version": "Valkey", "redis_version": "Redis"}
-"""Fields of INFO with a version. Valkey and Dragonfly report Redis' field, too, for the sake of clients."""
+# Exceptions of redis-py if no cluster node answers, or none serves a slot.
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
-"""Exceptions of redis-py if no cluster node answers, or none serves a slot."""
 _ADVICE: Final = {
     "NOAUTH": "it expects a password: set user_name and password, or HPS_REDIS_PASSWORD",
     "WRONGPASS": "user_name or password is wrong",
@@ -57,11 +57,7 @@ _ADVICE: Final = {
 
 
 def parse_addresses(address: str, *, sentinels: bool = False) -> list[tuple[str, int]]:
-    """Parse `host[:port]` and `unix:///path` addresses, separated by `,` or `;`. IPv6 addresses are in brackets.
-
-    Returns:
-        Hosts and ports; the path of a unix socket and 0.
-    """
+    """Parse the addresses of `RedisNodes` to hosts and ports, or paths and 0. IPv6 addresses are in brackets."""
     addresses = []
     for part in re.split("[,;]", address):
         if part.strip().startswith("unix://"):
@@ -91,7 +87,6 @@ class Access(TypedDict, total=False):
 
 
 def access_of(config: Any) -> Access:
-    """Return the settings of a `VolatileDbConfig`."""
     return {
         "user_name": config.user_name,
         "password": config.password,
@@ -110,15 +105,11 @@ class RedisNodes:
     Args:
         address: `host[:port]` or `unix:///path` of the server, of some nodes of the cluster, or of sentinels, separated by `,`
             or `;`.
-        user_name: ACL user; `default` or empty for Redis' default user.
-        password: empty for none.
-        password_path: file with the password, read for every new connection, instead of `password`.
+        user_name, password, password_path: as in `volatile_db`; empty for none.
         sentinel_service: name of the primary that the sentinels at `address` know; empty: there are no sentinels.
-        sentinel_password: of the sentinels; empty for none.
         tls: None for plain connections.
         tls_server_name: required name in the servers' certificates; sent as SNI.
         num_node_connections: maximum connections to one node.
-        connect_timeout_s: timeout for opening a connection.
         read_timeout_s: maximum silence of a node that owes a reply.
         timeout_s: timeout of one `run`.
 
@@ -194,7 +185,6 @@ class RedisNodes:
 
     @property
     def open_connections(self) -> int:
-        """Number of open connections, in use or idle."""
         return sum(connection.is_connected for connection in self._connections())
 
     def execute(self, slot: int, *words: str | bytes | int) -> Any:
@@ -207,7 +197,6 @@ class RedisNodes:
         """Run requests, those of one slot in order; return when each has its reply.
 
         Args:
-            requests: each goes to the node that serves its slot.
             deadline: time limit, on the monotonic clock; default: `timeout_s` from now.
 
         Raises:
@@ -248,13 +237,7 @@ class RedisNodes:
                     break
 
     def scan_hash(self, slot: int, key: bytes, count: int) -> Iterator[tuple[KeyArray, list[bytes]]]:
-        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once.
-
-        Fields that are added or removed meanwhile may or may not be seen.
-
-        Raises:
-            DatabaseError: the node failed, or a field is no key.
-        """
+        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once."""
         yielded = KeySet()  # HSCAN repeats fields while Redis resizes the hash
         cursor = b"0"
         while True:
@@ -288,7 +271,6 @@ class RedisNodes:
     # Topology.
 
     def _discover(self) -> None:
-        """Request the topology from the configured nodes in turn."""
         if self._service:
             self._server = self._query_sentinels()
             return
@@ -510,12 +492,10 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
 
 
 def program_of(facts: Mapping[str, Any]) -> str:
-    """Name the program and its version, from its INFO."""
     return next((f"{name} {facts[field]}" for field, name in _PROGRAMS.items() if field in facts), "Redis ?")
 
 
 def is_replica(facts: Mapping[str, Any]) -> bool:
-    """Return whether the server of this INFO is a replica."""
     return facts.get("role") in {"slave", "replica"}
 
 

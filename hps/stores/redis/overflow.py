@@ -21,6 +21,7 @@ _CHUNK: Final = 4096  # fields of one request
 _PICK: Final = 16384  # random fields of one request
 _SCAN_COUNT: Final = 4096
 _ATTEMPTS: Final = 8
+# Removes fields until a hash has its target size. It counts first, so that concurrent processes do not evict too much.
 _TRIM: Final = """
 local surplus, removed = redis.call('hlen', KEYS[1]) - ARGV[1], 0
 for i = 2, #ARGV do
@@ -30,7 +31,8 @@ for i = 2, #ARGV do
 end
 return removed
 """
-"""Removes fields until a hash has its target size. It counts first, so that concurrent processes do not evict too much."""
+# Counts a use of each field. A value that is no count was written under another policy; it is left as it is, and its row counts
+# as unused.
 _COUNT: Final = """
 for i = 1, #ARGV do
     local reply = redis.pcall('hincrby', KEYS[1], ARGV[i], 1)
@@ -40,8 +42,6 @@ for i = 1, #ARGV do
 end
 return #ARGV
 """
-"""Counts a use of each field. A value that is no count was written under another policy; it is left as it is, and its row
-counts as unused."""
 
 
 class Overflow:
@@ -51,7 +51,6 @@ class Overflow:
     number of rows is evicted, also by several processes at the same time, so that no batch empties a partition.
 
     Args:
-        nodes: run the commands.
         margin: maximum rows of a partition.
         target_rows: rows to leave in a partition beyond the margin.
         policy: rows to evict: any, the least used, or the least recently used.
@@ -68,7 +67,6 @@ class Overflow:
 
     @property
     def records_uses(self) -> bool:
-        """Whether the policy needs the uses of keys."""
         return self._policy != "evict_random"
 
     def record_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
@@ -80,7 +78,6 @@ class Overflow:
         return self._send(partition, ("HSET", partition.uses), keys, order, struct.pack("<q", int(time.time())))
 
     def forget_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
-        """Build requests that remove the recorded uses of `keys[order]`."""
         return self._send(partition, ("HDEL", partition.uses), keys, order) if self.records_uses else []
 
     def resolve(self, partition: KeyPartition, rows: int) -> None:
@@ -109,7 +106,6 @@ class Overflow:
         )
 
     def evicted(self, partition: KeyPartition) -> int:
-        """Return how many rows of a partition this process has evicted."""
         return self._evicted.get(partition, 0)
 
     @staticmethod
@@ -137,7 +133,6 @@ class Overflow:
         return evicted
 
     def _pick(self, partition: KeyPartition, count: int) -> KeyArray:
-        """Draw distinct random keys of a partition."""
         fields = self._nodes.execute(partition.slot, "HRANDFIELD", partition.values, min(count, _PICK))
         return keys_of(fields, partition.values)
 

@@ -25,6 +25,8 @@ from hps.stores.redis.codec import (
 )
 from hps.types import BoolArray, IndexArray, KeyArray
 
+# Touches a mark that differs from the expected one, so that Redis aborts a transaction that watches it. A full Redis allows the
+# SET because a DEL precedes it.
 _TOUCH_UNLESS: Final = """
 local mark = redis.call('get', KEYS[1])
 if mark ~= ARGV[1] then
@@ -34,12 +36,12 @@ if mark ~= ARGV[1] then
 end
 return 1
 """
-"""Touches a mark that differs from the expected one, so that Redis aborts a transaction that watches it. A full Redis allows
-the SET because a DEL precedes it."""
 _UNDER_MARK: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 return redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))
 """
+# Compares two sequences, 8 big-endian bytes each, as two 32-bit numbers: string comparison depends on the server's locale, and
+# Lua's numbers have 53 bits.
 _SEQUENCE: Final = """
 local function above(a, b)
     local high, low = struct.unpack('>I4I4', a)
@@ -49,8 +51,8 @@ end
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local highest = redis.call('hget', KEYS[3], 'h')
 """
-"""Compares two sequences, 8 big-endian bytes each, as two 32-bit numbers: string comparison depends on the server's locale, and
-Lua's numbers have 53 bits."""
+# Writes or removes rows, with the sequence after the highest applied one. A full Redis allows the second HSET because a write
+# command precedes it.
 _LAST: Final = (
     _SEQUENCE
     + """
@@ -66,8 +68,8 @@ redis.call('hset', KEYS[3], unpack(recorded))
 return reply
 """
 )
-"""Writes or removes rows, with the sequence after the highest applied one. A full Redis allows the second HSET because a write
-command precedes it."""
+# Applies changes, all of one kind, that are not older than the last change of their row, and reports which. Changes above the
+# highest applied sequence skip the comparison per row.
 _APPLY: Final = (
     _SEQUENCE
     + """
@@ -104,8 +106,6 @@ end
 return table.concat(made)
 """
 )
-"""Applies changes, all of one kind, that are not older than the last change of their row, and reports which. Changes above the
-highest applied sequence skip the comparison per row."""
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
@@ -114,9 +114,9 @@ return added
 """
 
 
+# Up to this many keys, a script that compares the mark and writes is faster than a transaction; for thousands of keys it takes
+# three times as long.
 _SCRIPTED_KEYS: Final = 256
-"""Up to this many keys, a script that compares the mark and writes is faster than a transaction; for thousands of keys it takes
-three times as long."""
 MOST_ORDERED: Final = 1024
 """Keys that a script writes with their sequences. Lua passes at most 8,000 words to a command."""
 
@@ -213,7 +213,6 @@ class Guard:
 
     @property
     def start(self) -> bytes:
-        """Commands before the guarded one."""
         # A script that compares the mark and writes is slow for many keys. So a transaction watches the mark, and a short
         # script touches a wrong one, which aborts the transaction. The GET inside makes a node refuse the transaction if it
         # migrates the slot and has moved the mark already: the keys may then be on two nodes.
@@ -231,7 +230,6 @@ def _framed(value: bytes) -> Bytes:
 
 @lru_cache(maxsize=16)
 def _framed_size(size: int) -> Bytes:
-    """Encode the length prefix of a value."""
     return np.frombuffer(b"$%d\r\n" % size, np.uint8)
 
 
@@ -246,7 +244,6 @@ class SendKeys(Request):
     """A command that ends with the keys `keys[order]` (HDEL), or with such keys and values (HSET). Its reply is a number.
 
     Args:
-        slot: as for `Request`.
         words: words before the keys.
         keys: (n,) int64.
         order: (count,) int64: positions of the sent keys in `keys`.
@@ -305,10 +302,7 @@ class StoreRows(SendKeys):
     """HSET of vectors. Its reply is the number of new keys.
 
     Args:
-        key: key of the hash.
-        header: bytes before a vector in requests and replies.
         rows: (n, 4 dim) uint8.
-        guard: required mark.
         promotion: add absent keys only; with another mark the reply is -1. Other arguments as for `SendKeys`.
     """
 
@@ -342,13 +336,10 @@ class ApplyRows(Request):
     The reply is -1 with another mark.
 
     Args:
-        slot: as for `Request`.
-        key: key of the hash.
         guard: required mark, with the hash of the order of changes.
         keys: (n,) int64, distinct.
         order: (count,) int64: positions of the sent keys, 1 to `MOST_ORDERED`.
         sequences: (n, 8) uint8, big-endian.
-        header: bytes before a vector in requests and replies.
         rows: (n, 4 dim) uint8; None to remove the rows.
     """
 
@@ -388,7 +379,6 @@ class ApplyRows(Request):
         return int(write_rows(self._keys, self.order, self._header, self._rows, buffer.array, end))
 
     def applied(self) -> BoolArray:
-        """Return which changes were applied, (count,) bool."""
         flags = b"1" * self.order.size if self.reply == 1 else self.reply
         applied: BoolArray = np.frombuffer(flags, np.uint8) == ord("1")
         return applied
@@ -398,8 +388,6 @@ class FetchRows(SendKeys):
     """HMGET of vectors into the caller's arrays. Its reply is the number of keys found.
 
     Args:
-        key: key of the hash.
-        header: bytes before a vector in requests and replies.
         out: (n, 4 dim) uint8; rows of found keys are written.
         found: (n,) bool; set for each row once it is complete. Other arguments as for `SendKeys`.
     """

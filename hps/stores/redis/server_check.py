@@ -24,8 +24,8 @@ from hps.types import ROW_DTYPES, CheckResult, TableSpec, stored_text
 _ENTRY_BYTES: Final = 48  # the entry of a row in the table of its hash, and the string of its key
 _WHERE: Final = "volatile_db"
 _TIMEOUT_S: Final = 5.0
+# Phrases of errors that last until the configuration or the server is changed.
 _REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may not do this", "drop the table")
-"""Phrases of errors that last until the configuration or the server is changed."""
 
 
 def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult]:
@@ -58,7 +58,6 @@ def check_server(config: Any, tables: Collection[TableSpec]) -> list[CheckResult
 def _foreign_formats(
     nodes: RedisNodes, catalog: Catalog, tables: Iterable[TableSpec], num_partitions: int
 ) -> list[CheckResult]:
-    """Warn of tables that other replicas use in another row format."""
     found, tags = [], catalog.tags()
     for spec in tables:
         for row_dtype in ROW_DTYPES:
@@ -118,7 +117,6 @@ def _rights(nodes: RedisNodes, layout: RedisLayout, user: str) -> list[CheckResu
 
 
 def _queued(client: Redis, commands: Sequence[tuple[Any, ...]]) -> dict[str, exceptions.ResponseError | None]:
-    """Queue commands without running them; return the error of each, or None."""
     connection = client.connection_pool.get_connection()
     answers: dict[str, exceptions.ResponseError | None] = {}
     try:

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
-from hps.stores.base import UNBOUNDED_ROWS, LogPosition, Partition, RowChanges, TableStats
+from hps.stores.base import UNBOUNDED_ROWS, LogPosition, Partition, RowChanges, TableStats, exclusive
 from hps.stores.redis.catalog import Catalog, fresh, lost
 from hps.stores.redis.codec import Bytes, group_by_partition
 from hps.stores.redis.layout import KeyPartition, RedisLayout
@@ -64,11 +64,6 @@ class RedisTable:
         loading: whether this process is loading it.
 
     Args:
-        layout: its keys in Redis.
-        below: the database below.
-        catalog: reads and changes marks.
-        nodes: run the requests.
-        overflow: records uses and evicts.
         batch: maximum keys per timeout and between enforcements of margins (`max_batch_size`).
     """
 
@@ -196,7 +191,6 @@ class RedisTable:
         return dict(self._positions)
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `OrderedWrites.apply`."""
         # Redis compares the sequences, not this process: others may apply the same log, and each may be ahead or behind.
         if not self._followed:
             raise DatabaseError(f"redis: updating table {self.layout.tag}: it follows no log; call follow_log first")
@@ -222,7 +216,6 @@ class RedisTable:
             self._copy(me, changes.keys[part], rows[part], None if changes.deleted is None else changes.deleted[part])
 
     def touch(self, keys: KeyArray) -> None:
-        """Record a use of found keys."""
         requests: list[Request] = []
         for partition, share in self._shares(keys):
             requests += self._overflow.record_uses(partition, keys, share)
@@ -271,11 +264,7 @@ class RedisTable:
     def _usable(self, deadline: float | None, *, loading: bool = False) -> list[bytes] | None:
         """Return the marks; None if the table is unusable and a database below has its rows.
 
-        Args:
-            loading: for the load of the table itself.
-
-        Raises:
-            DatabaseError: the table is unusable, and there is no database below.
+        `loading` is for the load of the table itself. Raises DatabaseError if there is no database below.
         """
         alone = self.below.process().base is None
         if self.loading and not loading and alone:
@@ -481,9 +470,8 @@ class RedisTable:
         """Return marks under which this process may write to these partitions, created if necessary; None if it may not."""
         # The first modification adds this process to the writers of all partitions, whatever it writes: a partition without its
         # token would pass for one that lacks earlier writes. A copy of rows is no modification.
-        if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; retry")
-        try:
+        busy = f"redis: table {self.layout.tag}: another write was still preparing; retry"
+        with exclusive(self._writing, deadline - time.monotonic(), busy):
             first = not copying and (self._unmodified or self.below.process().base is None)
             self._unmodified = self._unmodified and copying
             for _ in range(_MARK_ATTEMPTS):
@@ -517,8 +505,6 @@ class RedisTable:
                     raise lost(self.layout)
                 self._our_marks.update(made)
                 self.refresh_marks(deadline, first=first and not is_writer)
-        finally:
-            self._writing.release()
         raise DatabaseError(
             f"redis: table {self.layout.tag}: other processes changed its marks {_MARK_ATTEMPTS} times before a write"
         )
@@ -556,11 +542,9 @@ class RedisTable:
 
 
 def _split(share: IndexArray, deleted: BoolArray | None) -> tuple[IndexArray, IndexArray]:
-    """Split positions into rows to store and rows to remove."""
     return (share, share[:0]) if deleted is None else (share[~deleted[share]], share[deleted[share]])
 
 
 def _parsed(text: bytes) -> Mark:
-    """Parse a mark that is known to be valid."""
     mark = parse(text)
     return Mark("", "") if mark is None else mark

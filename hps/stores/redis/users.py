@@ -31,6 +31,7 @@ _DROP_MS: Final = 10_000  # limit for dropping a table; most take some ms
 _WAIT_S: Final = 0.05  # between two checks of a table that is being dropped
 _CLOSE_S: Final = 1.0  # limit for unregistering from all tables
 _NOW: Final = "local t = redis.call('time') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
+# Adds a process to the users unless the table is being dropped. A full Redis allows the HSETNX because an HDEL precedes it.
 _USE: Final = (
     _NOW
     + """
@@ -40,7 +41,7 @@ redis.call('hsetnx', KEYS[1], ARGV[1], string.format('%.0f', now + ARGV[2]))
 return redis.call('pexpire', KEYS[1], 2 * ARGV[2])
 """
 )
-"""Adds a process to the users unless the table is being dropped. A full Redis allows the HSETNX because an HDEL precedes it."""
+# Removes a process from the users; returns 1 if it was the last one and must drop the table.
 _DISCARD: Final = (
     _NOW
     + """
@@ -54,7 +55,6 @@ redis.call('hset', KEYS[2], 'dropping', string.format('%.0f', now + ARGV[2]))
 return 1
 """
 )
-"""Removes a process from the users; returns 1 if it was the last one and must drop the table."""
 _OTHERS: Final = (
     _NOW
     + """
@@ -71,13 +71,7 @@ def is_used(nodes: RedisNodes, layout: RedisLayout, token: str = "") -> bool:
 
 
 class TableUsers:
-    """The tables of one Redis that this process uses. *Thread-safe.* A periodic task renews their entries.
-
-    Args:
-        nodes: run the commands.
-        catalog: drops tables.
-        lease_s: how long the use of a dead process counts.
-    """
+    """The tables of one Redis that this process uses. *Thread-safe.* A periodic task renews their entries."""
 
     def __init__(self, nodes: RedisNodes, catalog: Catalog, lease_s: float) -> None:
         self._nodes = nodes
@@ -91,11 +85,7 @@ class TableUsers:
         disown_in_children(self)
 
     def register(self, layout: RedisLayout) -> None:
-        """Register as a user of a table; wait while it is being dropped.
-
-        Raises:
-            DatabaseError: Redis failed, or a drop does not end.
-        """
+        """Register as a user of a table; wait while it is being dropped."""
         deadline = time.monotonic() + 3 * _DROP_MS / 1000
         while not self._nodes.execute(layout.slot, *self._script(_USE, layout, self._lease_ms)):
             if not self._drop_unused(layout):
@@ -109,12 +99,10 @@ class TableUsers:
                 self._task = PeriodicTask("redis-users", self.renew, every_s, what="renewing the use of tables in Redis")
 
     def unregister(self, layout: RedisLayout) -> None:
-        """Stop using a table without dropping it."""
         self._forget(layout)
         self._nodes.execute(layout.slot, "HDEL", layout.users, self._token)
 
     def has_others(self, layout: RedisLayout) -> bool:
-        """Return whether other processes use a table."""
         return is_used(self._nodes, layout, self._token)
 
     def discard(self, layout: RedisLayout, *, spare_foreign: bool = True) -> bool:
@@ -130,7 +118,6 @@ class TableUsers:
         return self._drop_unused(layout)
 
     def close(self) -> None:
-        """Stop using all tables without dropping them."""
         if self._task is not None:
             self._task.abandon(self._nodes.timeout_s)
         calls = [Call(layout.slot, "HDEL", layout.users, self._token) for layout in self._used.values()]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from hps.errors import DatabaseCorruptError
 from hps.ground.hashing import mix, scale
 from hps.ground.kernels.numba_kernels import compile_kernels, kernel, read_only
-from hps.stores.base import LOAD_AGAIN, LogPosition, Partition
+from hps.stores.base import LOAD_ADVICE, LogPosition, Partition
 from hps.stores.rocks_db.engine import DEFAULT, Engine
 from hps.types import IndexArray, KeyArray
 
@@ -94,7 +94,7 @@ class ChangeOrder:
             self.positions = {Partition(name): LogPosition(*of) for name, of in json.loads(positions or "{}").items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseCorruptError(
-                f"{doing} in {engine.path}: got {positions!r} and {highest!r}, expected positions and a sequence. {LOAD_AGAIN}"
+                f"{doing} in {engine.path}: got {positions!r} and {highest!r}, expected positions and a sequence. {LOAD_ADVICE}"
             ) from error
 
     @property
@@ -114,13 +114,11 @@ class ChangeOrder:
         return verdicts
 
     def record(self, keys: KeyArray, sequences: IndexArray) -> None:
-        """Record the latest changes of rows, before they are written."""
         if self._known and keys.size:
             self._highest_recorded = max(self._highest_recorded, int(sequences.max()))
             _record(keys, sequences, *self._known)
 
     def invalidate(self) -> None:
-        """Forget the cached sequences after a failed write."""
         self._known = None
 
     def raised(self, sequence: int) -> dict[bytes, bytes]:

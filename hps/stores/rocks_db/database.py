@@ -4,8 +4,6 @@
 8 raw little-endian bytes of its key and its raw float32 vector. Our load records are in RocksDB's default column family, which
 HugeCTR does not use.
 
-**Reads** are sorted multi-gets in small batches. Every block is checked against its checksum.
-
 **Durability.** `insert` and `delete` return after syncing the write-ahead log to disk once per call, as HugeCTR does;
 `load_chunk` returns when the rows, and then the record that counts them, are on disk. The next opening finds all acknowledged
 rows or is refused (write_ahead_log.py); a damaged end behind them, as after a power cut, is dropped.
@@ -47,7 +45,7 @@ from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
-    LOAD_AGAIN,
+    LOAD_ADVICE,
     DatabaseReport,
     LoadRecord,
     LogPosition,
@@ -56,6 +54,7 @@ from hps.stores.base import (
     PersistentDatabase,
     RowChanges,
     TableStats,
+    exclusive,
 )
 from hps.stores.rocks_db import directory
 from hps.stores.rocks_db.engine import (
@@ -107,7 +106,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
 
     Args:
         path: the directory; created with its parents if missing. One process at a time may write to it.
-        num_threads: for flushing and compacting.
         read_only: write nothing: for a read-only volume, or beside a writing process, whose later writes are not seen. Opening
             waits for a table that the other process is loading.
         max_batch_size: maximum rows of one multi-get or write.
@@ -118,9 +116,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
 
     Raises:
-        DatabaseLockedError: another process has it open for writing.
-        DatabaseCorruptError: its files are damaged or incomplete.
-        DatabaseError: the path cannot be opened.
+        DatabaseLockedError, DatabaseCorruptError, DatabaseError: see `Database.from_config`.
     """
 
     kind = "rocks_db"
@@ -216,7 +212,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         return exists, logs
 
     def _opened_in_view(self, engine: Engine) -> directory.View:
-        """Open an engine on a consistent view of the directory."""
 
         def attempt() -> directory.View:
             files = directory.files_of(self.path)
@@ -326,12 +321,12 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         elif (stored := width_of(self._engine, tag)) not in (dim, None):
             raise self._width_error(tag, stored, dim)
         elif stored is None and (defect := self._defect(tag)) and self._is_complete(tag):
-            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {defect}. {LOAD_AGAIN}")
+            raise DatabaseCorruptError(f"opening table {tag} in {self.path}: {defect}. {LOAD_ADVICE}")
 
     def _width_error(self, tag: str, stored: int | None, dim: int) -> TableWidthError:
         return TableWidthError(
             f"opening table {tag} in {self.path}: it holds vectors of {stored} floats, expected {dim}. Correct the configured "
-            f"width, or load other rows: {LOAD_AGAIN}"
+            f"width, or load other rows: {LOAD_ADVICE}"
         )
 
     def _is_complete(self, tag: str) -> bool:
@@ -339,7 +334,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         return record is not None and record.complete
 
     def check_table(self, tag: str, dim: int) -> None:
-        """Check that an existing table can be opened with this width, whatever rows it has."""
         with self._calls, self._tables_lock:
             self._width(tag, dim)
 
@@ -395,7 +389,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             raise ReadOnlyError(f"{doing}: {defect}; existing tables: {tables}. Load it first, without read_only")
         record = self._records.get(tag)
         if record is None or record.complete:  # else the record shows an interrupted load
-            raise DatabaseError(f"{doing}: {defect}. {LOAD_AGAIN}")
+            raise DatabaseError(f"{doing}: {defect}. {LOAD_ADVICE}")
 
     def _defect(self, tag: str) -> str:
         """Describe why a table cannot be complete; empty if it can."""
@@ -425,7 +419,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         view: directory.View | None = self._opened_in_view(engine)
         records = LoadRecords(engine)
         try:
-            with self._calls.alone(self._close_timeout_s), self._tables_lock:
+            with self._calls.exclusive(self._close_timeout_s), self._tables_lock:
                 for tag in self._tables:
                     before = self._records.get(tag)
                     if before is None or before.modified or before != records.get(tag):
@@ -476,9 +470,9 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         return [
             *needs,
             Need("disk", "RocksDB's own files", _DATABASE_BYTES),
-            Need("disk", _MERGED, max([size for *_, size in sizes], default=0), passing=True),
+            Need("disk", _MERGED, max([size for *_, size in sizes], default=0), temporary=True),
             Need("ram", "RocksDB's indices and filters", int(read)),
-            Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, passing=True),
+            Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, temporary=True),
         ]
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
@@ -517,7 +511,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
                 if tag in self._tables:
                     self._tables[tag].retire()
                     del self._tables[tag]
-                self._records.mark_dropped(tag)  # first: the record must never count dropped rows
+                # First: the record must never count dropped rows, and after a crash the next opening completes the drop.
+                self._records.mark_dropped(tag)
                 links = directory.link_files(self.path, f"dropped-{next(self._staged)}")
                 self._drop_families(tag)
                 self._records.remove(tag)
@@ -546,11 +541,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         """
         if not self._engine.stuck:
             return
-        if not self._recovering.acquire(timeout=self._write_timeout_s):
-            raise DatabaseTimeoutError(
-                f"{self.path}: another call was still reopening it after {self._write_timeout_s:g} s; try again"
-            )
-        try:
+        busy = f"{self.path}: another call was still reopening it after {self._write_timeout_s:g} s; try again"
+        with exclusive(self._recovering, self._write_timeout_s, busy):
             if not self._engine.stuck or self._released:
                 return
             if time.monotonic() < self._recover_at:
@@ -562,8 +554,6 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             except DatabaseError as error:
                 self._refusal = type(error)(*error.args)
             self._refuse()
-        finally:
-            self._recovering.release()
 
     def _refuse(self) -> None:
         if self._refusal:  # a copy, since a raised error keeps its frames alive
@@ -575,7 +565,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             directory.check_room(self.path, logs + _ROOM_BYTES)
         except OSError as error:
             raise database_error(str(error), "reopening the database after a failed write", self.path) from error
-        with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
+        with self._calls.exclusive(_DRAIN_TIMEOUT_S), self._tables_lock:
             _log.warning("%s refuses writes since one failed: reopening it", self.path)
             self._engine.close()
             self._open()
@@ -586,7 +576,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
-                f"{self._calls.under_way}; close it again when they have ended"
+                f"{self._calls.running}; close it again when they have ended"
             )
         with self._recovering, self._tables_lock:
             if self._released:

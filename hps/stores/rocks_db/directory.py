@@ -125,11 +125,7 @@ def locking_process(path: Path) -> int:
 
 
 def lock_directory(path: Path) -> int:
-    """Lock a database against other writers, as RocksDB does, until the returned file is closed.
-
-    Raises:
-        DatabaseError: another process has it open, or the file cannot be opened.
-    """
+    """Lock a database against other writers, as RocksDB does, until the returned file is closed."""
     doing = "locking the database"
     try:
         file = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -144,11 +140,7 @@ def lock_directory(path: Path) -> int:
 
 
 def seal(path: Path, previous: Seal | None) -> Seal | None:
-    """Store the present length and checksum of the MANIFEST; `previous` saves reading the sealed part.
-
-    Raises:
-        DatabaseError: the seal cannot be written.
-    """
+    """Store the present length and checksum of the MANIFEST; `previous` saves reading the sealed part."""
     try:
         name = (path / _CURRENT).read_text().strip()
         size, crc = (previous.size_bytes, previous.crc32) if previous and previous.manifest == name else (0, 0)
@@ -194,11 +186,7 @@ def _check_seal(path: Path) -> None:
 
 
 def cut_logs(path: Path, ends: dict[str, int]) -> None:
-    """Cut off the damaged, unacknowledged ends of logs, by name: they would hang RocksDB.
-
-    Raises:
-        DatabaseError: a log cannot be written.
-    """
+    """Cut off the damaged, unacknowledged ends of logs, by name: they would hang RocksDB."""
     for name, size in ends.items():
         _log.warning("opening the database %s: cut the damaged, unacknowledged end of %s at %d bytes", path, name, size)
         try:
@@ -208,11 +196,7 @@ def cut_logs(path: Path, ends: dict[str, int]) -> None:
 
 
 def check_room(path: Path, size_bytes: int) -> None:
-    """Check that a file of this size can be written.
-
-    Raises:
-        OSError: it could not.
-    """
+    """Check that a file of this size can be written."""
     trial = path / STAGING / "room"
     trial.parent.mkdir(exist_ok=True)  # a start on a full disk may not have made one
     try:
@@ -223,7 +207,6 @@ def check_room(path: Path, size_bytes: int) -> None:
 
 
 def clear_staging(path: Path) -> None:
-    """Create an empty directory for files to load; remove those of a killed process."""
     staging = path / STAGING
     try:
         if staging.exists():

@@ -3,7 +3,7 @@
 Undocumented behaviour of the binding that this module handles (all observed with rocksdict 0.3.29):
 
 - `write`, `ingest_external_file` and every `SstFileWriter` call hold the interpreter lock; multi-gets, `flush`, `flush_wal`
-  and `compact_range` do not. So a write must never wait inside RocksDB, and an ingest must find nothing left to flush.
+  and `compact_range` do not.
 - An iterator that meets a damaged block ends as if at the last row; only `RdictIter.status` reports the damage.
 - Iterators keep the database open, and its directory locked, until they are freed. None outlives a call here.
 - `compact_range` reports no error; RocksDB counts it as a background error.
@@ -33,7 +33,7 @@ from hps.errors import (
 )
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.pacing import pieces
-from hps.stores.rocks_db.write_ahead_log import LogSeal
+from hps.stores.rocks_db.write_ahead_log import RESTORE, LogSeal
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _SETTINGS = Path(__file__).parent / "settings"
 BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # unmerged ingested files at level 0: below the usual limit of 1024 open files
 _MERGE_READ_BYTES = 64 << 10  # read ahead, per file and merging thread
-_MERGE_THREADS = 4  # even on fewer cores: each waits for the disk half of its time
+_MERGE_THREADS = 4  # even on fewer cores: a thread waits for the disk half of its time
 _MERGE_PARTS = 16
 _FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, minimum and maximum: few open files for any table size
 WRITE_BUFFERS_BYTES = 128 << 20  # for all tables together
@@ -58,16 +58,15 @@ _MANIFEST_BYTES = 1 << 20  # then RocksDB starts a new one; reached after creati
 _TIMES_BUFFER_BYTES = 4 << 20
 _STALL_POLL_S = 0.01
 _MANY_LOGS = 128  # each sync seals their ends: 0.1 ms for this many
-_PACED_ROWS = 128  # read between two pauses of a paced thread: 0.1 ms, in which no lookup begins or ends
+_PACED_ROWS = 128  # between two pauses of a paced thread: 0.1 ms without lookups
 _SIDE_BY_SIDE = "num-files-at-level0"
 
 
 class _Threads:
-    """RocksDB's own threads, shared by all databases of a process and alive after they close.
+    """RocksDB's own threads, shared by all databases of a process and alive after they close."""
 
-    A forked child lacks them, but RocksDB does not notice: a flush waits for them forever, and RocksDB's exit handler joins
-    them, which is a segmentation fault.
-    """
+    # A forked child lacks them, but RocksDB does not detect that: a flush waits for them forever, and RocksDB's exit handler
+    # joins them, which is a segmentation fault.
 
     def __init__(self) -> None:
         self.missing = False
@@ -114,6 +113,7 @@ class Engine:
         with self._errors("reading RocksDB's settings"):
             self._options = _options(num_threads, block_cache_bytes)
             self._times_options = _times_options(_options(num_threads, 0))
+        # A write holds the interpreter lock, so it must never wait inside RocksDB: it fails instead, and `write` waits.
         self._refuse = rocksdict.WriteOptions()
         self._refuse.no_slowdown = True
         self._move = rocksdict.IngestExternalFileOptions()
@@ -161,11 +161,9 @@ class Engine:
         self.stuck = self.stuck or not (self.read_only or isinstance(error, WriteStalledError))
 
     def names(self) -> list[str]:
-        """Column families of tables."""
         return [name for name in list(self._families) if name != DEFAULT and not name.startswith(TIMES)]
 
     def family(self, name: str) -> Family | None:
-        """Return a column family; None if it does not exist."""
         return self._families.get(name)
 
     def create(self, name: str) -> Family:
@@ -210,7 +208,7 @@ class Engine:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, family: Family, keys: list[bytes], doing: str) -> list[bytes | None]:
-        """Return the values of keys, given in RocksDB's order; None for an absent key. Releases the interpreter lock."""
+        """Return the values of keys, given in RocksDB's order; None for an absent key."""
         with self._errors(doing):
             values: list[bytes | None] = family.get(keys)
         return values
@@ -232,7 +230,7 @@ class Engine:
                 found = iter(open_at(start))
                 for piece in pieces(missing, missing, _PACED_ROWS * width):
                     fields += islice(found, piece.stop - piece.start)
-                del found  # it would keep the database alive
+                del found  # an iterator keeps the database open
                 start = after(fields[-width]) if fields else start
                 if len(fields) < rows * width and not self._has_more(family, start):
                     break
@@ -247,7 +245,7 @@ class Engine:
                 probe.status()
             return valid
         finally:
-            del probe  # an error's traceback would keep the iterator, and thus the database, alive
+            del probe  # an error's traceback would keep the iterator, and so the database, open
 
     def figure(self, family: Family, name: str) -> int:
         """Return an integer property of a column family, such as `estimate-num-keys`; 0 if RocksDB does not know it."""
@@ -255,13 +253,11 @@ class Engine:
             return int(family.property_value(f"rocksdb.{name}") or 0)
 
     def last_sequence(self) -> int:
-        """Return the sequence number of the last write."""
         return int(self._db.latest_sequence_number())
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_writable(self, doing: str) -> None:
-        """Raise ReadOnlyError if the database was opened with read_only."""
         if self.read_only:
             raise ReadOnlyError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
 
@@ -295,7 +291,7 @@ class Engine:
             time.sleep(_STALL_POLL_S)
 
     def flush(self, family: Family, doing: str) -> None:
-        """Flush a column family's memtables to a file. Releases the interpreter lock."""
+        """Flush a column family's memtables to a file."""
         with self._write_errors(doing):
             family.flush()
 
@@ -315,7 +311,8 @@ class Engine:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def start_load(self, family: Family, doing: str) -> None:
-        """Keep ingested files unmerged until `settle`: merging during the load would write every row many times."""
+        """Leave ingested files unmerged until `settle`."""
+        # Merging during the load would write every row many times.
         with self._errors(doing):
             family.set_options({"disable_auto_compactions": "true"})
 
@@ -338,7 +335,7 @@ class Engine:
         if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
             self._merge(family, doing)
         with self._write_errors(doing):
-            family.flush()  # else the ingest flushes, while holding the interpreter lock
+            family.flush()  # otherwise the ingest flushes with the interpreter lock held
             family.ingest_external_file([str(staged)], self._move)
 
     def settle(self, family: Family, doing: str) -> None:
@@ -369,19 +366,21 @@ class Engine:
         failures = self.figure(family, "background-errors")
         least, most = _FILE_BYTES
         with self._errors(doing):
-            # A thread merges at least one file: with files of the usual size, one thread would merge a small table alone.
+            # A thread merges at least one file. With files of the usual size a small table would be one file, and one thread's
+            # work.
             family.set_options({"target_file_size_base": str(max(least, min(needed // _MERGE_PARTS, most)))})
             family.compact_range(None, None, options)
             family.set_options({"target_file_size_base": str(most)})
         if self.figure(family, "background-errors") > failures:
             self.stuck = True
-            raise DatabaseError(f"{doing} in {self.path}: merging its files failed; the newest LOG there says why")
+            raise DatabaseError(f"{doing} in {self.path}: merging its files failed; see the newest LOG there")
 
 
 class _TypedErrors:
-    """Turns the engine's bare exceptions into typed errors. *One per use.*"""
+    """Converts the engine's bare exceptions to typed errors. *One per use.*"""
 
-    __slots__ = ("_doing", "_on_error", "_path")  # a class: a generator would take a twentieth of a small fetch's time
+    # A class, since a generator would take a twentieth of a small fetch's time.
+    __slots__ = ("_doing", "_on_error", "_path")
 
     def __init__(self, doing: str, path: Path, on_error: Callable[[DatabaseError], None] | None = None) -> None:
         self._doing = doing
@@ -391,7 +390,7 @@ class _TypedErrors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Raised by the binding; anything else is our own bug.
+        # The binding raises these; other exceptions are bugs of ours.
         if type(error) is Exception or isinstance(error, OSError | rocksdict.DbClosedError):
             typed = database_error(str(error), self._doing, self._path)
             if self._on_error:
@@ -407,6 +406,7 @@ class DiskFullError(DatabaseError):
     """The file system takes no more bytes."""
 
 
+# Phrases in the engine's messages, the resulting error, and the advice.
 _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("lock hold by current process", "While lock file"),
@@ -437,10 +437,9 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
         ("Corruption", "No such file or directory"),  # RocksDB names only files that it has written
         DatabaseCorruptError,
         "Files are damaged or missing, so nothing is read from there; `hps check-database {path}` lists what is readable. "
-        "Restore the directory from a backup, or remove it and load the models again",
+        + RESTORE,
     ),
 )
-"""Phrases in the engine's messages, the resulting error, and the advice."""
 
 
 def database_error(message: str, doing: str, path: Path) -> DatabaseError:
@@ -453,7 +452,6 @@ def database_error(message: str, doing: str, path: Path) -> DatabaseError:
 
 
 def after(key: bytes) -> bytes:
-    """Return the first possible key after `key`."""
     return key + b"\0"
 
 
@@ -469,6 +467,9 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     if block_cache_bytes:
         block.set_block_cache(rocksdict.Cache.new_hyper_clock_cache(block_cache_bytes, BLOCK_BYTES))
     else:
+        # Blocks are not compressed, so the kernel's page cache holds the same bytes and releases them under pressure. A block
+        # cache smaller than the rows in use costs more than it saves (benchmarks/bench_rocks_db.py). Memory-mapped reads would
+        # be faster still, but a truncated file would then kill the process.
         block.disable_cache()
     options, _ = rocksdict.Options.load_latest(str(_SETTINGS))  # in raw mode
     options.create_if_missing(True)
@@ -497,11 +498,9 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
 
 
 def _times_options(options: "rocksdict.Options") -> "rocksdict.Options":
-    """Return settings for write times, written with every row and rarely read.
-
-    Inserting into a vector takes a tenth of the time of a skip list, which would slow insertions by a third. A read sorts the
-    vector, so it stays small: 4 MB are 120,000 rows and some 30 ms.
-    """
+    """Return settings for write times, written with every row and rarely read."""
+    # Inserting into a vector takes a tenth of the time of a skip list, which would slow insertions by a third. A read sorts the
+    # vector, so it is kept small: 4 MB are 120,000 rows and some 30 ms.
     options.set_memtable_prefix_bloom_ratio(0.0)
     options.set_memtable_whole_key_filtering(False)
     options.set_memtable_factory(rocksdict.MemtableFactory.vector())

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from hps.errors import DatabaseCorruptError
-from hps.stores.base import LOAD_AGAIN, DatabaseReport, TableCheck
+from hps.stores.base import LOAD_ADVICE, DatabaseReport, TableCheck
 from hps.stores.rocks_db import directory
 from hps.stores.rocks_db.engine import DEFAULT, Engine, after
 from hps.stores.rocks_db.table import width_of
@@ -30,7 +30,7 @@ def inspect(path: Path) -> DatabaseReport:
     for table in report.tables:
         if table.damage:
             report.damages.append(f"table {table.tag}: {table.damage}")
-            report.cures.append(f"table {table.tag}: {RESTORE}, or only the table. {LOAD_AGAIN}")
+            report.cures.append(f"table {table.tag}: {RESTORE}, or only the table. {LOAD_ADVICE}")
     return report
 
 
@@ -42,7 +42,6 @@ def oldest_needed_log(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path, ends: dict[str, int], *, torn: bool) -> Iterator[Engine]:
-    """Open a view of a database without the logs beyond `ends`."""
     engine = Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
     view = directory.opened_in_view(path, partial(engine.open, exists=True, torn=torn), ends)
     try:

@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict, replace
 
 from hps.errors import DatabaseCorruptError
-from hps.stores.base import LOAD_AGAIN, LoadRecord
+from hps.stores.base import LOAD_ADVICE, LoadRecord
 from hps.stores.rocks_db.change_order import log_records
 from hps.stores.rocks_db.engine import DEFAULT, Engine, after
 
-_PREFIX = b"hps-server/load/"  # in RocksDB's own column family, where HugeCTR keeps nothing
-_TIME = b"hps-server/loaded-at/"  # apart, so that releases which do not know it can read the record
+_PREFIX = b"hps-server/load/"  # in RocksDB's own column family, which HugeCTR does not use
+_TIME = b"hps-server/loaded-at/"  # separate, so that older releases can read the record
 _WRITER = b"hps-server/writer/"
 _DROPPED = LoadRecord("", 0, 1)
 
@@ -21,11 +21,7 @@ class LoadRecords:
         self._engine = engine
 
     def get(self, tag: str) -> LoadRecord | None:
-        """Read the record of a table; None if there is none.
-
-        Raises:
-            DatabaseCorruptError: the stored value is not a record.
-        """
+        """Read the record of a table; None if there is none."""
         doing = f"reading the load record of table {tag}"
         data, loaded_at = self._engine.get(self._engine.family(DEFAULT), [_key(tag), _TIME + tag.encode()], doing)
         if data is None:
@@ -33,7 +29,7 @@ class LoadRecords:
         try:
             return LoadRecord(**json.loads(data), loaded_at_us=int(loaded_at or 0))
         except (ValueError, TypeError) as error:
-            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {LOAD_AGAIN}") from error
+            raise DatabaseCorruptError(f"{doing}: got {data[:100]!r}, expected a load record. {LOAD_ADVICE}") from error
 
     def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
         """Store that more of the files is loaded, durably on return.
@@ -44,22 +40,19 @@ class LoadRecords:
         before = self.get(tag)
         if before is not None and before.modified and before.fingerprint == record.fingerprint:
             record = replace(record, modified=True)
-        self._put(tag, record, f"remembering the load of table {tag}")
+        self._put(tag, record, f"recording the load of table {tag}")
         return record
 
     def mark_modified(self, tag: str) -> None:
-        """Mark a table as modified, durably on return."""
         record = self.get(tag)
         if record is not None and not record.modified:
             self._put(tag, replace(record, modified=True), f"marking table {tag} as modified")
 
     def writer(self, tag: str) -> str | None:
-        """Read the token of a modified table; None if none is stored."""
         (data,) = self._engine.get(self._engine.family(DEFAULT), [_WRITER + tag.encode()], f"reading the writer of table {tag}")
         return None if data is None else data.decode()
 
     def name_writer(self, tag: str, token: str) -> None:
-        """Store another token of a modified table, durably on return."""
         doing = f"naming the writer of table {tag}"
         self._engine.write({DEFAULT: ([_WRITER + tag.encode()], [token.encode()])}, {}, doing)
         self._engine.sync(doing)
@@ -86,8 +79,8 @@ class LoadRecords:
     def remove(self, tag: str) -> None:
         """Remove a table's records, durably on return."""
         doing = f"forgetting the load of table {tag}"
-        own = [_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)]
-        self._engine.write({}, {DEFAULT: [*own, *log_records(tag)]}, doing)
+        keys = [_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)]
+        self._engine.write({}, {DEFAULT: [*keys, *log_records(tag)]}, doing)
         self._engine.sync(doing)
 
     def _put(self, tag: str, record: LoadRecord, doing: str) -> None:

@@ -7,8 +7,7 @@ The time of a row's last online write is the value of the same key in a second c
 table keeps HugeCTR's layout. If the table has followed a log of updates, the time is followed by the change's place in the
 order of all changes (`change_order.py`), and deleted rows have values, too.
 
-The engine takes and returns lists of `bytes`. C code makes and joins them (`tolist`, `join`, `map`), never a Python loop. Since
-that code holds the interpreter lock, the table works in pieces of `piece_rows`, between which other threads can run.
+The engine takes and returns lists of `bytes`. C code builds and joins them (`tolist`, `join`, `map`), never a Python loop.
 """
 
 import secrets
@@ -26,10 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
+from hps.errors import DatabaseCorruptError, UnknownTableError
 from hps.ground.threads.pacing import pieces
 from hps.ground.threads.thread_pool import POOL
-from hps.stores.base import LOAD_AGAIN, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, exclusive
 from hps.stores.rocks_db.change_order import LATEST, OLDER, UNCERTAIN, ChangeOrder
 from hps.stores.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
@@ -49,7 +48,7 @@ _EXACT_ROWS = 1 << 17  # tables up to this size are counted, which takes some 50
 class RocksTable:
     """Rows of one column family. *Thread-safe.*
 
-    One lock serialises writers, so that a load and its record are never taken for unmodified. Readers never take it.
+    One lock serialises writers, so that a load and its record never count as unmodified. Readers never take it.
     """
 
     def __init__(
@@ -63,14 +62,15 @@ class RocksTable:
         self._times = engine.family(TIMES + tag)
         self._writing = threading.Lock()
         self._write_timeout_s = write_timeout_s
-        self._loading = False  # until `settle`, files lie side by side
+        self._loading = False  # until `settle`, files are unmerged
         self._dropped = False
-        self._changes = 0  # writes that have ended
-        self._counted = (-1, 0)  # how many of them there had been when the rows were counted, and the rows
-        self._marked = False  # its record, if any, says that it was modified
+        self._changes = 0  # finished writes
+        self._counted = (-1, 0)  # `_changes` at the last count of rows, and the count
+        self._marked = False  # whether its record, if any, counts it as modified
         self._writer = records.writer(tag)
-        self._writer_waits = False  # to be stored when there is room
+        self._writer_waits = False  # to be stored once the disk has room
         self._order = ChangeOrder(engine, tag)
+        # That C code holds the interpreter lock, so the table works in pieces, between which other threads can run.
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
         self._write_rows = min(max_batch_size, self._piece_rows)
@@ -94,14 +94,14 @@ class RocksTable:
                 rows = missing[start : min(start + self._fetch_rows, last)]
                 batch = _key_list(keys[rows])
                 values = self._engine.get(self._family, batch, doing)
-                vectors, there = self._joined(batch, values)
-                if there is not None:
-                    rows = rows[there]
+                vectors, mask = self._joined(batch, values)
+                if mask is not None:
+                    rows = rows[mask]
                 out[rows] = vectors
                 found[rows] = True
                 filled.append(rows.size)
 
-        POOL.run(missing.size, _ROWS_WORTH_A_THREAD, part)  # in RocksDB's order, whatever thread has which part
+        POOL.run(missing.size, _ROWS_WORTH_A_THREAD, part)  # each part is in RocksDB's order
         return sum(filled)
 
     def chunk(self, start: bytes, rows: int, doing: str) -> tuple[KeyArray, FloatArray, bytes]:
@@ -137,7 +137,7 @@ class RocksTable:
 
     def written_at(self, keys: KeyArray) -> IndexArray:
         """As `PersistentDatabase.written_at`; of a load and an online write, the later time counts."""
-        doing = f"asking when rows of table {self.tag} were written"
+        doing = f"reading when rows of table {self.tag} were written"
         keys = check_keys(doing, keys)
         record = self._records.get(self.tag)
         loaded_at = record.loaded_at_us if record else 0
@@ -146,8 +146,8 @@ class RocksTable:
         for start in range(0, keys.size, self._fetch_rows):
             rows = order[start : start + self._fetch_rows]
             batch = _key_list(keys[rows])
-            there = np.fromiter(_presence(self._engine.get(self._family, batch, doing)), np.bool_, rows.size)
-            written[rows[there]] = np.maximum(self._last_changes(batch, doing)[there, 0], loaded_at)
+            present = np.fromiter(_presence(self._engine.get(self._family, batch, doing)), np.bool_, rows.size)
+            written[rows[present]] = np.maximum(self._last_changes(batch, doing)[present, 0], loaded_at)
         return written
 
     def _last_changes(self, keys: list[bytes], doing: str) -> IndexArray:
@@ -157,12 +157,11 @@ class RocksTable:
             values = self._engine.get(self._times, keys, doing)
             known = np.fromiter(_presence(values), np.bool_, len(keys))
             present: Any = compress(values, known)
-            whole = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
-            last[known] = np.frombuffer(b"".join(whole), "<i8").reshape(-1, 2)
+            padded = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
+            last[known] = np.frombuffer(b"".join(padded), "<i8").reshape(-1, 2)
         return last
 
     def stored_bytes(self) -> int:
-        """Return the size of its files and of the rows that are not yet in files."""
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")
         families = [family for family in (self._family, self._times) if family is not None]
         return sum(self._engine.figure(family, figure) for family in families for figure in figures)
@@ -176,18 +175,18 @@ class RocksTable:
         Raises:
             DatabaseCorruptError: a value is not a vector of this width.
         """
-        there = None
+        mask = None
         present: Sequence[bytes | None] = values
         try:
             sizes = set(map(len, values))  # type: ignore[arg-type]
         except TypeError:  # None has no length: a key is absent
-            there = np.fromiter(_presence(values), np.bool_, len(values))
-            present = list(compress(values, there))
+            mask = np.fromiter(_presence(values), np.bool_, len(values))
+            present = list(compress(values, mask))
             sizes = set(map(len, present))  # type: ignore[arg-type]
         if not sizes <= {4 * self.dim}:
             raise self._damaged((key, value) for key, value in zip(keys, values, strict=True) if value is not None)
         joined = np.frombuffer(b"".join(present), "<f4").reshape(-1, self.dim)  # type: ignore[arg-type]
-        return joined.astype(np.float32, copy=False), there
+        return joined.astype(np.float32, copy=False), mask
 
     def _split_rows(self, flat: Sequence[bytes]) -> tuple[KeyArray, FloatArray]:
         """Join keys and values of an iterator: key, value, key, value, ...
@@ -205,13 +204,13 @@ class RocksTable:
         return rows["key"].astype(np.int64, copy=False), rows["vector"].astype(np.float32, copy=False)
 
     def _damaged(self, rows: Iterable[tuple[bytes, bytes]]) -> DatabaseCorruptError:
-        """Make the error for the first row of another size than the table's."""
+        """Build the error for the first row of a wrong size."""
         key, value = next(row for row in rows if (len(row[0]), len(row[1])) != (_KEY_BYTES, 4 * self.dim))
         name = int.from_bytes(key, "little", signed=True) if len(key) == _KEY_BYTES else f"0x{key.hex()}"
         return DatabaseCorruptError(
             f"reading table {self.tag} in {self._engine.path}: the row of key {name} has a vector of {len(value)} bytes, "
-            f"expected keys of {_KEY_BYTES} and vectors of {4 * self.dim} bytes. Something else wrote it: insert the key "
-            f"again, or: {LOAD_AGAIN}"
+            f"expected keys of {_KEY_BYTES} and vectors of {4 * self.dim} bytes. Another program wrote it: insert the key "
+            f"again, or: {LOAD_ADVICE}"
         )
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -221,7 +220,6 @@ class RocksTable:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Add or replace rows, durably on return."""
         doing = f"inserting into table {self.tag}"
         keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
@@ -232,7 +230,6 @@ class RocksTable:
             self._engine.sync(doing)
 
     def delete(self, keys: KeyArray) -> int:
-        """Remove and count rows, durably on return."""
         doing = f"deleting from table {self.tag}"
         keys = check_keys(doing, keys)
         distinct = keys[_last_of_each(keys)]
@@ -242,13 +239,13 @@ class RocksTable:
             written = self._changed_now(keys)
             for rows in pieces(distinct.size, self._write_rows):
                 batch = _key_list(distinct[rows])
-                there = self._present(batch, doing)
+                present = self._present(batch, doing)
                 if self._order.next:
-                    self._engine.write({times: (batch, written)}, {self.tag: there}, doing)
+                    self._engine.write({times: (batch, written)}, {self.tag: present}, doing)
                 else:
                     names = [self.tag] if self._times is None else [self.tag, times]
-                    self._engine.write({}, dict.fromkeys(names, there), doing)
-                deleted += len(there)
+                    self._engine.write({}, dict.fromkeys(names, present), doing)
+                deleted += len(present)
             self._engine.sync(doing)
         return deleted
 
@@ -259,7 +256,8 @@ class RocksTable:
         return repeat(_CHANGE.pack(now, sequence) if sequence else _TIME.pack(now))
 
     def _present(self, keys: list[bytes], doing: str) -> list[bytes]:
-        """Keep the present keys: deletion marks of absent keys would slow down later reads."""
+        """Select the present keys."""
+        # A deletion writes a mark even for an absent key, and each mark slows down later reads.
         return list(compress(keys, _presence(self._engine.get(self._family, keys, doing)))) if keys else []
 
     # -- updates of a log ---------------------------------------------------------------------------------------------
@@ -269,7 +267,9 @@ class RocksTable:
             return dict(self._order.positions)
 
     def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        """As `OrderedWrites.apply`. The last write has the positions, so that they never count missing rows."""
+        """As `OrderedWrites.apply`."""
+        # The first write has the highest sequence, so that no row ever has a higher one; the last write has the positions, so
+        # that they never count missing rows. A crash in between leaves a state from which the batch can be applied again.
         doing = f"updating table {self.tag}"
         check_rows(doing, changes.keys, changes.vectors, self.dim)
         with self._alone(doing):
@@ -293,7 +293,10 @@ class RocksTable:
         verdicts = self._order.judge(keys, sequences)
         doubtful = np.flatnonzero(verdicts == UNCERTAIN)
         if doubtful.size and self._times is not None:
-            self._engine.flush(self._times, doing)  # reading a key that is not in a file would sort the memtable
+            # The memtable of the times is an unsorted vector, which RocksDB sorts for each read of a key. So it is written to a
+            # file first. That also starts a new log each time, and logs with unflushed rows of other families stay: these are
+            # flushed once there are many.
+            self._engine.flush(self._times, doing)
             if self._engine.logs_pile_up:
                 for family in (self._family, self._engine.family(DEFAULT)):
                     self._engine.flush(family, doing)
@@ -310,10 +313,10 @@ class RocksTable:
         written = np.empty((rows.size, 2), "<i8")
         written[:, 0], written[:, 1] = time.time_ns() // 1000, changes.sequences[rows]
         keys = _key_list(changes.keys[rows])
-        upserts, gone = keys, []
+        upserts, removed = keys, []
         if changes.deleted is not None:
             deleted = changes.deleted[rows]
-            upserts, gone = list(compress(keys, ~deleted)), self._present(list(compress(keys, deleted)), doing)
+            upserts, removed = list(compress(keys, ~deleted)), self._present(list(compress(keys, deleted)), doing)
             rows = rows[~deleted]
         puts: dict[str, tuple[Iterable[bytes], Iterable[bytes]]] = {
             self.tag: (upserts, _vector_list(changes.vectors[rows])),
@@ -321,7 +324,7 @@ class RocksTable:
         }
         if records:
             puts[DEFAULT] = (records.keys(), records.values())
-        self._engine.write(puts, {self.tag: gone}, doing)
+        self._engine.write(puts, {self.tag: removed}, doing)
 
     def load(
         self,
@@ -342,9 +345,9 @@ class RocksTable:
                     self._engine.stage(self._sorted_pieces(keys, vectors, self._piece_rows), staged, doing)
                     before = self._records.get(self.tag)
                     if before is None or before.fingerprint != record.fingerprint:
-                        # Without a record the rows would be taken for HugeCTR's, and for a whole table.
-                        nothing = replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum="")
-                        self._records.advance(self.tag, nothing)
+                        # Rows without a record would count as HugeCTR's, and as a complete table.
+                        empty = replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum="")
+                        self._records.advance(self.tag, empty)
                     self._engine.ingest(self._family, staged, doing)
                 finally:
                     staged.unlink(missing_ok=True)
@@ -368,8 +371,8 @@ class RocksTable:
         return self._order.follows
 
     def is_replaced_by(self, keys: KeyArray, record: LoadRecord) -> bool:
-        """Return whether a chunk begins to load other files into a table that has followed a log."""
-        if not self.follows_log or (not keys.size and record.complete):  # the record of files that were only moved
+        """Return whether a chunk starts a load of other files into a table that has followed a log."""
+        if not self.follows_log or (not keys.size and record.complete):  # the record of moved files
             return False
         before = self._records.get(self.tag)
         return before is None or before.fingerprint != record.fingerprint
@@ -390,7 +393,7 @@ class RocksTable:
         self._loading = False
 
     def renew(self, engine: Engine, records: LoadRecords) -> None:
-        """Continue after the engine was reopened, or with another one; no other call may run."""
+        """Switch to a reopened or another engine; no other call may run."""
         self._engine, self._records = engine, records
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._order = ChangeOrder(self._engine, self.tag)
@@ -399,28 +402,28 @@ class RocksTable:
             self._name_writer(str(self._writer))
 
     def retire(self) -> None:
-        """Refuse writes from now on, since another table may soon have the name by which RocksDB knows this one."""
+        """Refuse writes from now on."""
+        # RocksDB addresses families by name in a batch, and another table may soon have this one's name.
         with self._alone(f"dropping table {self.tag}"):
             self._dropped = True
 
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
         self._engine.check_writable(doing)
-        if not self._writing.acquire(timeout=self._write_timeout_s):
-            raise DatabaseTimeoutError(
-                f"{doing} in {self._engine.path}: another write to the table did not end within {self._write_timeout_s:g} s; "
-                "try again"
-            )
-        try:
-            if self._dropped:
-                raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
-            yield
-        except BaseException:
-            self._order.invalidate()  # it may have noted unwritten changes
-            raise
-        finally:
-            self._changes += 1
-            self._writing.release()
+        busy = (
+            f"{doing} in {self._engine.path}: another write to the table did not end within {self._write_timeout_s:g} s; "
+            "try again"
+        )
+        with exclusive(self._writing, self._write_timeout_s, busy):
+            try:
+                if self._dropped:
+                    raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
+                yield
+            except BaseException:
+                self._order.invalidate()  # it may have recorded unwritten changes
+                raise
+            finally:
+                self._changes += 1
 
     def writer_token(self) -> str | None:
         """Return the stored token of a modified table; a new one if an older release modified it."""
@@ -468,7 +471,7 @@ def width_of(engine: Engine, tag: str) -> int | None:
     if len(key) != _KEY_BYTES or len(value) % 4 or not value:
         raise DatabaseCorruptError(
             f"opening table {tag} in {engine.path}: its first row has a key of {len(key)} bytes and a value of {len(value)}, "
-            f"expected {_KEY_BYTES} and a multiple of 4 (also if its keys had 32 bits). {LOAD_AGAIN}"
+            f"expected {_KEY_BYTES} and a multiple of 4 (also if its keys had 32 bits). {LOAD_ADVICE}"
         )
     return len(value) // 4
 

@@ -196,11 +196,7 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
 
 
 def check_manifest(path: Path) -> None:
-    """Refuse a MANIFEST, which has the format of a log, that would hang RocksDB.
-
-    Raises:
-        DatabaseCorruptError: RocksDB would hang.
-    """
+    """Refuse a MANIFEST, which has the format of a log, that would hang RocksDB."""
     try:
         name = (path / "CURRENT").read_text().strip()
         hangs = _hanging_record(path / name, 0)
@@ -229,7 +225,6 @@ def record_after(log: Path, sequence: int) -> int:
 
 
 def damaged(path: Path, name: str, damage: str) -> DatabaseCorruptError:
-    """Build the error for a file with missing rows."""
     return DatabaseCorruptError(
         f"opening the database {path}: {path / name} is damaged: {damage}. Acknowledged rows would be missing unnoticed. "
         f"`hps check-database {path}` lists what is readable. {RESTORE}"
@@ -237,7 +232,6 @@ def damaged(path: Path, name: str, damage: str) -> DatabaseCorruptError:
 
 
 def unreadable(path: Path, error: OSError) -> DatabaseError:
-    """Build the error for a directory that cannot be read."""
     return DatabaseError(f"opening the database {path}: {error}; this process must be able to read it")
 
 

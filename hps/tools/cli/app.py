@@ -69,7 +69,7 @@ def _hps(
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
     serve, load, lookup, plan, row-formats, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter
-    server does. top, models, deploy, undeploy, rollback, unpin and refresh ask a running server (--url or HPS_URL; the token
+    server does. top, models, deploy, undeploy, rollback, unpin and refresh call a running server (--url or HPS_URL; the token
     is in HPS_ADMIN_TOKEN).
     """
     if version:

@@ -49,7 +49,7 @@ def reported() -> Iterator[None]:
         console = Console(stderr=True, highlight=False)
         console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, _WRONG_INPUT) else 1) from error
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         raise
     except (OSError, UnicodeError) as error:  # of files that the command writes
         typer.echo(f"error: {error}".encode("utf-8", "backslashreplace"), err=True)
@@ -65,18 +65,18 @@ def rows_text(rows: int) -> str:
 
 
 def screen(least_width: int = 0) -> Console:
-    """Make a console for tables, which in a pipe is as wide as they are.
+    """Make a console for tables, which is wide enough for them in a pipe.
 
     Args:
         least_width: on a narrower terminal, lines are wrapped, not cut.
     """
-    made = Console(highlight=False, markup=False)
-    made.width = max(made.width, least_width) if made.is_terminal else _PIPE_WIDTH
-    return made
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, least_width) if console.is_terminal else _PIPE_WIDTH
+    return console
 
 
 def table(words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]] = (), *, title: str = "") -> "Table":
-    """Make a table: columns of words, then columns of figures, which are never folded. One with a title has lines."""
+    """Make a table of text columns, then columns of figures, which are never folded. A table with a title has borders."""
     from rich.table import Table
 
     made = Table(title=title) if title else Table(box=None, pad_edge=False)
@@ -94,7 +94,7 @@ _FIGURES_WIDTH = 68  # figures, the shortest bar and the spaces between them
 
 
 class _Figures:
-    """The text beside a bar. It is computed at each redraw, so that it shows a stalled source."""
+    """The text next to a bar, computed at each redraw, so that it shows a stalled source."""
 
     def __init__(self, table: TableProgress) -> None:
         self.table = table
@@ -163,8 +163,8 @@ def progress(level: str | None = None, lines: logging.Formatter | None = None) -
     """Set up logging and show progress, as bars on a terminal and as log lines elsewhere.
 
     Args:
-        level: least level to log; by default warnings on a terminal, and information elsewhere.
-        lines: writes the log lines of a service, which look the same on a terminal.
+        level: minimum level to log; by default warning on a terminal, and info elsewhere.
+        lines: formats the log lines of a service, also on a terminal.
     """
     console = Console(stderr=True)
     handler = _ConsoleHandler(console) if console.is_terminal else logging.StreamHandler()

@@ -1,7 +1,9 @@
-"""Options of the commands that ask a running server, and changes of its models."""
+"""Options of the commands that call a running server, and changes of its models."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from urllib.parse import quote
@@ -50,8 +52,35 @@ _ANSWER_S = 30.0
 _TOKEN_BYTES = 1 << 16
 
 
+def server_command(url: Any = Url) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function whose first parameter is the client of a running server.
+
+    Args:
+        url: the parameter with the URL: an option, or an argument (`ServerUrl`).
+    """
+    # Typer reads a command's parameters from its signature, so the options of the server are declared here, once.
+    options = {"url": (url, LOCAL), "token": (Token, ""), "token_file": (TokenFile, None), "cert": (Certificate, None)}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**arguments: Any) -> None:
+            with console.reported():
+                server = running_server(*(arguments.pop(name) for name in options))
+                command(server, **arguments)
+
+        _, *parameters = signature(command).parameters.values()
+        kind = Parameter.KEYWORD_ONLY
+        parameters = [parameter.replace(kind=kind) for parameter in parameters]
+        parameters += [Parameter(name, kind, default=default, annotation=of) for name, (of, default) in options.items()]
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
 def running_server(url: str, token: str, token_file: Path | None, certificate: Path | None) -> "Client":
-    """Return the server of these options.
+    """Make the client of a server.
 
     Raises:
         InvalidInputError: the URL is invalid, or a file cannot be read.
@@ -74,7 +103,7 @@ def change_model(server: "Client", model: str, verb: str, body: Mapping[str, Any
         The server's description of the change.
 
     Raises:
-        InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
+        HPSError: the server refused the change, or it failed; with the server's message.
     """
     change: dict[str, Any] = server.ask(f"{_path(model)}/{verb}?wait=false", "POST", body)
     if wait:
@@ -84,22 +113,24 @@ def change_model(server: "Client", model: str, verb: str, body: Mapping[str, Any
 
 
 def change_fleet(server: "Client", model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
-    """Change what every replica serves of a model; with `wait`, until the asked server has followed or tried.
+    """Change the version that every replica serves; with `wait`, until this server has followed or failed to.
 
     Returns:
         The server's description of the document, and whether it follows.
 
     Raises:
-        InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
+        HPSError: the server refused the change, or it failed; with the server's message.
     """
     answer: dict[str, Any] = server.ask(f"{_path(model)}/fleet", "POST", {"change": verb, **body})
     number = answer["number"]
     while wait and (answer["pending"] or answer["number"] < number):
         time.sleep(_PAUSE_S)
-        found = [entry["fleet"] for entry in server.ask("/v1/models")["models"] if entry["name"] == model and "fleet" in entry]
-        if not found:
+        statuses = [
+            entry["fleet"] for entry in server.ask("/v1/models")["models"] if entry["name"] == model and "fleet" in entry
+        ]
+        if not statuses:
             raise errors.HPSError(f"changing what the fleet serves of model {model!r}: it was written, and this server left it")
-        answer = found[0]
+        answer = statuses[0]
     return answer
 
 
@@ -121,7 +152,7 @@ def _follow(server: "Client", change: dict[str, Any], progress: "Progress") -> d
         change = latest[0]
         table = change.get("table")
         if tag and change.get("status", 0) < 400 and (table is None or f"{name}.{table['name']}" != tag):
-            progress.advance(tag, rows - rows_done)  # those since the last answer
+            progress.advance(tag, rows - rows_done)  # since the last answer
             progress.finish(tag)
             tag = ""
         if table is not None:

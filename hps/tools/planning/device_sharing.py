@@ -103,28 +103,28 @@ def forecast_sharings(forecasts: Sequence[Forecast], devices: int) -> list[Shari
     Args:
         devices: number of GPUs, each with room for the configured share of the rows.
     """
-    found = []
+    sharings = []
     for forecast in forecasts:
-        refused = reasons_against(forecast.version, devices)
-        by_sharing = [_forecast_version(forecast, sharing, devices) for sharing in SHARINGS if sharing not in refused]
-        found += [same_table for same in zip(*by_sharing, strict=True) for same_table in same]
+        reasons = reasons_against(forecast.version, devices)
+        by_sharing = [_forecast_version(forecast, sharing, devices) for sharing in SHARINGS if sharing not in reasons]
+        sharings += [same_table for same in zip(*by_sharing, strict=True) for same_table in same]
         if len(forecast.tables) > 1:
-            found += [_all_tables(tables, forecast.weights()) for tables in by_sharing]
-    return found
+            sharings += [_all_tables(tables, forecast.weights()) for tables in by_sharing]
+    return sharings
 
 
 def reasons_against(version: ServedVersion, devices: int) -> dict[str, str]:
     """Return why GPUs cannot share the rows of a version, by those of `SHARINGS` with which they cannot."""
-    found = {}
+    reasons = {}
     if is_static(version.config):
-        found["hot"] = "embedding_cache_type is static, whose cache holds every row"
+        reasons["hot"] = "embedding_cache_type is static, whose cache holds every row"
     for sharing in ("partition", "hot"):
         _, capacities = cached_rows(_shared(version, sharing, devices), on_cuda=True)
         if devices > MOST_SHARERS:
-            found[sharing] = f"at most {MOST_SHARERS} devices share rows"
+            reasons[sharing] = f"at most {MOST_SHARERS} devices share rows"
         elif max(capacities) > MOST_SHARED_ROWS:
-            found[sharing] = f"a cache would have {max(capacities):,} rows, expected at most {MOST_SHARED_ROWS:,}"
-    return found
+            reasons[sharing] = f"a cache would have {max(capacities):,} rows, expected at most {MOST_SHARED_ROWS:,}"
+    return reasons
 
 
 def _shared(version: ServedVersion, sharing: str, devices: int) -> ServedVersion:
@@ -137,7 +137,7 @@ def _forecast_version(forecast: Forecast, sharing: str, devices: int) -> list[Sh
     config, (shared, capacities) = version.config, cached_rows(version, on_cuda=True)
     needs = cache_plan(on_cuda=True).room_for(config.tables, capacities, is_static(config), shared)
     private_rows = shared.near_rows or (0,) * len(capacities)
-    found = []
+    forecasts = []
     for table in forecast.tables:
         nth = config.embedding_table_names.index(table.table)
         trace, drawn = forecast.keys_of(table.table)
@@ -146,7 +146,7 @@ def _forecast_version(forecast: Forecast, sharing: str, devices: int) -> list[Sh
             reads = Reads(local, 1.0 - local, 0.0)
         else:
             reads = predict_reads(sharing, trace, capacities[nth], devices, private_rows[nth], config.hit_rate_threshold, drawn)
-        found.append(
+        forecasts.append(
             SharingForecast(
                 table.model,
                 table.version,
@@ -163,7 +163,7 @@ def _forecast_version(forecast: Forecast, sharing: str, devices: int) -> list[Sh
                 is_static(config) or (private_rows[nth] or capacities[nth]) >= table.certain_from,
             )
         )
-    return found
+    return forecasts
 
 
 def _all_tables(tables: Sequence[SharingForecast], weights: Mapping[str, float]) -> SharingForecast:
@@ -188,8 +188,8 @@ def _all_tables(tables: Sequence[SharingForecast], weights: Mapping[str, float])
 
 
 def _replicated_reads(trace: KeyTrace, capacity_rows: int, devices: int, threshold: float, drawn: bool) -> Reads:
-    own = _keys_by_device(trace, devices, drawn)
-    parts = [_part(trace, kept, trace.asked // len(own)) for kept in own]
+    selections = _keys_by_device(trace, devices, drawn)
+    parts = [_part(trace, selected, trace.asked // len(selections)) for selected in selections]
     misses = sum(replay(part, capacity_rows, threshold).misses for part in parts)
     hit_rate = hit_rate_of(misses, sum(part.asked for part in parts))
     return Reads(hit_rate, 0.0, 1.0 - hit_rate)
@@ -198,13 +198,13 @@ def _replicated_reads(trace: KeyTrace, capacity_rows: int, devices: int, thresho
 def _private_misses(common: Replay, capacity_rows: int, devices: int, drawn: bool) -> float:
     """Return the share of the keys that devices find in the common cache, at a neighbour, and not in their private ones."""
     trace = common.trace
-    owners, own = _owners(trace.keys, devices), _keys_by_device(trace, devices, drawn)
-    asked = trace.asked // len(own)
+    owners, selections = _owners(trace.keys, devices), _keys_by_device(trace, devices, drawn)
+    asked = trace.asked // len(selections)
     misses = 0.0
-    for device, mine in enumerate(own):
-        remote = _part(trace, mine & (owners != device) & ~common.missed, asked)
+    for device, selected in enumerate(selections):
+        remote = _part(trace, selected & (owners != device) & ~common.missed, asked)
         misses += replay(remote, capacity_rows, span=common.span).misses
-    return 1.0 - hit_rate_of(misses, len(own) * asked)
+    return 1.0 - hit_rate_of(misses, len(selections) * asked)
 
 
 def _keys_by_device(trace: KeyTrace, devices: int, drawn: bool) -> list[BoolArray]:
@@ -215,8 +215,8 @@ def _keys_by_device(trace: KeyTrace, devices: int, drawn: bool) -> list[BoolArra
     return [numbers % devices == device for device in range(devices)]
 
 
-def _part(trace: KeyTrace, kept: BoolArray, asked: int) -> KeyTrace:
-    return replace(trace, keys=trace.keys[kept], lookups=trace.lookups[kept], asked=asked)
+def _part(trace: KeyTrace, selected: BoolArray, asked: int) -> KeyTrace:
+    return replace(trace, keys=trace.keys[selected], lookups=trace.lookups[selected], asked=asked)
 
 
 @kernel(int64[::1], read_only(int64[::1]), int64)

@@ -14,7 +14,7 @@ from hps.versions.cache_sizes import is_static
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Cache sizes to predict, as shares of a table's rows."""
 CERTAIN_KEYS = 200
-"""With at least so many sampled keys in a cache, its predicted hit rate is within 0.02."""
+"""Sampled keys in a cache from which its predicted hit rate is within 0.02."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,8 @@ class Forecast:
     """Predictions for one version of a model. *One thread.*
 
     Args:
-        version: the version to predict.
-        traces: recorded keys; of several recordings of a table, the one with the most keys is used.
-        alpha: power law for tables without a recording; without it these are left out.
+        traces: recorded keys; the largest recording of a table is used.
+        alpha: power law for tables without a recording, which are otherwise omitted.
         fit: use the power law fitted to the recorded keys instead of the keys, for short recordings.
         on_cuda: whether embedding caches are on GPUs, which may share rows.
     """
@@ -90,19 +89,19 @@ class Forecast:
         _, capacities = cached_rows(version, on_cuda)
         for table, rows, capacity in zip(config.tables, version.rows, capacities, strict=True):
             names = table.model_name, table.table_name
-            own = [recorded for recorded in traces if (recorded.model, recorded.table) == names and recorded.keys.size]
-            trace = max(own, key=lambda recorded: recorded.keys.size, default=None)
+            recordings = [recorded for recorded in traces if (recorded.model, recorded.table) == names and recorded.keys.size]
+            trace = max(recordings, key=lambda recorded: recorded.keys.size, default=None)
             law = alpha if trace is None else fitted_alpha(trace)
             if law is None:
                 continue
             if trace is None or fit:
                 self._drawn.add(table.table_name)
-                used = power_law_trace(table, rows, law, table.max_keys)
+                keys = power_law_trace(table, rows, law, table.max_keys)
             else:
-                used = trace
-            used = used.thinned(distinct_share(used, MOST_KEYS))
-            self._rows[table.table_name], self._traces[table.table_name] = rows, used
-            *curve, configured = predict(used, [*(math.ceil(share * rows) for share in SHARES), capacity], self._threshold)
+                keys = trace
+            keys = keys.thinned(distinct_share(keys, MOST_KEYS))
+            self._rows[table.table_name], self._traces[table.table_name] = rows, keys
+            *curve, configured = predict(keys, [*(math.ceil(share * rows) for share in SHARES), capacity], self._threshold)
             if is_static(config):  # it is filled before lookups
                 configured = TablePrediction(rows, 1.0, 1.0)
             self.tables.append(
@@ -114,7 +113,7 @@ class Forecast:
                     round(law, 3),
                     trace is not None,
                     trace.asked / trace.seconds if trace is not None and trace.seconds else None,
-                    math.ceil(CERTAIN_KEYS / used.rate) if used.rate < 1 else 0,
+                    math.ceil(CERTAIN_KEYS / keys.rate) if keys.rate < 1 else 0,
                     tuple(curve),
                     configured,
                 )
@@ -130,8 +129,8 @@ class Forecast:
         config = self.version.config
         per_sample = dict(zip(config.embedding_table_names, config.maxnum_catfeature_query_per_table_per_sample, strict=True))
         rates = {table.table: table.keys_per_s for table in self.tables}
-        known = all(rate is not None for rate in rates.values())
-        return {name: float((rates[name] or 0.0) if known else per_sample[name]) for name in self._traces}
+        are_recorded = all(rate is not None for rate in rates.values())
+        return {name: float((rates[name] or 0.0) if are_recorded else per_sample[name]) for name in self._traces}
 
     def knows(self, table: str) -> bool:
         return table in self._traces

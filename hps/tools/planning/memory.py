@@ -28,7 +28,7 @@ PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20
 """Memory of an idle process: Python, NumPy, numba and its kernels, RocksDB's and Redis' clients."""
 _FRONT_BYTES: Final = 65 << 20
-"""Memory of a front process, and of the parent: what each does not share with the others."""
+"""Memory that a frontend process, or the parent, does not share with the others."""
 _CHUNKS: Final = 4  # chunks of model files that a load holds at once
 
 
@@ -45,7 +45,7 @@ class ServedVersion:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNeed:
-    """Memory that a version needs on one tier; `model` is empty for what all models share. *Immutable.*
+    """Memory that a version needs on one tier; `model` is empty for shared memory. *Immutable.*
 
     Attributes:
         tier: `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
@@ -98,7 +98,7 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
     """
     sources = ModelSources(configuration.model_source)
     catalog = ModelCatalog(configuration, sources)
-    found, problems = [], []
+    versions, problems = [], []
     for name in catalog.names:
         try:
             for number in catalog.to_serve(name):
@@ -110,12 +110,12 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
                 ]
                 network_bytes = 0 if version.network is None else version.network.size_bytes(sources)
                 rows = tuple(table_files.rows for table_files in files)
-                found.append(ServedVersion(config, rows, version.network, network_bytes, tuple(files)))
+                versions.append(ServedVersion(config, rows, version.network, network_bytes, tuple(files)))
         except HPSError as error:
             problems.append(f"model {name!r}: {error}")
     if problems:
         raise ConfigError("planning", problems)
-    return found
+    return versions
 
 
 def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
@@ -124,48 +124,50 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
     Args:
         on_cuda: whether embedding caches are on GPUs.
     """
-    found = [PlannedNeed("", "", "process", Need("ram", "the process itself", _PROCESS_BYTES))]
+    needs = [PlannedNeed("", "", "process", Need("ram", "the process itself", _PROCESS_BYTES))]
     stored: dict[
         tuple[str, bool], tuple[type[Database], VolatileDbConfig | PersistentDbConfig, list[tuple[str, int, int]]]
     ] = {}
-    owners = {}
+    tables_by_tag = {}
     load_bytes, plan = CHUNK_BYTES, cache_plan(on_cuda)
     for version in versions:
         config, tables = version.config, version.config.tables
         if on_cuda or not is_direct(config, implementation("cache", "cpu")):
             sharing, capacities = cached_rows(version, on_cuda)
             for device in config.deployed_device_list[: None if on_cuda else 1]:
-                needs = plan.room_for(tables, capacities, is_static(config), sharing)
+                needs_of_cache = plan.room_for(tables, capacities, is_static(config), sharing)
                 if on_cuda:
-                    needs += [
+                    needs_of_cache += [
                         Need("gpu", f"index of table {table.table_name!r} in host memory", size_bytes, table.table_name)
                         for table, size_bytes in zip(tables, index_sizes(config, version.rows), strict=False)
                     ]
                 workspaces = plan.workspaces_for(tables, config.num_of_worker_buffer_in_pool)
-                found += _of(config, "embedding_cache", needs, device if on_cuda else None)
-                found += _of(config, "workspaces", workspaces, device if on_cuda else None)
+                needs += _needs_of(config, "embedding_cache", needs_of_cache, device if on_cuda else None)
+                needs += _needs_of(config, "workspaces", workspaces, device if on_cuda else None)
         if version.network is not None:
             for on_gpu, need in network_needs(config, version.network_bytes, on_cuda):
-                found += _of(config, "network", [need], on_gpu)
+                needs += _needs_of(config, "network", [need], on_gpu)
         for tier, database, section, share in _databases(configuration, config):
-            kept = [table.stored_as(section.row_dtype) for table in tables]
-            owners.update({table.tag: (config.model, config.version, table.table_name) for table in kept})
-            rows = [(table.tag, table.width, math.ceil(share * n)) for table, n in zip(kept, version.rows, strict=True)]
-            own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
-            stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
+            stored_tables = [table.stored_as(section.row_dtype) for table in tables]
+            tables_by_tag.update({table.tag: (config.model, config.version, table.table_name) for table in stored_tables})
+            rows = [
+                (table.tag, table.width, math.ceil(share * n)) for table, n in zip(stored_tables, version.rows, strict=True)
+            ]
+            has_hash_map = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
+            stored.setdefault((tier, has_hash_map), (database, section, []))[2].extend(rows)
             load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))
     for (tier, _), (database, section, rows) in stored.items():
         for need in database.room_for(section, rows):
-            model, number, table = owners.get(need.table, ("", "", ""))
+            model, number, table = tables_by_tag.get(need.table, ("", "", ""))
             place = need.place
-            if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _links(versions, model, number):
+            if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _is_linked(versions, model, number):
                 place = "pinned"
-            found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
+            needs.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.temporary)))
     formats = {version.network.config.format for version in versions if version.network is not None}
-    found += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
+    needs += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
     if stored:
-        found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
-    return found
+        needs.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, temporary=True)))
+    return needs
 
 
 def run_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
@@ -174,67 +176,63 @@ def run_needs(configuration: Configuration, versions: Sequence[ServedVersion], o
     Raises:
         ModelFileError, NetworkError: as of `activation_needs`.
     """
-    sources, found = ModelSources(configuration.model_source), []
+    sources, needs = ModelSources(configuration.model_source), []
     for version in versions:
         if version.network is not None:
             for device, need in activation_needs(version.config, version.network.read(sources), on_cuda):
-                found += _of(version.config, "network", [need], device)
-    return found
+                needs += _needs_of(version.config, "network", [need], device)
+    return needs
 
 
-def front_needs(settings: ServiceConfig, on_cuda: bool, processors: int | None = None) -> list[PlannedNeed]:
-    """Compute what the front processes of a service take, and at most hold for clients.
+def frontend_needs(settings: ServiceConfig, on_cuda: bool, processors: int | None = None) -> list[PlannedNeed]:
+    """Compute the memory of the frontend processes of a service, with the maximum for requests and answers.
 
     Args:
         on_cuda: whether embedding caches are on GPUs, which pins the slabs.
-        processors: of the machine, for the default number of fronts; by default those that this process may use.
+        processors: of the machine, for the default number of frontends; by default those that this process may use.
     """
     processes = default_fronts(processors) if settings.fronts is None else settings.fronts
-    fronts = processes or 1  # without processes one front runs in the owner
-    held = [
+    fronts = processes or 1  # without processes one frontend runs in the engine
+    needs = [
         Need("pinned" if on_cuda else "ram", "keys and vectors of lookups", fronts * (SLAB + slab_bytes(settings, fronts))),
         Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_PAGE_BYTES),
     ]
     if processes:
-        held.insert(0, Need("ram", f"the parent and {processes} front processes", (1 + processes) * _FRONT_BYTES))
-    return [PlannedNeed("", "", "fronts", need) for need in held]
+        needs.insert(0, Need("ram", f"the parent and {processes} frontend processes", (1 + processes) * _FRONT_BYTES))
+    return [PlannedNeed("", "", "fronts", need) for need in needs]
 
 
 def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
     """Sum the needs by place; pinned memory counts as RAM, too."""
     needs = list(needs)
-    found = []
+    totals_ = []
     for place in PLACES:
         places = ("ram", "pinned") if place == "ram" else (place,)
-        here = [planned for planned in needs if planned.need.place in places]
-        if not here:
+        needs_here = [planned for planned in needs if planned.need.place in places]
+        if not needs_here:
             continue
-        devices = {planned.device for planned in here} if place == "gpu" else {None}
+        devices = {planned.device for planned in needs_here} if place == "gpu" else {None}
         fullest = (0, 0)
         for device in devices:
-            own = [planned.need for planned in here if place != "gpu" or planned.device == device]
-            size = sum(need.size_bytes for need in own if not need.passing)
-            fullest = max(fullest, (size, size + sum(need.size_bytes for need in own if need.passing)))
-        found.append(Total(place, *fullest, machine.free_bytes.get(place)))
-    return found
+            needs_of_device = [planned.need for planned in needs_here if place != "gpu" or planned.device == device]
+            size = sum(need.size_bytes for need in needs_of_device if not need.temporary)
+            fullest = max(fullest, (size, size + sum(need.size_bytes for need in needs_of_device if need.temporary)))
+        totals_.append(Total(place, *fullest, machine.free_bytes.get(place)))
+    return totals_
 
 
-def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Machine:
-    """Measure the free memory of this machine, or describe another.
-
-    Args:
-        given: free bytes by place of the other machine.
-    """
-    free, source = dict(given), dict.fromkeys(given, "as given")
+def this_machine(configuration: Configuration, overrides: Mapping[Place, int]) -> Machine:
+    """Measure the free memory of this machine; `overrides` has free bytes by place of another one."""
+    free, source = dict(overrides), dict.fromkeys(overrides, "as given")
     if "ram" not in free:
         free["ram"], source["ram"] = available_memory()
     path = Path(configuration.persistent_db.path).absolute()
     if "disk" not in free and configuration.persistent_db.type != "disabled":
         existing = next(directory for directory in (path, *path.parents) if directory.exists())
-        held = sum(file.stat().st_size for file in path.glob("*.sst")) if path.exists() else 0
-        free["disk"], source["disk"] = shutil.disk_usage(existing).free + held, f"on the file system of {existing}"
-        if held:
-            source["disk"] += f", including {held:,} bytes of the tables there"
+        table_bytes = sum(file.stat().st_size for file in path.glob("*.sst")) if path.exists() else 0
+        free["disk"], source["disk"] = shutil.disk_usage(existing).free + table_bytes, f"on the file system of {existing}"
+        if table_bytes:
+            source["disk"] += f", including {table_bytes:,} bytes of the tables there"
     if "gpu" not in free and (devices := _gpu_memory(configuration)):
         free["gpu"], source["gpu"] = min(devices), "on each of the configured GPUs"
     return Machine(free, source)
@@ -245,8 +243,8 @@ def caches_on_cuda(configuration: Configuration, machine: Machine) -> bool:
 
 
 def cache_plan(on_cuda: bool) -> type[CachePlan]:
-    found: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
-    return found
+    plan: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
+    return plan
 
 
 def cached_rows(version: ServedVersion, on_cuda: bool) -> tuple[DeviceSharing, list[int]]:
@@ -300,11 +298,11 @@ def _databases(
         yield "persistent_db", implementation("database", persistent.type), persistent, 1.0
 
 
-def _links(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
-    """Tell whether a device may read the hash map of this version in place, which pins it."""
+def _is_linked(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
+    """Return whether a device may read the hash map of this version in place, which pins it."""
     config = next(version.config for version in versions if (version.config.model, version.config.version) == (model, number))
     return config.gpucache and config.miss_path != "copy"
 
 
-def _of(config: ModelConfig, tier: str, needs: Iterable[Need], device: int | None) -> list[PlannedNeed]:
+def _needs_of(config: ModelConfig, tier: str, needs: Iterable[Need], device: int | None) -> list[PlannedNeed]:
     return [PlannedNeed(config.model, config.version, tier, need, device) for need in needs]

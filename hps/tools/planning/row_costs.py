@@ -1,6 +1,6 @@
-"""What storing a table in fewer bits costs, before it is served: errors, refused rows, and why a table suffers.
+"""The loss of storing a table in fewer bits, before it is served: errors, refused rows, and findings.
 
-A table is named where one of these holds:
+Findings of a table:
 
     refused rows    the format cannot hold them (see `ground/rows.py`); the table cannot be loaded
     merged rows     of sampled rows that differ, more than 1% become equal: rows that are few or alike
@@ -28,17 +28,17 @@ _FEW_CODES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """What a table's vectors lose in a format. *Immutable.*
+    """The loss of a table's vectors in a format. *Immutable.*
 
     Attributes:
         row_bytes: bytes of a stored row; a float32 row has 4 x dim.
         refused_rows: rows that the format cannot hold.
         first_refused_key: key of the first of them.
         error_max, error_rms: of an element.
-        rms_share: error_rms in what the vectors differ by.
+        rms_share: error_rms as a share of what the vectors differ by.
         cosine_mean, cosine_least: of a vector and what is stored; 1 for a zero vector that stays one.
         least_key: key of the row with the least cosine.
-        findings: why the table suffers, for people; empty if it does not.
+        findings: for people; empty if the format suits the table.
     """
 
     table: str
@@ -60,7 +60,7 @@ class RowCost:
 def row_costs(
     table: str, rows: int, dim: int, chunks: Iterable[tuple[KeyArray, FloatArray]], row_dtypes: Sequence[str] = FEWER_BITS
 ) -> list[RowCost]:
-    """Measure what a table would lose in each format.
+    """Measure the loss of a table in each format.
 
     Args:
         table: name for the result.
@@ -71,20 +71,20 @@ def row_costs(
         One result a format, in their order.
     """
     spread, sums = _Spread(dim), [_Sums(row_dtype, dim) for row_dtype in row_dtypes]
-    every, row, sample = max(1, -(-rows // _SAMPLED_ROWS)), 0, []
+    stride, row, sample = max(1, -(-rows // _SAMPLED_ROWS)), 0, []
     for keys, vectors in chunks:
         finite = np.asarray(np.isfinite(vectors).all(axis=1))
         spread.add(vectors[finite])
         for row_sum in sums:
             row_sum.add(keys, vectors, finite)
-        sample.append(vectors[-row % every :: every].copy())
+        sample.append(vectors[-row % stride :: stride].copy())
         row += len(vectors)
     sampled: FloatArray = np.concatenate(sample) if sample else np.empty((0, dim), np.float32)
     return [row_sum.result(table, row, spread.rms(), sampled) for row_sum in sums]
 
 
 class _Spread:
-    """How far elements are from the means of their columns. *One thread.*"""
+    """The spread of elements around the means of their columns. *One thread.*"""
 
     def __init__(self, dim: int) -> None:
         self._origin: npt.NDArray[np.float64] | None = None  # near the means, so that squares do not cancel out
@@ -150,9 +150,9 @@ class _Sums:
             findings.append(f"refused rows: {self.refused_rows:,}, the first of key {self.first_refused_key}")
         stored, representable = _stored(sampled, self.row_dtype)
         sampled, stored = sampled[representable], stored[representable]
-        different, left = _distinct(sampled), _distinct(stored)
-        if left < (1 - _MERGED_SHARE) * different:
-            findings.append(f"merged rows: of {different:,} sampled rows that differ, {left:,} still do")
+        distinct_sampled, distinct_stored = _distinct(sampled), _distinct(stored)
+        if distinct_stored < (1 - _MERGED_SHARE) * distinct_sampled:
+            findings.append(f"merged rows: of {distinct_sampled:,} sampled rows that differ, {distinct_stored:,} still do")
         if share > _COARSE_SHARE:
             findings.append(f"coarse: the error is {share:.1%} of what the vectors differ by")
         if self.row_dtype == "int8" and (outliers := _outlier_share(sampled, stored)) > _OUTLIER_SHARE:
@@ -193,8 +193,8 @@ def _cosines(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) ->
     lengths = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
     products = lengths[0] * lengths[1]
     cosines = np.einsum("ij,ij->i", before, after) / np.where(products > 0, products, 1)
-    found: npt.NDArray[np.float64] = np.where(products > 0, np.minimum(cosines, 1), lengths[0] == lengths[1])
-    return found
+    cosines_: npt.NDArray[np.float64] = np.where(products > 0, np.minimum(cosines, 1), lengths[0] == lengths[1])
+    return cosines_
 
 
 def _distinct(rows: FloatArray) -> int:

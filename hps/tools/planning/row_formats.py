@@ -1,4 +1,4 @@
-"""What the tables of a configuration would take, and hit, in each row format."""
+"""Memory and hit rates of the tables of a configuration in each row format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class FormatNeed:
 def needs_by_format(
     configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool, forecasts: Sequence[Forecast]
 ) -> list[FormatNeed]:
-    """Compute what each table takes on each tier in each row format, all else being equal.
+    """Compute the memory of each table on each tier in each row format, all else being equal.
 
     Args:
         on_cuda: whether embedding caches are on GPUs.
@@ -44,7 +44,7 @@ def needs_by_format(
     sizes: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for row_dtype in ROW_DTYPES:
         for planned in planned_needs(configuration, [_stored_as(version, row_dtype) for version in versions], on_cuda):
-            if planned.tier not in _TIERS or not planned.need.table or planned.need.passing:
+            if planned.tier not in _TIERS or not planned.need.table or planned.need.temporary:
                 continue
             if planned.device in (None, devices[planned.model, planned.version]):
                 key = planned.model, planned.version, planned.need.table, planned.tier
@@ -55,14 +55,14 @@ def needs_by_format(
         for version in versions
         for index, table in enumerate(version.config.tables)
     }
-    known = {(forecast.version.config.model, forecast.version.config.version): forecast for forecast in forecasts}
-    found = []
+    forecast_by_version = {(forecast.version.config.model, forecast.version.config.version): forecast for forecast in forecasts}
+    needs = []
     for (model, number, name, tier), by_format in sizes.items():
         version, index = tables[model, number, name]
-        forecast = known.get((model, number)) if tier == "embedding_cache" else None
+        forecast = forecast_by_version.get((model, number)) if tier == "embedding_cache" else None
         rates = {} if forecast is None else _hit_rates(version, index, forecast, on_cuda)
-        found.append(FormatNeed(model, number, name, tier, version.config.row_dtype[index], by_format, rates))
-    return found
+        needs.append(FormatNeed(model, number, name, tier, version.config.row_dtype[index], by_format, rates))
+    return needs
 
 
 def _hit_rates(version: ServedVersion, index: int, forecast: Forecast, on_cuda: bool) -> dict[str, float]:
@@ -78,14 +78,14 @@ def _hit_rates(version: ServedVersion, index: int, forecast: Forecast, on_cuda: 
         return sum(need.size_bytes for need in needs)
 
     budget = needed(table.row_dtype, capacities[index])
-    found = {}
+    rates = {}
     for row_dtype in ROW_DTYPES:
         low, high = 0, rows  # the most rows that fit
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if needed(row_dtype, middle) <= budget else (low, middle - 1)
-        found[row_dtype] = forecast.hit_rate_at(table.table_name, low)
-    return found
+        rates[row_dtype] = forecast.hit_rate_at(table.table_name, low)
+    return rates
 
 
 def _stored_as(version: ServedVersion, row_dtype: str) -> ServedVersion:

@@ -57,10 +57,10 @@ class Counters:
             if route["route"] in _INFER:
                 self._times[HTTP] = self._times[HTTP].plus(Latency(**route["latency"]))
         self._hits, self._asked, self._defaults = Counter[str](), Counter[str](), 0
-        for found in (entry for entry in models if entry["name"] == model):
-            latencies = {LOOKUP: found["lookups"], **found["stages"]}
+        for model_entry in (entry for entry in models if entry["name"] == model):
+            latencies = {LOOKUP: model_entry["lookups"], **model_entry["stages"]}
             self._times |= {stage: Latency(**latency) for stage, latency in latencies.items()}
-            for table in (entry for entry in found["tables"] if entry["name"] in tables):
+            for table in (entry for entry in model_entry["tables"] if entry["name"] in tables):
                 self._defaults += table["defaults"]
                 for tier in table["tiers"]:
                     self._hits[tier["tier"]] += tier["hits"]

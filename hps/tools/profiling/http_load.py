@@ -75,15 +75,15 @@ class LoadConnection:
         self._unsent = memoryview(b"")
         self.socket: socket.socket | None = None
         self.closed_at_ns = 0
-        self.begin(0, 0)  # TLS sends tickets before the first request
+        self.start_request(0, 0)  # TLS sends tickets before the first request
 
     def connect(self) -> socket.socket:
         self.socket = self._address.open(_CONNECT_S)
         self.socket.setblocking(False)
         return self.socket
 
-    def begin(self, number: int, began_ns: int) -> None:
-        self.number, self.began_ns = number, began_ns
+    def start_request(self, number: int, start_ns: int) -> None:
+        self.number, self.start_ns = number, start_ns
         self.answer = AnswerReader(keep_body=True)
 
     def send(self, parts: Parts) -> bool:
@@ -133,8 +133,8 @@ class LoadConnection:
 
 def number_of(head: bytes, name: bytes) -> int:
     """Parse a numeric header from a head in lower case."""
-    _, found, rest = head.partition(b"\r\n" + name + b":")
-    if not found:
+    _, separator, rest = head.partition(b"\r\n" + name + b":")
+    if not separator:
         raise ConnectionError(f"an answer without {name.decode()}")
     return int(rest.partition(b"\r\n")[0])
 
@@ -179,7 +179,7 @@ class HttpLoad:
         if first is not None:
             self._number = first
         result = LoadResult(seconds=seconds)
-        began_cpu = time.process_time()
+        start_cpu = time.process_time()
         # Only select() waits for microseconds; epoll waits for milliseconds, fine for a closed loop.
         with selectors.SelectSelector() if rate else selectors.DefaultSelector() as selector:
             try:
@@ -187,7 +187,7 @@ class HttpLoad:
             finally:
                 for connection in self._connections:
                     connection.close()
-        result.busy_s = time.process_time() - began_cpu
+        result.busy_s = time.process_time() - start_cpu
         return result
 
     def _loop(self, selector: selectors.BaseSelector, result: LoadResult, seconds: float, rate: float | None) -> None:
@@ -200,15 +200,15 @@ class HttpLoad:
         end = start + int(seconds * 1e9)
         drained = end + int(DRAIN_S * 1e9)
         sent, idle_since = 0, dict.fromkeys(map(id, self._connections), start)
-        under_way: set[LoadConnection] = set()
+        pending: set[LoadConnection] = set()
         period_ns = 1e9 / rate if rate else 0.0
         due = start
 
-        def fail(connection: LoadConnection, what: str) -> None:
-            if connection in under_way:
-                under_way.remove(connection)
-                result.failures[what] += 1
-                result.failed.add(clock() - connection.began_ns)
+        def fail(connection: LoadConnection, cause: str) -> None:
+            if connection in pending:
+                pending.remove(connection)
+                result.failures[cause] += 1
+                result.failed.add(clock() - connection.start_ns)
             self._disconnect(selector, connection)
             if connection not in broken:
                 broken.append(connection)
@@ -229,10 +229,10 @@ class HttpLoad:
                 connection = free.popleft()
                 ready_ns = max(due, idle_since[id(connection)]) if rate else now
                 parts = self._request(self._number)
-                began = clock()
-                connection.begin(self._number, due if rate else began)
-                result.lateness.add(began - ready_ns)
-                under_way.add(connection)
+                sent_ns = clock()
+                connection.start_request(self._number, due if rate else sent_ns)
+                result.lateness.add(sent_ns - ready_ns)
+                pending.add(connection)
                 try:
                     if not connection.send(parts):
                         selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ class HttpLoad:
                 sent += 1
                 due = start + int(sent * period_ns) if rate else clock()
                 now = clock()
-            if (due >= end and not under_way) or now >= drained or (broken and not under_way and not free and now >= end):
+            if (due >= end and not pending) or now >= drained or (broken and not pending and not free and now >= end):
                 break
             wait_ns = 1e9 * _AGAIN_S if broken else 1e9
             if due < end and free:
@@ -258,7 +258,7 @@ class HttpLoad:
                 except OSError:
                     fail(connection, "connection lost")
                     continue
-                under_way.discard(connection)
+                pending.discard(connection)
                 if not connection.answer.keeps_alive:
                     fail(connection, "")
                     connection.closed_at_ns = 0
@@ -267,34 +267,34 @@ class HttpLoad:
                     idle_since[id(connection)] = clock()
             if not rate:
                 due = clock()
-        self._count_unanswered(result, under_way, start, end, period_ns, sent if rate else None)
+        self._count_unanswered(result, pending, start, end, period_ns, sent if rate else None)
 
     def _answered(self, connection: LoadConnection, result: LoadResult, now: int, end: int) -> None:
         head, body = connection.answer.head, memoryview(connection.answer.body)
         if head is not None and head.status == 200:
-            wrong = self._check(connection.number, connection.answer.raw.lower(), body)
+            error = self._check(connection.number, connection.answer.raw.lower(), body)
         else:
-            wrong = f"status {head and head.status}"
-        took = now - connection.began_ns
-        if wrong:
-            result.failures[wrong] += 1
-            result.failed.add(took)
+            error = f"status {head and head.status}"
+        duration_ns = now - connection.start_ns
+        if error:
+            result.failures[error] += 1
+            result.failed.add(duration_ns)
             return
-        result.times.add(took)
+        result.times.add(duration_ns)
         result.in_time += now <= end
 
     def _count_unanswered(
-        self, result: LoadResult, under_way: set[LoadConnection], start: int, end: int, period_ns: float, sent: int | None
+        self, result: LoadResult, pending: set[LoadConnection], start: int, end: int, period_ns: float, sent: int | None
     ) -> None:
         """Count due requests without an answer, with their wait so far."""
         now = time.perf_counter_ns()
-        began = [connection.began_ns for connection in under_way]
+        starts_ns = [connection.start_ns for connection in pending]
         if sent is not None:
-            began += [start + int(number * period_ns) for number in range(sent, int((end - start) / period_ns))]
-        result.failures["no answer"] += len(began)
-        for began_ns in began:
-            result.times.add(now - began_ns)
-            result.failed.add(now - began_ns)
+            starts_ns += [start + int(number * period_ns) for number in range(sent, int((end - start) / period_ns))]
+        result.failures["no answer"] += len(starts_ns)
+        for start_ns in starts_ns:
+            result.times.add(now - start_ns)
+            result.failed.add(now - start_ns)
         result.failures += Counter()  # drops zeros
 
     @staticmethod

@@ -79,7 +79,7 @@ class InProcess:
             ModelFileError: the files cannot be read.
         """
         version = self._server.catalog.version(self.model, self._deployment.version)
-        sources, found = ModelSources(self._server.config.model_source), {}
+        sources, keys = ModelSources(self._server.config.model_source), {}
         for name, spec in self._specs.items():
             index = self._deployment.table_index(name)
             source, ids = version.sources[index], None
@@ -89,8 +89,8 @@ class InProcess:
                 ids = np.empty(files.rows, np.int64)
                 files.keys.read(0, ids.data.cast("B"))
                 rows = files.rows
-            found[name] = (rows, ids)
-        return found
+            keys[name] = (rows, ids)
+        return keys
 
     def measure(
         self, keys: dict[str, KeyArray], batch: int, concurrency: int, seconds: float, rate: float | None, warm_up_s: float
@@ -126,25 +126,25 @@ class InProcess:
 
     def check(self, keys: dict[str, KeyArray], batch: int) -> None:
         """Compare vectors of the same keys, as `compare`."""
-        compare(lambda asked: self._server.lookup_tables(asked, self.model, self._device_id), KeyPool(keys, batch), 0)
+        compare(lambda keys_: self._server.lookup_tables(keys_, self.model, self._device_id), KeyPool(keys, batch), 0)
 
     def _counters(self) -> Counters:
         return Counters({"server": asdict(self._server.stats())}, self.model, self.tables)
 
-    def _call(self, asked: dict[str, Any]) -> Callable[[], object]:
+    def _call(self, keys: dict[str, Any]) -> Callable[[], object]:
         server, model, device_id = self._server, self.model, self._device_id
         if self._cupy is not None:
-            return self._call_on_device(self._cupy, asked)
+            return self._call_on_device(self._cupy, keys)
         if self._hotness:
-            bags = {table: Bags(keys.reshape(-1, self._hotness)) for table, keys in asked.items()}
+            bags = {table: Bags(keys.reshape(-1, self._hotness)) for table, keys in keys.items()}
             return lambda: server.lookup_pooled(bags, model, device_id)
-        return lambda: server.lookup_tables(asked, model, device_id)
+        return lambda: server.lookup_tables(keys, model, device_id)
 
-    def _call_on_device(self, cupy: Any, asked: dict[str, KeyArray]) -> Callable[[], object]:
+    def _call_on_device(self, cupy: Any, host_keys: dict[str, KeyArray]) -> Callable[[], object]:
         """Prepare a lookup with keys and vectors on the GPU; it ends when the vectors are there."""
         server, model, hotness, device = self._server, self.model, self._hotness, cupy.cuda.Device(self._device_id or 0)
         with device:
-            keys = {table: cupy.asarray(part) for table, part in asked.items()}
+            keys = {table: cupy.asarray(part) for table, part in host_keys.items()}
             out = {table: cupy.empty((part.size, self._specs[table].dim), np.float32) for table, part in keys.items()}
 
         def call() -> None:
@@ -174,7 +174,7 @@ class InProcess:
         pool: KeyPool,
         ready: threading.Barrier,
         clock: list[int],
-        places: "count[int]",  # lookups taken from the schedule
+        schedule: "count[int]",  # lookups taken from the schedule
         numbers: "count[int]",
         seconds: float,
         rate: float | None,
@@ -185,13 +185,13 @@ class InProcess:
         ready.wait()
         end = clock[0] + int(seconds * 1e9)
         last = end + int(http_load.DRAIN_S * 1e9)
-        left, own_ns = time.perf_counter_ns(), 0
-        while (due := clock[0] + int(next(places) * 1e9 / rate) if rate else time.perf_counter_ns()) < end:
+        last_ns, own_ns = time.perf_counter_ns(), 0
+        while (due := clock[0] + int(next(schedule) * 1e9 / rate) if rate else time.perf_counter_ns()) < end:
             number = next(numbers)
             call = self._call(pool.take(number))
             now = idle = time.perf_counter_ns()
-            own_ns += idle - left
-            left = idle
+            own_ns += idle - last_ns
+            last_ns = idle
             if now > last:  # the server cannot hold the rate: the remaining lookups have waited this long
                 result.failures["no answer"] += 1
                 result.failed.add(now - due)
@@ -200,7 +200,7 @@ class InProcess:
             while now < due:
                 time.sleep((due - now) / 1e9)
                 now = time.perf_counter_ns()
-            began = due if rate else now
+            start_ns = due if rate else now
             if rate:
                 result.lateness.add(now - max(due, idle))
             try:
@@ -213,11 +213,11 @@ class InProcess:
                 raise
             except HPSError as error:
                 result.failures[type(error).__name__] += 1
-                left = time.perf_counter_ns()
-                result.failed.add(left - began)
+                last_ns = time.perf_counter_ns()
+                result.failed.add(last_ns - start_ns)
                 continue
-            left = ended
-            result.times.add(ended - began)
+            last_ns = ended
+            result.times.add(ended - start_ns)
             result.in_time += ended <= end
         result.busy_s = own_ns / 1e9
         return result, stages
@@ -226,7 +226,7 @@ class InProcess:
     def _trace(call: Callable[[], object], stages: _Stages) -> int:
         """Make a call and record the times of its stages. Returns its end time."""
         with traced() as trace:
-            began = time.perf_counter_ns()
+            start_ns = time.perf_counter_ns()
             call()
             ended = time.perf_counter_ns()
         spent: dict[str, int] = {}
@@ -234,15 +234,15 @@ class InProcess:
             spent[span.stage] = spent.get(span.stage, 0) + span.ended_ns - span.began_ns
         for stage, ns in spent.items():
             stages[stage].add(ns)
-        stages[LOOKUP].add(ended - began)
-        stages[_OUTSIDE].add(max(0, ended - began - sum(spent.values())))
+        stages[LOOKUP].add(ended - start_ns)
+        stages[_OUTSIDE].add(max(0, ended - start_ns - sum(spent.values())))
         return ended
 
 
-def _stage(times: TimeHistogram, whole: TimeHistogram) -> StageTimes:
+def _stage(times: TimeHistogram, lookups: TimeHistogram) -> StageTimes:
     p50, p99 = times.quantiles_s((0.5, 0.99))
     mean = times.total_s / len(times)
-    return StageTimes(len(times), times.total_s / whole.total_s if whole.total_s else 0.0, 1e6 * mean, 1e6 * p50, 1e6 * p99)
+    return StageTimes(len(times), times.total_s / lookups.total_s if lookups.total_s else 0.0, 1e6 * mean, 1e6 * p50, 1e6 * p99)
 
 
 def _cupy() -> Any:

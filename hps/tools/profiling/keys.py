@@ -46,7 +46,7 @@ class Workload:
             case _:
                 return "uniform"
 
-    def draw(self, rows: int, place: int = 0, ids: KeyArray | None = None) -> KeyArray:
+    def draw(self, rows: int, table_index: int = 0, ids: KeyArray | None = None) -> KeyArray:
         """Draw the keys of one table.
 
         Args:
@@ -64,7 +64,7 @@ class Workload:
             raise errors.InvalidInputError(
                 f"drawing keys: got {rows:,} rows, expected 1 to {MOST_ROWS:,}; --rows chooses fewer"
             )
-        rng = np.random.default_rng((self.seed, place))
+        rng = np.random.default_rng((self.seed, table_index))
         match self.distribution:
             case "power-law":
                 ranks = power_law_ranks(rng, POOL_KEYS, rows, self.alpha)
@@ -95,8 +95,8 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
         if not (keys := read_keys(str(path))).size:
             raise errors.InvalidInputError(f"{doing}: got no keys, expected at least one")
         return dict.fromkeys(tables, keys)
-    own = [trace for trace in read_traces(path) if trace.model == model and trace.keys.size]
-    traces = {trace.table: trace for trace in sorted(own, key=lambda trace: trace.keys.size)}
+    traces_of_model = [trace for trace in read_traces(path) if trace.model == model and trace.keys.size]
+    traces = {trace.table: trace for trace in sorted(traces_of_model, key=lambda trace: trace.keys.size)}
     if missing := [table for table in tables if table not in traces]:
         raise errors.InvalidInputError(
             f"{doing}: got no keys of {', '.join(missing)}; --table chooses those that were recorded"

@@ -128,23 +128,23 @@ class Bounds:
 
     def missed(self, row: Row) -> list[str]:
         """Describe the bounds that a row misses, one sentence each."""
-        found = []
+        texts = []
         for name in ("p50_ms", "p99_ms"):
-            most, got = getattr(self, name), getattr(row.latency, name)
-            if most is not None and not 0 < got <= most:
-                found.append(f"{name[:-3]} is {got:.3f} ms, expected at most {most:g} ms")
+            bound, got = getattr(self, name), getattr(row.latency, name)
+            if bound is not None and not 0 < got <= bound:
+                texts.append(f"{name[:-3]} is {got:.3f} ms, expected at most {bound:g} ms")
         if self.min_keys_per_s is not None and row.keys_per_s < self.min_keys_per_s:
-            found.append(f"the throughput is {row.keys_per_s:,.0f} keys/s, expected at least {self.min_keys_per_s:,.0f}")
+            texts.append(f"the throughput is {row.keys_per_s:,.0f} keys/s, expected at least {self.min_keys_per_s:,.0f}")
         if self.min_hit_rate is not None:
             tier = row.tiers.get(_HIT_RATE_TIER)
             if tier is None:
-                found.append("no embedding cache was asked, so there is no hit rate")
+                texts.append("no embedding cache was asked, so there is no hit rate")
             elif tier.hit_rate < self.min_hit_rate:
-                found.append(f"the hit rate is {tier.hit_rate:.4f}, expected at least {self.min_hit_rate:g}")
+                texts.append(f"the hit rate is {tier.hit_rate:.4f}, expected at least {self.min_hit_rate:g}")
         if row.failure_share > self.max_failure_share:
-            listed = ", ".join(f"{count:,} x {what}" for what, count in row.failures.items())
-            found.append(f"{row.failure_share:.2%} failed ({listed}), expected at most {self.max_failure_share:.2%}")
-        return found
+            listed = ", ".join(f"{count:,} x {cause}" for cause, count in row.failures.items())
+            texts.append(f"{row.failure_share:.2%} failed ({listed}), expected at most {self.max_failure_share:.2%}")
+        return texts
 
 
 @dataclass
@@ -179,14 +179,14 @@ def compare(look_up: Callable[[dict[str, KeyArray]], Mapping[str, Any]], pool: K
         HPSError: they differ, which is legitimate if rows are written meanwhile.
     """
     for number in range(_COMPARED):
-        asked = pool.take(number)
-        backwards = {table: keys.reshape(-1, hotness or 1)[::-1].reshape(-1) for table, keys in asked.items()}
-        answers, again = look_up(asked), look_up(backwards)
+        keys_of_lookup = pool.take(number)
+        backwards = {table: keys.reshape(-1, hotness or 1)[::-1].reshape(-1) for table, keys in keys_of_lookup.items()}
+        answers, repeated = look_up(keys_of_lookup), look_up(backwards)
         for table, vectors in answers.items():
-            others = again[table][::-1]
+            other = repeated[table][::-1]
             if hotness:  # sums depend on the order of a bag's vectors
-                same = np.allclose(vectors, others, rtol=1e-4, atol=1e-5, equal_nan=True)
+                same = np.allclose(vectors, other, rtol=1e-4, atol=1e-5, equal_nan=True)
             else:
-                same = vectors.tobytes() == others.tobytes()
+                same = vectors.tobytes() == other.tobytes()
             if not same:
                 raise HPSError(f"checking the vectors of table {table!r}: two lookups of the same keys differ")

@@ -28,7 +28,7 @@ from hps.types import KeyArray
 
 _START_S = 60.0
 _ANSWER_S = 30.0
-_GONE = (errors.NotReadyError, errors.RemoteConnectionError, errors.RemoteTimeoutError)
+_UNAVAILABLE = (errors.NotReadyError, errors.RemoteConnectionError, errors.RemoteTimeoutError)
 _REFUSED = (errors.InvalidInputError, errors.UnknownModelError, errors.UnknownTableError, errors.UnauthorizedError)
 _STATS_KEPT_S = 0.3  # a server may repeat an answer of GET /v1/stats for so long
 _barrier: Any = None  # in a client process
@@ -117,13 +117,13 @@ class Service:
         self._encoder = Encoder(token)
         self._hotness, self._processes = hotness, processes or max(1, available_processors() // 2)
         self.model = model or self._only_model()
-        known = self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]
-        dims = {table["name"]: table["dim"] for table in known}
+        tables_info = self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]
+        dims = {table["name"]: table["dim"] for table in tables_info}
         if unknown := [name for name in tables if name not in dims]:
             raise errors.InvalidInputError(f"profiling model {self.model!r}: got tables {unknown}, expected of {list(dims)}")
         self.tables = list(tables or dims)
         self._dims = dims
-        self.most_keys = min(table["max_keys"] for table in known if table["name"] in self.tables)
+        self.most_keys = min(table["max_keys"] for table in tables_info if table["name"] in self.tables)
 
     def known_keys(self) -> dict[str, tuple[int, None]]:
         """Return the number of keys in each table's model files, 0 if the server does not say. It never lists the keys."""
@@ -158,7 +158,7 @@ class Service:
             self._run(requests, connections, warm_up_s, rate)
         after = before = self._counters()
         result = self._run(requests, connections, seconds, rate)
-        with suppress(*_GONE):  # the failures show it
+        with suppress(*_UNAVAILABLE):  # the failures show it
             after = self._counters()
         return Row.of(
             result,
@@ -186,19 +186,19 @@ class Service:
         pools = {table: keys[table] for table in self.tables}
         return Requests(self._target, start, pools, batch, answer_bytes)
 
-    def _lookup(self, asked: dict[str, KeyArray]) -> dict[str, Any]:
+    def _lookup(self, keys_by_table: dict[str, KeyArray]) -> dict[str, Any]:
         """Look up once; returns the vectors, (rows, dim) float32 by table."""
         if self._hotness:
-            bags = {table: Bags(keys.reshape(-1, self._hotness)) for table, keys in asked.items()}
+            bags = {table: Bags(keys.reshape(-1, self._hotness)) for table, keys in keys_by_table.items()}
             return dict(self._server.lookup_pooled(bags, self.model))
-        return dict(self._server.lookup_tables(asked, self.model))
+        return dict(self._server.lookup_tables(keys_by_table, self.model))
 
     def _run(self, requests: Requests, connections: int, seconds: float, rate: float | None) -> LoadResult:
         processes = min(self._processes, connections)
         if processes == 1:
             return _load(requests, connections, seconds, rate, 0)
-        each, more = divmod(connections, processes)
-        shares = [each + (index < more) for index in range(processes)]
+        connections_each, remainder = divmod(connections, processes)
+        shares = [connections_each + (index < remainder) for index in range(processes)]
         context = get_context("spawn")
         barrier = context.Barrier(len(shares))
         with ProcessPoolExecutor(len(shares), context, initializer=_share, initargs=(barrier,)) as clients:
@@ -207,8 +207,8 @@ class Service:
                 started.result(2 * _START_S)
             rates = [rate * share / sum(shares) if rate else None for share in shares]
             waiting = [
-                clients.submit(_load, requests, share, seconds, own_rate, index << 32)
-                for index, (share, own_rate) in enumerate(zip(shares, rates, strict=True))
+                clients.submit(_load, requests, share, seconds, process_rate, index << 32)
+                for index, (share, process_rate) in enumerate(zip(shares, rates, strict=True))
             ]
             try:
                 results = [future.result(seconds + 2 * _START_S) for future in waiting]
@@ -229,7 +229,7 @@ class Service:
     def _stats(self) -> dict[str, Any]:
         try:
             return dict(self._server.ask("/v1/stats"))
-        except _GONE:
+        except _UNAVAILABLE:
             raise
         except errors.HPSError:  # other servers of the same protocol may lack them
             return {}

@@ -59,21 +59,21 @@ class TimeHistogram:
         total = int(below[-1])
         if not total:
             return [0.0] * len(shares)
-        places = np.searchsorted(below, [min(max(1, math.ceil(share * total)), total) for share in shares])
-        return [min(_highest_of(int(place)), self._largest_ns) / 1e9 for place in places]
+        buckets = np.searchsorted(below, [min(max(1, math.ceil(share * total)), total) for share in shares])
+        return [min(_bucket_end(int(bucket)), self._largest_ns) / 1e9 for bucket in buckets]
 
     def _settle(self) -> None:
         if not self._pending:
             return
-        taken, self._pending = np.array(self._pending, np.int64), array("q")
-        self._total_ns += int(taken.sum())
-        self._largest_ns = max(self._largest_ns, int(taken.max()))
-        ns = np.clip(taken, 0, _LARGEST_NS)
+        pending, self._pending = np.array(self._pending, np.int64), array("q")
+        self._total_ns += int(pending.sum())
+        self._largest_ns = max(self._largest_ns, int(pending.max()))
+        ns = np.clip(pending, 0, _LARGEST_NS)
         shift = np.maximum(np.frexp(ns.astype(np.float64))[1] - (_BITS + 1), 0).astype(np.int64)
         self._counts += np.bincount((shift << _BITS) + (ns >> shift), minlength=_BUCKETS)
 
 
-def _highest_of(place: int) -> int:
+def _bucket_end(bucket: int) -> int:
     """Return the longest duration of a bucket, in nanoseconds."""
-    shift = max((place >> _BITS) - 1, 0)
-    return ((place - (shift << _BITS) + 1) << shift) - 1
+    shift = max((bucket >> _BITS) - 1, 0)
+    return ((bucket - (shift << _BITS) + 1) << shift) - 1

@@ -20,8 +20,8 @@ def power_law_ranks(rng: np.random.Generator, n: int, rows: int, alpha: float) -
     else:
         g = 1.0 - alpha
         ranks = (rng.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)
-    found: IndexArray = np.minimum(ranks.astype(np.int64), rows) - 1
-    return found
+    clipped: IndexArray = np.minimum(ranks.astype(np.int64), rows) - 1
+    return clipped
 
 
 def hot_ranks(rng: np.random.Generator, n: int, rows: int, share: float, coverage: float) -> IndexArray:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.client.routing import places_of
+from hps.client.routing import server_indices
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import run_alone
 from tests.servers.load import Load
@@ -109,7 +109,7 @@ def look_up_in_shards(configuration: str) -> None:
             assert found["user"].shape == (0, DIMS["user"])
             return [asked(name) - of_name for name, of_name in zip(names, before, strict=False)]
 
-        assert grown(2) == np.bincount(places_of(every, names[:2])).tolist()
+        assert grown(2) == np.bincount(server_indices(every, names[:2])).tolist()
         with load(handle) as asking:
             asking.more(10)
             before = asked("shard-0")
@@ -118,7 +118,7 @@ def look_up_in_shards(configuration: str) -> None:
             wait_until(lambda: asked("shard-2"), "the new shard is asked")
             assert asked("shard-0") > before  # it was not restarted
         assert asking.problems == []
-        assert grown(3) == np.bincount(places_of(every, names)).tolist()
+        assert grown(3) == np.bincount(server_indices(every, names)).tolist()
 
         with load(handle) as asking:
             for _ in range(2):
@@ -131,7 +131,7 @@ def look_up_in_shards(configuration: str) -> None:
                 asking.more(10)
                 wait_until(lambda most=before: 0 < asked("shard-1") < most, "a new replica is asked")
         assert asking.problems == []
-        shares = np.bincount(places_of(every, names)).tolist()
+        shares = np.bincount(server_indices(every, names)).tolist()
         wait_until(lambda: grown(3) == shares, "each replica of `lookups` has found out by itself")
 
 

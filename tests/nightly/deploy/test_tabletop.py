@@ -20,7 +20,7 @@ import pytest
 
 import hps
 from hps.configuration.load import UpdateSourceConfig
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.serve.frontend import exchange
 from hps.testing.waiting import wait_until
 from hps.types import TableSpec
@@ -288,8 +288,8 @@ class HeldBackLog(MemoryLog):
 @pytest.fixture
 def logs(monkeypatch):
     """Settings of an update source, but for its broker."""
-    monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", Ours(f"{__name__}:HeldBackLog"))
-    monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], "memory", Ours("tests.fakes.memory_log:MemoryLogWriter"))
+    monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", BuiltIn(f"{__name__}:HeldBackLog"))
+    monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], "memory", BuiltIn("tests.fakes.memory_log:MemoryLogWriter"))
     monkeypatch.setattr("hps.updates.feed._LATE_S", 0.5)
     monkeypatch.setattr(HeldBackLog, "pause_s", 0.0)
     return {"type": "memory", "poll_timeout_ms": 20, "max_batch_size": 1}
@@ -337,7 +337,7 @@ def test_lag_growing(tabletop, logs):
 
 
 def test_gpu_memory_gone_at_a_deployment(tabletop, monkeypatch):
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", Ours("tests.fakes.full_device:FullDevice"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", BuiltIn("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "free_rows", ROWS)
     service = tabletop.serve(model={"gpucache": True, "gpucacheper": 0.6, **with_two_versions(tabletop)})
     tabletop.before(lambda: look_up(service))
@@ -350,7 +350,7 @@ def test_gpu_memory_gone_at_a_deployment(tabletop, monkeypatch):
 
 
 def test_a_device_that_fails_in_a_lookup(tabletop, monkeypatch):
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", Ours("tests.fakes.full_device:FullDevice"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", BuiltIn("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "broken", False)
     cached = {"gpucache": True, "gpucacheper": 0.6}
     service = tabletop.serve(model=cached)

@@ -27,7 +27,7 @@ def test_the_parts_of_a_table_hold_all_rows_and_the_counters_and_begin_with_rows
         begin, end = sum(parts[:nth]), sum(parts[: nth + 1])
         if nth:
             assert 0 <= begin - min(each * nth, pairs) * pair_bytes < GRANULE_BYTES + 4096  # counters and padding follow
-        first, count = geometry.own_pairs(pairs, width, devices, nth)
+        first, count = geometry.owned_pairs(pairs, width, devices, nth)
         assert (first == reached) or not count
         assert all(begin <= pair * pair_bytes < end for pair in {first, first + count - 1} if count)
         reached += count
@@ -40,7 +40,7 @@ def test_the_parts_of_a_table_hold_all_rows_and_the_counters_and_begin_with_rows
 def test_tiny_tables_lie_on_the_first_device_and_uneven_pairs_leave_the_last_the_rest() -> None:
     for devices in (2, 3):
         assert geometry.part_bytes(2, 4, devices) == [GRANULE_BYTES] + [0] * (devices - 1)
-    assert geometry.own_pairs(0, 32, 3, 0) == (0, 0)
+    assert geometry.owned_pairs(0, 32, 3, 0) == (0, 0)
     assert geometry.bytes_on_device(0, 32, 3, 0) == 0
     pairs, width = 3 * 100_000 - 2, 32
     first, second, third = geometry.part_bytes(pairs, width, 3)

@@ -38,8 +38,8 @@ def forget_a_key(lines: np.ndarray) -> None:
     [
         (own_a_set, "1 sets are owned by a writer"),
         (repeat_a_key, "1 keys are resident twice"),
-        (forget_a_key, "but its counters say 100"),
-        (lambda lines: lines.__setitem__(slice(None), lines[::-1].copy()), "keys stand where no query looks for them"),
+        (forget_a_key, "expected the 100 of its counters"),
+        (lambda lines: lines.__setitem__(slice(None), lines[::-1].copy()), "keys are in a set that no query searches"),
     ],
 )
 def test_damage_of_a_set_is_found(damage: Callable[[np.ndarray], None], found: str) -> None:
@@ -81,10 +81,10 @@ def test_damage_of_a_bucket_is_found(static: bool) -> None:
         return check_buckets("t", buckets, packed, static=static, counted_rows=counted)
 
     assert findings() == []
-    assert findings(7) == [f"cached table t: {asked.size} rows are resident, but its counters say 7"]
+    assert findings(7) == [f"cached table t: {asked.size} rows are resident, expected the 7 of its counters"]
     buckets[3, 0] |= 1
     assert findings() == ["cached table t: 1 sets are owned by a writer, expected none at rest"]
     buckets[3, 0] &= ~1
     if not static:
         buckets[2, 0] += 1 << 24
-        assert findings() == ["cached table t: 1 buckets count other strays than stand in their neighbours"]
+        assert findings() == ["cached table t: 1 buckets count a wrong number of strays in their neighbours"]

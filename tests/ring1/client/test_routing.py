@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps.client.routing import PartAnswer, Router, joined, places_of
+from hps.client.routing import PartAnswer, Router, merge_parts, server_indices
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError, RemoteTimeoutError, UnknownVersionError
 from tests.fakes.clock import Clock
 
@@ -17,7 +17,7 @@ ERRORS = {"lost": RemoteConnectionError, "late": RemoteTimeoutError, "busy": Not
 
 def test_places_do_not_change_between_releases():
     keys = np.array([0, 1, 2, 3, -1, 2**63 - 1, -(2**63)])
-    assert places_of(keys, NAMES).tolist() == [2, 0, 2, 0, 2, 1, 2]
+    assert server_indices(keys, NAMES).tolist() == [2, 0, 2, 0, 2, 1, 2]
 
 
 def shares(places, count=3):
@@ -25,15 +25,15 @@ def shares(places, count=3):
 
 
 def test_each_server_gets_its_share_and_a_new_one_takes_it_from_all():
-    before, after = places_of(KEYS, NAMES[:2]), places_of(KEYS, NAMES)
+    before, after = server_indices(KEYS, NAMES[:2]), server_indices(KEYS, NAMES)
     assert shares(before) == [1 / 2, 1 / 2, 0]
     assert shares(after) == [1 / 3] * 3
     moved = before != after
     assert moved.mean() == pytest.approx(1 / 3, abs=0.01)
     assert (after[moved] == 2).all()
     assert shares(before[moved]) == [1 / 2, 1 / 2, 0]
-    np.testing.assert_array_equal(after, 2 - places_of(KEYS, NAMES[::-1]), "the order of addresses does not matter")
-    away = places_of(KEYS, NAMES, {1})
+    np.testing.assert_array_equal(after, 2 - server_indices(KEYS, NAMES[::-1]), "the order of addresses does not matter")
+    away = server_indices(KEYS, NAMES, {1})
     assert (after == away)[after != 1].all()
     assert shares(away[after == 1]) == [1 / 2, 0, 1 / 2], "keys of one that is away go to all others"
 
@@ -75,7 +75,7 @@ def run(router, servers, keys):
 
 
 def check(keys, parts):
-    vectors, found = joined(keys, parts, lambda table, shape: np.full(shape, np.nan, np.float32))
+    vectors, found = merge_parts(keys, parts, lambda table, shape: np.full(shape, np.nan, np.float32))
     assert list(vectors) == list(keys)
     versions = set()
     for table, of_table in keys.items():

@@ -53,6 +53,17 @@ def read(data: bytes, piece: int, expected: ExpectedAnswer) -> Answer:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
+def test_interim_answers_are_skipped(piece: int) -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"
+    score = SCORES["score"]
+    answer = read(
+        interim + answer_of(described({"score": score}), score.tobytes()), piece, ExpectedAnswer({}, {}, "4", scores=True)
+    )
+    assert answer.status == 200
+    np.testing.assert_array_equal(answer.outputs["score"], score)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("names", [list(SCORES), ["score"], ["wide", "score", "known"], ["known", "none"]])
 def test_outputs_of_all_dtypes_are_read_in_any_pieces(piece: int, names: list[str]) -> None:
     scores = {name: SCORES[name] for name in names}

@@ -7,8 +7,8 @@ from hps.engine.chain import DatabaseChain
 from hps.engine.circuit_breaker import CircuitBreaker
 from hps.errors import DatabaseError
 from hps.statistics.metrics import Metrics
-from hps.stores.away import AwayDatabase
 from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.unavailable import UnavailableDatabase
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
@@ -419,7 +419,9 @@ def test_a_modification_of_a_table_that_is_not_open_above_is_recorded_and_its_ro
     metrics, above = Metrics(), FaultyDatabase(MemoryDatabase())
     above.open_table(TABLE.tag, 4)
     host.put(above, [1, 2])
-    chain = DatabaseChain(AwayDatabase("redis", None, "gone"), persistent, metrics=metrics, breaker=never_open, away="gone")
+    chain = DatabaseChain(
+        UnavailableDatabase("redis", None, "gone"), persistent, metrics=metrics, breaker=never_open, away="gone"
+    )
     chain.open_table(TABLE)
     persistent.insert(TABLE.tag, np.array([1, 2]), vectors_of([1, 2]))
     token = persistent.writer_token(TABLE.tag)

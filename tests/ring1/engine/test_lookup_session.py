@@ -187,7 +187,15 @@ def lost(serve, monkeypatch):
 def test_lookups_without_their_device_are_timed_from_their_beginning(lost):
     began_ns = time.perf_counter_ns() - 10**12
     lost.session.run(Batch.of(0, np.arange(3), np.empty((3, 3), np.float32)), began_ns)
-    assert lost.metrics.lookup_times("model").whole.total_ns >= 10**12
+    assert lost.metrics.lookup_times("model").total.total_ns >= 10**12
+
+
+def test_the_loss_of_a_device_is_notified_once(lost):
+    notified = []
+    lost.session.on_loss.append(lambda: notified.append(lost.session.lost))
+    for _ in range(2):
+        lost.session.run(Batch.of(0, np.arange(3), np.empty((3, 3), np.float32)))
+    assert notified == [True]
 
 
 def test_closing_waits_for_lookups_that_go_on_without_a_lost_device(lost):

@@ -76,7 +76,7 @@ def test_kept_times_are_counted_where_times_are_that_are_counted_at_once():
     kept.fold()
     kept.fold()  # of nothing
     assert kept.stages["finish"].latency() == one.latency()
-    assert kept.whole.buckets[0] == 10
+    assert kept.total.buckets[0] == 10
 
 
 def test_stages_are_timed_without_a_trace(server, kind):

@@ -248,6 +248,7 @@ NO_ANSWERS = {
     "a length of many digits": OK + b"Length: " + b"1" * 16 + b"\r\n\r\n",
     "no chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
     "no end of the head": b"a" * 70_000,
+    "no end of interim answers": b"HTTP/1.1 100 Continue\r\n\r\n" * 3000,
 }
 
 

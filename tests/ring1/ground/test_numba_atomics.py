@@ -46,9 +46,9 @@ def probe_set(line, key, wraps_at):
 
 @njit(void(int64, int64, int64))
 def change_set(line, key, wraps_at):
-    version = sets.take(line)
+    version = sets.acquire(line)
     atomics.store_relaxed(line + 16, key)
-    sets.give_back_changed(line, version, wraps_at)
+    sets.release_changed(line, version, wraps_at)
 
 
 def arm64(function):

@@ -18,8 +18,8 @@ from hps.ground.threads.workers import (
     WorkQueue,
     call_in_thread,
     call_within,
-    keep_time,
     new_thread,
+    run_periodically,
 )
 from hps.statistics.metrics import Metrics
 from hps.testing.waiting import wait_until
@@ -102,7 +102,7 @@ def test_a_task_keeps_its_times(settings, draws, took, pauses):
     def run():
         clock.now += left.pop(0)
 
-    keep_time(run, times.wait, clock=clock, draw=lambda: next(drawn), **settings)
+    run_periodically(run, times.wait, clock=clock, draw=lambda: next(drawn), **settings)
     assert times.pauses == pytest.approx(pauses)
     assert left == []
 

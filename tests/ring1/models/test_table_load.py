@@ -31,7 +31,7 @@ from hps.errors import (
 from hps.models.files import HEAD_BYTES, extend_checksum, open_sparse_model
 from hps.models.loading.table_load import DatabaseLoad, LoadFeed
 from hps.models.writer import write_sparse_model
-from hps.stores.base import LOAD_AGAIN, Database, LoadRecord, TableStats
+from hps.stores.base import LOAD_ADVICE, Database, LoadRecord, TableStats
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import DENSE_ROWS
 from hps.stores.rocks_db.database import RocksDatabase
@@ -813,9 +813,9 @@ def test_what_errors_say_loads_a_table_again(configuration: dict[str, Any], tmp_
             database.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), record)
             if what == "record":
                 database._engine.write({"default": ([b"hps-server/load/" + TAG.encode()], [b"?"])}, {}, "damaging")
-    with pytest.raises(DatabaseError, match=f"{re.escape(LOAD_AGAIN)}"):
+    with pytest.raises(DatabaseError, match=f"{re.escape(LOAD_ADVICE)}"):
         hps.HPS(configuration)
-    arguments = re.findall("`hps (.*)`", LOAD_AGAIN)[0].replace("CONFIG", str(path)).split()
+    arguments = re.findall("`hps (.*)`", LOAD_ADVICE)[0].replace("CONFIG", str(path)).split()
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     with hps.HPS(configuration) as server:

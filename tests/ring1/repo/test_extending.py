@@ -99,7 +99,9 @@ def test_a_device_of_another_package_is_accepted(tmp_path: Path, monkeypatch: py
 
 
 def test_a_database_that_keeps_no_order_and_a_log_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "acme_plain.py").write_text("from hps.stores.away import AwayDatabase\nclass Plain(AwayDatabase): ...")
+    (tmp_path / "acme_plain.py").write_text(
+        "from hps.stores.unavailable import UnavailableDatabase\nclass Plain(UnavailableDatabase): ..."
+    )
     install(tmp_path, monkeypatch, "hps.databases", {"plain": "acme_plain:Plain"})
     install(tmp_path / "log", monkeypatch, "hps.update_logs", {"acme_log": "tests.fakes.memory_log:MemoryLog"}, "logs")
     document = {"models": [json.loads(FILES["ps.json"])["models"][0]], "update_source": {"type": "Acme-Log"}}

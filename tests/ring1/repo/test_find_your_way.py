@@ -15,7 +15,7 @@ ANSWERS = {
 }
 PROOFS = {  # what the source of the answer has, and no other definition
     "Where is the limit of a body's size checked?": ("settings.max_body_bytes", "MOST_OBJECT_BYTES", "row_target("),
-    "Which code runs when a Kafka message arrives?": ("self._poll(", "self._take(", "self._work("),
+    "Which code runs when a Kafka message arrives?": ("self._poll(", "self._accept(", "self._apply_all("),
     "Where do I add a counter to a tier?": ("hits: list[int] = field(", "misses: list[int] = field(", "defaults: int = 0"),
     "In which order does a lookup handle missing keys?": ("lookup.unique()", "self._insert_later(", "self._fetch_now("),
     "How does a GPU find a key in its cache?": ('extern "C" __global__', " query(const __grid_constant__ Query"),

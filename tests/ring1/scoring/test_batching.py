@@ -251,7 +251,7 @@ def test_one_that_cannot_be_told_harms_no_other(bench: Bench, caplog: pytest.Log
         assert bench.wait("a", "b") == [[1], [2]]
         bench.submit("c", [3])
         assert bench.wait("c") == [[3]]
-    assert caplog.text.count("a request could not be told its scores") == 2
+    assert caplog.text.count("delivering the scores of a request failed") == 2
 
 
 def test_a_closed_batcher_answers_what_waits_and_takes_no_more(bench: Bench) -> None:

@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"mask": None}, "input 'mask' is missing; expected user, hist, grid, mask"),
     "rank": ({"hist": np.zeros(2, np.int64)}, "got input 'hist' of shape [2], expected [samples, n]"),
     "fixed": ({"grid": np.zeros((2, 4))}, "got input 'grid' of shape [2, 4], expected [samples, 3]"),
-    "equal sizes": ({"weights": np.zeros(3, np.float16)}, "'weights' of shape [3], expected [w] with w 2, as of another input"),
+    "equal": ({"weights": np.zeros(3, np.float16)}, "'weights' of shape [3], expected [w] with w 2, as for another input"),
     "an expression": ({"mask": np.zeros((2, 2, 4), np.uint8)}, "expected [samples, n, 2*n + 1] with 2*n + 1 = 5"),
     "samples": ({"starts": np.zeros(3, np.int32)}, "got 3 samples of input 'starts', expected 2, as of 'hist'"),
     "ends": ({"ends": np.array([0, 2])}, "got input 'ends' of shape [2], expected [samples + 1] with samples + 1 = 3"),
@@ -259,7 +259,7 @@ def test_no_samples_leave_the_sizes_to_what_is_given_once(names: tuple[str, str]
     given = {"hist": np.empty((0, 0), np.int64), "codes": np.ones((1, 7), np.float32)}
     request = read_request(ours, given, MOST, "m")
     assert (request.samples, request.sizes) == (0, {"n": 7})
-    with pytest.raises(hps.InvalidInputError, match=r"with n [37], as of another input"):
+    with pytest.raises(hps.InvalidInputError, match=r"with n [37], as for another input"):
         read_request(ours, {**given, "hist": np.empty((2, 3), np.int64), "codes": np.ones((2, 7), np.float32)}, MOST, "m")
 
 

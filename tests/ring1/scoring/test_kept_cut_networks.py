@@ -159,7 +159,7 @@ def test_lengths_of_any_size_take_no_more_memory_than_twice_that_of_known_ones(
     ours, other, rng = scorer(kind), scorer(kind), np.random.default_rng(1)
     ours.warm()
     layouts = [lay_out(ours.signature, form, MOST) for form in kept_forms(ours.signature, MOST)]
-    most = 2 * sum(layout.size_bytes + layout.beside_bytes for layout in layouts)
+    most = 2 * sum(layout.size_bytes + layout.buffer_bytes for layout in layouts)
     before = len(ours._kept.memories)
     assert before == len(layouts) == 4  # 16 and 40 samples, given each and once
     for n in (2, 3, 9, 30, 3, 2):

@@ -36,7 +36,7 @@ def test_a_history_adds_up_all_models_and_begins_before_there_are_any() -> None:
         metrics.table(model, "t").keys += number
         metrics.table(model, "u").keys += 10 * number
         for _ in range(number):
-            metrics.lookup_times(model).whole.add(1_000_000)
+            metrics.lookup_times(model).total.add(1_000_000)
     first, now = history.points()
     assert first.keys == 0
     assert (now.at_s, now.keys, now.latency.count, round(now.latency.total_s, 6)) == (7.0, 66, 6, 0.006)

@@ -36,7 +36,7 @@ class Session(CachedSession):
 
     def __init__(self):
         self.cache = NumpyCache.create(TABLES, [100, 100], 0)
-        self.before_close = []
+        self.before_close, self.on_loss = [], []
         self.counted = []
 
     def count_answered(self, tables, times, ns):
@@ -59,7 +59,7 @@ def board():
 def serve(board, session, driver=None):
     config = SimpleNamespace(model="m")
     deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None)
-    return _Served(deployed, 0, [board], [driver or NumpyBatches(board)])
+    return _Served(deployed, 0, [board], [driver or NumpyBatches(board)], lambda: None)
 
 
 def row_of(board, served):
@@ -200,6 +200,27 @@ def test_a_service_is_not_ready_while_its_loops_do_not_know_a_front(tmp_path):
         wait_until(lambda: not lifecycle.not_ready_reason, "it is ready again")
 
 
+def test_the_snapshot_is_written_when_something_changes_and_not_meanwhile(tmp_path, monkeypatch):
+    hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
+    with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
+        server, link = service.app.lifecycle.opened, service.app.link
+        published, settled = [], []
+        publish, settle = link.publish, link.settle
+        monkeypatch.setattr(link, "publish", lambda: (published.append(None), publish()))
+        monkeypatch.setattr(link, "settle", lambda: (settled.append(None), settle()))
+        wait_until(lambda: len(settled) >= 3, "the counts are settled")
+        assert not published
+
+        (session,) = server.model("m").sessions.values()
+        session.lost = True
+        for notify in session.on_loss:
+            notify()
+        wait_until(lambda: link._published["models"]["m"]["1"]["lost"] == [0], "the lost device is published")
+
+        with server.record_trace(tmp_path / "recording"):
+            assert all(board._left_to_python for board in link._boards), "the loops leave what is recorded to Python"
+
+
 def test_a_frontend_and_an_engine_refuse_shared_memory_of_another_build(tmp_path):
     hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
     configuration = load_configuration(document_of(model_of("m", [tmp_path / "t"], {"t": 4})))
@@ -217,7 +238,7 @@ def test_a_frontend_and_an_engine_refuse_shared_memory_of_another_build(tmp_path
 def test_a_check_of_the_parameter_server_covers_the_regions(tmp_path):
     hps.write_sparse_model(tmp_path / "t", (np.arange(3), np.ones((3, 4), np.float32)))
     with running_service(document_of(model_of("m", [tmp_path / "t"], {"t": 4}))) as service:
-        region = service.front.exchange.region
+        region = service.frontend.exchange.region
         assert service.app.lifecycle.opened.check() == []
         region[layout.TAKEN] += 1
         [finding] = service.app.lifecycle.opened.check()

@@ -294,7 +294,7 @@ CUT_REFUSED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"mask": np.ones((2, 3, 2), bool)}, "got input 'mask' of shape [2, 3, 2], expected [samples, n, 2] with n 2, as of"),
     ({"ends": np.array([0, 1, 3, 4])}, "got input 'ends' of shape [4], expected [samples + 1] with samples + 1 = 3"),
     ({"tags": np.ones(10, int), "weights": np.ones(10, np.float32)}, "input 'tags' of shape [10]: the network needs m <= 9"),
-    ({"weights": np.ones(3, np.float32)}, "got input 'weights' of shape [3], expected [m] with m 4, as of another input"),
+    ({"weights": np.ones(3, np.float32)}, "got input 'weights' of shape [3], expected [m] with m 4, as for another input"),
     ({"lS_i.0": np.array([1, 2], np.int8)}, "got input 'lS_i.0' of int8, expected uint8"),
     ({"lS_i.0": np.array([1, 2, 3], np.uint8)}, "got 3 samples of input 'lS_i.0', expected 2, as of 'hist'"),
 ]  # fmt: skip

@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[nn.Module, Callable[..., Any], str]] = {
     "random numbers of Python": (
         embedding(),
         lambda item, ids, age: item(ids).sum(1) * random.random(),
-        "forward is another program each time it is traced",
+        "forward is a different program each time it is traced",
     ),
     "traced": (
         embedding(),

@@ -8,7 +8,7 @@ from torch import nn
 
 import hps
 from hps.torch import save
-from hps.torch.ranks import _owners, gather
+from hps.torch.ranks import _sources_of, gather
 from hps.torch.tables import Piece, ShardedTable, WeightTable
 
 WHOLE = (0, 0, 10, 6)
@@ -27,7 +27,7 @@ GRID = [(0, 0, 5, 2), (0, 2, 5, 4), (5, 0, 5, 2), (5, 2, 5, 4)]
     ],
 )
 def test_each_piece_is_taken_from_the_first_rank_that_holds_it(said: Any, owners: Any) -> None:
-    assert _owners("saving", (10, 6), said) == owners
+    assert _sources_of("saving", (10, 6), said) == owners
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_pieces_with_gaps_and_overlaps_are_refused(said: Any) -> None:
     with pytest.raises(
         hps.InvalidInputError, match=r"saving: got shards .* expected that they cover 10 rows of 6 elements once"
     ):
-        _owners("saving", (10, 6), said)
+        _sources_of("saving", (10, 6), said)
 
 
 def test_sharded_tables_need_a_process_group() -> None:

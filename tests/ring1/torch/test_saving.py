@@ -95,7 +95,7 @@ def collision() -> nn.Module:
         (Towers, {"keys": {"tag": torch.arange(3)}}, InvalidInputError, "keys of 'tag', expected of item, user_id, tags"),
         (Towers, {"delta_of": "1"}, InvalidInputError, "expected both or neither"),
         (Towers, {"changed": {}}, InvalidInputError, "expected both or neither"),
-        (Towers, {"delta_of": "1", "changed": {"tags": torch.tensor([20])}}, InvalidInputError, "expected some of 0 to 19"),
+        (Towers, {"delta_of": "1", "changed": {"tags": torch.tensor([20])}}, InvalidInputError, "expected 0 to 19"),
         (Towers, {"delta_of": "1", "changed": {"tags": torch.ones(2)}}, InvalidDtypeError, "float32, expected int64"),
         (Towers, {"settings": {"gpucachepre": 1}}, ConfigError, "gpucacheper"),
     ],

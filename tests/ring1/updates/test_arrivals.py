@@ -102,7 +102,7 @@ def test_looks_at_what_was_read_are_forgotten_and_the_rest_is_not(partition: Par
 def test_a_long_backlog_takes_bounded_memory_and_is_not_taken_for_younger(partition: Partition) -> None:
     for second in range(10_000):
         partition.look(float(second), second)
-    assert len(partition.arrivals._looks) <= 64
+    assert len(partition.arrivals._observations) <= 64
     assert partition.arrivals.unread_since() is None
     partition.arrivals.skip((0,))
     arrived: list[float] = [partition.read(20_000.0, place, 2e4) or 0.0 for place in range(2, 10_000)]

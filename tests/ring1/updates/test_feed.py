@@ -75,7 +75,7 @@ class World:
     def begun(self, most_bytes: int = 1 << 20, **settings: Any) -> UpdateFeed:
         """A feed that the test runs round by round."""
         feed = self.feed(**settings)
-        feed._begin()
+        feed._start_following()
         feed._most_bytes = most_bytes
         return feed
 
@@ -287,7 +287,7 @@ def test_a_failed_batch_is_tried_again_while_other_tables_go_on(world: World, cl
     world.target.before = fail
     world.send(upsert(1, 1))
     for turn in range(4):
-        feed._round()
+        feed._run_once()
         clock.now += 10.0
         if turn == 0:
             world.send(*(upsert(n, n) for n in range(2, 50)))
@@ -297,7 +297,7 @@ def test_a_failed_batch_is_tried_again_while_other_tables_go_on(world: World, cl
     assert world.log.behind()[FIRST] == 48  # nothing was polled meanwhile
     world.target.before = succeed
     for _ in range(3):
-        feed._round()
+        feed._run_once()
     assert (world.rows(), status(feed).problem) == ({n: float(n) for n in range(1, 50)}, "")
     assert world.sample("hps_update_failures_total") == 4
 
@@ -311,11 +311,11 @@ def test_a_batch_that_fails_is_tried_less_and_less_often_until_a_success(world: 
         world.target.before = always(error)
         world.send(upsert(turn, 1))
         for pause in pauses:
-            feed._round()
+            feed._run_once()
             assert table.retry_at - clock.now == pytest.approx(pause)
             clock.now = table.retry_at
         world.target.before = succeed
-        feed._round()
+        feed._run_once()
         assert world.rows() == {1: turn}
         clock.now += 40.0
 
@@ -354,17 +354,17 @@ def test_a_target_that_takes_over_late_gets_its_own_time(world: World, clock: Cl
         raise NotReadyError("retired")
 
     world.target.before = refuse
-    feed._round()
+    feed._run_once()
     clock.now += 30.5
     if moment == "before the next one refuses":
         next_one.before = refuse
         assert feed.replace_target(next_one)
-        feed._round()
+        feed._run_once()
         next_one.before = lambda index, changes: None
         clock.now += 29.5
     else:
-        feed._round()
-    feed._round()
+        feed._run_once()
+    feed._run_once()
     assert next_one.rows[0].keys() == {1}
 
 
@@ -388,7 +388,7 @@ def test_a_missing_topic_is_the_problem_of_its_table_alone(
     for turn in range(3):  # it is said once
         clock.now += 2
         world.send(upsert(turn + 1, 1))
-        feed._round()
+        feed._run_once()
     assert world.rows() == {1: 3.0}
     item, user = feed.status()
     assert (item.problem, item.connected, item.lag_s) == ("", True, 0.0)
@@ -396,7 +396,7 @@ def test_a_missing_topic_is_the_problem_of_its_table_alone(
     world.broker.create(OTHER)
     for _ in range(3):
         clock.now += 2
-        feed._round()
+        feed._run_once()
         assert (status(feed, "user").problem, status(feed, "user").connected) == ("", True)
     said = [record.getMessage().partition("updates of model 'shop', user: ")[2] for record in caplog.records]
     assert [one for one in said if one] == [f"there is no topic {OTHER}", "they can be read again"]
@@ -439,9 +439,9 @@ def test_positions_are_committed_at_most_at_every_interval_of_messages_or_when_i
     world.log.commit = lambda positions: committed.append(positions[FIRST])  # type: ignore[method-assign]
     for n in range(10):
         world.send(upsert(n + 1, n))
-        feed._round()
-    feed._round()
-    feed._round()
+        feed._run_once()
+    feed._run_once()
+    feed._run_once()
     assert committed == ["3", "7", "9"]
 
 
@@ -451,7 +451,7 @@ def test_a_share_of_the_device_leaves_the_rest_of_the_time(world: World, clock: 
     world.target.before = lambda index, changes: setattr(clock, "now", clock.now + 2.0)
     feed._worker.stop.wait = lambda seconds=None: rests.append(seconds or 0.0) or False  # type: ignore[method-assign]
     world.send(upsert(1, 1))
-    feed._round()
+    feed._run_once()
     assert rests == [6.0]
 
 
@@ -459,7 +459,7 @@ def test_lag_is_the_age_of_the_oldest_message_that_is_not_applied(world: World, 
     world.broker.clock = clock
     feed = world.feed()
     assert lag(feed) == (None, None)
-    feed._begin()
+    feed._start_following()
     assert lag(feed) == (0.0, 0)
     for second in (1, 2, 3):
         world.send(upsert(second, 1, time_us=NOW_US - 10**9))
@@ -467,14 +467,14 @@ def test_lag_is_the_age_of_the_oldest_message_that_is_not_applied(world: World, 
     assert (lag(feed), lag(feed, "user")[0]) == ((3.0, 3), 0.0)
     feed._most_bytes = 1
     for left in (2, 1, 0):
-        feed._round()
+        feed._run_once()
         assert lag(feed) == (left, left)
     clock.now += 5.0
     assert lag(feed) == (0.0, 0)
     world.broker.away = True
     clock.now += 7.0
     assert (lag(feed), status(feed).connected) == ((7.0, None), True)
-    feed._round()
+    feed._run_once()
     assert not status(feed).connected
     assert "away" in status(feed).problem
 
@@ -484,18 +484,18 @@ def test_a_message_that_is_polled_waits_until_it_is_applied(world: World, clock:
     feed = world.begun()
     world.target.before, succeed = always(DatabaseError("down")), world.target.before
     world.send(upsert(1, 1), upsert(2, 1))
-    feed._round()
+    feed._run_once()
     clock.now += 4.0
     world.send(upsert(3, 1))
     clock.now += 2.0
     assert lag(feed) == (6.0, 3)
-    feed._round()
+    feed._run_once()
     clock.now += 3.0
     assert lag(feed) == (9.0, 3)
     world.target.before = succeed
-    feed._round()  # what was polled; the rest waits in the log, which was paused
+    feed._run_once()  # what was polled; the rest waits in the log, which was paused
     assert lag(feed) == (5.0, 1)
-    feed._round()
+    feed._run_once()
     assert lag(feed) == (0.0, 0)
 
 
@@ -506,7 +506,7 @@ def test_messages_of_one_poll_wait_until_the_last_batch_of_them_is_applied(world
     clock.now += 5.0
     seen = []
     world.target.before = lambda index, changes: seen.append(lag(feed))
-    feed._round()
+    feed._run_once()
     assert seen[:3] == [(5.0, 3), (5.0, 2), (5.0, 1)]
     assert lag(feed) == (0.0, 0)
 
@@ -540,12 +540,12 @@ def test_a_time_of_the_future_hides_no_lag_and_is_counted(world: World, clock: C
     feed = world.begun(most_bytes=1)
     world.send(upsert(1, 1, time_us=NOW_US + 3_600_000_000), *(upsert(n, 1, time_us=NOW_US) for n in range(2, 1501)))
     clock.now += 600.0
-    feed._round()
+    feed._run_once()
     assert (lag(feed), status(feed).future_times) == ((600.0, 1499), 1)
     assert [feed.wait_for_lag(most, 0.0, lambda late, left_s: False) for most in (599.9, 600.0)] == [False, True]
     world.send(upsert(2000, 2, time_us=NOW_US + 1_000_000), upsert(2001, 2, time_us=NOW_US + 1_000_001))
     feed._most_bytes = 1 << 20
-    feed._round()
+    feed._run_once()
     assert (lag(feed), status(feed).future_times) == ((0.0, 0), 2)
     assert world.sample("hps_update_future_times_total") == 2
 
@@ -604,9 +604,9 @@ def test_a_batch_ends_with_the_message_that_fills_it_and_the_others_follow(world
     feed = world.begun(max_batch_size=2)
     for number in range(3):
         world.send(upsert(10 + number, 1 + number), upsert(20 + number, 4 + number), to=Partition(TOPIC, number))
-    feed._round()
+    feed._run_once()
     assert [keys for _, keys, _ in world.target.calls] == [[1, 4], [2, 5], [3, 6]]
-    feed._round()
+    feed._run_once()
     expected = {Partition(TOPIC, number): LogPosition("1", 20 + number) for number in range(3)}
     assert world.target.positions[0] == expected
 
@@ -616,7 +616,7 @@ def test_positions_without_rows_are_stored_at_the_interval(world: World) -> None
     world.send(*[b"junk"] * 7)
     stored = []
     for _ in range(7):
-        feed._round()
+        feed._run_once()
         stored.append(world.stored().get(str(FIRST)))
     assert stored == [None, None, None, "2", "2", "2", "5"]
     assert status(feed).dead_letters == {"magic": 7}
@@ -627,12 +627,12 @@ def test_partitions_that_are_added_to_failing_tables_pause_in_each_of_them(world
     world.target.before = always(DatabaseError("down"))
     for partition in (FIRST, USERS):
         world.send(upsert(1, 1), to=partition)
-    feed._round()
+    feed._run_once()
     added = {Partition(topic, 1) for topic in (TOPIC, OTHER)}
     for partition in added:
         world.broker.create(partition.topic, 2)
         world.send(upsert(1, 2), to=partition)
-    feed._round()
+    feed._run_once()
     assert world.log._paused == {FIRST, USERS, *added}
 
 
@@ -640,7 +640,7 @@ def test_a_replaced_target_is_tried_at_once_and_the_same_one_when_it_is_due(worl
     feed = world.begun(failure_backoff_ms=300)
     world.target.before = always(DatabaseError("down"))
     world.send(upsert(1, 1))
-    feed._round()
+    feed._run_once()
     table = feed._tables[TOPIC]
     for _ in range(2):
         assert feed._pause_s([table]) == pytest.approx(0.3)
@@ -648,7 +648,7 @@ def test_a_replaced_target_is_tried_at_once_and_the_same_one_when_it_is_due(worl
     world.target = MemoryTarget()
     feed.replace_target(world.target)
     assert feed._pause_s([table]) == 0.0
-    feed._round()
+    feed._run_once()
     assert world.rows() == {1: 1.0}
 
 
@@ -656,7 +656,7 @@ def test_the_end_stores_the_positions_of_every_table(world: World) -> None:
     feed = world.begun(most_bytes=100)
     world.send(upsert(1, 1), b"junk")
     world.send(b"junk", b"junk", to=USERS)
-    feed._round()
+    feed._run_once()
     assert "1" not in [*world.stored(0).values(), *world.stored(1).values()]
     feed._finish()
     assert (world.stored(0), world.stored(1)) == ({str(FIRST): "1"}, {str(USERS): "1"})
@@ -667,7 +667,7 @@ def test_lost_messages_are_counted_and_shown_for_an_hour(world: World, clock: Cl
     for lost in range(1, 4):
         world.send(*(upsert(n, n) for n in (3 * lost - 2, 3 * lost - 1, 3 * lost)))
         world.broker.lose(FIRST, 3 * lost - 1)
-        feed._round()
+        feed._run_once()
         clock.now += 3599.5
         assert "are gone" in status(feed).problem
         clock.now += 0.5

@@ -146,7 +146,7 @@ def test_faults_of_the_log_are_raised(broker: MemoryBroker) -> None:
     publisher = make(broker)
     broker.refuse = lambda partition, value: True
     publisher.insert(KEYS[:1], VECTORS[:1])
-    with pytest.raises(UpdateLogError, match=f"publishing to {TOPIC}: a message was not taken: "):
+    with pytest.raises(UpdateLogError, match=f"publishing to {TOPIC}: a message was refused: "):
         publisher.flush()
     broker.refuse = lambda partition, value: False
     publisher.insert(KEYS, VECTORS)

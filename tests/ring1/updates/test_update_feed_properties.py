@@ -58,7 +58,7 @@ class Process:
         self.feed = UpdateFeed("shop", "1", tables, target, MemoryLog(broker), rejects, config, Metrics())
         self.feed._most_bytes = 100  # a message or two at a time
         self.feed._settings = config.model_copy(update={"poll_timeout_ms": 0})
-        self.feed._begin()
+        self.feed._start_following()
 
     def add(self, message: Message, reason: str, detail: str, sequence: int) -> None: ...
 
@@ -90,7 +90,7 @@ def follow_to_the_end(steps: list[Any], batch: int, seed: int) -> None:
     for step in steps:
         match step:
             case "round":
-                process.feed._round()
+                process.feed._run_once()
             case "restart":
                 process.feed._finish()
                 process = Process(broker, target, batch)
@@ -98,7 +98,7 @@ def follow_to_the_end(steps: list[Any], batch: int, seed: int) -> None:
                 error = _Killed() if step == _CRASH else DatabaseError("down")
                 target.before = lambda index, changes, error=error: die(index, changes, error)
                 with contextlib.suppress(_Killed):
-                    process.feed._round()
+                    process.feed._run_once()
                 target.before = lambda index, changes: None
                 if step == _CRASH:
                     process = Process(broker, target, batch)
@@ -131,7 +131,7 @@ def follow_to_the_end(steps: list[Any], batch: int, seed: int) -> None:
                     broker.append(partition, message, now_us)
                     apply(partition, message, keys, vectors, deleted, sequence)
     for _ in range(2 * len(steps) + 2):
-        process.feed._round()
+        process.feed._run_once()
     assert {index: target.rows[index] for index in expected} == expected
     for index, topic in enumerate(TOPICS):
         ends = {str(one): str(len(broker.part(one) or ()) - 1) for one in PARTITIONS if one.topic == topic}

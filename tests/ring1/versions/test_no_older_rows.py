@@ -90,10 +90,10 @@ class Server:
     def _follow(self, feed: UpdateFeed) -> None:
         """Apply what the log has, as the feed's thread would."""
         (table,) = feed._tables.values()
-        feed._round()
+        feed._run_once()
         while table.batch:
             self._step(lambda: table.refused_by is not feed._target)
-            feed._round()
+            feed._run_once()
 
     def _deploy(self, settings: dict[str, bool]) -> None:
         self._hps.deploy(self._hps.config.models[0].model_copy(update=settings))

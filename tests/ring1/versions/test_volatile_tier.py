@@ -12,8 +12,8 @@ from hps.engine.chain import DatabaseChain
 from hps.errors import DatabaseError, ModelFileError, NotReadyError
 from hps.models.loading.table_load import LoadTargets
 from hps.statistics.metrics import Metrics
-from hps.stores.away import AwayDatabase
 from hps.stores.base import Database
+from hps.stores.unavailable import UnavailableDatabase
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.types import TableSpec
 from hps.versions import volatile_tier
@@ -35,7 +35,7 @@ class Tier:
 
     def __init__(self, *, away: bool = False, below: bool = True, loads: bool = True, rate: float = 1.0) -> None:
         self.shared, self.persistent = SharedMemoryDatabase(), PersistentMemoryDatabase() if below else None
-        first: Database = AwayDatabase("redis", None, "refused") if away else self.shared
+        first: Database = UnavailableDatabase("redis", None, "refused") if away else self.shared
         self.chain = DatabaseChain(first, self.persistent, metrics=Metrics(), away="refused" if away else "")
         self.chain.open_table(TABLE)
         self.opens: Callable[[], Database] = lambda: self.shared

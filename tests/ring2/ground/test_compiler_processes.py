@@ -11,7 +11,7 @@ from hps.ground.kernels.compiler_processes import CompilerProcesses
 from hps.testing.waiting import wait_until
 from tests.fakes.installation import Installation
 
-NAMES = ["_hashes", "_sample"]  # of hps.statistics.key_traces: small, and its module imports little
+NAMES = ["_hash_all", "_sample"]  # of hps.statistics.key_traces: small, and its module imports little
 KERNELS = [f"hps.statistics.key_traces:{name}" for name in NAMES]
 PROGRAM = """
 import logging, sys
@@ -25,7 +25,7 @@ numba_kernels.available_threads = lambda: {threads}
 compiler_processes._PATIENCE_S = 1.0
 {more}
 import numpy as np
-numba_kernels.compile_kernels(key_traces._hashes, key_traces._sample)
+numba_kernels.compile_kernels(key_traces._hash_all, key_traces._sample)
 assert key_traces.sample_hashes(np.arange(3)).tolist() == [0, 0x9E3779B97F4A7C15, 0x3C6EF372FE94F82A]
 print(COMPILATIONS.all().get("numba", (0, 0))[0])
 """

@@ -122,7 +122,7 @@ def test_health_page_and_metrics_say_that_redis_is_away(fleet: Fleet) -> None:
         assert line.endswith(" 0")
         output = run("deploy", "ranker", "--url", service.url).output
         assert "ranker: degraded: redis_cluster is away" in output
-        assert "`hps refresh ranker` fills what lost rows at once" in output
+        assert "`hps refresh ranker` refills lost rows immediately" in output
         assert "degraded: redis_cluster is away" in run("top", service.url, "--once", "--interval", "0.3").output
         fleet.redis.start()
         wait_until(lambda: service.client.get("/v2/health/ready").json() == {"ready": True}, "it is whole")

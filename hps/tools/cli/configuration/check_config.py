@@ -1,4 +1,4 @@
-"""`hps check-config`: report all problems of a configuration and of what it names, or print its tables."""
+"""`hps check-config`: report all problems of a configuration and its files, or print its tables."""
 
 import json
 import logging
@@ -112,7 +112,7 @@ def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
         split = (problem.partition(": ") for problem in error.problems)
         report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
         part = None
-        with suppress(errors.ConfigError):  # it is not a document, which is reported already
+        with suppress(errors.ConfigError):  # not a document, which is already reported
             part = usable_part(path)
     if part is None:
         return report
@@ -139,24 +139,26 @@ def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
 
 
 def _identity_problems(service: "ServiceConfig") -> list["CheckResult"]:
-    """Check the file of tokens, the certificate and the authorities of clients, where they are configured."""
+    """Check the configured files of tokens, certificate and client authorities."""
     from hps.configuration.tokens import load_tokens
     from hps.serve.frontend.tls import context_of
     from hps.types import CheckResult
 
-    found = []
+    findings = []
     if service.tokens_path:
         try:
             load_tokens(service.tokens_path)
         except errors.ConfigError as error:
-            found += [CheckResult("wrong", "service.tokens_path", f"{error.source}: {problem}") for problem in error.problems]
+            findings += [
+                CheckResult("wrong", "service.tokens_path", f"{error.source}: {problem}") for problem in error.problems
+            ]
     if service.tls_certificate_path:
         try:
             context_of(service)
         except errors.ConfigError as error:
             split = (problem.partition(": ") for problem in error.problems)
-            found += [CheckResult("wrong", f"service.{where}", text) for where, _, text in split]
-    return found
+            findings += [CheckResult("wrong", f"service.{where}", text) for where, _, text in split]
+    return findings
 
 
 def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -> None:
@@ -168,19 +170,19 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
 
     configuration, places = part.configuration, part.places
     catalog, unlisted = ModelCatalog(configuration, sources), False
-    of_files = errors.ModelFileError, errors.UnknownVersionError, errors.MissingDependencyError
+    file_errors = errors.ModelFileError, errors.UnknownVersionError, errors.MissingDependencyError
     try:
         catalog.scan()
-    except of_files as error:
+    except file_errors as error:
         unlisted = True
         report.findings.append(_file_problem("model_repository", error))
         catalog = ModelCatalog(configuration.model_copy(update={"model_repository": ""}), sources)
-    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that an unreachable host costs one timeout, not one per table
         checks, networks = [], []
         for name in catalog.names:
             try:
                 versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
-            except of_files as error:
+            except file_errors as error:
                 report.findings.append(_file_problem(places.get(name, name), error))
                 continue
             wrong_width = name in part.widthless
@@ -192,18 +194,18 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
             with_network = [version.network for version in versions if version.network is not None]
             networks += [(places.get(name, name), pool.submit(network.size_bytes, sources)) for network in with_network]
         report.findings += [_file_problem(name, error) for name, error in catalog.problems.items()]
-        if report.configuration and not unlisted and (lack := absent_models(configuration.service, catalog)):
-            report.findings.append(CheckResult("wrong", "model_repository", lack))
-        for place, sized in networks:
+        if report.configuration and not unlisted and (missing := absent_models(configuration.service, catalog)):
+            report.findings.append(CheckResult("wrong", "model_repository", missing))
+        for where, sized in networks:
             try:
                 sized.result()
-            except of_files as error:
-                report.findings.append(_file_problem(f"{place}.dense", error))
+            except file_errors as error:
+                report.findings.append(_file_problem(f"{where}.dense", error))
         for j, model, table, check in checks:
             try:
                 dim, rows = check.result()
                 report.rows.append(_Row(model, replace(table, dim=dim), j, rows, rows * (8 + 4 * dim)))
-            except of_files as error:
+            except file_errors as error:
                 where = f"{places.get(model.model, model.model)}.sparse_files[{j}]"
                 report.findings.append(_file_problem(where, error))
         for name in (name for name in places if name in part.widthless):
@@ -243,37 +245,39 @@ def _check_table(
 
 def _doubtful_settings(configuration: "Configuration") -> dict[str, str]:
     """Warn of settings that are valid but probably unintended."""
-    found: dict[str, str] = {}
+    warnings: dict[str, str] = {}
     volatile, persistent = configuration.volatile_db, configuration.persistent_db
     for i, model in enumerate(configuration.models):
         if model.gpucache and model.gpucacheper == 0 and model.embedding_cache_type == "dynamic":
-            found[f"models[{i}].gpucacheper"] = "0, so nothing is cached; set a share, or set gpucache to false"
+            warnings[f"models[{i}].gpucacheper"] = "0, so nothing is cached; set a share, or set gpucache to false"
         if model.gpucache and model.hit_rate_threshold <= 0:
             text = "0 or less, so keys that are not cached yet get the default vector; above 1, no key of a table does"
-            found[f"models[{i}].hit_rate_threshold"] = text
+            warnings[f"models[{i}].hit_rate_threshold"] = text
         elif model.gpucache and model.hit_rate_threshold <= 1:
-            most = max(table.max_keys for table in model.tables)
-            others = math.floor((1 - model.hit_rate_threshold) * most + 1e-9)
-            found[f"models[{i}].hit_rate_threshold"] = (
-                f"{model.hit_rate_threshold:g}, so up to {others:,} of {most:,} keys of a table in a lookup get the default "
-                "vector although they exist, and are fetched afterwards; set it above 1, or leave it out, for complete answers"
+            max_keys = max(table.max_keys for table in model.tables)
+            defaults = math.floor((1 - model.hit_rate_threshold) * max_keys + 1e-9)
+            warnings[f"models[{i}].hit_rate_threshold"] = (
+                f"{model.hit_rate_threshold:g}, so up to {defaults:,} of {max_keys:,} keys of a table in a lookup get the "
+                "default vector although they exist, and are fetched later; set it above 1, or omit it, for complete answers"
             )
     if persistent.type == "disabled" and volatile.type != "disabled":
-        lost = "without a persistent_db, rows that are"
+        consequence = "without a persistent_db, rows that are"
         if volatile.overflow_margin < _UNBOUNDED:
-            found["volatile_db.overflow_margin"] = f"{lost} evicted get the default vector; configure one, or drop this"
+            warnings["volatile_db.overflow_margin"] = (
+                f"{consequence} evicted get the default vector; configure one, or drop this"
+            )
         if volatile.initial_cache_rate < 1:
-            found["volatile_db.initial_cache_rate"] = (
-                f"{lost} not loaded get the default vector; configure one, or set this to 1"
+            warnings["volatile_db.initial_cache_rate"] = (
+                f"{consequence} not loaded get the default vector; configure one, or set this to 1"
             )
     if volatile.type == "redis_cluster" and "num_partitions" not in volatile.model_fields_set:
         text = f"{volatile.num_partitions} on this machine; set it explicitly, since all processes must use the same number"
-        found["volatile_db.num_partitions"] = text
+        warnings["volatile_db.num_partitions"] = text
     if persistent.type == "rocks_db" and "path" not in persistent.model_fields_set:
-        found["persistent_db.path"] = (
+        warnings["persistent_db.path"] = (
             f"{persistent.path}, in {tempfile.gettempdir()}, which systems clean up; set a permanent path"
         )
-    return found
+    return warnings
 
 
 def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
@@ -310,7 +314,7 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
 
 
 def _cached_rows(model: "ModelConfig", rows: int) -> int:
-    """Return the rows of a table that a cache comes to hold."""
+    """Return the number of rows of a table in a full cache."""
     from hps.cache.base import resident_rows
     from hps.versions.cache_sizes import is_static
 

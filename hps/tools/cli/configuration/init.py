@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hps.models.importing.discovery import Discovery, FoundModel
 
 EXAMPLE = "Example: `hps init models/ --persistent rocks_db && hps serve ps.json`"
-_ROW_BYTES = 24  # most bytes of a row of the hash map beside its vector
+_ROW_BYTES = 24  # upper bound of a hash map's row without its vector
 _PARTITIONS = 16
 _Line: TypeAlias = tuple[str, str]  # of the ps.json, and its reason
 
@@ -85,8 +85,8 @@ def init_command(
         choices = _Choices(volatile, persistent, device, redis, path, gpucacheper)
         if ask:
             _prompt(choices)
-        found = _find_models(source, output, tables, model, force)
-        content, reasons = _configuration(source, found, choices, output)
+        discovery = _find_models(source, output, tables, model, force)
+        content, reasons = _configuration(source, discovery, choices, output)
         load_configuration(content)
         lines = _lines(content, reasons)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -123,24 +123,24 @@ def _find_models(source: str, output: Path, tables: str | None, model: str | Non
     from hps.models.importing.checkpoint import is_checkpoint
     from hps.models.importing.discovery import Discovery, discover, entries_of, relocated
 
-    listed = source if source.endswith(".json") else os.path.join(source, "ps.json")
-    is_ours = listed != source and os.path.realpath(listed) == os.path.realpath(output)
-    entries = [] if is_ours else entries_of(listed)
-    if listed == source and not os.path.exists(source):
+    config_path = source if source.endswith(".json") else os.path.join(source, "ps.json")
+    is_output = config_path != source and os.path.realpath(config_path) == os.path.realpath(output)
+    entries = [] if is_output else entries_of(config_path)
+    if config_path == source and not os.path.exists(source):
         raise errors.InvalidInputError(f"reading {source}: there is no such file")
-    if listed == source and not entries:
+    if config_path == source and not entries:
         raise errors.InvalidInputError(f"reading {source}: got no models with sparse_files, expected a ps.json or a directory")
     if entries:
-        place = os.path.dirname(os.path.abspath(listed))
-        found = Discovery(tuple(relocated(place, entry) for entry in entries))
+        directory = os.path.dirname(os.path.abspath(config_path))
+        discovery = Discovery(tuple(relocated(directory, entry) for entry in entries))
     else:
-        found = _import_checkpoint(source, output, tables, force) if is_checkpoint(source) else discover(source)
+        discovery = _import_checkpoint(source, output, tables, force) if is_checkpoint(source) else discover(source)
     if model is None:
-        return found
-    if len(found.models) != 1:
-        names = ", ".join(found_model.name for found_model in found.models) or "a repository"
+        return discovery
+    if len(discovery.models) != 1:
+        names = ", ".join(model_.name for model_ in discovery.models) or "a repository"
         raise errors.InvalidInputError(f"naming the model {model!r}: got {names}, expected one model")
-    return Discovery((replace(found.models[0], name=model),))
+    return Discovery((replace(discovery.models[0], name=model),))
 
 
 def _import_checkpoint(source: str, output: Path, tables: str | None, force: bool) -> "Discovery":
@@ -153,21 +153,21 @@ def _import_checkpoint(source: str, output: Path, tables: str | None, force: boo
     destination = str(output.absolute().parent / stem)
     with console.progress() as progress:
         if (pattern := tables or tables_pattern(source)) is None:
-            place = f"{destination}/{stem}.model"
-            written = {place: import_model(source, place, overwrite=force, progress=progress)}
+            path = f"{destination}/{stem}.model"
+            written = {path: import_model(source, path, overwrite=force, progress=progress)}
         else:
             written = import_tables(source, destination, pattern, write_config="", overwrite=force, progress=progress)
-    found = (
-        FoundTable(os.path.basename(place).removesuffix(".model"), place, table.dim, table.rows)
-        for place, table in written.items()
+    tables_found = (
+        FoundTable(os.path.basename(path).removesuffix(".model"), path, table.dim, table.rows)
+        for path, table in written.items()
     )
-    return Discovery((FoundModel(stem, tuple(found)),))
+    return Discovery((FoundModel(stem, tuple(tables_found)),))
 
 
 def _configuration(
-    source: str, found: "Discovery", choices: _Choices, output: Path
+    source: str, discovery: "Discovery", choices: _Choices, output: Path
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
-    """Return the content of the ps.json, and the reasons by their place in it."""
+    """Return the content of the ps.json, and the reasons by their path in it."""
     content: dict[str, Any] = {"supportlonglong": True, "device": choices.device}
     reasons: dict[tuple[str | int, ...], str] = {
         ("supportlonglong",): "keys are 64-bit integers, as in the files",
@@ -177,13 +177,13 @@ def _configuration(
             "cpu": "the processor: the NumPy cache",
         }[choices.device],
     }
-    _tiers(content, reasons, found, choices, output)
-    if found.repository:
+    _tiers(content, reasons, discovery, choices, output)
+    if discovery.repository:
         content["model_repository"] = source if ":" in source else os.path.abspath(source)
         reasons["model_repository",] = "its models describe themselves (model.json)"
         return content, reasons
     content["models"] = []
-    for i, model in enumerate(found.models):
+    for i, model in enumerate(discovery.models):
         entry, why = _entry(model, choices)
         content["models"].append(entry)
         reasons |= {("models", i, key): text for key, text in why.items()}
@@ -191,11 +191,11 @@ def _configuration(
 
 
 def _tiers(
-    content: dict[str, Any], reasons: dict[tuple[str | int, ...], str], found: "Discovery", choices: _Choices, output: Path
+    content: dict[str, Any], reasons: dict[tuple[str | int, ...], str], discovery: "Discovery", choices: _Choices, output: Path
 ) -> None:
     from hps.ground.memory.capacity import available_memory
 
-    shapes = [table for model in found.models for table in model.tables]
+    shapes = [table for model in discovery.models for table in model.tables]
     needed = sum(table.rows * (4 * table.dim + _ROW_BYTES) for table in shapes)
     half = available_memory()[0] // 2
     fits = needed <= half
@@ -240,11 +240,11 @@ def _entry(model: "FoundModel", choices: _Choices) -> tuple[dict[str, Any], dict
     """Return an entry of `models`, and the reason for each value."""
     from hps.configuration.load import ModelConfig
 
-    known: Mapping[str, Any] = model.entry
+    existing: Mapping[str, Any] = model.entry
     entry = model.new_entry()
     rows = ", ".join(f"{table.rows:,}" for table in model.tables)
     why = {
-        "model": "the name in requests; by its directory" if not known else "as in the ps.json that was found",
+        "model": "the name in requests; by its directory" if not existing else "as in the ps.json that was found",
         "version_path": f"versions {', '.join(model.versions)}; the latest is served",
         "sparse_files": "directories with key and emb_vector" + (", in each version" if model.version_path else ""),
         "embedding_table_names": f"the names in requests, by id; rows: {rows}",
@@ -259,12 +259,12 @@ def _entry(model: "FoundModel", choices: _Choices) -> tuple[dict[str, Any], dict
         "gpucacheper": "share of the rows in the embedding cache; `hps plan` predicts the effect of others",
         "hit_rate_threshold": "above 1: keys of a table never get the default vector",
     }
-    read = {"model", "version_path", "versions", "sparse_files", "embedding_table_names", "embedding_vecsize_per_table"}
-    kept = ModelConfig.model_fields.keys() - ModelConfig.ignored_keys() - read
-    given = {} if choices.gpucacheper is None else {"gpucacheper": choices.gpucacheper}
-    for key in (key for key in known if key in kept - given.keys()):
-        entry[key], why[key] = known[key], f"{why[key]} (as before)" if key in why else "as before"
-    entry |= given
+    computed = {"model", "version_path", "versions", "sparse_files", "embedding_table_names", "embedding_vecsize_per_table"}
+    copied = ModelConfig.model_fields.keys() - ModelConfig.ignored_keys() - computed
+    chosen = {} if choices.gpucacheper is None else {"gpucacheper": choices.gpucacheper}
+    for key in (key for key in existing if key in copied - chosen.keys()):
+        entry[key], why[key] = existing[key], f"{why[key]} (as before)" if key in why else "as before"
+    entry |= chosen
     return entry, {key: why[key] for key in entry}
 
 
@@ -272,17 +272,17 @@ def _lines(content: dict[str, Any], reasons: Mapping[tuple[str | int, ...], str]
     """Write JSON, one key per line, each with its reason."""
     lines: list[_Line] = []
 
-    def write(value: Any, place: tuple[str | int, ...], start: str, end: str, indent: str) -> None:
+    def write(value: Any, key_path: tuple[str | int, ...], start: str, end: str, indent: str) -> None:
         objects = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
         if not objects:
-            lines.append((f"{indent}{start}{json.dumps(value, ensure_ascii=False)}{end}", reasons.get(place, "")))
+            lines.append((f"{indent}{start}{json.dumps(value, ensure_ascii=False)}{end}", reasons.get(key_path, "")))
             return
         opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
-        lines.append((f"{indent}{start}{opening}", reasons.get(place, "")))
+        lines.append((f"{indent}{start}{opening}", reasons.get(key_path, "")))
         items: list[tuple[str | int, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
         for key, inner in items:
             comma = "" if key == items[-1][0] else ","
-            write(inner, (*place, key), f"{json.dumps(key)}: " if isinstance(key, str) else "", comma, indent + "  ")
+            write(inner, (*key_path, key), f"{json.dumps(key)}: " if isinstance(key, str) else "", comma, indent + "  ")
         lines.append((f"{indent}{closing}{end}", ""))
 
     write(content, (), "", "", "")

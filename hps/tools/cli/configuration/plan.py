@@ -51,7 +51,7 @@ def plan_command(
     processors: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processors of another machine, which decide the number of fronts unless service.fronts does."
+            min=1, help="Processors of another machine; they determine the number of frontends, unless service.fronts is set."
         ),
     ] = None,
     run_networks: Annotated[
@@ -80,8 +80,8 @@ def plan_command(
         from hps.tools.planning.row_formats import needs_by_format
 
         check_picture(picture)
-        given = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
-        sizes: dict[Place, int] = {place: _size(text) for place, text in given.items() if text is not None}  # type: ignore[misc]
+        capacities = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
+        sizes: dict[Place, int] = {place: _size(text) for place, text in capacities.items() if text is not None}  # type: ignore[misc]
         configuration = load_configuration(config)
         versions = memory.served_versions(configuration)
         machine = memory.this_machine(configuration, sizes)
@@ -89,7 +89,7 @@ def plan_command(
         needs = memory.planned_needs(configuration, versions, on_cuda)
         if run_networks:
             needs += memory.run_needs(configuration, versions, on_cuda)
-        needs += memory.front_needs(configuration.service, on_cuda, processors)
+        needs += memory.frontend_needs(configuration.service, on_cuda, processors)
         totals = memory.totals(needs, machine)
         traces = read_traces(trace) if trace else []
         forecasts = [
@@ -114,7 +114,7 @@ def plan_command(
         else:
             _print(needs, totals, machine, predicted, suggestions, formats, sharings)
             if not run_networks and any(version.network is not None for version in versions):
-                typer.echo("\nwhat networks allocate while they run is not counted; --run-networks measures it")
+                typer.echo("\nmemory that networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
             raise typer.Exit(1)
 
@@ -178,8 +178,8 @@ def _print(
         _print_sharings(screen, sharings, forecasts)
     for suggestion in suggestions:
         reached = suggestion.gpucacheper is not None
-        what = f"gpucacheper {suggestion.gpucacheper:g}" if reached else "no gpucacheper reaches the goal: at 1"
-        screen.print(f"\nmodel {suggestion.model} version {suggestion.version}: {what}, hit rate {suggestion.hit_rate:.3f}")
+        text = f"gpucacheper {suggestion.gpucacheper:g}" if reached else "no gpucacheper reaches the goal: at 1"
+        screen.print(f"\nmodel {suggestion.model} version {suggestion.version}: {text}, hit rate {suggestion.hit_rate:.3f}")
         for table, share in suggestion.per_table.items():
             screen.print(f"  {table}: {'never' if share is None else f'{100 * share:.3g} % of its rows'}")
 
@@ -188,8 +188,8 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
     rows = []
     for planned in needs:
         place = planned.need.place if planned.device is None else f"gpu {planned.device}"
-        what = f"{planned.need.what} (while loading)" if planned.need.passing else planned.need.what
-        rows.append((planned.model, planned.version, planned.tier, what, place, size_text(planned.need.size_bytes)))
+        purpose = f"{planned.need.what} (while loading)" if planned.need.temporary else planned.need.what
+        rows.append((planned.model, planned.version, planned.tier, purpose, place, size_text(planned.need.size_bytes)))
     screen.print(console.table(("model", "version", "tier", "for", "place"), ("size",), rows))
     screen.print()
     summary = console.table(("place",), ("needed", "while loading", "there"))
@@ -197,11 +197,11 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
     for total in totals:
         verdict = {True: "fits", False: "DOES NOT FIT", None: "unknown"}[total.fits]
         if total.place == "ram":
-            verdict += ", including pinned memory" if any(other.place == "pinned" for other in totals) else ""
+            verdict += ", including pinned memory" if any(total_.place == "pinned" for total_ in totals) else ""
         if total.place == "pinned":
             verdict = "part of ram"
-        if where := machine.source.get(total.place):
-            verdict = f"{verdict} ({where})"
+        if source := machine.source.get(total.place):
+            verdict = f"{verdict} ({source})"
         free = "?" if total.free_bytes is None else size_text(total.free_bytes)
         summary.add_row(total.place, size_text(total.size_bytes), size_text(total.peak_bytes), free, verdict)
     screen.print(summary)
@@ -252,8 +252,8 @@ def _print_sharings(screen: "Console", sharings: "list[SharingForecast]", foreca
     figures = ("rows in reach", "memory per device", "hit rate", "local", "neighbour", "host", "keys/s per device")
     rates = console.table(("model", "table", "device_sharing"), figures)
     for sharing in sharings:
-        found = (sharing.hit_rate, sharing.local, sharing.neighbour, sharing.host)
-        shares = [f"{share:.3f}{'' if sharing.certain else '?'}" for share in found]
+        shares_found = (sharing.hit_rate, sharing.local, sharing.neighbour, sharing.host)
+        shares = [f"{share:.3f}{'' if sharing.certain else '?'}" for share in shares_found]
         size, rate = size_text(sharing.size_bytes), f"{sharing.keys_per_s / 1e6:,.0f} M"
         rates.add_row(sharing.model, sharing.table, sharing.sharing, f"{sharing.capacity_rows:,}", size, *shares, rate)
     screen.print()

@@ -1,4 +1,4 @@
-"""`hps compile`: compile kernels ahead, as an image is built or before a machine takes requests."""
+"""`hps compile`: compile kernels ahead, for an image or before a machine serves requests."""
 
 import re
 import time
@@ -44,15 +44,15 @@ def compile_command(
         int | None,
         typer.Option(
             min=1,
-            help="Compile in so many processes; by default one for each processor. With 1, and PYTHONHASHSEED=0 in the "
+            help="Number of compiling processes; by default one for each processor. With 1, and PYTHONHASHSEED=0 in the "
             "environment, the same sources give the same files.",
         ),
     ] = None,
 ) -> None:
-    """Compile kernels, so that later starts need not. What is compiled already is skipped.
+    """Compile kernels, so that later starts are fast. Compiled kernels are skipped.
 
     Machine code is kept in NUMBA_CACHE_DIR or, by default, inside the installation if that is writable, else in ~/.cache/hps.
-    Later processes find it there, also in an installation that is read-only by then.
+    Later processes use it, also from an installation that is read-only by then.
     """
     with console.reported(), console.progress("info"):
         from hps.ground.kernels import machine_code
@@ -65,33 +65,33 @@ def compile_command(
 
         configuration = read_configuration(config) if config else None
         kernels = _kernels(configuration) if configuration else declared_kernels()
-        began = time.monotonic()
+        start_s = time.monotonic()
         compile_kernels(*kernels, processes=processes)
         compiled = COMPILATIONS.all().get("numba", (0, 0.0))[0]
         target = "the baseline" if baseline else "this processor"
-        _report(f"{len(kernels)} kernels for {target}", compiled, len(kernels) - compiled, began)
+        _print_counts(f"{len(kernels)} kernels for {target}", compiled, len(kernels) - compiled, start_s)
         for architecture in architectures:
-            began = time.monotonic()
+            start_s = time.monotonic()
             compiled, skipped = _compile_for_gpu(configuration, architecture)
-            _report(f"{compiled + skipped} CUDA kernels for sm_{architecture}", compiled, skipped, began)
-        place = machine_code.directory()
-        if place is None:
+            _print_counts(f"{compiled + skipped} CUDA kernels for sm_{architecture}", compiled, skipped, start_s)
+        directory = machine_code.directory()
+        if directory is None:
             raise errors.HPSError("compiling kernels: no directory is writable; set NUMBA_CACHE_DIR to one that is")
-        typer.echo(f"kept in {place}")
+        typer.echo(f"kept in {directory}")
 
 
-def _report(what: str, compiled: int, skipped: int, began: float) -> None:
-    typer.echo(f"{what}: compiled {compiled} in {time.monotonic() - began:.1f} s, {skipped} were there")
+def _print_counts(kernels: str, compiled: int, skipped: int, start_s: float) -> None:
+    typer.echo(f"{kernels}: compiled {compiled} in {time.monotonic() - start_s:.1f} s, {skipped} were there")
 
 
 def _architectures(options: list[str]) -> list[str]:
-    found = []
+    architectures = []
     for text in filter(None, (part.strip() for option in options for part in option.split(","))):
         match = _ARCHITECTURE.fullmatch(text)
         if match is None:
             raise errors.InvalidInputError(f"--gpu: got {text!r}, expected architectures as sm_90")
-        found.append(match[1])
-    return list(dict.fromkeys(found))
+        architectures.append(match[1])
+    return list(dict.fromkeys(architectures))
 
 
 def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -18,10 +18,10 @@ from hps.tools.cli.running_server import (
     ServerUrl,
     Token,
     TokenFile,
-    Url,
     change_fleet,
     change_model,
     running_server,
+    server_command,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ EXAMPLES = {
     "refresh": "Example: `hps refresh ranker`",
     "updates status": "Example: `hps updates status http://127.0.0.1:8000`",
 }
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the server's answer unchanged.")]
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 
 
@@ -47,7 +48,7 @@ def models_command(
     fleet: Annotated[
         bool, typer.Option("--fleet", help="Compare what several replicas serve; exit with 1 if they do not agree.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
+    as_json: AsJson = False,
     token: Token = "",
     token_file: TokenFile = None,
     cert: Certificate = None,
@@ -74,10 +75,10 @@ def models_command(
     for model in answer["models"]:
         pin = model.get("pinned", {})
         if pin and pin["version"] not in [version["version"] for version in model["versions"] if version["state"] == "serving"]:
-            typer.echo(f"{model['name']}: version {pin['version']}, which does not serve, is {pin['text']}")
-        if fleet_says := model.get("fleet"):
-            follows = "" if fleet_says["follows"] else f"; this replica does not follow: {fleet_says['reason']}"
-            typer.echo(f"{model['name']}: the fleet serves version {fleet_says['wanted'] or 'by policy'}{follows}")
+            typer.echo(f"{model['name']}: version {pin['version']}, which is not serving, is {pin['text']}")
+        if status := model.get("fleet"):
+            follows = "" if status["follows"] else f"; this replica does not follow: {status['reason']}"
+            typer.echo(f"{model['name']}: the fleet serves version {status['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
     for change in answer["changes"]:
@@ -87,7 +88,9 @@ def models_command(
             typer.echo(f"failed: {change['what']}, by {change['by']}: {change['error']}")
 
 
+@server_command()
 def deploy_command(
+    server: "Client",
     model: Model,
     version: Annotated[str, typer.Option("--version", help="Default: chosen by the model's version_policy.")] = "",
     config: Annotated[
@@ -97,112 +100,85 @@ def deploy_command(
     force: console.Force = False,
     fleet: Fleet = False,
     no_wait: NoWait = False,
-    url: Url = LOCAL,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
 ) -> None:
     """Load a version of MODEL into a running server beside the serving version, then switch to it.
 
     Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
-    the server. A version given by --version is pinned: neither polling nor a restart takes a newer one. Without --version, the
-    pin ends.
+    the server. A version given by --version is pinned: neither polling nor a restart deploys a newer one. Without --version,
+    the pin ends.
 
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
-    with console.reported():
-        if fleet and (force or config is not None):
-            raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
-        body: dict[str, Any] = {} if fleet else {"force": force}
-        if version:
-            body["version"] = version
-        if config is not None:
-            body["config"] = _entry(config, model)
-        server = running_server(url, token, token_file, cert)
-        (_change_fleet if fleet else _change)(model, "deploy", body, server, wait=not no_wait)
+    if fleet and (force or config is not None):
+        raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+    body: dict[str, Any] = {} if fleet else {"force": force}
+    if version:
+        body["version"] = version
+    if config is not None:
+        body["config"] = _entry(config, model)
+    (_change_fleet if fleet else _change)(server, model, "deploy", body, wait=not no_wait)
 
 
+@server_command()
 def undeploy_command(
+    server: "Client",
     model: Model,
     version: Annotated[str, typer.Option("--version", help="Undeploy only this version. Default: the whole model.")] = "",
     no_wait: NoWait = False,
-    url: Url = LOCAL,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
 ) -> None:
-    """Take MODEL, or one of its versions, out of service in a running server. Redis and RocksDB keep its rows."""
-    with console.reported():
-        body = {"version": version} if version else {}
-        _change(model, "undeploy", body, running_server(url, token, token_file, cert), wait=not no_wait)
+    """Take MODEL, or one of its versions, out of service in a running server. Its rows stay in Redis and RocksDB."""
+    _change(server, model, "undeploy", {"version": version} if version else {}, wait=not no_wait)
 
 
+@server_command()
 def rollback_command(
+    server: "Client",
     model: Model,
     fleet: Fleet = False,
     no_wait: NoWait = False,
-    url: Url = LOCAL,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
 ) -> None:
-    """Roll MODEL back to its previous version, and pin it there: neither polling nor a restart takes a newer one.
+    """Roll MODEL back to its previous version, and pin it to that: neither polling nor a restart deploys a newer one.
 
-    With --fleet, every replica goes back, and none takes the withdrawn version until it is deployed by its number.
+    With --fleet, every replica rolls back, and none deploys the withdrawn version until it is deployed by its number.
     """
-    with console.reported():
-        server = running_server(url, token, token_file, cert)
-        (_change_fleet if fleet else _change)(model, "rollback", {}, server, wait=not no_wait)
+    (_change_fleet if fleet else _change)(server, model, "rollback", {}, wait=not no_wait)
 
 
+@server_command()
 def unpin_command(
+    server: "Client",
     model: Model,
     fleet: Fleet = False,
     no_wait: NoWait = False,
-    url: Url = LOCAL,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
 ) -> None:
     """End the pin of MODEL to a version, and deploy what its version_policy chooses.
 
     With --fleet, every replica deploys what the policy chooses, except withdrawn versions.
     """
-    with console.reported():
-        server = running_server(url, token, token_file, cert)
-        (_change_fleet if fleet else _change)(model, "unpin", {}, server, wait=not no_wait)
+    (_change_fleet if fleet else _change)(server, model, "unpin", {}, wait=not no_wait)
 
 
+@server_command()
 def refresh_command(
+    server: "Client",
     model: Model,
     no_wait: NoWait = False,
-    url: Url = LOCAL,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
 ) -> None:
     """Refresh the vectors in MODEL's embedding caches from the databases, on every device.
 
-    First fills its tables in the volatile database again, at full speed, where that lost rows.
+    First refills its tables in the volatile database, at full speed, if rows were lost there.
     """
-    with console.reported():
-        _change(model, "refresh", {}, running_server(url, token, token_file, cert), wait=not no_wait)
+    _change(server, model, "refresh", {}, wait=not no_wait)
 
 
-def updates_status_command(
-    url: ServerUrl = LOCAL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
-) -> None:
+@server_command(ServerUrl)
+def updates_status_command(server: "Client", as_json: AsJson = False) -> None:
     """Print how far the tables of a running server have followed their log of updates.
 
     `lag` is the age of the oldest message that is not applied yet, `behind` the number of such messages. `stale` rows were
     older than the stored ones; `dead letters` are messages that could not be applied.
     """
-    with console.reported():
-        answer = running_server(url, token, token_file, cert).ask("/v1/updates")
+    answer = server.ask("/v1/updates")
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -227,7 +203,7 @@ def updates_status_command(
             typer.echo(f"{where}: {table['future_times']} messages claimed a time in the future; check the producers' clocks")
 
 
-def _change(model: str, verb: str, body: dict[str, Any], server: "Client", *, wait: bool) -> None:
+def _change(server: "Client", model: str, verb: str, body: dict[str, Any], *, wait: bool) -> None:
     change = change_model(server, model, verb, body, wait=wait)
     if "status" not in change:
         typer.echo(f"{model}: in progress; `hps models` shows its state")
@@ -240,11 +216,11 @@ def _change(model: str, verb: str, body: dict[str, Any], server: "Client", *, wa
     if pin and "problem" in pin:
         typer.echo(f"{model}: {pin['problem']}")
     if "degraded" in change:
-        once = "" if verb == "refresh" else f"; `hps refresh {model}` fills what lost rows at once"
-        typer.echo(f"{model}: degraded: {change['degraded']}{once}")
+        hint = "" if verb == "refresh" else f"; `hps refresh {model}` refills lost rows immediately"
+        typer.echo(f"{model}: degraded: {change['degraded']}{hint}")
 
 
-def _change_fleet(model: str, verb: str, body: dict[str, Any], server: "Client", *, wait: bool) -> None:
+def _change_fleet(server: "Client", model: str, verb: str, body: dict[str, Any], *, wait: bool) -> None:
     answer = change_fleet(server, model, verb, body, wait=wait)
     wanted = f"version {answer['wanted']}" if answer["wanted"] else "what the version_policy chooses"
     typer.echo(f"{model}: the fleet serves {wanted} ({verb}); see `hps models --fleet URL...`")
@@ -258,33 +234,33 @@ def _change_fleet(model: str, verb: str, body: dict[str, Any], server: "Client",
 def _compare(servers: "dict[str, Client]", *, as_json: bool) -> bool:
     """Print what each replica serves; return whether all agree and follow."""
     answers: dict[str, dict[str, dict[str, Any]]] = {}
-    silent: dict[str, str] = {}
+    unreachable: dict[str, str] = {}
     for url, server in servers.items():
         try:
             answers[url] = {model["name"]: model for model in server.ask("/v1/models")["models"]}
         except errors.HPSError as error:
-            silent[url] = str(error)
-    rows, agree = [], not silent
+            unreachable[url] = str(error)
+    rows, agree = [], not unreachable
     for name in sorted({name for models in answers.values() for name in models}):
-        seen = set()
+        rows_seen = set()
         for url, models in answers.items():
             row, follows = _replica_row(models.get(name, {}))
             agree = agree and follows
-            seen.add(row[:2])
+            rows_seen.add(row[:2])
             rows.append((url, name, *row))
-        agree = agree and len(seen) == 1
+        agree = agree and len(rows_seen) == 1
     if as_json:
-        typer.echo(json.dumps({"agree": agree, "replicas": answers, "unreachable": silent}))
+        typer.echo(json.dumps({"agree": agree, "replicas": answers, "unreachable": unreachable}))
         return agree
     console.screen().print(console.table(("replica", "model", "serving", "wanted", "since", "follows"), (), rows))
-    for url, why in silent.items():
+    for url, why in unreachable.items():
         typer.echo(f"{url}: {why}")
     typer.echo("all replicas agree" if agree else "the replicas do not agree")
     return agree
 
 
 def _replica_row(model: dict[str, Any]) -> tuple[tuple[str, str, str, str], bool]:
-    """Return what a replica serves, should serve, since when, and whether it follows; also whether it does."""
+    """Return the cells of a replica: serving and wanted version, since when, and whether it follows; and the last as a bool."""
     serving = next((version for version in model.get("versions", ()) if version["state"] == "serving"), None)
     version, since = ("none", "") if serving is None else (serving["version"], serving["since"][:19].replace("T", " "))
     fleet = model.get("fleet")
@@ -298,17 +274,17 @@ def _entry(path: Path, model: str) -> dict[str, Any]:
     """Read the entry of a model from a file of its own or from a configuration."""
     from hps.ground.small_files import read_small
 
-    doing = f"reading --config {path}"
+    reading = f"reading --config {path}"
     try:
         content = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise errors.InvalidInputError(f"{doing}: {error}") from error
+        raise errors.InvalidInputError(f"{reading}: {error}") from error
     entries = content.get("models") if isinstance(content, dict) and "models" in content else [content]
     if isinstance(entries, list):
         for entry in entries:
             if isinstance(entry, dict) and entry.get("model", model) == model:
                 return entry
-    raise errors.InvalidInputError(f"{doing}: got no entry of model {model!r}, expected one of `models` of a ps.json")
+    raise errors.InvalidInputError(f"{reading}: got no entry of model {model!r}, expected one of `models` of a ps.json")
 
 
 def _print_table(models: list[dict[str, Any]]) -> None:

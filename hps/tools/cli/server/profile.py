@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: `hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
 _BATCH = 1000
-_STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "outside of stages"}
+_STAGE_TEXTS = {"http": "HTTP request", "lookup": "complete lookup", "outside": "outside of stages"}
 
 
 def profile_command(
@@ -97,7 +97,7 @@ def profile_command(
 ) -> None:
     """Measure the speed of lookups, where their time goes, and which tier answers.
 
-    CONFIG is opened in this process, without HTTP. A URL is a running server; its own counters, over all clients, say where
+    CONFIG is opened in this process, without HTTP. A URL is a running server, whose own counters, over all clients, show where
     the time goes. Exit code 1 means that a bound is missed or that more lookups failed than `--max-failures`.
     """
     with console.reported(), ExitStack() as stack:
@@ -146,7 +146,7 @@ def profile_command(
         _print(screen, profile)
         if json_file is not None:
             try:
-                with open(json_file, "w", opener=_open_at_once) as file:
+                with open(json_file, "w", opener=_open_without_waiting) as file:
                     file.write(json.dumps(asdict(profile), indent=2) + "\n")
             except OSError as error:
                 raise errors.InvalidInputError(f"writing {json_file}: {error}") from error
@@ -159,7 +159,7 @@ def profile_command(
 
 
 def _default_batch(most_keys: int, tables: int, bags: int) -> int:
-    """Return the keys per table of a lookup that a model takes, in whole bags; at most 1000."""
+    """Return the default keys per table of a lookup: a multiple of `bags`, at most 1000, within the model's limits."""
     from hps.configuration.load import ServiceConfig
 
     size = min(_BATCH, most_keys, max(1, ServiceConfig().max_keys_per_request // tables))
@@ -181,8 +181,8 @@ def _check(
     check_picture(picture)
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a named pipe that nobody reads is an error, and not waited for."""
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a named pipe without a reader is an error instead of a wait."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
@@ -196,12 +196,12 @@ def _keys(profiler: "Service | InProcess", workload: "Workload", keys: Path | No
         return recorded_keys(keys, profiler.model, profiler.tables)
     if rows:
         return {table: workload.draw(rows, index) for index, table in enumerate(profiler.tables)}
-    known = profiler.known_keys()
-    if unknown := [table for table, (count, _) in known.items() if not count]:
+    available = profiler.known_keys()
+    if unknown := [table for table, (count, _) in available.items() if not count]:
         raise errors.InvalidInputError(
             f"drawing keys of {', '.join(unknown)}: it is not known how many there are; give --rows, or recorded --keys"
         )
-    return {table: workload.draw(count, index, ids) for index, (table, (count, ids)) in enumerate(known.items())}
+    return {table: workload.draw(count, index, ids) for index, (table, (count, ids)) in enumerate(available.items())}
 
 
 def _print(screen: "Console", profile: "Profile") -> None:
@@ -243,8 +243,8 @@ def _print_row(screen: "Console", row: "Row") -> None:
     lines = [f"{name}: {tier.hit_rate:.2%} of {tier.asked:,} keys" for name, tier in row.tiers.items()]
     if lines:
         screen.print(f"hit rates: {'; '.join(lines)}; in no tier: {row.default_keys:,}", soft_wrap=True)
-    for what, count in row.failures.items():
-        screen.print(f"failed: {count:,} x {what}")
+    for cause, count in row.failures.items():
+        screen.print(f"failed: {count:,} x {cause}")
     if row.failures:
         screen.print(f"failed lookups took {row.failed.p50_ms:.3f} ms (p50), {row.failed.max_ms:.3f} ms at most")
     late = f"; lookups began {row.lateness.p99_ms:.3f} ms late (p99)" if row.rate else ""

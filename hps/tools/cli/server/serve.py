@@ -16,7 +16,7 @@ def serve_command(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port, instead of CONFIG's; 0 takes any.")] = None,
     fronts: Annotated[
         int | None,
-        typer.Option(min=0, max=256, help="Number of front processes, instead of CONFIG's; 0: one process does all."),
+        typer.Option(min=0, max=256, help="Number of frontend processes, instead of CONFIG's; 0: a single process."),
     ] = None,
     grpc_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port for gRPC, instead of CONFIG's; 0 takes any; by default none.")
@@ -46,8 +46,8 @@ def serve_command(
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
 
-    Tables that RocksDB holds are not loaded again. Each model answers as soon as it is loaded, and one that cannot be loaded
-    does not stop the others. /v2/health/ready answers 200 when every model is ready; until then it reports the progress.
+    Tables in RocksDB are not reloaded. Each model answers as soon as it is loaded, and a model that cannot be loaded does not
+    stop the others. /v2/health/ready answers 200 when every model is ready; until then it reports the progress.
 
     SIGTERM gives load balancers time before the server stops (service.drain_s); Ctrl-C does not. SIGHUP reloads CONFIG:
     settings that may change at run time do, and the log names the others.
@@ -56,7 +56,7 @@ def serve_command(
         from hps.configuration.load import read_configuration
         from hps.serve.logs.lines import formatter_of
 
-        configuration = read_configuration(config)  # it says how to log; its notices are logged when it is used
+        configuration = read_configuration(config)  # has the settings of logs; its notices are logged when it is used
         service = configuration.service
         with console.progress(log_level or service.log_level, formatter_of(log_format or service.log_format)) as progress:
             from hps.parameter_server import HPS

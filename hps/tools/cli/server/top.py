@@ -1,4 +1,4 @@
-"""`hps top`: show the figures of a running server's page on a terminal."""
+"""`hps top`: show the figures of a running server on a terminal."""
 
 import time
 from collections.abc import Mapping
@@ -11,29 +11,33 @@ from hps import errors
 from hps.ground.progress import count_text, size_text, time_text
 from hps.statistics.snapshot import Latency
 from hps.tools.cli import console
-from hps.tools.cli.running_server import LOCAL, Certificate, ServerUrl, Token, TokenFile, running_server
+from hps.tools.cli.running_server import ServerUrl, server_command
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
 
+    from hps.client.client import Client
+
 EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
 _ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
-_GONE = (errors.NotReadyError, errors.RemoteConnectionError, errors.RemoteTimeoutError)  # it restarts, or the network is down
+_UNREACHABLE = (
+    errors.NotReadyError,
+    errors.RemoteConnectionError,
+    errors.RemoteTimeoutError,
+)  # it restarts, or the network is down
 _LOST_S = 60.0  # patience with a server that does not answer
 
 _Answer = Mapping[str, Any]
 
 
+@server_command(ServerUrl)
 def top_command(
-    url: ServerUrl = LOCAL,
+    server: "Client",
     interval: Annotated[float, typer.Option(min=0.3, help="Seconds between two updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Take two samples, print, and exit. The default in a pipe.")] = False,
-    token: Token = "",
-    token_file: TokenFile = None,
-    cert: Certificate = None,
 ) -> None:
     """Show the throughput, latencies, hit rates, memory and problems of a running server until Ctrl-C.
 
@@ -41,29 +45,27 @@ def top_command(
     """
     from rich.live import Live
 
-    with console.reported():
-        server = running_server(url, token, token_file, cert)
-        screen = console.screen()
-        before, at = server.ask("/v1/stats"), time.monotonic()
-        if once or not screen.is_terminal:
+    url, screen = server.addresses[0], console.screen()
+    before, at = server.ask("/v1/stats"), time.monotonic()
+    if once or not screen.is_terminal:
+        time.sleep(interval)
+        now = server.ask("/v1/stats")
+        screen.print(shown(url, now, before))
+        return
+    with Live(console=screen, screen=True, auto_refresh=False) as live:
+        while True:
             time.sleep(interval)
-            now = server.ask("/v1/stats")
-            screen.print(shown(url, now, before))
-            return
-        with Live(console=screen, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(interval)
-                try:
-                    now = server.ask("/v1/stats")
-                except _GONE as error:
-                    if time.monotonic() - at > _LOST_S:
-                        raise
-                    live.update(f"{error}\nthe last answer is {time.monotonic() - at:.0f} s old", refresh=True)
-                    continue
-                if _started(now) != _started(before):
-                    before = now
-                live.update(shown(url, now, before), refresh=True)
-                before, at = now, time.monotonic()
+            try:
+                now = server.ask("/v1/stats")
+            except _UNREACHABLE as error:
+                if time.monotonic() - at > _LOST_S:
+                    raise
+                live.update(f"{error}\nthe last answer is {time.monotonic() - at:.0f} s old", refresh=True)
+                continue
+            if _started(now) != _started(before):
+                before = now
+            live.update(shown(url, now, before), refresh=True)
+            before, at = now, time.monotonic()
 
 
 def _started(answer: _Answer) -> object:
@@ -71,7 +73,7 @@ def _started(answer: _Answer) -> object:
 
 
 def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
-    """The figures of the time between two answers of GET /v1/stats."""
+    """Render the figures of the time between two answers of GET /v1/stats."""
     from rich.console import Group
     from rich.text import Text
 
@@ -83,8 +85,8 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     if server:
         up = time_text(time.time() - server["started"])
         parts.append(Text(f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}"))
-        held = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
-        parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {held}"))
+        load = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
+        parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {load}"))
         parts.append(_models(now, before, seconds))
         for device in server["devices"]:
             name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
@@ -111,31 +113,31 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
             Text(f"{when} {problem['level']}{times}: {problem['text']}", "yellow" if problem["level"] == "warning" else "red")
         )
     if server:
-        parts += [_tables(model, _named(before, model["name"]), seconds) for model in server["models"]]
+        parts += [_tables(model, _model_figures(before, model["name"]), seconds) for model in server["models"]]
     return Group(*parts)
 
 
 def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
-    shown = _table("model", "version", "lookups/s", "p50", "p95", "p99", "workspaces")
-    shown.add_column("most time in")
+    table = _table("model", "version", "lookups/s", "p50", "p95", "p99", "workspaces")
+    table.add_column("most time in")
     for model in now["server"]["models"]:
-        was = _named(before, model["name"])
+        was = _model_figures(before, model["name"])
         lookups = Latency(**model["lookups"]).since(Latency(**was["lookups"]))
-        spent = {
+        stage_times = {
             stage: times["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
             for stage, times in model["stages"].items()
         }
-        total_s = sum(spent.values())
-        most = sorted(spent, key=lambda stage: -spent[stage])[:3] if total_s > 0 else []
-        shown.add_row(
+        total_s = sum(stage_times.values())
+        slowest = sorted(stage_times, key=lambda stage: -stage_times[stage])[:3] if total_s > 0 else []
+        table.add_row(
             model["name"],
             model["version"],
             count_text(lookups.count / seconds),
             *(_time(lookups.quantile_s(share) if lookups.count > 0 else None) for share in (0.5, 0.95, 0.99)),
             f"{model['busy_workspaces']} of {model['workspaces']}",
-            ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / total_s:.0%}" for stage in most),
+            ", ".join(f"{_TIERS.get(stage, stage)} {stage_times[stage] / total_s:.0%}" for stage in slowest),
         )
-    return shown
+    return table
 
 
 @dataclass(frozen=True)
@@ -145,30 +147,30 @@ class _Tables:
     model: str
     names: list[str]
     lookups: list[dict[str, str]]  # a table's cells by the title of their column
-    held: list[dict[str, str]]
+    contents: list[dict[str, str]]
 
     def __rich_console__(self, screen: "Console", options: "ConsoleOptions") -> "RenderResult":
-        joined = self._grid([asked | has for asked, has in zip(self.lookups, self.held, strict=True)])
+        joined = self._grid([left | right for left, right in zip(self.lookups, self.contents, strict=True)])
         fits = screen.measure(joined, options=options.update(width=_ANY_WIDTH)).maximum <= options.max_width
-        yield from (joined,) if fits else (self._grid(self.lookups), self._grid(self.held))
+        yield from (joined,) if fits else (self._grid(self.lookups), self._grid(self.contents))
 
     def _grid(self, tables: list[dict[str, str]]) -> "Table":
         filled = [head for head in tables[0] if any(cells[head] for cells in tables)]
-        made = _table(self.model, *filled)
+        table = _table(self.model, *filled)
         for name, cells in zip(self.names, tables, strict=True):
-            made.add_row(name, *(cells[head] for head in filled))
-        return made
+            table.add_row(name, *(cells[head] for head in filled))
+        return table
 
 
 def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
-    lookups, held = [], []
+    lookups, contents = [], []
     earlier = {table["name"]: table for table in before["tables"]}
     for table in model["tables"]:
         was = earlier.get(table["name"], table)
         keys = table["keys"] - was["keys"]
         cache = [tier for tier in table["tiers"] if tier["tier"] == "embedding_cache"]
-        evicted = _sum(table, "embedding_cache", "evictions") - _sum(was, "embedding_cache", "evictions")
-        known = [tier for tier in cache if tier["rows"] is not None]
+        evicted = _total(table, "embedding_cache", "evictions") - _total(was, "embedding_cache", "evictions")
+        with_rows = [tier for tier in cache if tier["rows"] is not None]
         lookups.append(
             {
                 "dim": str(table["dim"]),
@@ -178,53 +180,55 @@ def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
                 "unknown": _share(table["defaults"] - was["defaults"], keys),
             }
         )
-        held.append(
+        contents.append(
             {
-                "cached\nrows": f"{count_text(known[0]['rows'])} of {count_text(known[0]['capacity_rows'])}" if known else "",
+                "cached\nrows": f"{count_text(with_rows[0]['rows'])} of {count_text(with_rows[0]['capacity_rows'])}"
+                if with_rows
+                else "",
                 "evicted/s": count_text(evicted / seconds) if cache else "",
                 **{f"{name}\nsize": _size(table, tier) for tier, name in _TIERS.items()},
             }
         )
-    return _Tables(model["name"], [table["name"] for table in model["tables"]], lookups, held)
+    return _Tables(model["name"], [table["name"] for table in model["tables"]], lookups, contents)
 
 
-def _named(answer: _Answer, name: str) -> _Answer:
+def _model_figures(answer: _Answer, name: str) -> _Answer:
     """Return the earlier figures of a model; zeros if it was not there."""
     nothing: dict[str, Any] = {"lookups": {}, "stages": {}, "tables": []}
     models = answer["server"]["models"] if answer["server"] else []
-    found: _Answer = next((entry for entry in models if entry["name"] == name), nothing)
-    return found
+    model: _Answer = next((entry for entry in models if entry["name"] == name), nothing)
+    return model
 
 
-def _sum(table: _Answer, tier: str, what: str) -> int:
+def _total(table: _Answer, tier: str, what: str) -> int:
     return sum(entry[what] or 0 for entry in table["tiers"] if entry["tier"] == tier)
 
 
 def _hit_rate(table: _Answer, was: _Answer, tier: str) -> str:
     if all(entry["tier"] != tier for entry in table["tiers"]):
         return ""
-    hits = _sum(table, tier, "hits") - _sum(was, tier, "hits")
-    return _share(hits, hits + _sum(table, tier, "misses") - _sum(was, tier, "misses"))
+    hits = _total(table, tier, "hits") - _total(was, tier, "hits")
+    return _share(hits, hits + _total(table, tier, "misses") - _total(was, tier, "misses"))
 
 
 def _size(table: _Answer, tier: str) -> str:
-    found = [entry for entry in table["tiers"] if entry["tier"] == tier]
-    if any(not entry["available"] for entry in found):
+    entries = [entry for entry in table["tiers"] if entry["tier"] == tier]
+    if any(not entry["available"] for entry in entries):
         return "not read"
-    if not found or any(entry["vector_bytes"] is None for entry in found):
-        return "-" if found else ""
-    return size_text(sum(entry["vector_bytes"] + (entry["overhead_bytes"] or 0) for entry in found))
+    if not entries or any(entry["vector_bytes"] is None for entry in entries):
+        return "-" if entries else ""
+    return size_text(sum(entry["vector_bytes"] + (entry["overhead_bytes"] or 0) for entry in entries))
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole > 0 else "-"
+def _share(part: int, total: int) -> str:
+    return f"{part / total:.1%}" if total > 0 else "-"
 
 
 def _time(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def _table(first: str, *others: str) -> "Table":
-    made = console.table((first,), others)
-    made.columns[0].min_width = 8  # long names are shortened, figures are not
-    return made
+def _table(first: str, *figures: str) -> "Table":
+    table = console.table((first,), figures)
+    table.columns[0].min_width = 8  # long names are shortened, figures are not
+    return table

@@ -30,8 +30,8 @@ def check_database_command(
     for table in report.tables:
         width = f" of {table.dim} floats" if row_dtype_of(table.tag) == "float32" else f" ({stored_text(table.tag, table.dim)})"
         width = width if table.dim else ""
-        rest = ", then it is damaged" if table.damage else ""
-        typer.echo(f"{table.tag}: {console.rows_text(table.rows)}{width} can be read{rest}")
+        suffix = ", then it is damaged" if table.damage else ""
+        typer.echo(f"{table.tag}: {console.rows_text(table.rows)}{width} can be read{suffix}")
     if not report.damages:
         typer.echo(f"{path}: good")
         return

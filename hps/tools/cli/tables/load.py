@@ -71,12 +71,12 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     persistent = configuration.persistent_db
     if persistent.type != "disabled" and persistent.read_only:
         raise errors.ConfigError(str(path), ["persistent_db.read_only: got true, expected false: hps load writes to it"])
-    chosen = [
+    sections = [
         section
         for section in (configuration.volatile_db, persistent)
         if section.type != "disabled" and issubclass(implementation("database", section.type), LastingDatabase)
     ]
-    if not chosen:
+    if not sections:
         raise errors.ConfigError(
             str(path),
             [
@@ -84,7 +84,7 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
                 "it; hps serve fills an in-process volatile_db by itself"
             ],
         )
-    return [stack.enter_context(closing(open_database(section))) for section in chosen]
+    return [stack.enter_context(closing(open_database(section))) for section in sections]
 
 
 def _load_version(catalog: "ModelCatalog", version: "ModelVersion", targets: "LoadTargets", progress: "Progress") -> list[str]:

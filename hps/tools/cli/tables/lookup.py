@@ -29,12 +29,12 @@ def lookup_command(
 ) -> None:
     """Print the vectors of KEYs, and mark the default vectors of keys that no database has.
 
-    Answers from the persistent database, which is loaded first if necessary, or else from the model files. Only one process at
-    a time can open a RocksDB: while a server runs, ask the server.
+    Looks up in the persistent database, which is loaded first if necessary, or else in the model files. Only one process at a
+    time can open a RocksDB: while a server runs, send it the request.
     """
     pooled: dict[str, FloatArray] = {}
     with console.reported():
-        asked = [_key(key) for key in keys]
+        requested = [_key(key) for key in keys]
         with console.progress() as progress:
             import numpy as np
 
@@ -47,17 +47,17 @@ def lookup_command(
             name = tables[int(table)] if table not in tables and table.isdecimal() and int(table) < len(tables) else table
             try:
                 with HPS(configuration, progress=progress) as server:
-                    given = np.array(asked, np.int64)
-                    vectors, found = server.lookup(given, model, name, return_found=True)
+                    keys_array = np.array(requested, np.int64)
+                    vectors, found = server.lookup(keys_array, model, name, return_found=True)
                     if combiner is not None:
-                        bags = {name: Bags(given[None], combiner=combiner)}  # type: ignore[arg-type]  # it is checked
+                        bags = {name: Bags(keys_array[None], combiner=combiner)}  # type: ignore[arg-type]  # it is checked
                         pooled = {combiner: server.lookup_pooled(bags, model)[name][0]}
             except errors.DatabaseLockedError as error:
-                body = shlex.quote(json.dumps({"tables": {name: asked}}))
+                body = shlex.quote(json.dumps({"tables": {name: requested}}))
                 service = configuration.service
                 url = f"{service.scheme}://{service.host}:{service.port}/v1/models/{model}/lookup"
-                raise errors.DatabaseLockedError(f"{error}\nIf it is a server, ask that: curl -s {url} -d {body}") from error
-        _print_vectors(model, name, asked, vectors, found.tolist(), pooled, as_json)
+                raise errors.DatabaseLockedError(f"{error}\nA server may have it: curl -s {url} -d {body}") from error
+        _print_vectors(model, name, requested, vectors, found.tolist(), pooled, as_json)
 
 
 def _key(text: str) -> int:
@@ -80,8 +80,8 @@ def _without_caches(configuration: "Configuration", model: str) -> "Configuratio
         if entry.model == model
     ]
     if not models:
-        known = ", ".join(entry.model for entry in configuration.models)
-        raise errors.UnknownModelError(f"looking up model {model!r}: it is not in the configuration, which has: {known}")
+        names = ", ".join(entry.model for entry in configuration.models)
+        raise errors.UnknownModelError(f"looking up model {model!r}: it is not in the configuration, which has: {names}")
     changes: dict[str, Any] = {"models": tuple(models), "device": "cpu", "update_source": UpdateSourceConfig()}
     if configuration.persistent_db.type != "disabled":
         changes["volatile_db"] = configuration.volatile_db.model_copy(update={"type": "disabled"})
@@ -102,8 +102,8 @@ def _print_vectors(
         bag = {combiner: _floats(row) for combiner, row in pooled.items()}
         typer.echo(json.dumps({"model": model, "table": table, "keys": keys, "vectors": rows, "found": found, **bag}))
         return
-    for key, row, has in zip(keys, vectors, found, strict=True):
-        typer.echo(f"{key}: {_listed(row)}" + ("" if has else "  (default vector: no database has this key)"))
+    for key, row, is_found in zip(keys, vectors, found, strict=True):
+        typer.echo(f"{key}: {_listed(row)}" + ("" if is_found else "  (default vector: no database has this key)"))
     for combiner, row in pooled.items():
         typer.echo(f"{combiner}: {_listed(row)}")
 

@@ -124,9 +124,9 @@ def _tables(
 
     tables: list[tuple[str, int, Callable[[], TableSource], str | None]] = []
     for i, spec in enumerate(entry.tables):
-        place = entry.sparse_files[i].rstrip("/")
-        below = posixpath.normpath(place) if entry.version_path else posixpath.basename(place)
-        old = since if since is None or table is not None else f"{since.rstrip('/')}/{below}"
+        path = entry.sparse_files[i].rstrip("/")
+        relative_path = posixpath.normpath(path) if entry.version_path else posixpath.basename(path)
+        old = since if since is None or table is not None else f"{since.rstrip('/')}/{relative_path}"
         if table in (None, spec.table_name):
             tables.append((spec.table_name, spec.dim, partial(files, i), old))
     return tables
@@ -151,8 +151,8 @@ def _chunks(
                 raise errors.InvalidInputError(f"publishing {source}: --since needs sparse model files; `hps import` it first")
             table = find_table(source, **names)
             empty = np.empty((0, dim), np.float32)
-            gone = (Difference(none, empty, keys, 0) for keys in table.deleted())
-            return table.selection.rows, chain((Difference(*some, none, some[0].size) for some in table.chunks()), gone)
+            deletions = (Difference(none, empty, keys, 0) for keys in table.deleted())
+            return table.selection.rows, chain((Difference(*rows, none, rows[0].size) for rows in table.chunks()), deletions)
     model = open_table_files(source, dim, sources=sources)
     if old is not None:
         return model.rows, differences(open_sparse_model(old, dim, sources=sources), model)

@@ -1,4 +1,4 @@
-"""`hps row-formats`: what storing the tables of a configuration in fewer bits would cost."""
+"""`hps row-formats`: the loss of storing the tables of a configuration in fewer bits."""
 
 import json
 from collections.abc import Generator
@@ -28,10 +28,10 @@ def row_formats_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what each table of CONFIG would lose with another row_dtype, and which tables suffer, and why.
+    """Print the loss of each table of CONFIG with another row_dtype, and which tables suffer, and why.
 
-    Reads all model files of the versions that would be served; loads nothing. Of a delta, the rows of its base count, too. The
-    exit code is 1 if a format cannot hold a row.
+    Reads all model files of the versions to serve, for a delta also its base; loads nothing. The exit code is 1 if a format
+    cannot hold a row.
     """
     with console.reported():
         from hps.configuration.load import load_configuration

@@ -37,8 +37,8 @@ def replay_command(
 ) -> None:
     """Read the dead letters with the present CONFIG, and publish those that can be applied, for every server.
 
-    They keep their place in the order of changes: rows that changed since stay as they are. Replaying twice changes nothing.
-    The exit code is 1 if some still cannot be read.
+    They keep their position in the order of changes, so rows that changed since are not overwritten. Replaying twice changes
+    nothing. The exit code is 1 if a message still cannot be read.
     """
     with console.reported(), console.progress():
         from hps.configuration.load import load_configuration
@@ -49,18 +49,18 @@ def replay_command(
 
         configuration = load_configuration(config)
         catalog = ModelCatalog(configuration, ModelSources(configuration.model_source))
-        unread: Counter[str] = Counter()
+        unreadable: Counter[str] = Counter()
         detail = ""
         messages = 0
         publishers: dict[TableSpec, Republisher] = {}
-        with closing(open_writer(configuration.update_source)) as writer, ExitStack() as marked:
+        with closing(open_writer(configuration.update_source)) as writer, ExitStack() as stack:
             for letter in _letters(configuration, catalog, directory):
                 try:
                     if isinstance(letter, errors.UpdateFormatError):
                         raise letter
                     table, changes, sequence = _read(letter, catalog, configuration)
                 except errors.UpdateFormatError as error:
-                    unread[error.reason] += 1
+                    unreadable[error.reason] += 1
                     detail = str(error)
                     continue
                 messages += 1
@@ -68,14 +68,14 @@ def replay_command(
                     continue
                 if table not in publishers:
                     topic = f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
-                    publishers[table] = marked.enter_context(Republisher(writer, topic, dim=table.dim))
+                    publishers[table] = stack.enter_context(Republisher(writer, topic, dim=table.dim))
                 publishers[table].republish(letter.message.partition.number, changes, sequence)
         rows = sum(publisher.rows for publisher in publishers.values())
-        done = "can be published" if dry_run else f"published again ({console.rows_text(rows)})"
-        typer.echo(f"{messages} of {messages + unread.total()} messages {done}")
-        if unread:
-            counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(unread.items()))
-            typer.echo(f"{unread.total()} still cannot be read ({counts}); the last: {detail}")
+        outcome = "can be published" if dry_run else f"published again ({console.rows_text(rows)})"
+        typer.echo(f"{messages} of {messages + unreadable.total()} messages {outcome}")
+        if unreadable:
+            counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(unreadable.items()))
+            typer.echo(f"{unreadable.total()} still cannot be read ({counts}); the last: {detail}")
             raise typer.Exit(1)
 
 
@@ -87,16 +87,16 @@ def _letters(
     from hps.updates.dead_letters import place_of, read_directory, read_topics
 
     settings, persistent = configuration.update_source, configuration.persistent_db
-    place = directory or place_of(settings, "" if persistent.type == "disabled" else persistent.path)
-    if place == "topic":
+    location = directory or place_of(settings, "" if persistent.type == "disabled" else persistent.path)
+    if location == "topic":
         tables = [table for name in catalog.names for table in catalog.model(name).tables]
         topics = [f"{DEAD_LETTER_PREFIX}{table.model_name}.{table.table_name}" for table in tables]
         with closing(implementation("update_log", settings.type).from_config(settings, "hps.replay")) as log:
             yield from read_topics(log, topics, 10.0)
     elif directory and not os.path.isdir(directory):
         raise errors.InvalidInputError(f"replaying dead letters: there is no directory {directory}")
-    elif place:
-        yield from read_directory(place)
+    elif location:
+        yield from read_directory(location)
     else:
         raise errors.InvalidInputError("replaying dead letters: CONFIG names no place for them, expected DIRECTORY")
 

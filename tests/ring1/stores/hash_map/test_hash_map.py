@@ -321,7 +321,7 @@ def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database
     keys = distinct_keys(101)
     filled(database, keys[:100])
     before = inspect(database, TAG).vectors
-    with pytest.raises(DatabaseError, match=r"inserting 101 keys .* holds 100: it would hold more than 100 rows"):
+    with pytest.raises(DatabaseError, match=r"inserting 101 keys .* has 100: it would have more than 100 rows"):
         filled(database, keys, version=1)
     with pytest.raises(DatabaseError, match="reserving 101 rows"):
         database.reserve(TAG, 101)

@@ -211,7 +211,7 @@ def test_what_becomes_of_a_table_while_it_is_pinned_counts(database, pinner, mea
 def test_a_forked_child_unpins_nothing_and_a_policy_that_goes_by_accesses_pins_nothing(pinner):
     for policy in ("evict_oldest", "evict_least_used"):
         database = opened(overflow_margin=100, overflow_policy=policy)
-        with pytest.raises(InvalidInputError, match="does not note; expected evict_random"):
+        with pytest.raises(InvalidInputError, match="does not record; expected evict_random"):
             database.host_table(TAG).pin(pinner)
         assert pinner.calls == 0
     database = opened()

@@ -31,7 +31,7 @@ def configuration(directory: Path, tables, **model):
 
 
 def planned(config, tier, place, on_cuda=False):
-    return sum(one.size_bytes for one in needs_of(config, tier, on_cuda) if (one.place, one.passing) == (place, False))
+    return sum(one.size_bytes for one in needs_of(config, tier, on_cuda) if (one.place, one.temporary) == (place, False))
 
 
 def needs_of(config, tier=None, on_cuda=False):
@@ -68,7 +68,7 @@ def test_gpu_memory_is_planned_without_one(tmp_path):
     found = {total.place: total for total in totals(needs, machine)}
     assert found["gpu"].size_bytes < 2 * (caches[0].need.size_bytes + 3 * (1 << 21))
     assert found["pinned"].size_bytes > planned(config, "volatile_db", "pinned", on_cuda=True) > 10_000 * 64
-    unpinned = sum(one.need.size_bytes for one in needs if one.need.place == "ram" and not one.need.passing)
+    unpinned = sum(one.need.size_bytes for one in needs if one.need.place == "ram" and not one.need.temporary)
     assert found["ram"].size_bytes == unpinned + found["pinned"].size_bytes
     assert found["gpu"].fits
     assert found["ram"].fits
@@ -123,14 +123,14 @@ def test_what_does_not_fit_is_told_and_the_database_that_loads_the_largest_chunk
     [chunks] = [one.need for one in needs if one.need.what == "chunks of files"]
     assert chunks.size_bytes == 4 * implementation("database", "rocks_db").load_bytes
     assert chunks.size_bytes > 4 * implementation("database", "hash_map").load_bytes
-    assert chunks.passing
+    assert chunks.temporary
 
 
 def test_of_three_gpus_the_fullest_and_the_one_with_least_memory_count(tmp_path, monkeypatch):
-    def need(device, size, passing=False):
-        return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, passing=passing), device)
+    def need(device, size, temporary=False):
+        return PlannedNeed("m", "1", "embedding_cache", Need("gpu", "rows", size, temporary=temporary), device)
 
-    needs = [need(0, 10), need(0, 5), need(1, 20), need(1, 10), need(1, 3, passing=True), need(2, 29)]
+    needs = [need(0, 10), need(0, 5), need(1, 20), need(1, 10), need(1, 3, temporary=True), need(2, 29)]
     for free, fits in ((33, True), (32, False)):
         [total] = totals(needs, Machine({"gpu": free}, {}))
         assert (total.size_bytes, total.peak_bytes, total.fits) == (30, 33, fits)
@@ -191,7 +191,7 @@ def test_the_share_within_a_budget_is_the_largest(tmp_path):
 
 
 def of_fronts(service, processors=4, on_cuda=False):
-    return [one.need for one in memory.front_needs(ServiceConfig(**service), on_cuda, processors)]
+    return [one.need for one in memory.frontend_needs(ServiceConfig(**service), on_cuda, processors)]
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def of_fronts(service, processors=4, on_cuda=False):
 )
 def test_fronts_are_planned_with_what_the_table_of_the_docs_says(processors, fronts, held_mb):
     processes, *held = of_fronts({}, processors)
-    assert (processes.what, processes.size_bytes) == (f"the parent and {fronts} front processes", (fronts + 1) * (65 << 20))
+    assert (processes.what, processes.size_bytes) == (f"the parent and {fronts} frontend processes", (fronts + 1) * (65 << 20))
     overhead = fronts * (1 << 18) + (16 << 20)
     assert sum(need.size_bytes for need in held) == (held_mb << 20) + overhead
 
 
 def test_configured_fronts_count_and_not_processors_and_slabs_are_pinned_for_a_gpu():
-    assert of_fronts({"fronts": 3}, 64)[0].what == "the parent and 3 front processes"
+    assert of_fronts({"fronts": 3}, 64)[0].what == "the parent and 3 frontend processes"
     slab, held = of_fronts({"fronts": 0}, 64)
     assert slab.size_bytes + held.size_bytes == (1 << 30) + (1 << 18) + (16 << 20)
     for on_cuda in (False, True):

@@ -149,7 +149,7 @@ def test_libraries_count_once_and_weights_as_they_copy_them(tmp_path: Path, engi
     place.write_text(place.read_text().replace('"m"', '"n"'))
     config = load_configuration(document_of(model_repository=str(tmp_path)))
     needs = planned_needs(config, served_versions(config), False)
-    assert [need.need.what for need in needs if need.tier == "process" and not need.need.passing][1:] == [library]
+    assert [need.need.what for need in needs if need.tier == "process" and not need.need.temporary][1:] == [library]
     file_bytes = (tmp_path / "m" / "1" / "dense.json").stat().st_size
     assert [need.need.size_bytes for need in needs if need.need.what == "weights"] == [copies * file_bytes] * 2
 

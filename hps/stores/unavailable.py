@@ -1,4 +1,4 @@
-"""Stands in for a database that could not be opened, until it can be."""
+"""A substitute for a database that could not be opened, until it can be."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn, Self
@@ -8,17 +8,11 @@ from hps.stores.base import Database, TableStats
 from hps.types import BoolArray, FloatArray, KeyArray
 
 
-class AwayDatabase(Database):
-    """A database that is away: every call about rows raises, as of one that does not answer. *Immutable.*
-
-    Args:
-        kind: kind of the database that is away.
-        row_dtype: as configured for it.
-        reason: why it could not be opened.
-    """
+class UnavailableDatabase(Database):
+    """Stands for a database of this kind that could not be opened: every call about rows raises. *Immutable.*"""
 
     def __init__(self, kind: str, row_dtype: Literal["float32"] | None, reason: str) -> None:
-        self.kind = kind  # type: ignore[misc]  # of the object, since it stands for another class
+        self.kind = kind  # type: ignore[misc]  # of the object, not of the class
         self.row_dtype = row_dtype
         self._reason = reason
 
@@ -51,4 +45,4 @@ class AwayDatabase(Database):
         """Nothing is open."""
 
     def _refuse(self, doing: str) -> NoReturn:
-        raise DatabaseError(f"{self.kind}: {doing}: the database is away ({self._reason}); it is tried again every few seconds")
+        raise DatabaseError(f"{self.kind}: {doing}: the database is unavailable ({self._reason}); retrying every few seconds")

@@ -495,7 +495,7 @@ class _UnloggedNotices(list[tuple[int, str]]):
 
 
 class Configuration(Section):
-    """A whole configuration, checked. *Immutable.* Made by `load_configuration`."""
+    """A complete configuration, checked. *Immutable.* Made by `load_configuration`."""
 
     model_config = ConfigDict(title="")
 

@@ -93,17 +93,17 @@ def explain_no_models(
         wanted: names of the expected models; empty for any.
         problems: errors of ignored models.
     """
-    what = f"no model {', '.join(wanted)} (service.load_models)" if wanted else "no model to serve"
+    missing = f"no model {', '.join(wanted)} (service.load_models)" if wanted else "no model to serve"
     if not place:
-        return f"{what}: it is not in `models`, and model_repository is not set"
+        return f"{missing}: it is not in `models`, and model_repository is not set"
     try:
         found = _contents(place, sources)
     except HPSError as error:
         found = str(error)
     left_out = "".join(f"; model {name} is left out: {error}" for name, error in (problems or {}).items())
     return (
-        f"{what}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a model's "
-        f"directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct model_repository, or "
+        f"{missing}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a "
+        f"model's directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct model_repository, or "
         "put the models there; where that is intended, set service.allow_empty, or serve with --allow-empty"
     )
 

@@ -243,9 +243,9 @@ class _Search:
         except ModelFileError:
             manifest = None
         written = dict.fromkeys(posixpath.dirname(path) for path in manifest.files) if manifest else {}
-        there = self.directories(place)
-        return [directory for directory in written if directory in there] + [
-            directory for directory in sorted(there, key=natural) if directory not in written
+        directories = self.directories(place)
+        return [directory for directory in written if directory in directories] + [
+            directory for directory in sorted(directories, key=natural) if directory not in written
         ]
 
     def _graph(self, place: str) -> list[str]:

@@ -118,10 +118,10 @@ class NonfiniteRows:
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(np.dot(elements, elements)):  # reads as fast as memory allows; a sum takes three times as long
                 return
-        wrong = ~np.isfinite(vectors).all(axis=1)
-        if self.first_key is None and wrong.any():
-            self.first_key = int(keys[np.argmax(wrong)])
-        self.rows += int(np.count_nonzero(wrong))
+        nonfinite = ~np.isfinite(vectors).all(axis=1)
+        if self.first_key is None and nonfinite.any():
+            self.first_key = int(keys[np.argmax(nonfinite)])
+        self.rows += int(np.count_nonzero(nonfinite))
 
 
 class TableLoad:
@@ -207,7 +207,7 @@ class TableLoad:
 
         Raises:
             ModelFileError: the files changed meanwhile, cannot be read, or have too many rows that are not finite. A database
-                never takes a part for the whole, and keeps no row of a refused table.
+                never counts a part as complete, and keeps no row of a refused table.
             DatabaseError: a database failed, or one to keep holds only a part of a model.
         """
         started = time.monotonic()
@@ -553,15 +553,15 @@ class TableLoad:
         found, allowed = self._nonfinite, self._targets.max_nonfinite_rows
         if not found.rows:
             return
-        what = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
+        finding = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
         if found.rows <= allowed:
-            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, what, allowed)
+            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, finding, allowed)
             return
         for database in databases:
             database.drop_table(self._tag_in(database))
         raise ModelFileError(
-            f"loading table {self._tag} from {self._model.place}: {what}; expected at most {allowed}: it is not served. Write "
-            "the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
+            f"loading table {self._tag} from {self._model.place}: {finding}; expected at most {allowed}: it is not served. "
+            "Write the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
         )
 
     def _checksum(self, model: SparseModel, first: int, last: int, *, count: bool = False) -> str:

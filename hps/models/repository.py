@@ -103,8 +103,8 @@ def explain_no_models(
     left_out = "".join(f"; model {name} is left out: {error}" for name, error in (problems or {}).items())
     return (
         f"{missing}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a "
-        f"model's directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct model_repository, or "
-        "put the models there; where that is intended, set service.allow_empty, or serve with --allow-empty"
+        f"model's directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct "
+        "model_repository, or put the models there; where that is intended, set service.allow_empty, or serve with --allow-empty"
     )
 
 

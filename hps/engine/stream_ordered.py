@@ -131,12 +131,13 @@ class StreamOrderedLookups:
             take, give_back: borrow and return a workspace for a lookup that is not captured.
 
         Raises:
-            InvalidInputError: a tensor is elsewhere, or no standby workspace fits the capture.
+            InvalidInputError: the cache cannot, a tensor is elsewhere, or no standby workspace fits the capture.
             NotReadyError: the lookups are closed.
         """
+        cache = self._cache or self._capable()
         self._used = True
         need = self._need_of(batch)
-        if (capture := self._capable().capture_of(batch)) is not None:
+        if (capture := cache.capture_of(batch)) is not None:
             self._workspace_of(capture, need).lookup.enqueue(batch, captured=True)
             return
         workspace = self._standby

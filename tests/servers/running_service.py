@@ -42,7 +42,7 @@ class RunningService:
     @property
     def held(self) -> int:
         """Bytes held for clients."""
-        return self.frontend.memory.held + self.frontend.exchange.slots.used
+        return self.frontend.memory.used + self.frontend.exchange.slots.used
 
     @property
     def is_idle(self) -> bool:

@@ -38,13 +38,7 @@ class _StreamLane:
             words = 4 * batch_loop.BATCH_SEGMENTS
             start = self._counts.reserve(6 * words + 64)
             runtime.memset(start, 0, 6 * words + 64)
-            missing, left, leaders, tallies, progress = (
-                start,
-                start + words,
-                start + 2 * words,
-                start + 3 * words,
-                start + 5 * words,
-            )
+            missing, left, leaders, tallies, progress = (start + nth * words for nth in (0, 1, 2, 3, 5))  # tallies take two
             keys, versions = batch_loop.MOST_KEYS, 8 * kernels.STRIPES * batch_loop.AT_ONCE
             clean = 4 * kernels.MOST_BINS + 8 * keys
             sizes = {

@@ -18,7 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
 from hps.configuration.tokens import WatchedTokens, published
-from hps.errors import HPSError
 from hps.serve.engine.batches import FrontendLink
 from hps.serve.engine.call_threads import CallThreads
 from hps.serve.engine.history import History
@@ -26,21 +25,19 @@ from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.engine.routes.pages import OPEN_PATHS
 from hps.serve.engine.routes.rows import RowRoutes
 from hps.serve.http.authorization import CERTIFICATE, Authorization
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import (
     CLIENT,
     CLIENT_CERTIFICATE,
     HTTPAnswer,
-    OverloadedError,
-    RequestError,
     error_answer,
     release_frames,
 )
 from hps.serve.http.http_metrics import DISCONNECTED, HTTPMetrics, InferenceStatistics
+from hps.serve.http.memory_budget import MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.targets import row_target
 from hps.serve.logs.changes import log_change, request_line
-from hps.serve.logs.lines import RecentProblems, fields
+from hps.serve.logs.lines import RecentProblems
 from hps.serve.logs.requests import POLLED, SERVED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 
@@ -78,7 +75,7 @@ class Application:
         self.authorization = Authorization(settings)
         self._tokens: WatchedTokens | None = None
         self._statistics = InferenceStatistics()
-        self._memory = memory = HeldMemory(settings.max_held_bytes)
+        self._memory = memory = MemoryBudget(settings.max_held_bytes)
         self._refusals = Refusals()
         self._rows = RowRoutes(lifecycle, settings, memory)
         self._reports, self._texts = (
@@ -223,15 +220,8 @@ class Application:
         served: Served = scope[SERVED]
         served.failed(error)
         request_id = served.id.decode()
-        if isinstance(error, OverloadedError):
-            self._refusals.refuse(error.reason, error, request_id)
-        elif isinstance(error, RequestError) and error.status in (401, 403):
-            client = scope["client"][0] if scope.get("client") else "an unknown address"
-            self._refusals.deny(error.status, client, f"{request_line(scope)}: {error}", request_id)
-        if not isinstance(error, HPSError | MemoryError):
-            _log.error(
-                "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
-            )
+        client = scope["client"][0] if scope.get("client") else "an unknown address"
+        self._refusals.record_error(error, request_line(scope), client, request_id)
         answer = error_answer(error, request_id)
         release_frames(error)  # a frame of its traceback may refer to the error, and the error may outlive its request
         return answer

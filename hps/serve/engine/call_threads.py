@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from hps.ground.threads.workers import new_thread
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import OverloadedError, RequestError
+from hps.serve.http.memory_budget import MemoryBudget
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,7 @@ class CallThreads:
         pending: calls that run or wait.
     """
 
-    def __init__(self, threads: int, timeout_s: float, memory: HeldMemory, max_waiting: int, what: str) -> None:
+    def __init__(self, threads: int, timeout_s: float, memory: MemoryBudget, max_waiting: int, what: str) -> None:
         self._what = what
         self._memory = memory
         self._limit = threads + max_waiting
@@ -53,7 +53,7 @@ class CallThreads:
             RequestError: 504, it did not end in time. A running call keeps its thread until it ends.
         """
         if self.pending >= self._limit:
-            self._memory.held -= held
+            self._memory.used -= held
             limit = f"expected at most {self._limit}; send the request again later"
             raise OverloadedError("threads", f"{self.pending} {self._what}s run or wait, {limit}")
         loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ class CallThreads:
 
     def _end(self, call: "_Call", result: Any, error: BaseException | None) -> None:
         self.pending -= 1
-        self._memory.held -= call.held
+        self._memory.used -= call.held
         if call.ended.done():  # its request was cancelled
             return
         if error is None:

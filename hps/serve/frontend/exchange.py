@@ -42,17 +42,7 @@ MOST_PENDING: Final = RING // 2
 
 
 class Slots:
-    """Slots of powers of two bytes in one slab. *One per event loop.*
-
-    Args:
-        size: bytes of the region.
-
-    Attributes:
-        size: bytes of the slab.
-        largest: bytes of the largest possible slot.
-        used: bytes of allocated slots.
-        crowded: whether more than half is allocated; slow clients then get no slot.
-    """
+    """Slots of powers of two bytes in the slab of a region of `size` bytes. *One per event loop.*"""
 
     # Buddies are joined only if there is no room otherwise, since most requests have the size of earlier ones. The slot that
     # was freed last is allocated first: it is still in the processor's caches, to which a device writes, too.
@@ -68,9 +58,9 @@ class Slots:
             start += 1 << order
             left -= 1 << order
         self._most = max((order for order, free in enumerate(self._free) if free), default=0)
-        self.largest = 1 << self._most
-        self.used = 0
-        self.crowded = False
+        self.largest = 1 << self._most  # the largest possible slot
+        self.used = 0  # bytes of allocated slots
+        self.crowded = False  # more than half is allocated; slow clients then get no slot
 
     def allocate(self, size: int) -> int:
         """Return the offset of a slot, a multiple of 4,096; -1 if there is no room now."""
@@ -135,18 +125,7 @@ class Slots:
 
 
 class EngineExchange:
-    """Posts the lookups of one frontend. *One event loop.*
-
-    Args:
-        number: index of the frontend.
-        spins: whether to spin while lookups are pending, rather than sleep.
-
-    Attributes:
-        region: memory that the frontend shares with the engine.
-        slots: the slots of its slab.
-        segments: shared memory of clients.
-        pending: posted lookups, by slot.
-    """
+    """Posts the lookups of one frontend. With `spins`, it spins while lookups are pending. *One event loop.*"""
 
     def __init__(
         self, number: int, shared: FrontendDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
@@ -160,8 +139,8 @@ class EngineExchange:
         self._spins = spins
         self.settings = settings
         self.slots = Slots(self.region.size)
-        self.segments = Segments()
-        self.pending: dict[int, Lookup] = {}
+        self.segments = Segments()  # shared memory of clients
+        self.pending: dict[int, Lookup] = {}  # posted lookups, by slot
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
@@ -302,11 +281,7 @@ class EngineExchange:
         return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]
 
     def post(self, lookup: Lookup) -> None:
-        """Write the descriptor of a lookup, and keys that are not in its slot yet, and submit it.
-
-        Raises:
-            HPSError: it is refused.
-        """
+        """Write the descriptor of a lookup, and keys that are not in its slot yet, and submit it."""
         if not self._connected:
             self._require_engine()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot

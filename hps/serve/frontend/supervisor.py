@@ -24,7 +24,7 @@ from hps.regions.layout import Memory, read_only
 from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.regions.sharing import share
 from hps.serve.frontend.connection import Connection
-from hps.serve.frontend.frontend import Frontend
+from hps.serve.frontend.frontend import BACKLOG, Frontend
 from hps.serve.http.authorization import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -37,27 +37,18 @@ _CORES_TO_SPIN: Final = 6
 
 
 class Supervisor:
-    """Runs the processes of one service. *One thread*, the main one: it forks, so the process has no other threads.
-
-    Args:
-        frontends: number of frontend processes.
-        grpc_port: port for gRPC; default: no gRPC.
-
-    Attributes:
-        shared: descriptors that the frontends and the engine share.
-        url: address of the service.
-    """
+    """Runs the processes of one service. *One thread*, the main one: it forks, so the process has no other threads."""
 
     def __init__(
         self, configuration: Configuration, host: str, port: int, frontends: int, grpc_port: int | None = None
     ) -> None:
         self._configuration = configuration
         self._frontends = frontends
-        self._reserved = reserve(host, port)
-        self._grpc_reserved = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
+        self._reserved = bind(host, port, shared=True)
+        self._grpc_reserved = None if grpc_port is None else bind(host, grpc_port, "grpc_port", shared=True)
         self._address = self._reserved.getsockname()
         name, self._port = self._address[:2]
-        self.url = url_of(self._reserved, configuration.service)
+        self.url = url_of(self._reserved, configuration.service)  # of the service
         self._loopback = is_loopback(name)
         self._grpc_address: tuple[str, int] | None = None
         if self._grpc_reserved is not None:
@@ -262,8 +253,8 @@ class Supervisor:
         return not self._children
 
 
-def reserve(host: str, port: int, key: str = "port") -> socket.socket:
-    """Bind an address for frontends to listen on; port 0 picks a free one.
+def bind(host: str, port: int, key: str = "port", *, shared: bool = False) -> socket.socket:
+    """Bind an address; port 0 picks a free one. Listen on it, unless it is reserved for the sockets of frontends (`shared`).
 
     Args:
         key: the port's key in the configuration, for errors.
@@ -273,24 +264,27 @@ def reserve(host: str, port: int, key: str = "port") -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        if port:  # with SO_REUSEPORT two services of one user could share the port
+        if shared and port:  # with SO_REUSEPORT two services of one user could share the port
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-        reserved = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
         try:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reserved.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind(address)
+            if not shared:
+                bound.listen(BACKLOG)
         except OSError:
-            reserved.close()
+            bound.close()
             raise
     except OSError as error:
         raise ConfigError(
             "service",
             [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
-    return reserved
+    return bound
 
 
 def bind_shared(reserved: socket.socket) -> socket.socket:

@@ -14,8 +14,8 @@ from hps.ground.threads.pacing import paced
 from hps.parameter_server import HPS
 from hps.serve.engine.call_threads import CallThreads
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.http.held_memory import SMALL_BYTES, HeldMemory
 from hps.serve.http.http_answer import JSON, HTTPAnswer, RequestError
+from hps.serve.http.memory_budget import SMALL_BYTES, MemoryBudget
 from hps.serve.http.targets import RowTarget
 from hps.serve.logs.changes import WriteLog
 from hps.serve.protocol.json_size import parsed_bytes
@@ -45,7 +45,7 @@ class RowRoutes:
         memory: counts large bodies and their decoded rows.
     """
 
-    def __init__(self, lifecycle: Lifecycle, settings: ServiceConfig, memory: HeldMemory) -> None:
+    def __init__(self, lifecycle: Lifecycle, settings: ServiceConfig, memory: MemoryBudget) -> None:
         self._lifecycle = lifecycle
         self._memory = memory
         self._reads, self._writes = (

@@ -9,7 +9,7 @@ import numpy as np
 
 from hps.regions import layout
 from hps.testing.waiting import wait_until
-from tests.ring2.serve.test_fronts import KEYS, load, running, service, stopped
+from tests.ring2.serve.test_frontends import KEYS, load, running, service, stopped
 from tests.servers.front_service import ROWS
 
 __all__ = ["running", "service"]

@@ -68,7 +68,7 @@ async def refused(client):
 
 async def clean(front, *, connections=None):
     """Wait until no slot and no memory is taken, and so many connections are left."""
-    await wait_until_async(lambda: front.exchange.slots.used == front.memory.held == 0, "all is given back")
+    await wait_until_async(lambda: front.exchange.slots.used == front.memory.used == 0, "all is given back")
     assert front.exchange.check_integrity() == []
     if connections is not None:
         await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
@@ -240,7 +240,7 @@ async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and
             engine.complete(await engine.job())
             await wait_until_async(lambda: connection._stalled, "the client does not read")  # noqa: B023
             assert front.exchange.slots.used > 0
-            assert (front.memory.held > 0) is as_json
+            assert (front.memory.used > 0) is as_json
         await clean(front, connections=0)
 
 
@@ -257,21 +257,21 @@ async def test_a_body_is_held_until_its_request_ends(scene, front, engine, /, he
 
     async def begin():
         client.send(POST + head + b"\r\n\r\n" + part)
-        await wait_until_async(lambda: front.memory.held == held, "a part is held")
+        await wait_until_async(lambda: front.memory.used == held, "a part is held")
 
     client = await scene.connect()
     for _ in range(2):
         await begin()
         client.send(rest)
         assert await client.status() == 400
-        assert front.memory.held == 0
+        assert front.memory.used == 0
         whole = json_request([*range(LARGE)])
         client.send(whole)
         job = await engine.job()
-        assert front.memory.held > len(whole.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
+        assert front.memory.used > len(whole.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
         engine.complete(job)
         assert await client.status() == 200
-        assert front.memory.held == 0
+        assert front.memory.used == 0
     await begin()
     client.writer.close()
     await clean(front, connections=0)
@@ -569,12 +569,12 @@ async def test_a_front_that_did_not_notice_the_death_of_an_engine_begins_anew(sc
 @beside(playing)
 async def test_a_refused_body_is_skipped_up_to_a_mebibyte_unless_it_may_never_come(scene, front, engine, /, size, line, kept):
     client = await scene.connect()
-    front.memory.held += front.memory.limit
+    front.memory.used += front.memory.limit
     client.send(POST, f"{line}Content-Length: {size}\r\n\r\n".encode())
     if line:
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     headers = await refused(client)
-    front.memory.held -= front.memory.limit
+    front.memory.used -= front.memory.limit
     assert headers["connection"] == (None if kept else "close")
     if kept:
         client.send(bytes(size))
@@ -594,7 +594,7 @@ async def test_json_above_64_kib_is_refused_if_its_parsing_takes_too_much_memory
             engine.complete(await engine.job())
         status, _, body = await client.answer()
         assert (status, b"parsing the request" in body) == (expected, expected != 200)
-        assert front.memory.held == 0
+        assert front.memory.used == 0
 
 
 # -- what a connection keeps ----------------------------------------------------------------------------------------------
@@ -620,26 +620,26 @@ async def test_room_for_a_head_is_held_until_its_answer(scene, front, engine, /,
         head = head_of(size)
         client.send(head[:-1])
         await wait_until_async(lambda: front.connections.order and connection_of(front)._have == size - 1, "the head is there")
-        assert front.memory.held == held
+        assert front.memory.used == held
         client.send(head[-1:])
         assert await client.status() == 200
-        assert (front.memory.held, len(connection_of(front)._buffer)) == (0, 8192)
+        assert (front.memory.used, len(connection_of(front)._buffer)) == (0, 8192)
     client.send(head_of(size)[:-1])
     await wait_until_async(lambda: connection_of(front)._have == size - 1, "the head is there")
     client.reset()
     await wait_until_async(lambda: not front.connections.order, "the connection is closed")
-    assert front.memory.held == 0
+    assert front.memory.used == 0
 
 
 @beside(playing)
 async def test_a_large_head_is_refused_without_memory_and_spares_the_last_quarter(scene, front, engine, /):
     front.memory.limit_to(4 * 3 * 8192)
     for held, status in ((2 * 3 * 8192, 200), (2 * 3 * 8192 + 1, 503)):
-        front.memory.held = held
+        front.memory.used = held
         client = await scene.connect()
         client.send(head_of(20_000))
         assert await client.status() == status
-        assert front.memory.held == held
+        assert front.memory.used == held
     assert await client.reader.read() == b""  # nobody knows where the next request begins
     small = await scene.connect()
     small.send(head_of(1000))
@@ -653,14 +653,14 @@ async def test_requests_behind_one_that_is_under_way_get_no_more_room(scene, fro
     client.send(*[piece for one in requests for piece in one], head_of(60_000))
     connection = connection_of(front)
     await wait_until_async(lambda: connection._reading_paused, "the buffer is full")
-    assert (front.memory.held, len(connection._buffer)) == (0, 8192)
+    assert (front.memory.used, len(connection._buffer)) == (0, 8192)
     await finish(engine, client, job)
     for nth in range(len(requests)):
         job = await engine.job()
         assert len(engine.keys(job)) == LARGE + nth
         await finish(engine, client, job)
     assert await client.status() == 200
-    assert (front.memory.held, len(connection._buffer)) == (0, 8192)
+    assert (front.memory.used, len(connection._buffer)) == (0, 8192)
 
 
 @beside(playing)

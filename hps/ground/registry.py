@@ -137,7 +137,6 @@ def names(kind: str) -> list[str]:
 
 
 def external_names(kind: str) -> list[str]:
-    """Return the sorted names registered by other packages."""
     return sorted(_entry_points(kind, tuple(sys.path)).keys() - IMPLEMENTATIONS[kind].keys())
 
 

@@ -65,14 +65,12 @@ class BoundedCache(Generic[_R]):
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget all entries."""
         with self._lock:
             self._entries.clear()
             self.held_bytes = 0
 
 
 def cached_bytes() -> int:
-    """Return the bytes of all bounded caches of this process."""
     return sum(cache.held_bytes for cache in list(_caches))
 
 

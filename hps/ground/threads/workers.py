@@ -121,7 +121,6 @@ class Worker:
         self._threads = [new_thread(name, run) for name in names]
 
     def start(self) -> None:
-        """Start the threads. Called once."""
         for thread in self._threads:
             thread.start()
         close_at_exit(self, type(self).abandon)
@@ -129,7 +128,6 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether a thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop_with(self, user: object) -> None:

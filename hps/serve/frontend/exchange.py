@@ -154,7 +154,6 @@ class EngineExchange:
         self._start_epoch()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take answers on this event loop from now on."""
         self._loop = loop
         loop.add_reader(self._event, self._woken)
         self._arm()
@@ -275,7 +274,6 @@ class EngineExchange:
             raise NotReadyError(self.unavailable())
 
     def keys_of(self, lookup: Lookup) -> memoryview:
-        """Return the memory for the keys of a planned lookup."""
         plan, slot = lookup.plan, lookup.slot
         start = slot + plan.keys_at  # type: ignore[union-attr]
         return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]

@@ -27,12 +27,10 @@ class LookupTarget(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the complete body of a request is JSON."""
         return self.route in (LOOKUP, SCORE)
 
 
 def lookup_target(path: str) -> LookupTarget | None:
-    """Return the lookup route of a path; None for other routes."""
     match path.split("/"):
         case ["", "v2", "models", model, "infer"]:
             return LookupTarget(INFER, model)
@@ -96,7 +94,6 @@ class Published:
         self._reasons: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Read the snapshot if it has changed."""
         if self.written[0] == self.version:
             return
         found = layout.read_text(self._memory, 0, layout.MOST_PAGE_BYTES)

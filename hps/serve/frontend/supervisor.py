@@ -299,6 +299,5 @@ def bind_shared(reserved: socket.socket) -> socket.socket:
 
 
 def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
-    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"{settings.scheme}://[{host}]:{port}" if ":" in host else f"{settings.scheme}://{host}:{port}"

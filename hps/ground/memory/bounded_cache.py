@@ -50,6 +50,7 @@ class BoundedCache(Generic[_R]):
             if (found := self._entries.get(arguments)) is not None:
                 self._entries.move_to_end(arguments)
                 return found[0]
+        # Computed without the lock, which readers of other entries need: two threads may compute one result.
         result = self.function(*arguments)
         size = self._size(result, *arguments) + _ENTRY_BYTES
         if size <= self._most_bytes // _LARGEST_SHARE:

@@ -82,9 +82,10 @@ def _recorded(run: Callable[[], object], lasting: bool) -> None:
 
 
 class Stop:
-    """Signals threads to end or to wake. *Thread-safe*, and without a lock, since finalizers may call it."""
+    """Signals threads to end or to wake. *Thread-safe*; finalizers may call it."""
 
     def __init__(self) -> None:
+        # Not a threading.Event, whose `set` takes a lock: a finalizer may run on a thread that holds it.
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._set = False
 

@@ -178,6 +178,8 @@ class EngineExchange:
 
     def _start_epoch(self) -> None:
         """Request empty rings from the engine; pending lookups are posted again once it has them."""
+        # Epochs keep answers of an earlier engine, or to an earlier process of this frontend, apart from later ones: until the
+        # engine has written this number back, it may still complete old slots, and nothing is posted.
         region = self.region
         self._connected = self._answers = False
         self._tail = 0
@@ -346,6 +348,7 @@ class EngineExchange:
             return
         slots = self._found[:count].tolist()
         self._tail += count
+        # A slot is released here, or handed to the requester with its answer, which releases it once the client has it.
         for slot in slots:
             lookup = self.pending.pop(slot, None)
             if lookup is None:

@@ -96,6 +96,8 @@ class Published:
     def poll(self) -> None:
         if self.written[0] == self.version:
             return
+        # Written under a sequence lock: None means that the engine is writing it now. The last snapshot stays in use until the
+        # next poll, and `can_reuse` refuses to repeat a lookup meanwhile, since `written` has changed.
         found = layout.read_text(self._memory, 0, layout.MOST_PAGE_BYTES)
         if found is None or found[0] == self.version:
             return

@@ -69,6 +69,8 @@ class Supervisor:
 
     @property
     def _spins(self) -> bool:
+        # A frontend and the engine's loop that spin find each other's posts sooner than by a wake. With few processors they
+        # would take them from one another, and from the threads that fetch.
         return available_processors() >= _CORES_TO_SPIN
 
     def run(self) -> int | None:

@@ -231,7 +231,7 @@ class Server:
             configuration, loopback = self._app.lifecycle.configuration, self._app.authorization.loopback
             if (shared := self._shared) is None:
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hps-"))
-                shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
+                shared = share(configuration.service, 1, str(Path(directory) / "engine.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
                 self.frontend = Frontend(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
@@ -298,7 +298,7 @@ class Server:
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
-            self._app.look_at_tokens()
+            self._app.poll_tokens()
             if self._app.lifecycle.failure is not None and self._stopping is None:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled and self._app.link.answers_clients:

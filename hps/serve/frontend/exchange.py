@@ -16,9 +16,9 @@ from hps.configuration.load import ServiceConfig
 from hps.errors import HPSError, NotReadyError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
-from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontendDescriptors
+from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
@@ -34,7 +34,7 @@ _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
 _LEAST_ORDER: Final = 12  # of slots: 4 KB
-_ENGINE_EPOCH: Final = layout.OWNER_EPOCH // 8
+_ENGINE_EPOCH: Final = layout.ENGINE_EPOCH // 8
 _CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
 """Header of a request that names no deployment: its id, flags, segments, place and size of the scratch."""
 MOST_PENDING: Final = RING // 2
@@ -130,7 +130,7 @@ class EngineExchange:
     def __init__(
         self, number: int, shared: FrontendDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
     ) -> None:
-        compile_kernels(*FRONT_KERNELS)
+        compile_kernels(*FRONTEND_KERNELS)
         self._number = number
         self.region = layout.map_region(shared.regions[number])
         self._event = shared.events[number]
@@ -185,7 +185,7 @@ class EngineExchange:
         self._tail = 0
         self._epoch = 1 + secrets.randbits(62)  # not the last one plus 1: a compromised frontend may have written garbage
         store_word(region.address + layout.SUBMITTED, 0)
-        store_word(region.address + layout.FRONT_EPOCH, self._epoch)
+        store_word(region.address + layout.FRONTEND_EPOCH, self._epoch)
         self._wake_engine()
 
     def _wake_engine(self) -> None:
@@ -193,7 +193,7 @@ class EngineExchange:
 
     def _follow_engine(self) -> None:
         """Connect to an engine that has started our epoch, or disconnect from one that has exited."""
-        epoch = self.region[layout.OWNER_EPOCH]
+        epoch = self.region[layout.ENGINE_EPOCH]
         if self._connected:
             if epoch != self._epoch:
                 _log.warning(
@@ -395,7 +395,7 @@ class EngineExchange:
     def _read_scratch(self, lookup: Lookup) -> Any:
         """Read the JSON that the engine has written to the scratch of a slot."""
         at, words = lookup.slot >> 3, self.region.words
-        start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
+        start, size = int(words[at + layout.SCRATCH // 8]), int(words[at + layout.SCRATCH_USED // 8])
         if not 0 < size <= self.region.size:
             return None
         return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))

@@ -112,7 +112,7 @@ class Frontend:
         self._connect = connect
         self._frontends = len(shared.regions)
         settings = self.settings = configuration.service
-        self.published = Published(Memory(shared.page, writable=False), self._apply)
+        self.published = Published(Memory(shared.snapshot, writable=False), self._apply)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
         self.draining = False  # each answer tells its client to reconnect
         self.refusals = Refusals()
@@ -132,7 +132,7 @@ class Frontend:
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         region = self.exchange.region
-        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.TEXT_AT)
         if found is not None and are_figures(found[1]):  # of the process that this one replaces
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
@@ -413,7 +413,7 @@ class Frontend:
         }
 
     def publish(self) -> None:
-        layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.TEXT_AT)
 
     def _publish_often(self) -> None:
         self.publish()

@@ -15,7 +15,7 @@ from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
 from hps.types import TableSpec
 
-_VERSION_WORD: Final = layout.PAGE_VERSION // 8
+_VERSION_WORD: Final = layout.SNAPSHOT_AT // 8
 
 
 class LookupTarget(NamedTuple):
@@ -98,7 +98,7 @@ class Published:
             return
         # Written under a sequence lock: None means that the engine is writing it now. The last snapshot stays in use until the
         # next poll, and `can_reuse` refuses to repeat a lookup meanwhile, since `written` has changed.
-        found = layout.read_text(self._memory, 0, layout.MOST_PAGE_BYTES)
+        found = layout.read_text(self._memory, 0, layout.MOST_SNAPSHOT_BYTES)
         if found is None or found[0] == self.version:
             return
         self.version, snapshot = found
@@ -108,7 +108,7 @@ class Published:
         for name, versions in snapshot["models"].items():
             models[name] = {}
             for number, published in versions.items():
-                deployment_ids = {int(device): deployment_id for device, deployment_id in published["serials"]}
+                deployment_ids = {int(device): deployment_id for device, deployment_id in published["deployment_ids"]}
                 version = self._models.get(name, {}).get(number)
                 if version is None or version.deployment_ids != deployment_ids:
                     tables = tuple(TableSpec(**table) for table in published["tables"])

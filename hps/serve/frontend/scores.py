@@ -22,7 +22,7 @@ from hps.serve.protocol.score_requests import (
     ScoreHeader,
     answer_text,
     check_keys,
-    is_taken_as_sent,
+    needs_no_conversion,
     text_of,
 )
 from hps.serve.protocol.score_rows import rows_text
@@ -48,7 +48,7 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
     """
     if not all(binary for _, binary in header.outputs) or any(input_.start < 0 for input_ in header.inputs.values()):
         return None
-    if not is_taken_as_sent(header, network):
+    if not needs_no_conversion(header, network):
         return None
     check_keys(header.keys, max_keys)
     written = text_of(answer_text(header, model.name, model.version, {}))

@@ -20,8 +20,8 @@ from hps.errors import ConfigError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.memory.capacity import available_processors
 from hps.regions import layout
-from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
+from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.regions.sharing import share
 from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import BACKLOG, Frontend
@@ -55,9 +55,9 @@ class Supervisor:
             self._grpc_address = self._grpc_reserved.getsockname()[:2]
             _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
-        path = str(Path(self._directory.name) / "owner.sock")
+        path = str(Path(self._directory.name) / "engine.sock")
         self.shared = share(configuration.service, frontends, path, _SPIN_NS if self._spins else 0)
-        self._snapshot = Memory(self.shared.page, writable=False)
+        self._snapshot = Memory(self.shared.snapshot, writable=False)
         self._children: dict[int, int] = {}  # number of the frontend by process id; -1 for the engine
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
@@ -75,7 +75,7 @@ class Supervisor:
 
     def run(self) -> int | None:
         """Serve until a signal stops the service or the engine ends. Return its exit code; None in the engine's process."""
-        compile_kernels(*FRONT_KERNELS)
+        compile_kernels(*FRONTEND_KERNELS)
         for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(handled, self._on_signal)
         due: dict[int, float] = dict.fromkeys((-1, *range(self._frontends)), 0.0)
@@ -134,9 +134,9 @@ class Supervisor:
                     os.close(event)
             # A frontend parses what clients send. One that is broken into shall reach neither the regions of others nor write
             # the engine's snapshot, so it keeps only its own descriptors, and the snapshot's read-only.
-            snapshot = read_only(shared.page)
-            os.close(shared.page)
-            shared = replace(shared, page=snapshot)
+            snapshot = read_only(shared.snapshot)
+            os.close(shared.snapshot)
+            shared = replace(shared, snapshot=snapshot)
             frontend = Frontend(
                 number, shared, self._configuration, connect=Connection, spins=self._spins, loopback=self._loopback
             )
@@ -179,7 +179,7 @@ class Supervisor:
             # The frontends keep their connections, and post their lookups again once the next engine has started their epoch.
             # The regions are mapped for this moment only: frontends that are forked later would inherit the mapping.
             for region in self.shared.regions:
-                Memory(region)[layout.OWNER_EPOCH] = 0
+                Memory(region)[layout.ENGINE_EPOCH] = 0
             for event in self.shared.events:
                 os.eventfd_write(event, 1)
         if self._stopping:
@@ -226,7 +226,7 @@ class Supervisor:
         self._signal_engine(signal.SIGUSR1)
         self._stop_began, drain_s = time.monotonic(), 0.0
         if self._drains and any(child < 0 for child in self._children.values()):
-            found = layout.read_text(self._snapshot, 0, layout.MOST_PAGE_BYTES)
+            found = layout.read_text(self._snapshot, 0, layout.MOST_SNAPSHOT_BYTES)
             snapshot = found[1] if found else {}
             if not snapshot.get("blocked", "starting"):
                 drain_s = snapshot["settings"]["drain_s"]

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 _log = logging.getLogger(__name__)
 
-_WINDOW_S = 10.0  # window of the rate: short enough to show that a source has stopped
+_WINDOW_S = 10.0  # of the rate; short enough to show that a source has stopped
 _SAMPLE_S = 0.5
 
 

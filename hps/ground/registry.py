@@ -137,7 +137,6 @@ def names(kind: str) -> list[str]:
 
 
 def external_names(kind: str) -> list[str]:
-    """Return the sorted names registered by other packages."""
     return sorted(_entry_points(kind, tuple(sys.path)).keys() - IMPLEMENTATIONS[kind].keys())
 
 
@@ -175,6 +174,7 @@ def _from_package(kind: str, name: str) -> Any:
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(kind, [f"got {name!r}, expected one of: {', '.join(known)}{hint}"])
+    # Two packages with one name: the order of `sys.path` would decide.
     if len(points) > 1:
         raise ConfigError(kind, [f"{name!r} is registered by {packages}; uninstall all but one"])
     place = f"{kind} {name!r} of the package {packages} ({points[0].value})"

@@ -294,6 +294,7 @@ class Server:
                 _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._loop = asyncio.get_running_loop()
         self._run_calls()
+        # The end of loading, on another thread, and changes of the tokens' file are polled.
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)

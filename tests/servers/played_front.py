@@ -23,7 +23,7 @@ from hps.serve.frontend import exchange as exchange_module
 from hps.serve.frontend import frontend as front_module
 from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Frontend
-from hps.serve.server import listen
+from hps.serve.frontend.supervisor import bind
 from hps.testing.waiting import PATIENCE_S, wait_until_async
 from hps.types import TableSpec
 from tests.servers.front_service import DIM, binary_request, binary_vectors, vectors_of
@@ -201,7 +201,7 @@ class Scene:
 
     async def start_front(self):
         front = Frontend(0, self.shared, self.configuration, connect=Connection, spins=False, loopback=True)
-        listener = listen("127.0.0.1", 0)
+        listener = bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         await front.start(listener)
         self.fronts.append(front)

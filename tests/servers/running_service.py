@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from hps.configuration.load import load_configuration
 from hps.serve.engine.app import Application
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.frontend.supervisor import reserve
-from hps.serve.server import Server, listen
+from hps.serve.frontend.supervisor import bind
+from hps.serve.server import Server
 from hps.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -27,10 +27,10 @@ class RunningService:
 
     def __init__(self, lifecycle: Lifecycle, *, grpc: bool = False) -> None:
         self.app = Application(lifecycle)
-        self._grpc_place = reserve("127.0.0.1", 0) if grpc else None
+        self._grpc_place = bind("127.0.0.1", 0, shared=True) if grpc else None
         address = None if self._grpc_place is None else self._grpc_place.getsockname()
         self.grpc = f"{address[0]}:{address[1]}" if address else ""
-        self.server = Server(self.app, listen("127.0.0.1", 0), grpc_address=address)
+        self.server = Server(self.app, bind("127.0.0.1", 0), grpc_address=address)
         self.url = self.server.url
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self.client = httpx.Client(base_url=self.url, timeout=30)

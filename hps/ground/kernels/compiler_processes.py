@@ -85,7 +85,6 @@ class CompilerProcesses:
                 feeder.start()
 
     def wait(self) -> None:
-        """Wait until all have finished what they took."""
         deadline = time.monotonic() + _PATIENCE_S
         for feeder in self._feeders:
             feeder.join(max(0.0, deadline - time.monotonic()))

@@ -50,6 +50,7 @@ class BoundedCache(Generic[_R]):
             if (found := self._entries.get(arguments)) is not None:
                 self._entries.move_to_end(arguments)
                 return found[0]
+        # Computed without the lock, which readers of other entries need: two threads may compute one result.
         result = self.function(*arguments)
         size = self._size(result, *arguments) + _ENTRY_BYTES
         if size <= self._most_bytes // _LARGEST_SHARE:
@@ -65,14 +66,12 @@ class BoundedCache(Generic[_R]):
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget all entries."""
         with self._lock:
             self._entries.clear()
             self.held_bytes = 0
 
 
 def cached_bytes() -> int:
-    """Return the bytes of all bounded caches of this process."""
     return sum(cache.held_bytes for cache in list(_caches))
 
 

@@ -30,7 +30,6 @@ class OpenCalls:
 
     @property
     def running(self) -> int:
-        """Return the number of running calls."""
         return len(self._calls)
 
     def __enter__(self) -> None:

@@ -82,9 +82,10 @@ def _recorded(run: Callable[[], object], lasting: bool) -> None:
 
 
 class Stop:
-    """Signals threads to end or to wake. *Thread-safe*, and without a lock, since finalizers may call it."""
+    """Signals threads to end or to wake. *Thread-safe*; finalizers may call it."""
 
     def __init__(self) -> None:
+        # Not a threading.Event, whose `set` takes a lock: a finalizer may run on a thread that holds it.
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._set = False
 
@@ -121,7 +122,6 @@ class Worker:
         self._threads = [new_thread(name, run) for name in names]
 
     def start(self) -> None:
-        """Start the threads. Called once."""
         for thread in self._threads:
             thread.start()
         close_at_exit(self, type(self).abandon)
@@ -129,7 +129,6 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether a thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop_with(self, user: object) -> None:

@@ -220,7 +220,6 @@ class Connection(asyncio.BufferedProtocol):
         self._raw, self._target, self._served = b"", None, cast(Served, None)
 
     def _shrink(self) -> None:
-        """Shrink a buffer that has grown for a long head."""
         if (more := len(self._buffer) - _FIRST_BUFFER_BYTES) > 0:
             self._compact()
             if self._have < _FIRST_BUFFER_BYTES:
@@ -361,7 +360,6 @@ class Connection(asyncio.BufferedProtocol):
         return not self.frontend.exchange.slots.crowded or self._have - self._at >= size
 
     def _repeat(self, plan: Plan, started: float) -> None:
-        """Start a lookup with the head and JSON part of the last one."""
         frontend, last = self.frontend, self._last
         self._started = started
         self._served = served = Served()

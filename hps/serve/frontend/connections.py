@@ -68,7 +68,6 @@ class Connections:
         self.limit_to(most)
 
     def limit_to(self, most: int) -> None:
-        """Change the limit."""
         self.most = _within_descriptors(most)
 
     def full(self) -> str:

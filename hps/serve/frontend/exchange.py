@@ -154,7 +154,6 @@ class EngineExchange:
         self._start_epoch()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take answers on this event loop from now on."""
         self._loop = loop
         loop.add_reader(self._event, self._woken)
         self._arm()
@@ -179,6 +178,8 @@ class EngineExchange:
 
     def _start_epoch(self) -> None:
         """Request empty rings from the engine; pending lookups are posted again once it has them."""
+        # Epochs keep answers of an earlier engine, or to an earlier process of this frontend, apart from later ones: until the
+        # engine has written this number back, it may still complete old slots, and nothing is posted.
         region = self.region
         self._connected = self._answers = False
         self._tail = 0
@@ -275,7 +276,6 @@ class EngineExchange:
             raise NotReadyError(self.unavailable())
 
     def keys_of(self, lookup: Lookup) -> memoryview:
-        """Return the memory for the keys of a planned lookup."""
         plan, slot = lookup.plan, lookup.slot
         start = slot + plan.keys_at  # type: ignore[union-attr]
         return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]
@@ -348,6 +348,7 @@ class EngineExchange:
             return
         slots = self._found[:count].tolist()
         self._tail += count
+        # A slot is released here, or handed to the requester with its answer, which releases it once the client has it.
         for slot in slots:
             lookup = self.pending.pop(slot, None)
             if lookup is None:

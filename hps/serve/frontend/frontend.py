@@ -95,6 +95,9 @@ class Frontend:
         loopback: whether only clients on this machine can connect.
     """
 
+    # All limits are here and in `Connection`, not in the engine: a client can fill the memory of its frontend, while other
+    # frontends and the engine go on. For the same reason a frontend imports nothing of the tiers, and writes only its region.
+
     def __init__(
         self,
         number: int,
@@ -429,7 +432,8 @@ class Frontend:
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles them
             loop.add_signal_handler(number, lambda: None)
         bound_heap(_HEAPS)
-        gc.collect()  # now, while no connection waits for it
+        # Frozen, the objects of all imports are not traversed by later collections, for which all requests would wait.
+        gc.collect()
         gc.freeze()
         await self.start(listener)
         await stopping.wait()
@@ -441,6 +445,7 @@ class Frontend:
         loop = self.loop = asyncio.get_running_loop()
         self.exchange.start(loop)
         self.published.poll()
+        # It listens only now, when its event loop runs and the models are known: no accepted connection waits for that.
         self._servers = [(listener, await loop.create_server(lambda: self._connect(self), sock=listener, backlog=BACKLOG))]
         if self.grpc is not None:
             await self.grpc.start()

@@ -122,7 +122,6 @@ class GrpcCall:
         return self.ends_with
 
     def close(self) -> None:
-        """Release the memory of the call."""
         self.frontend.memory.used -= self._held
         self._held = 0
 

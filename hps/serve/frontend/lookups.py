@@ -55,7 +55,6 @@ def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables,
 
 
 def read_lookup(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> ReadRequest:
-    """Read the JSON part of a lookup by `read_cached`."""
     found = read_cached(text, counts, model, max_keys).lookup
     if found is None:
         raise RuntimeError("a request for scores is read as a lookup")
@@ -215,7 +214,6 @@ class Placed:
             view[slot + self._scratch_at : slot + self._scratch_at + len(text) + 1] = text + b"\0"
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        """Encode the answer, whose vectors are in the slot."""
         request = self._request
         if isinstance(request, Inference):
             request.device_id = device

@@ -11,6 +11,7 @@ from hps.serve.http.http_answer import CLIENT, CLIENT_CERTIFICATE, RequestError
 
 _MOST_IDLE = 8
 _CONNECT_S = 1.0
+# The last two are added by `forwarded`: a client that sends them itself could pose as another one.
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -110,7 +111,8 @@ class Upstream(asyncio.Protocol):
             client.finish_relay()
 
     def abandon(self) -> None:
-        """Drop the request of a disconnected client. The connection closes, since its answer is still to come."""
+        """Drop the request of a disconnected client."""
+        # The answer is still to come, and would be taken for that of the next request: the connection cannot be reused.
         self._client = None
         self.close()
 

@@ -27,12 +27,10 @@ class LookupTarget(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the complete body of a request is JSON."""
         return self.route in (LOOKUP, SCORE)
 
 
 def lookup_target(path: str) -> LookupTarget | None:
-    """Return the lookup route of a path; None for other routes."""
     match path.split("/"):
         case ["", "v2", "models", model, "infer"]:
             return LookupTarget(INFER, model)
@@ -96,9 +94,10 @@ class Published:
         self._reasons: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Read the snapshot if it has changed."""
         if self.written[0] == self.version:
             return
+        # Written under a sequence lock: None means that the engine is writing it now. The last snapshot stays in use until the
+        # next poll, and `can_reuse` refuses to repeat a lookup meanwhile, since `written` has changed.
         found = layout.read_text(self._memory, 0, layout.MOST_SNAPSHOT_BYTES)
         if found is None or found[0] == self.version:
             return

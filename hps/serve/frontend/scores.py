@@ -96,7 +96,6 @@ class PlacedScores:
         self._slot = 0
 
     def write(self, memory: Memory, slot: int, deployment_id: int) -> None:
-        """Write descriptor and tensors to a slot."""
         self._memory, self._slot = memory, slot
         view, start = memory.view, slot + self._start
         for (*_, at), array in zip(self._inputs, self._body.arrays.values(), strict=True):
@@ -106,7 +105,6 @@ class PlacedScores:
         memory.longs[slot >> 3] = deployment_id
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        """Encode the answer, whose outputs are in the slot."""
         memory, start, header, model = self._memory, self._slot + self._start, self._body.header, self._model
         if memory is None:
             raise RuntimeError("the request was not written")
@@ -124,5 +122,4 @@ class PlacedScores:
 
 
 def up(value: int, to: int) -> int:
-    """Round up to a multiple."""
     return -(-value // to) * to

@@ -43,7 +43,6 @@ class Translation:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of the binary part that was sent."""
         return sum(input_ for input_ in self.inputs if isinstance(input_, int))
 
 
@@ -59,7 +58,6 @@ class SharedTensors(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all binary inputs."""
         return sum(input_ if isinstance(input_, int) else input_.size for input_ in self.translation.inputs)
 
 
@@ -83,7 +81,6 @@ def shared_tensors(
 
 
 def translate(text: bytes) -> Translation:
-    """Translate the JSON part of a request."""
     return _cached(text) if len(text) <= CACHED_BYTES else _translate(text)
 
 
@@ -200,7 +197,6 @@ class Segments:
             raise _shorter(place)
 
     def _locate(self, place: Place) -> tuple[int, int]:
-        """Return the segment of a place, and the offset there."""
         region = self._regions.get(place.region)
         if region is None:
             raise InvalidInputError(f"Unable to find shared memory region: '{place.region[:120]}'; register it (again)")

@@ -69,6 +69,8 @@ class Supervisor:
 
     @property
     def _spins(self) -> bool:
+        # A frontend and the engine's loop that spin find each other's posts sooner than by a wake. With few processors they
+        # would take them from one another, and from the threads that fetch.
         return available_processors() >= _CORES_TO_SPIN
 
     def run(self) -> int | None:
@@ -299,6 +301,5 @@ def bind_shared(reserved: socket.socket) -> socket.socket:
 
 
 def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
-    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"{settings.scheme}://[{host}]:{port}" if ":" in host else f"{settings.scheme}://{host}:{port}"

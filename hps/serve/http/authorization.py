@@ -71,7 +71,8 @@ class _Bucket:
         return self._level
 
     def take(self, count: float) -> None:
-        """Take from it; its level may become negative."""
+        # A lookup is admitted by its head, and its keys are counted once they are known. So the level may become negative, and
+        # the client's next requests are refused until it has recovered.
         self._level -= count
 
 
@@ -129,7 +130,7 @@ class Authorization:
         self.requires_tokens = bool(bearer or admin or settings.tokens_path)  # some requests need one
         self._by_digest: dict[bytes, Identity] = {}
         self._by_certificate: dict[str, Identity] = {}
-        before, self._buckets = self._buckets, {}
+        before, self._buckets = self._buckets, {}  # reused below, since a reload must not refill them
         if bearer:
             self._by_digest[_digest(bearer.encode())] = Identity("bearer token", "the bearer token", ["lookup"])
         if admin:

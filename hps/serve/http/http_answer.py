@@ -120,7 +120,6 @@ def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of an error for clients."""
     if isinstance(error, HPSError):
         return str(error)
     if isinstance(error, MemoryError):

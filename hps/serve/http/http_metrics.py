@@ -108,7 +108,6 @@ class HTTPMetrics:
         return {"fronts": len(frontends), **{name: sum(figures[name] for figures in frontends) for _, _, name in _GAUGES}}
 
     def _plus(self, frontends: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
-        """Return the sum of these counts and those of frontends."""
         total = HTTPMetrics(Refusals())
         for figures in (self.figures(), *(figures["http"] for figures in frontends)):
             total.add(figures)
@@ -198,7 +197,6 @@ class InferenceCounts:
     last_ns: int = 0
 
     def plus(self, other: "InferenceCounts") -> "InferenceCounts":
-        """Return the sum of both."""
         sums = [a + b for a, b in zip(astuple(self), astuple(other), strict=True)]
         sums[-1] = max(self.last_ns, other.last_ns)
         return InferenceCounts(*sums)
@@ -226,7 +224,6 @@ class InferenceStatistics:
         self.deployment_ids: Callable[[Deployment], Mapping[int, int]] = lambda deployment: {}
 
     def of(self, deployment: Deployment) -> InferenceCounts:
-        """Return the counts of a version."""
         name = counted_as(deployment.config.model, deployment.version, self.deployment_ids(deployment))
         found = [figures["inference"] for figures in self.frontends()]
         counted = [InferenceCounts(*counts[name]) for counts in found if name in counts]

@@ -40,6 +40,7 @@ class MemoryBudget:
             RequestError: 413, they exceed the budget by themselves.
             OverloadedError: they do not fit now.
         """
+        # Large requests leave a quarter to small ones, which would otherwise be refused whenever a few large ones are served.
         limit = self.limit if size <= SMALL_BYTES and not spare else self.large_limit
         if size > limit:
             limits = f"expected at most {limit} (from service.max_held_bytes)"

@@ -19,7 +19,7 @@ def request_line(scope: Scope) -> str:
 
 
 def log_change(change: str, client: str, request_id: bytes, outcome: str, error: str, seconds: float) -> None:
-    """Log client requested a change, how long it took and how it ended."""
+    """Log a change: its client, how long it took, and how it ended."""
     ended = f"{outcome}: {error}" if error else outcome
     more = fields(request_id=request_id.decode())
     _log.log(

@@ -111,7 +111,6 @@ class RecentProblems(logging.Handler):
         self._lock = threading.Lock()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record, and drop the oldest if there are too many."""
         try:
             text = record.getMessage()
             if record.exc_info and record.exc_info[1] is not None:

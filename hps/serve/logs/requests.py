@@ -126,6 +126,7 @@ class RequestLog:
                 if _access.isEnabledFor(_level_of(scope)):
                     served.logged = served.traced = True
             elif not self._always:
+                # Until then callers skip `start` and `finish`: one comparison is all that logging costs a request.
                 self.quiet_until = self._lines.until
         if self._spans is not None and scope["path"] not in POLLED:
             served.span = span = self._spans.start(scope, headers)

@@ -35,6 +35,8 @@ class RequestSpan:
     def __init__(self, span: "Span", spans: "RequestSpans") -> None:
         self._span = span
         self._spans = spans
+        # Stages are timed by the monotonic clock, spans by the wall clock. The difference is taken once per request, so that a
+        # step of the wall clock cannot tear the stages of a request apart.
         self._clock_ns = time.time_ns() - time.perf_counter_ns()
         self.sampled = span.is_recording()  # whether it is exported
         self.trace_id = b"%032x" % span.get_span_context().trace_id  # 32 hexadecimal digits

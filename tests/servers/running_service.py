@@ -42,7 +42,7 @@ class RunningService:
     @property
     def held(self) -> int:
         """Bytes held for clients."""
-        return self.frontend.memory.held + self.frontend.exchange.slots.used
+        return self.frontend.memory.used + self.frontend.exchange.slots.used
 
     @property
     def is_idle(self) -> bool:
@@ -56,7 +56,7 @@ class RunningService:
 
     @property
     def passed_on(self) -> int:
-        """How many requests the owner's application answers."""
+        """How many requests the engine's application answers."""
         return len(self.server._uvicorn.server_state.tasks)
 
     @property
@@ -119,7 +119,7 @@ def running_service(document, parameter_server=None, *, ready=True, grpc=False, 
     try:
         if ready:
             is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason and service.frontend.exchange._answers  # noqa: E731
-            wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready, and its front knows the owner")
+            wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready, and its front knows the engine")
             if lifecycle.failure:
                 raise lifecycle.failure
         yield service

@@ -153,7 +153,7 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
             if method is None:
                 raise RequestError(405, f"got {path[:300]!r}, which is not served; reflection lists the services")
             call.admit(infers=method.infers, guarded=method.guarded)
-            if call.identity is None and (self._frontend.authorization.asks or path == WATCH):
+            if call.identity is None and (self._frontend.authorization.requires_tokens or path == WATCH):
                 self._count_unknown(call)
             return await self._answer(call, method)
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter if an answer could not be sent any more

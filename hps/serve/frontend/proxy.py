@@ -104,7 +104,7 @@ class Upstream(asyncio.Protocol):
         if done:
             self._client = None
             if self._answer.keeps_alive:
-                self._pool.give_back(self)
+                self._pool.release(self)
             else:
                 self.close()
             client.finish_relay()
@@ -156,12 +156,7 @@ class _CollectedAnswer:
 
 
 class EngineConnections:
-    """Pool of connections to the engine's application. *One per event loop.*
-
-    Args:
-        path: path of its unix socket.
-        unavailable: returns why there is no engine, for errors.
-    """
+    """Pool of connections to the engine's application. *One per event loop.*"""
 
     # One request at a time per connection, without pipelining: an abandoned request then costs only its own connection, and
     # a slow route never delays a health check behind it. A client that reads slowly pauses its upstream, so that the kernel's
@@ -186,11 +181,7 @@ class EngineConnections:
         task.add_done_callback(self._tasks.discard)
 
     async def fetch_answer(self, request: bytes) -> tuple[int, bytes]:
-        """Send a request, and return the status and the body of its answer.
-
-        Raises:
-            RequestError: 503, the engine is not running.
-        """
+        """Send a request, and return the status and the body of its answer; raise RequestError 503 without an engine."""
         answer = _CollectedAnswer(self._unavailable)
         self.forward(answer, request, head_only=False, use=answer.use)
         try:
@@ -210,7 +201,7 @@ class EngineConnections:
         use(upstream)
         upstream.send(client, request, head_only=head_only)
 
-    def give_back(self, upstream: Upstream) -> None:
+    def release(self, upstream: Upstream) -> None:
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(upstream)
         else:

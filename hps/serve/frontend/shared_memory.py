@@ -31,17 +31,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Translation:
-    """The translation of a request into one without shared memory. *Immutable.*
+    """The translation of a request into one without shared memory. *Immutable.*"""
 
-    Attributes:
-        text: JSON part of the translation.
-        inputs: place of each binary input, in order; for one that was sent, its size.
-        outputs: places of outputs, by name.
-    """
-
-    text: bytes
-    inputs: tuple[Place | int, ...]
-    outputs: Mapping[str, Place]
+    text: bytes  # JSON part of the translation
+    inputs: tuple[Place | int, ...]  # place of each binary input, or its size if it was sent
+    outputs: Mapping[str, Place]  # by name
 
     def bytes_for(self, text: bytes) -> int:
         """Return an upper bound on the bytes of the translation and of the original text."""
@@ -54,14 +48,10 @@ class Translation:
 
 
 class SharedTensors(NamedTuple):
-    """The tensors of one request. *Immutable.*
-
-    Attributes:
-        sent: binary part of the request.
-    """
+    """The tensors of one request. *Immutable.*"""
 
     translation: Translation
-    sent: memoryview
+    sent: memoryview  # binary part of the request
 
     @property
     def text(self) -> bytes:
@@ -93,11 +83,7 @@ def shared_tensors(
 
 
 def translate(text: bytes) -> Translation:
-    """Translate the JSON part of a request.
-
-    Raises:
-        InvalidInputError: its parameters of shared memory are wrong.
-    """
+    """Translate the JSON part of a request."""
     return _cached(text) if len(text) <= CACHED_BYTES else _translate(text)
 
 
@@ -176,22 +162,14 @@ class Segments:
             os.close(self._open.pop(identity))
 
     def body_of(self, shared: SharedTensors) -> bytearray:
-        """Return the body of a request as if all of it had been sent.
-
-        Raises:
-            InvalidInputError: as `read`.
-        """
+        """Return the body of a request as if all of it had been sent."""
         body = bytearray(len(shared.text) + shared.size_bytes)
         body[: len(shared.text)] = shared.text
         self.read(shared, memoryview(body)[len(shared.text) :])
         return body
 
     def read(self, shared: SharedTensors, keys: memoryview) -> None:
-        """Read the binary part of a request: each input from its region, or from the bytes that were sent.
-
-        Raises:
-            InvalidInputError: a place is not in its region, or the segment has become shorter.
-        """
+        """Read the binary part of a request: each input from its region, or from the bytes that were sent."""
         at = taken = 0
         for input_ in shared.translation.inputs:
             size = input_ if isinstance(input_, int) else input_.size
@@ -206,11 +184,7 @@ class Segments:
             at += size
 
     def write(self, place: Place, tensor: memoryview) -> None:
-        """Write an output.
-
-        Raises:
-            InvalidInputError: it does not fit, or the segment has become shorter.
-        """
+        """Write an output; raise InvalidInputError if it does not fit, or the segment has become shorter."""
         if len(tensor) > place.size:
             raise InvalidInputError(
                 f"shared memory size specified with the request ({place.size} bytes) should be at least {len(tensor)} bytes"
@@ -244,11 +218,7 @@ class Segments:
         return descriptor, region.offset + place.offset
 
     def without_shared(self, shared: SharedTensors, answer: EncodedAnswer) -> EncodedAnswer:
-        """Move the requested outputs of a binary answer to shared memory, and return the answer without them.
-
-        Raises:
-            InvalidInputError: as `write`.
-        """
+        """Move the requested outputs of a binary answer to shared memory, and return the answer without them."""
         head = b"".join(answer.text)
         pieces = list(answer.binary)
         if not head:

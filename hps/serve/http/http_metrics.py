@@ -102,7 +102,7 @@ class HTTPMetrics:
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
-    def held(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
         """Return the number of frontends, and the sums of their gauges."""
         frontends = self.frontends()
         return {"fronts": len(frontends), **{name: sum(figures[name] for figures in frontends) for _, _, name in _GAUGES}}
@@ -219,12 +219,7 @@ class InferenceCounts:
 
 
 class InferenceStatistics:
-    """The counts of every serving version, added over the frontends. *Thread-safe.*
-
-    Attributes:
-        frontends: returns the figures of all frontends.
-        deployment_ids: returns the ids of a deployment by device.
-    """
+    """The counts of every serving version, added over the frontends. *Thread-safe.*"""
 
     def __init__(self) -> None:
         self.frontends: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()

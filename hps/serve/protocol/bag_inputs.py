@@ -30,12 +30,12 @@ class TableBags:
     Attributes:
         table: index of the table.
         source: position of the input with the keys.
-        start, stop: range within that input, and within that of the weights.
+        start, stop: range within that input and within the weights.
         count: number of bags.
         offsets: position of the input with the offsets; None: all bags have the same number of keys.
-        first: begin of the offsets within that input.
+        first: start of the offsets within that input.
         weights: position of the input with the weights; None without weights.
-        options: `combiner`, `max_norm` and `padding_key`, if the request has them.
+        options: `combiner`, `max_norm` and `padding_key` of the request.
     """
 
     table: int
@@ -62,7 +62,7 @@ class TableBags:
 
 
 def states_ends(header: InferenceHeader, model: ModelTables) -> bool:
-    """Return whether `OFFSETS` states each table's number of keys; not if a table is named `KEYS`."""
+    """Return True if `OFFSETS` states each table's number of keys; False if a table is named `KEYS`."""
     return "KEYS" in header.inputs and "OFFSETS" in header.inputs and "KEYS" not in model.indices
 
 
@@ -83,8 +83,8 @@ def read_bags(
         max_keys: limit on the keys of all tables together, and on the bags.
 
     Returns:
-        Whether the keys of all tables are concatenated, and the bags of each table; None if there are no bags: the inputs named
-        like offsets or weights are tables.
+        Whether the keys of all tables are concatenated, and the bags of each table; None if the inputs named like offsets or
+        weights are tables.
 
     Raises:
         InvalidInputError, InvalidDtypeError: the inputs do not match; the message says which, and what was expected.

@@ -38,8 +38,8 @@ class JSONLookup:
     """A decoded request, with room for its vectors.
 
     Args:
-        batch: arrays of outputs and masks tell their sizes alone until `place`.
-        names: of the tables.
+        batch: arrays of outputs and masks only have their sizes until `place`.
+        names: names of the tables.
         device_id: the requested device.
         wants_report: whether the answer includes a report.
 

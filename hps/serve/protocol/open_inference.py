@@ -45,7 +45,7 @@ _MAX_LENGTH_DIGITS = 12
 _ALIGNMENT = 16  # of vectors in an answer, in bytes
 _DTYPES = {name: np.dtype(dtype) for name, dtype in (("FP32", "<f4"), ("FP16", "<f2"), ("BF16", "<u2"), ("BOOL", "?"))}
 _NARROW = ("FP16", "BF16")
-_DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
+_DEVICE = b'"DeviceID":'  # its quotes would be escaped within a JSON string
 _LONGEST_ID = 2**31 - 1
 _ID_DIGITS = len(str(_LONGEST_ID))
 
@@ -103,10 +103,7 @@ class OutputTensor:
 class AnswerLayout:
     """Memory layout of an answer: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
 
-    If an output has 16 bits, the lookup writes float32 behind the answer, and `convert` writes the vectors of the answer.
-
-    Only if every output is binary, the JSON part is in that memory, padded with spaces: the answer is then sent with one write
-    and without a copy. Otherwise the JSON part is written once the vectors are known.
+    It follows from the JSON part of a request and its keys per table, so that frontends cache it.
 
     Args:
         members: members of the JSON part, beside parameters and outputs.
@@ -139,23 +136,26 @@ class AnswerLayout:
         self.wants_report = wants_report
         self._members = members
         self._samples = samples
+        # If every output is binary, the JSON part lies before the vectors, padded with spaces to align them: the answer is sent
+        # with one write and without a copy. Otherwise it is written once the vectors are known. If an output has 16 bits, the
+        # lookup writes float32 behind the answer, and `convert` writes the vectors of the answer.
         looked_up = masks_size = self.scratch_bytes = 0
         for keys in ranges:
             looked_up += 4 * keys.dim * keys.rows
             masks_size += keys.stop - keys.start if keys.masked else 0
             self.scratch_bytes += 4 * keys.dim * (keys.stop - keys.start) if keys.bags else 0
         sent = vectors_sent = 0
-        self.converts, whole = False, not wants_report
+        self.converts, is_binary = False, not wants_report
         for output in outputs:
             size = _DTYPES[output.datatype].itemsize * output.size
             sent += size
             vectors_sent += size if output.datatype != "BOOL" else 0
             self.converts |= output.datatype in _NARROW
-            whole &= output.binary
+            is_binary &= output.binary
         self.vectors_size = vectors_sent if self.converts else looked_up
         self.text = b""
         self.device_place = 0
-        if whole and sent == self.vectors_size + masks_size:
+        if is_binary and sent == self.vectors_size + masks_size:
             text = orjson.dumps(self.describe([None] * len(self.outputs), _LONGEST_ID))
             if samples is not None:
                 self.device_place = text.index(_DEVICE) + len(_DEVICE)
@@ -194,7 +194,7 @@ class AnswerLayout:
             if output.is_narrow:
                 to_16_bits(values, target)
             elif output.datatype == "FP32":
-                target.view(np.uint8)[:] = values.view(np.uint8)  # perhaps not aligned
+                target.view(np.uint8)[:] = values.view(np.uint8)  # may be unaligned
 
     def describe(
         self, values: Sequence[FloatArray | BoolArray | None], device: int, report: Mapping[str, Number] = MappingProxyType({})
@@ -214,8 +214,8 @@ class AnswerLayout:
             else:
                 tensor["data"] = data
             outputs.append(tensor)
-        own = {} if self._samples is None else {"NumSample": self._samples, "DeviceID": device}
-        parameters = {"parameters": {**report, **own}} if own or report else {}
+        of_triton = {} if self._samples is None else {"NumSample": self._samples, "DeviceID": device}
+        parameters = {"parameters": {**report, **of_triton}} if of_triton or report else {}
         return {**self._members, **parameters, "outputs": outputs}
 
 
@@ -277,7 +277,7 @@ class Inference:
         return body, len(layout.text)
 
     def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
-        """Encode the other answers, after the lookup has written vectors and masks.
+        """Encode an answer whose outputs are not all binary, after the lookup has written vectors and masks.
 
         Values that JSON cannot express (NaN, infinities) become null; binary outputs keep them.
 
@@ -288,9 +288,7 @@ class Inference:
             The JSON part in pieces, and the binary outputs as views of the lookup's memory.
         """
         layout = self.layout
-        values = [
-            np.require(array, requirements="A") for array in layout.arrays(self._memory)
-        ]  # JSON is written from aligned ones
+        values = [np.require(array, requirements="A") for array in layout.arrays(self._memory)]  # orjson needs aligned arrays
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
         numbers = {} if report is None else report.flat()
         return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
@@ -317,7 +315,7 @@ def parse_header_length(value: bytes | None, body_size: int) -> int | None:
 
 
 class ReadRequest(NamedTuple):
-    """A JSON part that was read, and the layout of the answer; None: it depends on values of an input."""
+    """A JSON part, and the layout of its answer; None: it depends on values of an input."""
 
     header: InferenceHeader
     layout: AnswerLayout | None
@@ -331,7 +329,7 @@ def read_request(text: bytes, counts: tuple[int, ...] | None, model: ModelTables
     """Read the JSON part of an inference request, and lay out its answer.
 
     Args:
-        counts: keys per table, if an input states them and it was read.
+        counts: keys per table, if an input states them and was read.
 
     Raises:
         HPSError: as `decode_inference`.
@@ -356,7 +354,7 @@ def decode_inference(
         UnknownTableError: an input names no table of the model.
         TooManyKeysError: more keys than `max_keys`, or than a table's `max_keys`.
     """
-    text = bytes(body if header_length is None else body[:header_length])  # copies only a bytearray
+    text = bytes(body if header_length is None else body[:header_length])  # no copy of bytes
     header, layout = read(text, None, model, max_keys)
     if len(body) - len(text) != header.binary_size:
         raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
@@ -403,7 +401,7 @@ def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> 
 
 
 def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
-    """Find the tables of a request, and lay out its answer. `counts` are the keys per table, if an input states them."""
+    """Find the tables of a request, and lay out its answer. counts: keys per table, if an input states them."""
     bags = read_bags(header, counts, model, max_keys) if header.bags else None
     if bags is not None:
         ranges, outputs = _by_bags(header, *bags, model)

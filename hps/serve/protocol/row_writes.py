@@ -63,11 +63,7 @@ def decode_keys(body: bytes | bytearray, header_length: int | None, max_rows: in
 
 
 def check_finite(keys: KeyArray, vectors: FloatArray) -> None:
-    """Refuse vectors with NaN or infinities.
-
-    Raises:
-        InvalidInputError: names the first such row.
-    """
+    """Raise InvalidInputError if a vector has NaN or an infinity."""
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
         row = int(np.argmin(finite))
@@ -108,7 +104,7 @@ def _json_vectors(values: Any, count: int, table: TableSpec) -> FloatArray:
 
 
 def _read_header(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
-    """Read the inputs of a JSON part; all are binary. Returns them, and the bytes of binary data."""
+    """Read the inputs of a JSON part, which must be binary. Return them, and the bytes of binary data."""
     inputs, size = read_inputs(parse_object(text).get("inputs"), floats={"VECTORS"})
     if tuple(sorted(inputs)) != names:
         raise InvalidInputError(f"reading 'inputs': got {str(list(inputs))[:200]}, expected {' and '.join(names)}")

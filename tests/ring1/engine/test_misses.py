@@ -34,7 +34,7 @@ def linked(monkeypatch):
             IMPLEMENTATIONS["database"], kind, Ours("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
         )
     monkeypatch.setattr(miss_path, "_keys_per_s", lambda *_: 1.0)
-    monkeypatch.setattr(stream_ordered, "_ASK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stream_ordered, "_POLL_INTERVAL_S", 0.0)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ from hps.serve.frontend.frontend import Frontend
 from hps.testing.waiting import PATIENCE_S, wait_until
 start = Frontend.start
 async def late(front, *listeners):
-    wait_until(lambda: "m.item: 100 rows in" in open(sys.argv[2] + ".log").read(), "the owner has loaded")
+    wait_until(lambda: "m.item: 100 rows in" in open(sys.argv[2] + ".log").read(), "the engine has loaded")
     sys.stderr.write("the front listens late\\n")
     await start(front, *listeners)
 Frontend.start = late

@@ -82,7 +82,7 @@ def status_routes(
                 "reason": lifecycle.not_ready_reason,
                 "degraded": lifecycle.degraded,
                 "requests": metrics.requests(),
-                **metrics.held(),
+                **metrics.gauges(),
             },
             "models": [model.model_dump(exclude_none=True) for model in lifecycle.states.models()],
             "problems": [asdict(entry) for entry in problems.entries()],

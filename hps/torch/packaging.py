@@ -385,6 +385,7 @@ class VersionDescription:
                 try:
                     program, content = _export_program(module, inputs, sizes, outputs, self._format)
                 except Exception:  # noqa: BLE001 - torch's exporters raise any class
+                    # Some parts cannot be exported with all sizes free although the module could: free only the first ones.
                     program, content = _export_program(module, inputs, sizes, outputs, self._format, all_sizes=False)
         except Exception as error:
             lines = str(error).strip().splitlines()

@@ -31,7 +31,7 @@ class Notices:
         ignored: keys without effect.
         databases: keys by which HugeCTR up to 3.2 named databases.
         older: keys of HugeCTR 4.1.
-        warnings: whole sentences.
+        warnings: sentences.
     """
 
     quoted: set[str] = field(default_factory=set)
@@ -148,7 +148,7 @@ Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr
 
 
 def _matching(pattern: str, text: str) -> AfterValidator:
-    """Accept only strings that match a pattern as a whole; `text` describes them."""
+    """Accept only strings that match a pattern completely; `text` describes them."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value, re.DOTALL):

@@ -168,15 +168,11 @@ class _Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """State of a tier for a table. *Immutable.*
-
-    Attributes:
-        read, written: whether the tier is in use now, rather than skipped after failures of any table.
-    """
+    """State of a tier for a table. *Immutable.*"""
 
     name: str
     database: Database
-    read: bool
+    read: bool  # False while reads are skipped after failures of any table
     written: bool
 
 
@@ -353,11 +349,7 @@ class DatabaseChain:
         return sorted(self._quarantined)
 
     def open_table(self, table: TableSpec, *, volatile: bool = True) -> None:
-        """Open a table.
-
-        Args:
-            volatile: open it in the volatile database, too, unless that is away.
-        """
+        """Open a table, in the volatile database only if wanted and not away."""
         self._fences.setdefault(table.tag, TableFence())
         excludes_volatile = self._volatile is not None and (bool(self.away) or not volatile)
         if excludes_volatile:
@@ -503,14 +495,10 @@ class DatabaseChain:
         return missing - before
 
     def locate(self, table: TableSpec, key: KeyArray, out: RowArray) -> str | None:
-        """Find the first database that has a key, without promoting or counting it.
-
-        Args:
-            key: (1,) int64.
-            out: (1, width) float32; receives the row.
+        """Write the row of a key, (1,), to `out`, (1, width), without promoting or counting it.
 
         Returns:
-            Name of the tier; None if the key is absent.
+            Name of the first tier that has it; None if the key is absent.
 
         Raises:
             DatabaseError: the authoritative database did not answer.

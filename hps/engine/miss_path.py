@@ -81,7 +81,6 @@ def choose_paths(
 
     Args:
         cache: an empty cache.
-        chain: host tiers, with the tables loaded.
         untimed: with `auto`, choose link wherever possible, without timing.
         index: keep the index of linked tables on the device.
 

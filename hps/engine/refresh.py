@@ -32,11 +32,8 @@ class Pace:
     The share bounds the duration of the refresh's own steps: fetching a chunk from the databases and writing it to the device.
     Device time is part of that, so the refresh takes less than its share of the device.
 
-    Attributes:
-        share: share of the time, above 0, at most 1.
-
     Args:
-        share: initial value of the attribute.
+        share: share of the time, above 0, at most 1; may change.
         wait: sleeps for a number of seconds; returns True to end the refresh.
         clock: current time in seconds.
     """

@@ -47,7 +47,6 @@ class Refresher:
     thread refreshes periodically.
 
     Args:
-        caches: caches of the devices; a refresh without caches does nothing.
         calls: calls of the deployment; closing it waits for the current run.
     """
 

@@ -78,27 +78,17 @@ _READINGS = 20  # of a region that is checked while its loop runs
 
 
 class Tally(NamedTuple):
-    """Counts of one deployment since the last tally.
+    """Counts of one deployment since the last tally."""
 
-    Attributes:
-        tables: by table: keys, resident, linked and absent ones.
-        times: number of requests, by the buckets of `LookupTimes`.
-        ns: how long all took together.
-    """
-
-    tables: list[list[int]]
-    times: list[int]
-    ns: int
+    tables: list[list[int]]  # by table: numbers of keys, resident, linked and absent
+    times: list[int]  # number of requests, by the buckets of `LookupTimes`
+    ns: int  # total duration
 
 
 class DriverWords(NamedTuple):
-    """Words of a deployment that only the loop of one driver understands, after the common columns of `exchange`.
+    """Words of a deployment that only the loop of one driver understands, after the common columns of `exchange`."""
 
-    Attributes:
-        tables: by table.
-    """
-
-    tables: Sequence[Sequence[int]]
+    tables: Sequence[Sequence[int]]  # by table
     deployment: Sequence[int] = ()
 
 
@@ -278,7 +268,7 @@ class LoopState:
         return findings + [finding for place in range(len(self.memories)) if (finding := self._region_finding(place))]
 
     def _region_finding(self, place: int) -> str:
-        # The loop counts while these words are read, so that they may not fit together: a finding is one that stays.
+        # The loop changes these words while they are read, one after the other: only a finding that persists counts.
         finding = ""
         for _ in range(_READINGS):
             words, memory = self.regions[place], self.memories[place]

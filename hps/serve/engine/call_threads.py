@@ -20,11 +20,9 @@ class CallThreads:
     """Runs calls on a fixed number of threads for one event loop. *One per event loop.*
 
     Args:
-        threads: number of calls that run at once.
         timeout_s: timeout of a call, including its wait for a thread.
-        max_waiting: number of calls that may wait for a thread.
+        max_waiting: limit on calls that wait for a thread.
         what: name of a call in messages.
-        memory: counts what calls hold.
 
     Attributes:
         pending: calls that run or wait.

@@ -16,20 +16,13 @@ MOST_POINTS: Final = 240
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Counts since the start, over all models in service. *Immutable.*
+    """Counts since the start, over all models in service. *Immutable.*"""
 
-    Attributes:
-        at_s: time of the point, by the clock of `GET /v1/stats`.
-        keys: requested keys.
-        hits, misses: keys found and not found in embedding caches.
-        latency: times of lookups.
-    """
-
-    at_s: float
+    at_s: float  # by the clock of `GET /v1/stats`
     keys: int
-    hits: int
+    hits: int  # of embedding caches
     misses: int
-    latency: Latency
+    latency: Latency  # of lookups
 
 
 class History:

@@ -26,9 +26,7 @@ async def change_model(
     """Start a change, and wait for its end if `wait`. It continues after the client disconnects.
 
     Args:
-        doing: as for `LiveModels.start_change`.
         call: makes the change, and returns the version that serves afterwards.
-        detail: details for the log.
 
     Raises:
         ConflictError: another change of the model is under way.

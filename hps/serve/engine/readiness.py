@@ -13,11 +13,7 @@ _STATES: dict[LifecycleState, ModelState] = {"wanted": "waiting", "loading": "lo
 
 
 class Readiness:
-    """Shows the models that serve or are to serve. *Thread-safe.*
-
-    Args:
-        live: returns the models.
-    """
+    """Shows the models that serve or are to serve. *Thread-safe.*"""
 
     def __init__(self, live: Callable[[], LiveModels]) -> None:
         self._live = live

@@ -16,12 +16,11 @@ from hps.scoring.packing import describe
 from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES, EncodedAnswer, Plan
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
-from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
+from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork, check_total
 from hps.serve.protocol.score_requests import (
     ScoreBody,
     ScoreHeader,
     answer_text,
-    check_keys,
     needs_no_conversion,
     text_of,
 )
@@ -50,7 +49,7 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
         return None
     if not needs_no_conversion(header, network):
         return None
-    check_keys(header.keys, max_keys)
+    check_total(header.keys, max_keys)
     written = text_of(answer_text(header, model.name, model.version, {}))
     written += b" " * (-len(written) % 16)
     inputs = [[input_.name, input_.dtype.str, input_.shape, input_.start] for input_ in header.inputs.values()]

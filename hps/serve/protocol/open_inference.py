@@ -17,7 +17,7 @@ Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) an
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,7 +27,7 @@ import orjson
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.ground.rows import to_16_bits
 from hps.serve.logs.lookup_report import LookupBreakdown, Number
-from hps.serve.protocol.bag_inputs import TableBags, ends_of_bags, read_bags, states_ends
+from hps.serve.protocol.bag_inputs import KeyRange, ends_of_bags, read_bags, states_ends
 from hps.serve.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.serve.protocol.open_inference_header import (
     FP32,
@@ -48,33 +48,6 @@ _NARROW = ("FP16", "BF16")
 _DEVICE = b'"DeviceID":'  # its quotes would be escaped within a JSON string
 _LONGEST_ID = 2**31 - 1
 _ID_DIGITS = len(str(_LONGEST_ID))
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRange:
-    """The keys of one table in a request. *Immutable.*
-
-    Attributes:
-        table: index of the table.
-        source: position of the input with the keys.
-        start, stop: range within that input.
-        masked: whether their found-mask is requested.
-        rows: number of vectors in the answer.
-        step: bytes from the first vector to the first of the next table.
-        strides: of the vectors, in bytes; None if they are contiguous.
-        bags: bags of the keys; None: every key gets a vector.
-    """
-
-    table: int
-    dim: int
-    source: int
-    start: int
-    stop: int
-    masked: bool
-    rows: int
-    step: int
-    strides: tuple[int, int] | None = None
-    bags: TableBags | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +116,7 @@ class AnswerLayout:
         for keys in ranges:
             looked_up += 4 * keys.dim * keys.rows
             masks_size += keys.stop - keys.start if keys.masked else 0
-            self.scratch_bytes += 4 * keys.dim * (keys.stop - keys.start) if keys.bags else 0
+            self.scratch_bytes += 4 * keys.dim * (keys.stop - keys.start) if keys.options is not None else 0
         sent = vectors_sent = 0
         self.converts, is_binary = False, not wants_report
         for output in outputs:
@@ -367,9 +340,7 @@ def decode_inference(
     poolings: list[Pooling] = []
     if header.bags:
         tables = model.tables
-        poolings = [
-            key_range.bags.pooling(tables[key_range.table].table_name, inputs) for key_range in layout.ranges if key_range.bags
-        ]
+        poolings = [keys.pooling(tables[keys.table].table_name, inputs) for keys in layout.ranges if keys.options is not None]
     return Inference(layout, inputs, header.device_id, poolings)
 
 
@@ -418,7 +389,7 @@ def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mode
         members["id"] = header.request_id
     samples = None if counts is None else sum(counts) // model.keys_per_sample
     if bags is not None:
-        samples = bags[1][0].count if bags[0] else None
+        samples = bags[1][0].rows if bags[0] else None
     return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
 
 
@@ -440,7 +411,7 @@ def _by_numkeys(
     ranges, start = [], 0
     for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
         step = 4 * count * table.dim
-        ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None, count, step))
+        ranges.append(KeyRange(index, table.dim, source, start, start + count, count, mask_binary is not None, step))
         start += count
     outputs = []
     if wanted is not None:
@@ -463,7 +434,7 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
     for source, (table, count) in enumerate(counted):
         name, dim = table.table_name, table.dim
         wanted, mask_binary = header.vectors(name), header.mask(f"{name}.found")
-        ranges.append(KeyRange(model.indices[name], dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
+        ranges.append(KeyRange(model.indices[name], dim, source, 0, count, count, mask_binary is not None, 4 * count * dim))
         if wanted is not None:
             vectors.append(OutputTensor(name, [*header.inputs[name].shape, dim], floats, count * dim, *wanted))
         floats += count * dim
@@ -474,32 +445,18 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
 
 
 def _by_bags(
-    header: InferenceHeader, concatenated: bool, tables: Sequence[TableBags], model: ModelTables
+    header: InferenceHeader, concatenated: bool, tables: Sequence[KeyRange], model: ModelTables
 ) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
     """Lay out a vector per bag: rows of one output with the tables' columns side by side, or one output per table."""
-    dims = [model.tables[bags.table].dim for bags in tables]
-    width, place = sum(dims), 0
+    width, place = sum([keys.dim for keys in tables]), 0
     ranges, outputs = [], []
-    for bags, dim in zip(tables, dims, strict=True):
-        name, count = model.tables[bags.table].table_name, bags.count
+    for keys in tables:
+        name, dim, count = model.tables[keys.table].table_name, keys.dim, keys.rows
         step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
-        ranges.append(
-            KeyRange(
-                bags.table,
-                dim,
-                bags.source,
-                bags.start,
-                bags.stop,
-                masked=False,
-                rows=count,
-                step=step,
-                strides=strides,
-                bags=bags,
-            )
-        )
+        ranges.append(replace(keys, step=step, strides=strides))
         if not concatenated and (wanted := header.vectors(name)) is not None:
             outputs.append(OutputTensor(name, [count, dim], place, count * dim, *wanted))
         place += count * dim
     if concatenated and (wanted := header.vectors("OUTPUT0")) is not None:
-        outputs.append(OutputTensor("OUTPUT0", [tables[0].count, width], 0, place, *wanted))
+        outputs.append(OutputTensor("OUTPUT0", [tables[0].rows, width], 0, place, *wanted))
     return ranges, outputs

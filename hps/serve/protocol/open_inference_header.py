@@ -14,7 +14,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.serve.protocol.request_checks import BAG_OPTIONS, check_bag_option, kind_of, parse_object, read_device
+from hps.serve.protocol.request_checks import (
+    BAG_OPTIONS,
+    check_bag_option,
+    kind_of,
+    parse_object,
+    read_device,
+    read_flag,
+    read_id,
+)
 
 MAX_RANK = 8
 CACHED_BYTES = 8192
@@ -29,15 +37,10 @@ _VECTORS: Final = ("FP32", "FP16", "BF16")
 
 
 class RequestedOutput(NamedTuple):
-    """How an output is sent.
-
-    Attributes:
-        binary: whether as binary data.
-        datatype: of vectors; None: that of the request.
-    """
+    """How an output is sent."""
 
     binary: bool
-    datatype: str | None
+    datatype: str | None  # of vectors; None: that of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,8 @@ class InputTensor:
     """An input as described by the header. *Immutable.*
 
     Attributes:
-        name, dtype, shape: as in the request.
         count: product of the shape.
-        start: begin of its bytes in the binary part; -1 if `data` holds its values.
+        start: start of its bytes in the binary part; -1 if `data` has its values.
         data: its values as a flat list, not yet checked.
     """
 
@@ -127,13 +129,11 @@ def read_header(text: bytes) -> InferenceHeader:
         InvalidInputError, InvalidDtypeError: it is invalid; the message says where, and what was expected.
     """
     request = parse_object(text)
-    request_id = request.get("id")
-    if request_id is not None and type(request_id) is not str:
-        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    request_id = read_id(request)
     parameters = read_parameters(request, "reading the request")
-    binary = "binary_data_output" in parameters and _flag(parameters, "binary_data_output", "reading 'parameters'")
-    found = "found" in parameters and _flag(parameters, "found", "reading 'parameters'")
-    report = "report" in parameters and _flag(parameters, "report", "reading 'parameters'")
+    binary = "binary_data_output" in parameters and read_flag(parameters, "binary_data_output", "reading 'parameters'")
+    found = "found" in parameters and read_flag(parameters, "found", "reading 'parameters'")
+    report = "report" in parameters and read_flag(parameters, "report", "reading 'parameters'")
     inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = read_outputs(outputs, binary) if (outputs := request.get("outputs")) is not None else None
@@ -304,7 +304,9 @@ def read_outputs(outputs: Any, binary: bool) -> dict[str, RequestedOutput] | Non
         parameters = read_parameters(output, what)
         if unsupported := {"classification", "shared_memory_region"} & parameters.keys():
             raise InvalidInputError(f"{what}: the parameter {min(unsupported)!r} is not supported")
-        requested[name] = RequestedOutput(_flag(parameters, "binary_data", what, default=binary), _datatype(parameters, what))
+        requested[name] = RequestedOutput(
+            read_flag(parameters, "binary_data", what, default=binary), _datatype(parameters, what)
+        )
     return requested
 
 
@@ -320,10 +322,3 @@ def read_parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
     if type(parameters) is not dict:
         raise InvalidInputError(f"{what}: 'parameters' is {kind_of(parameters)}, expected an object")
     return parameters
-
-
-def _flag(parameters: dict[str, Any], name: str, what: str, *, default: bool = False) -> bool:
-    value = parameters.get(name, default)
-    if type(value) is not bool:
-        raise InvalidInputError(f"{what}: {name!r} is {kind_of(value)}, expected true or false")
-    return value

@@ -154,6 +154,31 @@ def check_bag_option(option: str, value: Any, what: str) -> None:
     raise InvalidInputError(f"{what} is {kind_of(value)}, expected {expected}")
 
 
+def read_flag(members: Mapping[str, Any], name: str, what: str, *, default: bool = False) -> bool:
+    """Read a boolean member. Raises InvalidInputError if it is something else."""
+    value = members.get(name, default)
+    if type(value) is not bool:
+        raise InvalidInputError(f"{what}: {name!r} is {kind_of(value)}, expected true or false")
+    return value
+
+
+def read_id(request: Mapping[str, Any]) -> str | None:
+    """Read the id of a request, if it has one. Raises InvalidInputError if it is not a string."""
+    request_id = request.get("id")
+    if request_id is not None and type(request_id) is not str:
+        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    return request_id
+
+
+def check_total(total: int, max_keys: int, what: str = "keys") -> None:
+    """Raise TooManyKeysError if all tables together have more keys (or bags) than the service allows."""
+    if total > max_keys:
+        raise TooManyKeysError(
+            f"reading the request: got {total} {what}, expected at most {max_keys} (service.max_keys_per_request); "
+            "send fewer at once"
+        )
+
+
 def kind_of(value: Any) -> str:
     """Describe a JSON value in an error: its kind and, for a number, the value."""
     kind = _KINDS.get(type(value), "an integer")
@@ -286,9 +311,5 @@ def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int, what: s
             )
         total += count
         floats += count * table.dim
-    if total > max_keys:
-        raise TooManyKeysError(
-            f"reading the request: got {total} {what}, expected at most {max_keys} (service.max_keys_per_request); "
-            "send fewer at once"
-        )
+    check_total(total, max_keys, what)
     return floats

@@ -25,10 +25,7 @@ def decode_rows(
     """Decode the rows of a write.
 
     Args:
-        body: JSON; or a JSON part, then binary data.
         header_length: bytes of the JSON part; None if the body is only JSON.
-        table: the written table.
-        max_rows: limit per request.
 
     Returns:
         The keys (n,) int64 and vectors (n, dim) float32, aligned copies. Binary vectors may hold any float32.

@@ -31,12 +31,14 @@ from hps.serve.protocol.open_inference_header import (
 )
 from hps.serve.protocol.request_checks import (
     PublishedNetwork,
+    check_total,
     float32_array,
     float64_array,
     int64_array,
     kind_of,
     parse_object,
     read_device,
+    read_id,
 )
 from hps.serve.protocol.schemas import Datatype
 
@@ -102,9 +104,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
             return None
         hint = '; vectors of tables are asked with the parameter "vectors": true'
         refuse_unknown(f"scoring with model {network.model!r}", names, network.signature.features, hint)
-    request_id = request.get("id")
-    if request_id is not None and type(request_id) is not str:
-        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    request_id = read_id(request)
     inputs, binary_size = read_inputs(request.get("inputs"), datatypes=DATATYPES)
     binary = parameters.get("binary_data_output") is True
     requested = read_outputs(request.get("outputs"), binary)
@@ -221,7 +221,7 @@ def decode_scores(
         raise InvalidInputError(
             f"reading the request: got {len(body) - start} bytes of binary data, expected {header.binary_size}"
         )
-    check_keys(header.keys, max_keys)
+    check_total(header.keys, max_keys)
     arrays = {}
     for name, tensor in header.inputs.items():
         values = _values(tensor, body, start)
@@ -233,17 +233,6 @@ def needs_no_conversion(header: ScoreHeader, network: PublishedNetwork) -> bool:
     """Return True if the network takes all values as they are sent."""
     features = network.features_by_name
     return not any(name not in features or _is_widened(tensor, network) for name, tensor in header.inputs.items())
-
-
-def check_keys(keys: int, max_keys: int) -> None:
-    """Check the limit on the keys of a request.
-
-    Raises:
-        TooManyKeysError: there are more.
-    """
-    if keys > max_keys:
-        expected = f"expected at most {max_keys} (service.max_keys_per_request); send fewer at once"
-        raise TooManyKeysError(f"reading the request: got {keys} keys, {expected}")
 
 
 def _values(tensor: InputTensor, body: bytes | bytearray, start: int) -> npt.NDArray[Any]:

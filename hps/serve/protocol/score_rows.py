@@ -21,8 +21,16 @@ from hps.errors import InvalidInputError, TooManyKeysError
 from hps.ground.sizes import SizeExpression
 from hps.scoring.features import OFFSETS, meant, read_request
 from hps.scoring.signature import Feature, Signature
-from hps.serve.protocol.request_checks import PublishedNetwork, flattened, int64_array, kind_of, parse_object, read_device
-from hps.serve.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, count_keys, json_values
+from hps.serve.protocol.request_checks import (
+    PublishedNetwork,
+    check_total,
+    flattened,
+    int64_array,
+    kind_of,
+    parse_object,
+    read_device,
+)
+from hps.serve.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, count_keys, json_values
 
 _EXAMPLE: Final = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _LONGEST_EXAMPLE: Final = 2000
@@ -63,7 +71,7 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
     keys = count_keys({name: array.shape for name, array in arrays.items()}, network)
     outputs = tuple((output, False) for output in network.outputs)
     header = ScoreHeader(None, {}, 0, samples, sizes, keys, outputs, timeout, device)
-    check_keys(header.keys, max_keys)
+    check_total(header.keys, max_keys)
     return ScoreBody(header, arrays, rows=True)
 
 

@@ -29,13 +29,7 @@ _OURS = ("hps", "")
 def triton_config(
     model: ModelConfig, network: tuple[Sequence[DescribedTensor], Sequence[DescribedTensor]] | None, *, on_cuda: bool
 ) -> dict[str, Any]:
-    """Describe a model to Triton's clients.
-
-    Args:
-        model: entry of `models`.
-        network: inputs and outputs of its network, if it has one.
-        on_cuda: whether it is served from GPUs.
-    """
+    """Describe a model to Triton's clients. network: its inputs and outputs, if it has a network."""
     entry = model.model_dump(exclude=_ELSEWHERE)
     group = {
         "name": f"{model.model}_0",

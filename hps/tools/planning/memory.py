@@ -45,18 +45,13 @@ class ServedVersion:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNeed:
-    """Memory that a version needs on one tier; `model` is empty for shared memory. *Immutable.*
-
-    Attributes:
-        tier: `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
-        device: id of the GPU.
-    """
+    """Memory that a version needs on one tier; `model` is empty for shared memory. *Immutable.*"""
 
     model: str
     version: str
-    tier: str
+    tier: str  # `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`
     need: Need
-    device: int | None = None
+    device: int | None = None  # id of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +67,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Total memory needed at one place. *Immutable.*
-
-    Attributes:
-        size_bytes: when everything is loaded; for several GPUs, on the fullest.
-        peak_bytes: during the load.
-        free_bytes: free memory; None if unknown.
-    """
+    """Total memory needed at one place. *Immutable.*"""
 
     place: Place
-    size_bytes: int
-    peak_bytes: int
-    free_bytes: int | None
+    size_bytes: int  # when everything is loaded; for several GPUs, on the fullest
+    peak_bytes: int  # during the load
+    free_bytes: int | None  # free memory; None if unknown
 
     @property
     def fits(self) -> bool | None:

@@ -29,12 +29,7 @@ _Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET
 
 
 def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
-    """Make the routes.
-
-    Args:
-        threads: threads that read the sizes of databases.
-        responses: descriptions of errors by status.
-    """
+    """Make the routes. threads: threads that read the sizes of databases."""
     errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 409, 503, 507)}
     errors[202] = {"model": schemas.ChangeAnswer, "description": "The change is under way."}
     changing: dict[str, Any] = {"responses": errors, "response_model_exclude_none": True}
@@ -161,12 +156,7 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
 
 
 def _configured(name: str, entry: dict[str, Any]) -> ModelConfig:
-    """Check an entry of `models`, which may omit the model's name.
-
-    Raises:
-        ConfigError: the entry is invalid.
-        InvalidInputError: it is of another model.
-    """
+    """Check an entry of `models`, which may omit the model's name. Raises ConfigError or InvalidInputError."""
     if entry.get("model", name) != name:
         raise InvalidInputError(f"reading 'config': got model {str(entry['model'])[:120]!r}, expected {name[:120]!r}")
     return override_model(name, None, entry)

@@ -93,15 +93,7 @@ def control_app(
     threads: CallThreads,
     routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
-    """Make the FastAPI application of these routes.
-
-    Args:
-        metrics: exposed by `/metrics`, beside the metrics of the models and of the parameter server.
-        statistics: statistics of inferences.
-        error_answer: makes the answer to an error raised while a request was served.
-        threads: the thread that writes the metrics.
-        routers: further routes.
-    """
+    """Make the FastAPI application of these routes and those of `routers`. threads: the thread that writes the metrics."""
 
     async def answer_error(request: Request, error: Exception) -> Response:
         """Answer an error. FastAPI raises unexpected errors again afterwards."""

@@ -36,15 +36,6 @@ def status_routes(
     threads: CallThreads,
     responses: dict[int | str, dict[str, Any]],
 ) -> APIRouter:
-    """Make the routes.
-
-    Args:
-        metrics: metrics of requests.
-        problems: recent problems.
-        history: counts of the past.
-        threads: the thread that writes the data.
-        responses: descriptions of errors by status.
-    """
     router = APIRouter()
 
     @router.get("/v1/stats", tags=["metrics"], responses={401: responses[401]}, response_class=Response)

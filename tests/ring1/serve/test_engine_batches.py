@@ -221,7 +221,7 @@ def test_the_snapshot_is_written_when_something_changes_and_not_meanwhile(tmp_pa
         wait_until(lambda: link._published["models"]["m"]["1"]["lost"] == [0], "the lost device is published")
 
         with server.record_trace(tmp_path / "recording"):
-            assert all(loop_state._hands_over_all for loop_state in link._loop_states), "recorded lookups are handed over"
+            assert all(loop_state._hands_over_all for loop_state in link._loop_states), "lookups to record are handed to Python"
 
 
 def test_a_frontend_and_an_engine_refuse_shared_memory_of_another_build(tmp_path):

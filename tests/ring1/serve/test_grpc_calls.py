@@ -135,6 +135,7 @@ async def test_a_frontend_is_ready_to_no_client_before_its_engine_answers_lookup
     calls = [(f"{service}ServerReady", b""), (f"{service}ModelReady", model), ("/grpc.health.v1.Health/Check", b"")]
     answers = lambda: asyncio.gather(*(channel.unary_unary(path)(request) for path, request in calls))  # noqa: E731
     assert await answers() == [b"\x08\x01"] * 3  # field 1 is the answer of each
+    await wait_until_async(lambda: front.exchange._check < 0, "no answer of a check is under way")
     front.exchange._answers = False
     assert await answers() == [b"", b"", b"\x08\x02"]
 

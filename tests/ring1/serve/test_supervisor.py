@@ -24,7 +24,11 @@ DRAIN_S = 50.0
 
 
 def test_a_front_gets_no_connections_before_it_listens() -> None:
-    with supervisor.reserve("127.0.0.1", 0) as place, supervisor.bind_shared(place) as first, supervisor.bind_shared(place):
+    with (
+        supervisor.bind("127.0.0.1", 0, shared=True) as place,
+        supervisor.bind_shared(place) as first,
+        supervisor.bind_shared(place),
+    ):
         first.listen()
         for _ in range(32):  # by their ports, about half would go to the other
             with socket.create_connection(place.getsockname()):
@@ -36,7 +40,7 @@ def test_a_port_is_taken_while_the_system_remembers_connections_of_another_progr
         other.accept()[0].close()
         port = other.getsockname()[1]
         other.close()
-        with supervisor.reserve("127.0.0.1", port) as place, supervisor.bind_shared(place) as front:
+        with supervisor.bind("127.0.0.1", port, shared=True) as place, supervisor.bind_shared(place) as front:
             assert front.getsockname()[1] == port
 
 

@@ -75,7 +75,6 @@ class Feature:
         return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in (first, *self.shape))
 
     def tensor(self) -> NetworkTensor:
-        """Return what a network gets of a feature."""
         sizes = (self.first, *self.shape)
         return NetworkTensor(self.name, self.dtype, tuple(-1 if isinstance(size, str) else size for size in sizes))
 
@@ -142,7 +141,6 @@ class NetworkLookup:
         return pooled or self.max_norm is not None
 
     def bags_of(self, keys: Any, offsets: Any = None, weights: Any = None) -> Bags:
-        """Return bags of keys, pooled as configured."""
         return Bags(
             keys,
             offsets,
@@ -211,7 +209,6 @@ class Signature:
         return bool(self.named or self.derived or self.shifted or self.guards)
 
     def tensors(self) -> list[NetworkTensor]:
-        """Return the inputs of the network."""
         lookups = {lookup.name: lookup for lookup in self.lookups}
         features = {feature.name: feature for feature in self.features}
         found = []
@@ -234,7 +231,6 @@ class Signature:
         return None if feature is None else (*(feature.tensor().shape or ()), lookup.dim)
 
     def inputs_of(self, program: KeysProgram) -> list[NetworkTensor]:
-        """Return the inputs of a keys program."""
         features = {feature.name: feature for feature in self.features}
         return [features[name].tensor() for name in program.inputs]
 

@@ -110,7 +110,6 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         return self._kernels
 
     def links(self) -> list[AttachedTable | None]:
-        """Return the attached tables, by table."""
         return list(self._links)
 
     @classmethod
@@ -404,7 +403,6 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         change(self._near)  # type: ignore[arg-type]
 
     def _reader(self) -> TensorReader:
-        """Return the calling thread's reader."""
         try:
             reader: TensorReader = self._readers.reader
         except AttributeError:
@@ -458,7 +456,6 @@ def _keys_on_host(keys_at: int, n: int) -> KeyArray:
 
 @contextmanager
 def _reported(tables: Sequence[TableSpec], device_id: int, static: bool) -> Iterator[None]:
-    """Convert CUDA errors of an allocation."""
     try:
         yield
     except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:

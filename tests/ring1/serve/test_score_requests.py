@@ -291,7 +291,7 @@ def test_inputs_of_a_cut_network_become_arrays_by_name(binary: bool) -> None:
 CUT_REFUSED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"hist": np.ones((2, 1), int), "mask": np.ones((2, 1, 2), bool)},
      "input 'hist' of shape [2, 1]: the network needs n >= 2, got 1"),
-    ({"mask": np.ones((2, 3, 2), bool)}, "got input 'mask' of shape [2, 3, 2], expected [samples, n, 2] with n 2, as of"),
+    ({"mask": np.ones((2, 3, 2), bool)}, "got input 'mask' of shape [2, 3, 2], expected [samples, n, 2] with n 2, as for"),
     ({"ends": np.array([0, 1, 3, 4])}, "got input 'ends' of shape [4], expected [samples + 1] with samples + 1 = 3"),
     ({"tags": np.ones(10, int), "weights": np.ones(10, np.float32)}, "input 'tags' of shape [10]: the network needs m <= 9"),
     ({"weights": np.ones(3, np.float32)}, "got input 'weights' of shape [3], expected [m] with m 4, as for another input"),

@@ -210,7 +210,7 @@ def open_sparse_model(
         int32_keys: refuse keys outside [0, 2^32) when rows are read, for `supportlonglong: false`.
         sources: file systems to use; by default new ones with default settings.
         checks: checks from `version.json`, by file name.
-        delta: accept the changes of a version, perhaps without rows, instead of a whole table.
+        delta: accept the changes of a version, perhaps without rows, instead of a complete table.
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.

@@ -17,7 +17,7 @@ from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
-from hps.regions.layout import MOST_PAGE_BYTES, SLAB
+from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.stores.base import Database
 from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
@@ -184,7 +184,7 @@ def frontend_needs(settings: ServiceConfig, on_cuda: bool, processors: int | Non
     fronts = processes or 1  # without processes one frontend runs in the engine
     needs = [
         Need("pinned" if on_cuda else "ram", "keys and vectors of lookups", fronts * (SLAB + slab_bytes(settings, fronts))),
-        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_PAGE_BYTES),
+        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_SNAPSHOT_BYTES),
     ]
     if processes:
         needs.insert(0, Need("ram", f"the parent and {processes} frontend processes", (1 + processes) * _FRONT_BYTES))

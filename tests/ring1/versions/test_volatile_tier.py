@@ -116,7 +116,7 @@ def test_a_table_that_lacks_rows_is_left_out_and_filled_in_pieces(
         one.shared.claimed = True
         one.tier.poll()
         assert one.tier.degraded == [
-            f"table {TABLE.tag} in the volatile database: it lost its rows, and another process fills it again"
+            f"table {TABLE.tag} in the volatile database: it lost its rows, and another process refills it"
         ]
         before = one.hits()
         np.testing.assert_array_equal(one.fetch(), vectors_of(KEYS))

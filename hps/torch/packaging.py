@@ -19,13 +19,15 @@ from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
-from hps.torch.cutting import Cut, TracedLookup, TracedSource, cut, export, quiet, strongest
+from hps.torch.cutting import Cut, TracedLookup, TracedSource, cut
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
 from hps.torch.proof import Proof, is_request_input, run_once
 from hps.torch.ranks import fail_together, gather
 from hps.torch.saving import save
+from hps.torch.sizes import strongest
 from hps.torch.traced_copy import TracedCopy
+from hps.torch.tracing import export, quiet
 
 _log = logging.getLogger(__name__)
 _FILES: Final = {"pt2": "dense.pt2", "aotinductor": "dense.pt2", "onnx": "dense.onnx"}

@@ -76,7 +76,7 @@ def test_a_layer_goes_on_with_its_version_beneath_two_others(
         assert latest().tolist() == default().tolist() == [float(version)] * 4
     assert settled(server)["1"] == "available"
     server.undeploy("m", "1")
-    with pytest.raises(VersionMismatchError, match="of version 1: that is not in service any more; 3 serves"):
+    with pytest.raises(VersionMismatchError, match="of version 1: that is no longer in service; 3 serves"):
         own()
     assert latest().tolist() == [3.0] * 4
 

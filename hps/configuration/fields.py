@@ -250,7 +250,7 @@ def choice(
                 return found
             if kind and registry.is_registered(kind, word):
                 return of_other_package(word)
-        others = registry.other_names(kind) if kind else []
+        others = registry.external_names(kind) if kind else []
         name = _meant(value, canonical | {name: name for name in others})
         if name in refused:
             raise problem(f'got {shown(value)}, which looks like "{name}": {refused[name]}')

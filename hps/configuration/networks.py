@@ -315,7 +315,7 @@ class DenseConfig(Section):
             guard = SizeCondition(text)
             if unknown := set(guard.names) - {SAMPLES, *sizes}:
                 raise problem(f"got {json.dumps(text)}: no input has a size {min(unknown)!r} (dense.sizes)")
-            if SAMPLES not in guard.names and not guard.holds(sizes):
+            if SAMPLES not in guard.names and not guard.is_met(sizes):
                 raise problem(f"got {json.dumps(text)}, which the values of dense.sizes do not fulfil")
         return value
 

@@ -246,7 +246,7 @@ class Signature:
         if combination in self._fulfilled:
             return None
         known = {**sizes, SAMPLES: samples}
-        if (found := next((guard for guard in self.guards if not guard.holds(known)), None)) is None:
+        if (found := next((guard for guard in self.guards if not guard.is_met(known)), None)) is None:
             if len(self._fulfilled) >= _MOST_FULFILLED:
                 self._fulfilled.clear()
             self._fulfilled.add(combination)
@@ -262,7 +262,7 @@ class Signature:
     def admits(self, samples: int, sizes: Mapping[str, int]) -> bool:
         """Return True if a request of these sizes is answered, with padding if necessary."""
         known = {**sizes, SAMPLES: samples}
-        return all(guard.holds(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
+        return all(guard.is_met(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
 
     def trial_samples(self) -> tuple[int, ...]:
         """Return the numbers of samples of trials: 1 and 3, or the next ones that the network runs with."""

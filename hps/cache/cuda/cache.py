@@ -43,7 +43,7 @@ from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.workers import PeriodicTask
-from hps.regions.board import Board
+from hps.regions.loop_state import LoopState
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
@@ -90,7 +90,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         self._copies: PeriodicTask | None = None
 
     @classmethod
-    def batches(cls, loop: Board) -> BatchDriver:
+    def batches(cls, loop: LoopState) -> BatchDriver:
         from hps.cache.cuda.batches import CupyBatches  # which imports this module
 
         return CupyBatches(loop)

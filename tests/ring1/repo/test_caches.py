@@ -23,7 +23,7 @@ SMALL = {
     "hps/stores/redis/requests.py::_framed_size": "16 sizes of rows",
     "hps/stores/redis/requests.py::_packed": "4,096 commands with names of tables and partitions and without keys or values",
     "hps/ground/kernels/machine_code.py::_name": "without arguments",
-    "hps/ground/kernels/machine_code.py::_note_use": "one for each directory of machine code",
+    "hps/ground/kernels/machine_code.py::_record_use": "one for each directory of machine code",
     "hps/ground/kernels/machine_code.py::directory": "without arguments",
     "hps/ground/registry.py::_entry_points": "one for each kind of part and sys.path",
     "hps/serve/http/authorization.py::is_loopback": "256 addresses, which are those of sockets and never text of a request",

@@ -281,11 +281,11 @@ def test_inputs_of_a_cut_network_become_arrays_by_name(binary: bool) -> None:
     assert (found.header.samples, found.header.keys) == (2, 4 + 4)
     for name, array in CUT_ARRAYS.items():
         np.testing.assert_array_equal(found.arrays[name], array, strict=True)
-    assert score_requests.is_taken_as_sent(found.header, CUT_NETWORK)
+    assert score_requests.needs_no_conversion(found.header, CUT_NETWORK)
     narrow = decode_cut({name: CUT_ARRAYS[name].astype(np.int32) for name in ("hist", "tags", "ends")}, binary)
     assert {one.dtype for one in map(narrow.arrays.__getitem__, ("hist", "tags", "ends"))} == {np.dtype(np.int64)}
     assert narrow.arrays["starts"].dtype == np.int32
-    assert not score_requests.is_taken_as_sent(narrow.header, CUT_NETWORK)
+    assert not score_requests.needs_no_conversion(narrow.header, CUT_NETWORK)
 
 
 CUT_REFUSED: list[tuple[dict[str, np.ndarray], str]] = [

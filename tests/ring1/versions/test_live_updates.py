@@ -17,7 +17,7 @@ import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.errors import NotReadyError
 from hps.ground.progress import NoProgress
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.models.writer import write_version
 from hps.statistics.snapshot import UpdateStatus
 from hps.testing.waiting import PATIENCE_S, wait_until
@@ -78,8 +78,8 @@ def opened(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
             redis = stack.enter_context(RedisServer(directory / "streams"))
             settings = {"type": kind, "address": redis.address}
         else:
-            monkeypatch.setitem(IMPLEMENTATIONS["update_log"], kind, Ours("tests.fakes.memory_log:MemoryLog"))
-            monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], kind, Ours("tests.fakes.memory_log:MemoryLogWriter"))
+            monkeypatch.setitem(IMPLEMENTATIONS["update_log"], kind, BuiltIn("tests.fakes.memory_log:MemoryLog"))
+            monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], kind, BuiltIn("tests.fakes.memory_log:MemoryLogWriter"))
             name = f"memory-{next(_names)}"
             settings, memory = {"type": kind, "brokers": name}, MemoryBroker.by_name[name]
         yield stack.enter_context(closing(Log(settings, memory)))

@@ -182,11 +182,11 @@ def test_requests_share_a_bound_on_memory_that_leaves_room_for_small_ones(servin
     with serving(max_body_bytes=100_000, max_held_bytes=2_000_000) as service:
         memory, body = service.frontend.memory, b"x" * 90_000
         for others, status in ((memory.large_limit // 8, 400), (memory.large_limit - 50_000, 503)):
-            memory.held += others
+            memory.used += others
             answer = service.client.post(PATH, content=body)
             assert answer.status_code == status
             assert service.client.post(PATH, content=LOOKUP).status_code == 200  # small ones go on
-            memory.held -= others
+            memory.used -= others
         says = f"expected at most {memory.large_limit} (from service.max_held_bytes); send the request again"
         assert says in answer.json()["error"]
 

@@ -104,7 +104,7 @@ def explain_no_models(
     return (
         f"{missing}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a "
         f"model's directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct "
-        "model_repository, or put the models there; where that is intended, set service.allow_empty, or serve with --allow-empty"
+        "model_repository, or put the models there; if that is intended, set service.allow_empty, or serve with --allow-empty"
     )
 
 

@@ -118,7 +118,7 @@ class HdfsFileSystem(FileSystem):
         except ModelFileError:
             with suppress(ModelFileError):
                 self._connections.request("writing", address, lambda client: client.delete(claim, False))
-            if not (written := self.version_with_content(path, content)):
+            if not (written := self.version_holding(path, content)):
                 raise
             return written
         return self.status(path).version

@@ -65,7 +65,7 @@ class LocalFileSystem(FileSystem):
         finally:
             os.close(descriptor)
 
-    def is_open_for_writing(self, path: str, version: str) -> bool:
+    def may_change_unseen(self, path: str, version: str) -> bool:
         """Return True if a process has the file open for writing; False also if that is unknown."""
         # Stores through a memory map rarely update the times of a file. But Linux grants a read lease only on a file that no
         # process has open, or mapped, for writing; none at all to a user who does not own it, or on network file systems.
@@ -115,7 +115,7 @@ class LocalFileSystem(FileSystem):
             with self._locked(path):
                 now = self.status(path).version if self.exists(path) else ""
                 if now != version:
-                    if now and now == self.version_with_content(path, content):
+                    if now and now == self.version_holding(path, content):
                         return now
                     raise replaced(path, version, now)
                 writer.commit()

@@ -71,7 +71,7 @@ class OpenedFile:
 
     def is_open_for_writing(self) -> bool:
         """Return whether the file may change without getting another version, because a process has it open for writing."""
-        return self.filesystem.is_local and self.filesystem.is_open_for_writing(self.path, self.version)
+        return self.filesystem.is_local and self.filesystem.may_change_unseen(self.path, self.version)
 
     def check_content(self, crc32: str) -> None:
         """Compare the CRC-32 of the content with the expected one, if known."""

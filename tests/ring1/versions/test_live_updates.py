@@ -307,7 +307,7 @@ def test_a_version_does_not_wait_for_a_topic_that_nobody_has_made_and_says_what_
     with hps.HPS(document(ready_lag_s=0.5, ready_wait_s=PATIENCE_S)) as server:
         item, user = server.updates()
         assert (item.lag_s, user.lag_s, user.problem) == (0.0, None, "there is no topic hps_et.ranker.user")
-        awaited = server._updates._awaited
+        awaited = server._updates._waiting_text
         assert awaited([behind]) == "waiting for the updates of m.a (lag 9.5 s, 7 messages behind)"
         assert awaited([failing, behind, unknown]) == "waiting for the updates of m.b and 2 more tables (the disk is full)"
         assert awaited([unknown]) == f"waiting for the update log {log.settings['brokers']} (no answer yet)"

@@ -44,7 +44,7 @@ class Server:
         patch.setattr("hps.engine.session.queue", SimpleNamespace(SimpleQueue=waiting.SimpleQueue, Empty=queue.Empty))
         patch.setattr("hps.versions.live_models.new_thread", self._new_thread)
         patch.setattr("hps.updates.feed._clock", lambda: 1.0)
-        patch.setattr(UpdateFeed, "start", UpdateFeed._begin)
+        patch.setattr(UpdateFeed, "start", UpdateFeed._start_following)
         patch.setitem(IMPLEMENTATIONS["update_log"], "memory", BuiltIn("tests.fakes.memory_log:MemoryLog"))
         patch.setitem(IMPLEMENTATIONS["database"], "memory", BuiltIn("tests.fakes.memory_database:PersistentMemoryDatabase"))
         self._broker = MemoryBroker()

@@ -210,12 +210,9 @@ def test_the_snapshot_is_written_when_something_changes_and_not_meanwhile(tmp_pa
         published, settled = [], []
         publish, settle = link.publish, link.settle
         monkeypatch.setattr(link, "publish", lambda: (published.append(None), publish()))
-        monkeypatch.setattr(link, "settle", lambda: (settled.append(None), settle()))
-        for _ in range(2):  # the first time, the last reason why it was not ready may still be withdrawn
-            published.clear()
-            settled.clear()
-            wait_until(lambda: len(settled) >= 3, "the counts are settled")
-        assert not published
+        monkeypatch.setattr(link, "settle", lambda: (settled.append(len(published)), settle()))
+        # Loading may still push a last change. Snapshots written by time, even twice a second, never spare ten rounds.
+        wait_until(lambda: len(settled) > 10 and settled[-10] == settled[-1], "nothing is published while nothing changes")
 
         (session,) = server.model("m").sessions.values()
         session.lost = True

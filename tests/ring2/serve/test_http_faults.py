@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from hps.cache.base import EmbeddingCache
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
 from hps.serve.frontend import connection as connections
 from hps.testing.waiting import PATIENCE_S, wait_until
@@ -101,6 +102,13 @@ def test_a_body_that_does_not_come_is_408_also_where_none_is_taken(serving, path
         assert answer["error"] == "the request body did not arrive within 5 s (service.request_timeout_s)"
         assert closes(connection)
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
+
+
+def test_a_cache_without_a_batch_driver_is_answered_by_the_threads_of_the_engine(serving, fake):
+    fake.cache_class = type("OtherCache", (EmbeddingCache,), {"device": "cpu"})  # of another package, without `BatchAnswers`
+    with serving() as service:
+        assert service.client.post(PATH, content=LOOKUP).status_code == 200
+    assert fake.lookups == 1
 
 
 def test_a_client_that_goes_away_in_mid_body_leaves_nothing(serving, fake):

@@ -259,8 +259,8 @@ def _round(ask: Ask, requests: list[Tables], calls: int) -> tuple[float, float, 
     """Return median and 99th percentile of the times, and the processor time of a call."""
     for request in requests:
         ask(request)
-    asked = [requests[nth % len(requests)] for nth in range(calls)]
-    seconds, cpu = ask.times(asked) if isinstance(ask, _InLoop) else _times(ask, asked)
+    requested = [requests[nth % len(requests)] for nth in range(calls)]
+    seconds, cpu = ask.times(requested) if isinstance(ask, _InLoop) else _times(ask, requested)
     return float(np.median(seconds)), float(np.quantile(seconds, 0.99)), cpu / calls
 
 

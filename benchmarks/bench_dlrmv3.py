@@ -344,8 +344,8 @@ class Server:
 def _hit_rate(server: Server, figures: dict[str, Any]) -> Iterator[None]:
     keys, hits = server.counted()
     yield
-    asked, found = server.counted()
-    figures["hit_rate"] = (found - hits) / max(asked - keys, 1)
+    requested, found = server.counted()
+    figures["hit_rate"] = (found - hits) / max(requested - keys, 1)
 
 
 def _wait() -> None:
@@ -386,12 +386,12 @@ def sustained(server: Server, threads: int, queries: int, seconds: float, law: s
     took, rounds = 0.0, 0
     with ThreadPoolExecutor(workers) as pool, _hit_rate(server, figures):
         while rounds < 2 or took < seconds:
-            asked = [server.traffic[worker % len(devices)].keys(calls * n, law).view(calls, n) for worker in range(workers)]
+            requested = [server.traffic[worker % len(devices)].keys(calls * n, law).view(calls, n) for worker in range(workers)]
             _wait()
             start = time.perf_counter()
-            list(pool.map(work, range(workers), asked))
+            list(pool.map(work, range(workers), requested))
             took, rounds = took + time.perf_counter() - start, rounds + 1
-            for worker, (keys, out) in enumerate(zip(asked, outs, strict=True)):
+            for worker, (keys, out) in enumerate(zip(requested, outs, strict=True)):
                 checks[worker % len(devices)].add(keys.view(-1), out.view(-1, shape.dim))
                 out.fill_(torch.nan)
             for check in checks:

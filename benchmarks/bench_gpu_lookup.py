@@ -188,9 +188,9 @@ def _synchronous_misses(report: Report, place: Path, calls: int) -> None:
         wake(1.0)
         for i in range(-warm, 0):
             look_up(i)
-        asked, hits = counters.keys, counters.hits[0]
+        requested, hits = counters.keys, counters.hits[0]
         seconds = take_turns({"": look_up}, calls, warmup=0, wait=torch.cuda.synchronize)[""]
-        hit_rate = (counters.hits[0] - hits) / (counters.keys - asked)
+        hit_rate = (counters.hits[0] - hits) / (counters.keys - requested)
         for i in range(min(200, calls)):
             look_up(i)
             require(np.array_equal(out.cpu().numpy(), sample_vectors(sets[warm + i], dim, _SEED)))

@@ -278,7 +278,7 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
         start += int(table.rows * share)
         outs = torch.full((calls, n, table.dim), torch.nan, device=_DEVICE)
 
-        batches = [Batch.of(0, asked, outs[max(i - warm, 0) % calls]) for i, asked in enumerate(keys)]
+        batches = [Batch.of(0, requested, outs[max(i - warm, 0) % calls]) for i, requested in enumerate(keys)]
 
         def ask(base: int, way: Callable[[Batch], None], i: int, batches: list[Batch] = batches) -> None:
             way(batches[base + i])
@@ -314,7 +314,7 @@ def _gathered(table: Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[
     }
     units = table.dim // 4
     figures = {f"{name}_mkeys_per_s": 0.0 for name in lists}
-    for name, (addresses, asked) in lists.items():
+    for name, (addresses, requested) in lists.items():
         on_device = torch.from_numpy(addresses.view(np.int64)).to(_DEVICE)
         for ahead in (1, 4):
             kernel, blocks = _kernel("gather", ahead), -(-n // (256 // min(units, 32) * ahead))
@@ -326,7 +326,7 @@ def _gathered(table: Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[
             outs.fill_(torch.nan)
             call(0)
             rate = n / min(_seconds(call, calls), _seconds(call, calls)) / 1e6
-            check(asked.reshape(-1), outs.view(-1, table.dim))
+            check(requested.reshape(-1), outs.view(-1, table.dim))
             if rate > figures[f"{name}_mkeys_per_s"]:
                 figures[f"{name}_mkeys_per_s"] = rate
                 if name == "gather":

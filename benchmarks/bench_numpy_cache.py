@@ -51,11 +51,11 @@ def _queries(report: Report, rng: np.random.Generator, rows: int, n: int, dim: i
     cache, resident = _filled(rng, rows, dim)
     batches = _batches(rng, resident, n, alpha)
     lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
-    asked = [Batch.of(0, keys, out) for keys in batches]
+    requested = [Batch.of(0, keys, out) for keys in batches]
     calls = 400 if n < 10_000 else 12
 
     def query(i: int) -> int:
-        return lookup.query(asked[i % _ROTATION])
+        return lookup.query(requested[i % _ROTATION])
 
     for i, keys in enumerate(batches):
         out.fill(np.nan)

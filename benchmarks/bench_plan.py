@@ -46,11 +46,11 @@ def run(report: Report, quick: bool) -> None:
             report.about["no_gpu"] = str(error)
         rng = np.random.default_rng(report.seed)
         for workload in ("power law 0.99", "power law 1.2", "shifting"):
-            asked = _keys(rng, workload, keys, rows)
-            trace = _recorded(Path(name), asked)
+            requested = _keys(rng, workload, keys, rows)
+            trace = _recorded(Path(name), requested)
             for device in devices:
                 for share in _SHARES:
-                    _hit_rates(report, Path(name), device, workload, asked, trace, share, rows)
+                    _hit_rates(report, Path(name), device, workload, requested, trace, share, rows)
         for tables in (1, 26):
             _recording(report, Path(name), tables, rows, 100 if quick else 3000)
 
@@ -74,35 +74,35 @@ def _config(directory: Path, device: str, tables: int, share: float) -> dict[str
     return document(entry, device=device)
 
 
-def _recorded(directory: Path, asked: np.ndarray) -> KeyTrace:
+def _recorded(directory: Path, requested: np.ndarray) -> KeyTrace:
     """What `record_trace` records of the keys, without a cache that takes time."""
     path = directory / "keys.trace"
     path.unlink(missing_ok=True)
     with HPS(_config(directory, "cpu", 1, 0.01)) as server, server.record_trace(path, rate=_RATE):
-        for start in range(0, asked.size, _BATCH):
-            server.lookup(asked[start : start + _BATCH], "m", 0)
+        for start in range(0, requested.size, _BATCH):
+            server.lookup(requested[start : start + _BATCH], "m", 0)
     (trace,) = read_traces(path)
-    if trace.asked != asked.size:
-        raise RuntimeError(f"recorded {trace.asked} keys, expected {asked.size}")
+    if trace.asked != requested.size:
+        raise RuntimeError(f"recorded {trace.asked} keys, expected {requested.size}")
     return trace
 
 
 def _hit_rates(
-    report: Report, directory: Path, device: str, workload: str, asked: np.ndarray, trace: KeyTrace, share: float, rows: int
+    report: Report, directory: Path, device: str, workload: str, requested: np.ndarray, trace: KeyTrace, share: float, rows: int
 ) -> None:
     start = time.perf_counter()
     (predicted,) = predict(trace, [math.ceil(share * rows)], _THRESHOLD)
     seconds = time.perf_counter() - start
     with HPS(_config(directory, device, 1, share)) as server:
-        half, before = asked.size // 2, 0
-        for start_row in range(0, asked.size, _BATCH):
+        half, before = requested.size // 2, 0
+        for start_row in range(0, requested.size, _BATCH):
             if start_row >= half and not before:
                 before = server.metrics.table("m", "t0").hits[0]
-            keys = asked[start_row : start_row + _BATCH]
+            keys = requested[start_row : start_row + _BATCH]
             vectors = server.lookup(keys, "m", 0)
             if start_row % (100 * _BATCH) == 0 and not np.array_equal(vectors, sample_vectors(keys, _DIM, 0)):
                 raise RuntimeError("wrong vectors")
-        measured = (server.metrics.table("m", "t0").hits[0] - before) / (asked.size - half)
+        measured = (server.metrics.table("m", "t0").hits[0] - before) / (requested.size - half)
     report.add(
         {"work": "hit rate", "device": device, "keys": workload, "cache_share": share},
         {

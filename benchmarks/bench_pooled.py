@@ -78,8 +78,8 @@ class _Tables:
         columns = cupy.arange(self.dim, dtype=cupy.int64)[None, :] + 1000 * table
         exact = cupy.empty((keys.size // hotness, self.dim), cupy.float64)
         for start in range(0, exact.shape[0], 1024):  # not all terms at once
-            asked = keys[start * hotness : (start + 1024) * hotness]
-            terms = self.values(asked[:, None], columns).astype(cupy.float64)
+            requested = keys[start * hotness : (start + 1024) * hotness]
+            terms = self.values(requested[:, None], columns).astype(cupy.float64)
             if weights is not None:
                 terms *= weights[start * hotness : (start + 1024) * hotness, None]
             exact[start : start + 1024] = terms.reshape(-1, hotness, self.dim).sum(axis=1)  # terms are never negative
@@ -238,10 +238,10 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
         lookup.launch_pool("pool")
 
     # what the device does of it; the streams of the tensors are those that work is captured on
-    asked = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
-    seconds = back_to_back([partial(launch, each) for each in asked])
+    requested = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
+    seconds = back_to_back([partial(launch, each) for each in requested])
     check(f"ours in a graph, {kind}", batches[-1], weights)
-    return {"seconds": seconds, "one_call_s": one_call(partial(launch, asked[0]))} | figures
+    return {"seconds": seconds, "one_call_s": one_call(partial(launch, requested[0]))} | figures
 
 
 def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check) -> dict[str, Any]:
@@ -253,8 +253,8 @@ def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], 
 
     def call(i: int) -> None:
         results[:] = [
-            embedding_bag(asked, weight, offset, mode="sum", include_last_offset=True)
-            for asked, weight, offset in zip(keys[i % len(keys)], weights, offsets, strict=True)
+            embedding_bag(requested, weight, offset, mode="sum", include_last_offset=True)
+            for requested, weight, offset in zip(keys[i % len(keys)], weights, offsets, strict=True)
         ]
 
     def whole(i: int) -> None:
@@ -304,8 +304,8 @@ def _traffic(report: Report, server: hps.HPS, rows: int, *, wait: bool) -> None:
         return popular_keys(by_rank, sum(counts), random)
 
     def bags(keys: Any) -> None:
-        asked = {f"t{t}": hps.Bags(part, offsets[t]) for t, part in enumerate(torch.split(keys, counts))}
-        server.lookup_pooled(asked, "bench", 0, out=out, wait=wait)
+        requested = {f"t{t}": hps.Bags(part, offsets[t]) for t, part in enumerate(torch.split(keys, counts))}
+        server.lookup_pooled(requested, "bench", 0, out=out, wait=wait)
 
     def plain(keys: Any) -> None:
         server.lookup_concatenated(keys, counts, vectors, "bench", 0, wait=wait)
@@ -330,10 +330,10 @@ def _traffic(report: Report, server: hps.HPS, rows: int, *, wait: bool) -> None:
             torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
             if i in (0, calls - 1) and name == "bags":
-                asked, sums = keys.cpu().numpy(), out.cpu().numpy()
+                requested, sums = keys.cpu().numpy(), out.cpu().numpy()
                 ends = np.cumsum(counts)
                 for t, hot in enumerate(HOTNESS):
-                    check_sums(asked[ends[t] - counts[t] : ends[t]], hot, dim, t, sums[:, t * dim : (t + 1) * dim])
+                    check_sums(requested[ends[t] - counts[t] : ends[t]], hot, dim, t, sums[:, t * dim : (t + 1) * dim])
     after = answered()
     figures = {
         "p50_ms": float(np.median(seconds["bags"])) * 1e3,

@@ -86,20 +86,20 @@ class _Table:
         rng = np.random.default_rng(self.report.seed + batch)
         picks = [rng.choice(self.keys.size, batch) for _ in range(rounds)]
         absent = [rng.random(batch) >= hit_rate for _ in range(rounds)]
-        asked = [np.where(absent[i], ~self.keys[picks[i]] ^ 1 << 40, self.keys[picks[i]]) for i in range(rounds)]
+        requested = [np.where(absent[i], ~self.keys[picks[i]] ^ 1 << 40, self.keys[picks[i]]) for i in range(rounds)]
         out, found = np.empty((batch, self.vectors.shape[1]), np.float32), np.empty(batch, np.bool_)
 
         def ours(i: int) -> None:
             found[:] = False
-            self.database.fetch(_TAG, asked[i], out, found)
+            self.database.fetch(_TAG, requested[i], out, found)
 
         ours(0)
         require((found == ~absent[0]).all() and (out[found] == self.vectors[picks[0]][found]).all())
-        answer, mask = self.peer.fetch(asked[0])
+        answer, mask = self.peer.fetch(requested[0])
         require((mask == found).all() and (answer[mask] == out[mask]).all(), "an answer of redis-py")
-        contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: self.peer.fetch(asked[i])}
+        contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: self.peer.fetch(requested[i])}
         if self.axes["servers"] == 1:
-            requests = [self.raw.fetch_requests(asked[i], absent[i]) for i in range(rounds)]
+            requests = [self.raw.fetch_requests(requested[i], absent[i]) for i in range(rounds)]
             contestants["socket"] = lambda i: self.raw.exchange(requests[i])
         figures = _take_turns(contestants, rounds, batch, "keys")
         self.report.add({"work": "fetch", **self.axes, "batch": batch, "hit_rate": hit_rate}, figures)

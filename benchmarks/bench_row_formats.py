@@ -57,7 +57,7 @@ def run(report: Report, quick: bool) -> None:
     labels = torch.cat([batch.labels for batch in batches])
     expected = logits_of(model, batches)
     report.about |= {"clicks": len(labels), "steps": steps, "tables": len(HOTNESS), "rows": sum(Criteo(rows).rows), "dim": dim}
-    tables = {f"emb_{i}": one.weight.detach().numpy() for i, one in enumerate(model.embeddings)}
+    tables = {f"emb_{i}": embedding.weight.detach().numpy() for i, embedding in enumerate(model.embeddings)}
     for row_dtype in ROW_DTYPES:
         logits = served(model, batches, row_dtype)
         off = float((logits - expected).abs().max())
@@ -69,6 +69,9 @@ def run(report: Report, quick: bool) -> None:
             figures | {"logit_difference": off, "row_bytes": 4 * row_width(dim, row_dtype)},
         )
     for row_dtype in ROW_DTYPES[1:]:
-        costs = [row_costs(name, *one.shape, [(np.arange(len(one)), one)], (row_dtype,))[0] for name, one in tables.items()]
+        costs = [
+            row_costs(name, *weights.shape, [(np.arange(len(weights)), weights)], (row_dtype,))[0]
+            for name, weights in tables.items()
+        ]
         figures = {"rms_share": max(cost.rms_share for cost in costs), "cosine_least": min(cost.cosine_least for cost in costs)}
         report.add({"work": "rows", "row_dtype": row_dtype, "dim": dim}, figures)

@@ -188,19 +188,19 @@ def _device(report: Report, place: Path, rows: int, batch: int) -> None:
         columns = [keys[:, table].contiguous() for table in range(len(module.emb))]
         with torch.inference_mode():
             expected = plain(dense, keys)
-            for table, one in enumerate(plain.emb):
-                vectors[table].copy_(one(columns[table]))
+            for table, embedding in enumerate(plain.emb):
+                vectors[table].copy_(embedding(columns[table]))
         names = [f"emb_{table}" for table in range(len(module.emb))]
-        asked, outs = dict(zip(names, columns, strict=True)), dict(zip(names, vectors, strict=True))
+        requested, outs = dict(zip(names, columns, strict=True)), dict(zip(names, vectors, strict=True))
 
         def lookups_and_network() -> torch.Tensor:
-            deployed.lookup_tables(asked, "m", 0, out=outs, wait=False)
+            deployed.lookup_tables(requested, "m", 0, out=outs, wait=False)
             return plain.scores(dense, vectors)
 
         require(torch.allclose(lookups_and_network(), expected, atol=_TOLERANCE), "a score of lookups and network")
         graphs = {
             "network": _graph(lambda: plain.scores(dense, vectors)),
-            "lookups": _graph(lambda: deployed.lookup_tables(asked, "m", 0, out=outs, wait=False)),
+            "lookups": _graph(lambda: deployed.lookup_tables(requested, "m", 0, out=outs, wait=False)),
             "lookups and network": _graph(lookups_and_network),
             "torch, whole module": _graph(lambda: plain(dense, keys)),
         }

@@ -65,18 +65,18 @@ def _resident(report: Report, devices: Sequence[int], rows: int, dim: int, quick
     order = rng.permutation(resident.size)
     known = resident[order], slots[order]
     for n in (4096,) if quick else (1 << 20, 1 << 18, 1 << 16, 1 << 13):
-        for asked in ([0], list(devices)):
-            _resident_keys(report, cache, known, n, asked, rng)
+        for requested in ([0], list(devices)):
+            _resident_keys(report, cache, known, n, requested, rng)
     for device in devices:
         cache.leader.on(device).close()
 
 
-def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: int, asked: list[int], rng: Any) -> None:
+def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: int, requested: list[int], rng: Any) -> None:
     """Queries on some devices at once, and gathers of the same rows."""
     dim, table = cache.tables[0].dim, cache.memory.tables()[0]
     ways: dict[str, dict[int, list[Callable[[], None]]]] = {name: {} for name in ("query", *_LIMITS)}
     streams, share = {}, []
-    for device in asked:
+    for device in requested:
         with on_device(device):
             stream = streams[device] = cupy.cuda.Stream(non_blocking=True)
             out, lookup = cupy.empty((n, dim), cupy.float32), cache.leader.on(device).create_lookup()
@@ -102,7 +102,7 @@ def _resident_keys(report: Report, cache: CupyCache, known: tuple[Any, Any], n: 
         "of_gather": gathered / max(seconds["query"].values()),
         "on_first_device": float(np.mean(share)),
     }
-    report.add({"work": "resident", "dim": dim, "batch": n, "devices": len(asked), "resident": known[0].size}, figures)
+    report.add({"work": "resident", "dim": dim, "batch": n, "devices": len(requested), "resident": known[0].size}, figures)
 
 
 def _query(lookup: Any, keys: Any, out: Any) -> None:
@@ -220,7 +220,7 @@ def _served(
     by_rank = table.by_rank.to(place)
     out = torch.empty((n, table.dim), device=place)
     lookup, stream = cache.create_lookup(), torch.cuda.Stream(place)
-    missed = lookups = asked = checked = 0
+    missed = lookups = requested = checked = 0
     seconds: list[float] = []
     began = 0.0
     torch.cuda.set_stream(stream)
@@ -237,8 +237,8 @@ def _served(
                 seconds.append(stop - start)
                 lookups += 1
                 missed += sum(lookup.linked)
-            asked += 1
-            if asked % 50 == 1:
+            requested += 1
+            if requested % 50 == 1:
                 with cupy.cuda.ExternalStream(stream.cuda_stream):
                     require(bool((cupy.asarray(out) == vectors_of(cupy.asarray(keys), table.dim)).all()))
                 checked += 1

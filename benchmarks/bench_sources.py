@@ -84,9 +84,9 @@ def _measure(report: Report, name: str, source: Source, rows: int, rounds: int) 
     seconds: dict[str, list[float]] = {"": [], **{way: [] for way in source.theirs}}
     for _ in range(rounds):
         for way in seconds:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             theirs(source.theirs[way]) if way else ours()
-            seconds[way].append(time.perf_counter() - begun)
+            seconds[way].append(time.perf_counter() - started)
     rates = {way: size / statistics.median(times) / 1e6 for way, times in seconds.items()}
     best = max(source.theirs, key=lambda way: rates[way])
     for way in source.theirs:

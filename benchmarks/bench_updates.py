@@ -194,8 +194,8 @@ def catch_up(document: dict[str, Any], newest: IndexArray, total: int) -> float:
             if time.perf_counter() > deadline:
                 raise TimeoutError(f"{status}")
             time.sleep(0.005)
-        begun = next(number for number, (_, rows) in enumerate(samples) if rows)
-        (start, before), (end, after) = samples[begun], samples[-1]
+        started = next(number for number, (_, rows) in enumerate(samples) if rows)
+        (start, before), (end, after) = samples[started], samples[-1]
         for part in np.array_split(np.arange(newest.size), 100):
             vectors = replica.lookup(part, "m", 0)
             _check(part, vectors)

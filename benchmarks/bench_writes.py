@@ -57,15 +57,15 @@ def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any
     """Look keys up at a fixed rate, and check every answer. Returns the times."""
     acknowledged = np.load(directory / "acknowledged.npy", mmap_mode="r")
     rng = np.random.default_rng(seed)
-    asked: dict[int, Any] = {}
+    requested: dict[int, Any] = {}
 
     def request(number: int) -> tuple[bytes]:
         keys = rng.integers(0, _ROWS, _KEYS)
-        asked[number] = (keys, acknowledged[keys])
+        requested[number] = (keys, acknowledged[keys])
         return (binary_post("/v2/models/m/infer", {"t0": keys}),)
 
     def check(number: int, _: bytes, answer: memoryview) -> str:
-        keys, least = asked.pop(number)
+        keys, least = requested.pop(number)
         vectors = float_tail(answer, _DIM * _KEYS).reshape(_KEYS, _DIM)
         if not (
             np.array_equal(vectors[:, 0], keys) and (vectors[:, 1:] == vectors[:, 1:2]).all() and (vectors[:, 1] >= least).all()

@@ -108,16 +108,16 @@ def _compare(case: str, against: Path, shared: Path, device: str, starts: int, r
             break
         with tempfile.TemporaryDirectory(prefix="hps-compare-", dir=shared.parent) as directory, ExitStack() as stack:
             sides: list[_Process] = [None, None]  # type: ignore[list-item]
-            begun: list[dict[str, float]] = [{}, {}]
+            started: list[dict[str, float]] = [{}, {}]
             for i in (0, 1) if start % 2 == 0 else (1, 0):
                 sides[i] = _Process((against, HERE)[i], case, shared, Path(directory) / "ab"[i], device)
                 stack.callback(sides[i].close)
                 if device == "cpu":  # starts are timed; on a GPU both compile at once
-                    begun[i] = sides[i].answer()
+                    started[i] = sides[i].answer()
             if device == "cuda":
                 for side in sides:
                     side.answer()
-            taken = [(begun[0], begun[1])]
+            taken = [(started[0], started[1])]
             for number in range(rounds):
                 if number > 2 and time.monotonic() > end:
                     break
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     starts = options.starts or (2 if options.gpu else 3)
     report = Report("compare_gpu" if options.gpu else "compare")
     report.about = {"against": revision(against), "this": revision(HERE), "starts": starts, "rounds": options.rounds}
-    begun = time.monotonic()
+    started = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="hps-compared-", dir=os.environ.get("HPS_BENCH_DIR")) as directory,
         ExitStack() as stack,
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "sources" in cases:
             stack.enter_context(_object_stores(Path(directory)))
         for number, case in enumerate(cases):
-            left = 60 * minutes - (time.monotonic() - begun)
+            left = 60 * minutes - (time.monotonic() - started)
             end = time.monotonic() + left / (len(cases) - number)
             try:
                 pairs = _compare(case, against, shared, device, starts, options.rounds, options.seconds, end)
@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
             for figure, taken in sorted(pairs.items()):
                 ratios = [other / mine for other, mine in taken]
                 low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
-                before, after = (statistics.median(one[i] for one in taken) for i in (0, 1))
+                before, after = (statistics.median(pair[i] for pair in taken) for i in (0, 1))
                 figures = {"before": before, "after": after, "ratio": statistics.median(ratios), "low": low, "high": high}
                 report.add({"case": case, "figure": figure}, figures | {"pairs": len(taken)})
                 print(f"{case:12} {figure:36} {figures['ratio']:.3f}  ({low:.3f} to {high:.3f})", flush=True)

@@ -65,9 +65,9 @@ class Side:
     @contextmanager
     def started(self, *models: dict[str, Any], **settings: Any) -> Iterator[Any]:
         """A parameter server, whose start is timed."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with hps.HPS(self.document(*models, **settings)) as server:
-            self.start = {"start_s": time.perf_counter() - begun}
+            self.start = {"start_s": time.perf_counter() - started}
             yield server
 
 
@@ -92,10 +92,10 @@ def check(found: Any, keys: Any, dim: int) -> None:
 
 def call_us(call: Callable[[int], Any], seconds: float) -> float:
     """Microseconds of a call: the lower quartile of as many as the time allows, since disturbances only add to a time."""
-    taken, begun, i = [], time.perf_counter(), 0
-    while (start := time.perf_counter()) < begun + seconds or len(taken) < 3:
+    taken, started, i = [], time.perf_counter(), 0
+    while (start := time.perf_counter()) < started + seconds or len(taken) < 3:
         call(i)
-        if start >= begun + seconds / 10:
+        if start >= started + seconds / 10:
             taken.append(time.perf_counter() - start)
         i += 1
     return 1e6 * float(np.quantile(taken, 0.25))
@@ -103,9 +103,9 @@ def call_us(call: Callable[[int], Any], seconds: float) -> float:
 
 def timed_s(call: Callable[[], Any]) -> float:
     """Seconds of one call."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def measures(**calls: Callable[[int], Any]) -> _Measure:
@@ -186,9 +186,9 @@ def http(side: Side) -> Iterator[_Measure]:
     keys = [rng.integers(0, rows, count) for _ in range(8)]
     path = side.own / "ps.json"
     path.write_text(json.dumps(side.document(side.model(rows, [dim], max_batch_size=count, embedding_cache_type="static"))))
-    port, begun = served.free_port(), time.perf_counter()
+    port, started = served.free_port(), time.perf_counter()
     with served.serving(("hps", "serve", path, "--port", port), port, side.own / "log") as service:
-        side.start = {"start_s": time.perf_counter() - begun}
+        side.start = {"start_s": time.perf_counter() - started}
         client = _Client(service)
         tensors = [{"name": "t0", "shape": [count], "datatype": "INT64", "data": part.tolist()} for part in keys]
         forms = {
@@ -234,14 +234,14 @@ class _Client:
                 connection = stack.enter_context(socket.create_connection(self._address, 30))
                 selector.register(connection, EVENT_READ)
                 connection.sendall(requests[i])
-            begun, before, answered = time.perf_counter(), self._service.processor_s(), 0
-            while time.perf_counter() < begun + seconds:
+            started, before, answered = time.perf_counter(), self._service.processor_s(), 0
+            while time.perf_counter() < started + seconds:
                 for key, _ in selector.select(5):
                     connection = key.fileobj  # type: ignore[assignment]
                     self._answer(connection)
                     answered += 1
                     connection.sendall(requests[answered % len(requests)])
-            wall_s, processor_s = time.perf_counter() - begun, self._service.processor_s() - before
+            wall_s, processor_s = time.perf_counter() - started, self._service.processor_s() - before
             for key in list(selector.get_map().values()):
                 self._answer(key.fileobj)  # type: ignore[arg-type]
             return 1e6 * wall_s / max(1, answered), 1e6 * processor_s / max(1, answered)
@@ -323,8 +323,8 @@ def sources(side: Side) -> Iterator[_Measure]:
 
     def read(path: str) -> None:
         with hps.HPS(side.document(side.model(rows, [dim], gpucache=False) | {"sparse_files": [path]})) as server:
-            asked = rng.integers(0, rows, 100)
-            check(server.lookup(asked, "m", 0), asked, dim)
+            requested = rng.integers(0, rows, 100)
+            check(server.lookup(requested, "m", 0), requested, dim)
 
     def measure(_seconds: float) -> dict[str, float]:
         figures = {}
@@ -458,8 +458,8 @@ def gpu_query(side: Side) -> Iterator[_Measure]:
             for dim, table in ((32, 0), (128, 1)):
                 for n in (1 << 16, rows) if on.on_gpu else ():
                     keys = rng.integers(0, rows, n)
-                    answers, asked = on.empty(n, dim), on.keys(keys)
-                    graph = stack.enter_context(server.capture(asked, answers, "m", table))
+                    answers, requested = on.empty(n, dim), on.keys(keys)
+                    graph = stack.enter_context(server.capture(requested, answers, "m", table))
                     answers.fill_(float("nan"))
                     graph.replay()
                     on.sync()
@@ -544,10 +544,10 @@ def gpu_pooled(side: Side) -> Iterator[_Measure]:
         bag_tables = [BagTable(f"t{t}", [f"f{t}"], 32) for t in range(count)]
         features = {f"f{t}": each for t, each in enumerate(on_device)}
         layer = EmbeddingBagCollection(server, "d32", bag_tables)
-        lookup, asked = LookupLayer(server, "d32", 2, 32), on_device[2].reshape(-1)
-        check(lookup(asked), keys[2].reshape(-1), 32)
+        lookup, requested = LookupLayer(server, "d32", 2, 32), on_device[2].reshape(-1)
+        check(lookup(requested), keys[2].reshape(-1), 32)
         layer(features)
-        calls |= {"layer_of_bags_dim32": lambda _i: layer(features), "lookup_layer_dim32": lambda _i: lookup(asked)}
+        calls |= {"layer_of_bags_dim32": lambda _i: layer(features), "lookup_layer_dim32": lambda _i: lookup(requested)}
         if on.on_gpu:
             unwaited = EmbeddingBagCollection(server, "d32", bag_tables, wait=False)
             graphs["layer_of_bags_dim32"] = on.graph(lambda: unwaited(features))

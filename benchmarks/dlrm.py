@@ -30,7 +30,7 @@ class DLRM(nn.Module):
         self.register_buffer("places", places[0] * (tables + 1) + places[1])
 
     def forward(self, dense: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return self.scores(dense, [one(keys[:, table]) for table, one in enumerate(self.emb)])
+        return self.scores(dense, [embedding(keys[:, table]) for table, embedding in enumerate(self.emb)])
 
     def scores(self, dense: torch.Tensor, vectors: list[torch.Tensor]) -> torch.Tensor:
         """Score from vectors that were looked up."""

@@ -3,11 +3,11 @@
 // A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest score at home (the first
 // of equals), whose key is evicted; the other scores there then fall by that much. Replacing a vector changes no score. With ADMIT
 // alone, the keys are those of misses, and one evicts another only if that one's score is 0 or it is the key that was refused last
-// at its home, by 8 bits of their hashes. Else it is refused: its home notes it, and every second key by its hash makes all scores
+// at its home, by 8 bits of their hashes. Else it is refused: its home records it, and every second key by its hash makes all scores
 // there fall by 1.
-// The epoch is read while the pair is owned. So whoever modifies rows below the cache, makes the epoch odd first, and updates or
-// erases the keys here afterwards, leaves no older vector behind: either that update comes later and finds the key, or this sees
-// the epoch.
+// The epoch is read while the pair is owned. A modification of rows below the cache makes the epoch odd first, and updates or
+// erases the keys here afterwards. So no older vector remains: either that update comes later and finds the key, or this kernel
+// sees the epoch.
 
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 4  // pieces of a row that a lane has in flight
@@ -74,7 +74,7 @@ __device__ __forceinline__ bool admit(const Writer& writer, const Table& table, 
     }
     const bool holds_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot,
                holds_high = bucket * SLOTS + 2 * within == slot;
-    if (rank >= EVICTS && (holds_low || holds_high)) {  // who holds the key that goes tells whether it had strayed
+    if (rank >= EVICTS && (holds_low || holds_high)) {  // the lane of the evicted key checks whether it had strayed
         const u32 lost = home_in(table, holds_low ? key_of(part.x, part.y) : key_of(part.z, part.w)) % 2;
         u8* const strays = strays_at(writer.bucket(lost));
         if (lost != target) writer.put(strays, static_cast<u8>(*static_cast<volatile u8*>(strays) - 1));
@@ -88,8 +88,8 @@ __device__ __forceinline__ bool admit(const Writer& writer, const Table& table, 
     return true;
 }
 
-// Note at its home that a key was refused; no score there is 0. The pair need not be owned: what another changes there meanwhile,
-// of scores and of what was refused, may be lost, which costs nothing but recency. For the lanes of a tile.
+// Record at its home that a key was refused; no score there is 0. The pair need not be owned: concurrent changes of scores and of
+// the refused key may be lost, which costs only recency. For the lanes of a tile.
 __device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, u32 home, i64 key) {
     if (writer.member != home % 2 * BUCKET_PARTS) return;
     uint4* const bucket = writer.bucket(home % 2);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, 
     if (name % 2 == 0) writer.put(scores_at(bucket), part.y - 0x01111111u);
 }
 
-// Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` tells the tiles that have a key. A key is
+// Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` marks the tiles that have a key. A key is
 // left out if `epoch_at` is given and does not hold `epoch`.
 __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
                                            const u64* epoch_at, u64 epoch, Admissions& counts) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         if (pending && r * TILE + member < pieces) value[r] = stream_in(vector + r * TILE + member);
     }
 
-    if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change; whoever owns one may be about to admit the key
+    if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change; the owner of a pair may be about to admit the key
         uint4 part = writer.load(pending);
         const bool resident = writer.find(part, key, pending) >= 0, owned = writer.is_owned(part);
         pending = pending && (owned || mode & (resident ? REPLACE : ADMIT));

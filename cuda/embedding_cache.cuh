@@ -116,7 +116,7 @@ __device__ __forceinline__ i64 key_of(u32 low, u32 high) {
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
 }
 
-// Loads and stores of what others may be changing: relaxed, of the scope of those who change it, so never from the incoherent L1
+// Loads and stores of memory that others may be changing: relaxed, with the scope of the writers, so never from the incoherent L1
 // cache. All are volatile: the compiler keeps them in program order.
 
 __device__ __forceinline__ uint4 load_part(const uint4* at) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_unit(Words<N>* at, const Words<N>& v) {
     }
 }
 
-// To and from the caller's arrays, which nobody else touches: read or written once, so the first to leave the L2 cache.
+// To and from the caller's arrays, which no other thread uses: read or written once, so the first to leave the L2 cache.
 
 template <u32 N>
 __device__ __forceinline__ Words<N> stream_in(const Words<N>* at) {

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
     const u32 member = writer.member;
     const uint4 seen = writer.load(pending);
     const bool resident = writer.find(seen, key, pending) >= 0, owned = writer.is_owned(seen);
-    pending = pending && (resident || owned);  // whoever owns the pair may be about to admit the key
+    pending = pending && (resident || owned);  // the owner of the pair may be about to admit the key
 
 #pragma unroll 1
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {

@@ -1,10 +1,10 @@
 // How a key of a static table finds its place; pasted after walk.cuh and writer.cuh, where admission.cuh stands for other tables.
 //
-// A key is replaced where it is resident, else it takes the first empty slot of its walk. Whoever changes a key owns the pair of
-// its home meanwhile. So the key stands still while its walk is looked through, though other keys there may come and go: what is
-// found on the walk is looked at again when its pair is owned, too. A tile that cannot own that pair at once gives back both and
-// tries again. That ends: the tiles of a warp, which go in step, then take turns, and warps rest for different times.
-// Counts of keys that have gone are changed by atomics, also in pairs that others own, before the key's home is given back.
+// A key is replaced where it is resident, else it takes the first empty slot of its walk. A writer of a key owns the pair of
+// its home meanwhile. So the key stays in place while its walk is searched, though other keys on it may change: the slot found is
+// checked again once its pair is owned, too. A tile that cannot own that pair at once releases both and retries. That terminates:
+// the tiles of a warp, which run in step, then take turns, and warps wait for different times.
+// Counts of keys that passed are changed by atomics, also in pairs that others own, before the key's home is released.
 
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 4  // pieces of a row that a lane has in flight
@@ -102,7 +102,7 @@ __device__ __forceinline__ void rest(u32 attempt) {
     back_off((attempt + (blockIdx.x * blockDim.x + threadIdx.x) / 32 * 5) % 7);
 }
 
-// Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` tells the tiles that have a key.
+// Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` marks the tiles that have a key.
 __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
                                            Admissions& counts) {
     constexpr u32 ROW_LOADS = HPS_ROW_LOADS;

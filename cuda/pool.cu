@@ -71,7 +71,7 @@ struct PoolSegment {
     uint4* buckets;
     const u8* rows;
     i64 padding_key;
-    u64* unread;  // a counter of wrong offsets, where nobody waits; else null
+    u64* unread;  // counter of wrong offsets if the host does not wait, else null
     u32 n;
     u32 bags;
     u32 pairs;

@@ -7,7 +7,7 @@
 //             any order. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses after.
 //             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
 //             With HPS_SETTLES, of complete static tables, misses get the default value, whose bits `missing` is, and no list:
-//             missing_counts and any_missing tell of them, and any_missing[1] becomes 1 if a key could not be read, whose
+//             missing_counts and any_missing report them, and any_missing[1] becomes 1 if a key could not be read, whose
 //             row is then left alone; where any_missing is null, both are added to the table's counters (walk.cuh), and both
 //             get the default value.
 // LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
@@ -16,16 +16,16 @@
 //             end have no key.
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
-//             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
+//             the same after the copy (embedding_cache.cuh), else the key is queried again, HPS_PATIENCE times, then it counts as
 //             a miss, which is always a right answer; with HPS_SETTLES it is one that could not be read. The second look comes
 //             after the copy because an acquire fence stands between the two, and because its address depends on all that the
 //             warp's lanes have copied. A miss needs no second look: keys do not move between slots (walk.cuh, of static tables).
 //             Scores are raised with an OR that nothing waits for, and only while they are low; one that meets a writer may be
 //             lost, which costs nothing but recency. One atomic add a warp, and only of a warp that misses, reserves places in
-//             the list; whoever reserved the first sets any_missing.
-//             Before a row that exists below leaves a complete table, the table's word for that is cleared; a query reads the
+//             the list; the warp that reserved the first sets any_missing.
+//             Before a row that exists below leaves a complete table, the table's complete word is cleared; a query reads the
 //             word after the buckets in which it found no key.
-//             Of a shared table, rows of the device's near table come before it, and samples of keys found at neighbours are noted
+//             Of a shared table, rows of the device's near table come before it, and samples of keys found at neighbours are listed
 //             for promote.cu (sharing.cuh); samples that are written while that reads may be lost.
 // TWIN        hps.cache.cpu.kernels.query
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked,
     return who ? slot : -1;
 }
 
-// Write the distinct keys of a warp, their homes and the lanes that ask for them; returns how many there are to look for.
+// Write the distinct keys of a warp, their homes and the lanes that query them; returns the number of keys to find.
 __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes,
                                              u32* askers) {
     u32 distinct = 0;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void list_misses(const Query& request, const Segment&
 
 #if HPS_SETTLES
 // Finish keys that are not resident: those that could not be read, and the others, which are absent while the table is complete.
-// The table's word for that is read after their buckets: whoever makes a row non-resident that exists clears the word before.
+// The table's complete word is read after their buckets: it is cleared before a row that exists becomes non-resident.
 __device__ __forceinline__ void settle_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 unread,
                                               u32 lane) {
     const u32 units = units_of(segment.units);
@@ -213,7 +213,7 @@ __device__ __forceinline__ NearLook look_near(const volatile Near& near, i64 key
 }
 #endif
 
-// Copy the rows of a pass to those who ask for them; for whole warps. Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a
+// Copy the rows of a pass to the lanes that query them; for whole warps. Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a
 // round. `row` is that of the tile's key. Returns some bits of every unit that was copied.
 template <u32 FORMAT>
 __device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile Near& near, u32 first, u32 row,

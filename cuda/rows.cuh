@@ -55,7 +55,7 @@ __device__ __forceinline__ float widen_half(u32 half) {
     return FORMAT == FLOAT16 ? half_to_float(half) : __uint_as_float(half << 16);
 }
 
-// How memory is read that others may be changing, and memory that nobody else touches.
+// Loads of memory that others may be changing, and of memory that no other thread uses.
 
 struct SharedMemory {
     static __device__ __forceinline__ u32 load_8(const u8* at) {

@@ -49,7 +49,7 @@ def head(requirements: list[str]) -> str:
 
 def packages(text: str) -> dict[str, str]:
     """Return the entries of a file of requirements by name and version: each with its marker and hashes."""
-    return {one.partition(" ")[0]: one for one in re.findall(r"^[a-z0-9].*\n(?: +--hash=.*\n)+", text, re.MULTILINE)}
+    return {pin.partition(" ")[0]: pin for pin in re.findall(r"^[a-z0-9].*\n(?: +--hash=.*\n)+", text, re.MULTILINE)}
 
 
 def resolve(requirements: list[str], known: str, options: list[str]) -> str:
@@ -71,7 +71,7 @@ def write(options: list[str]) -> None:
     for name, requirements in sets().items():
         known = [path.read_text() for path in dict.fromkeys((path_of(BASE), path_of(name))) if path.exists()]
         # Whatever is newer with `--upgrade`, images must not differ in what they share.
-        pins = [one.partition(";")[0] for one in common] if name.startswith("cuda") else []
+        pins = [line.partition(";")[0] for line in common] if name.startswith("cuda") else []
         found = packages(resolve(requirements + pins, "" if "--upgrade" in options else "".join(known), options))
         if name == BASE:
             common = found

@@ -16,10 +16,13 @@ ROOT = "hps-server"
 def document() -> dict[str, Any]:
     """Describe what is installed: every package with its version and licence, and which needs which."""
     installed = {normal(distribution.metadata["Name"]): distribution for distribution in distributions()}
-    components = {name: component(name, one) for name, one in sorted(installed.items())}
+    components = {name: component(name, distribution) for name, distribution in sorted(installed.items())}
     root = components.pop(ROOT) | {"type": "application"}
-    needs = {name: sorted(set(needed(name, one)) & installed.keys() - {name}) for name, one in sorted(installed.items())}
-    purls = {name: one["purl"] for name, one in (components | {ROOT: root}).items()}
+    needs = {
+        name: sorted(set(needed(name, distribution)) & installed.keys() - {name})
+        for name, distribution in sorted(installed.items())
+    }
+    purls = {name: component_["purl"] for name, component_ in (components | {ROOT: root}).items()}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -32,27 +35,29 @@ def document() -> dict[str, Any]:
     }
 
 
-def component(name: str, one: Distribution) -> dict[str, Any]:
-    purl = f"pkg:pypi/{name}@{quote(one.version, safe='')}"
-    found: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": name, "version": one.version, "purl": purl}
-    if expression := one.metadata.get("License-Expression"):
+def component(name: str, distribution: Distribution) -> dict[str, Any]:
+    purl = f"pkg:pypi/{name}@{quote(distribution.version, safe='')}"
+    found: dict[str, Any] = {"type": "library", "bom-ref": purl, "name": name, "version": distribution.version, "purl": purl}
+    if expression := distribution.metadata.get("License-Expression"):
         found["licenses"] = [{"expression": expression}]
-    elif names := licences(one):
+    elif names := licences(distribution):
         found["licenses"] = [{"license": {"name": name}} for name in names]
     return found
 
 
-def licences(one: Distribution) -> list[str]:
+def licences(distribution: Distribution) -> list[str]:
     """Return what older metadata says: the classifiers, or else a field that some packages put a whole text into."""
     classifiers = [
-        text.rpartition(" :: ")[2] for text in one.metadata.get_all("Classifier") or () if text.startswith("License ::")
+        text.rpartition(" :: ")[2]
+        for text in distribution.metadata.get_all("Classifier") or ()
+        if text.startswith("License ::")
     ]
-    return classifiers or [text for text in [(one.metadata.get("License") or "").strip()] if text and "\n" not in text]
+    return classifiers or [text for text in [(distribution.metadata.get("License") or "").strip()] if text and "\n" not in text]
 
 
-def needed(name: str, one: Distribution) -> list[str]:
+def needed(name: str, distribution: Distribution) -> list[str]:
     """Return the names of the packages that a package needs. Of extras, only ours are known to have been asked for."""
-    wanted = [text for text in one.requires or () if name == ROOT or not re.search(r";.*\bextra\b", text)]
+    wanted = [text for text in distribution.requires or () if name == ROOT or not re.search(r";.*\bextra\b", text)]
     return [normal(re.split(r"[^\w.-]", text, maxsplit=1)[0]) for text in wanted]
 
 

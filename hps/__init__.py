@@ -11,6 +11,7 @@ Names are imported on first use: `import hps` does no work and needs no GPU, Red
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hps import errors
 from hps.ground.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -47,48 +48,6 @@ if TYPE_CHECKING:
     from hps.versions.fixed_lookups import CapturedLookup as CapturedLookup
     from hps.versions.fixed_lookups import PreparedLookup as PreparedLookup
 
-_ERRORS = (
-    "HPSError",
-    "ConfigError",
-    "MissingDependencyError",
-    "ModelFileError",
-    "ModelFileNotFoundError",
-    "ModelFileChangedError",
-    "ModelSourceError",
-    "InvalidInputError",
-    "InvalidDtypeError",
-    "ServedWeightError",
-    "TooManyKeysError",
-    "UnknownModelError",
-    "UnknownVersionError",
-    "VersionMismatchError",
-    "UnknownTableError",
-    "UnknownDeviceError",
-    "ConflictError",
-    "CapacityError",
-    "NotReadyError",
-    "ForkedProcessError",
-    "TrainingModeError",
-    "WorkspaceTimeoutError",
-    "NetworkBusyError",
-    "NetworkError",
-    "DeadlineError",
-    "DatabaseError",
-    "DatabaseTimeoutError",
-    "DatabaseLockedError",
-    "DatabaseCorruptError",
-    "ReadOnlyError",
-    "StaleCopyError",
-    "TableWidthError",
-    "UpdateLogError",
-    "UpdateFormatError",
-    "RemoteError",
-    "RemoteConnectionError",
-    "RemoteTimeoutError",
-    "UnauthorizedError",
-    "DeviceError",
-    "DeviceMemoryError",
-)
 _STATISTICS = (
     "ServerStatistics",
     "ModelStatistics",
@@ -124,7 +83,7 @@ _HOME = {
     "Publisher": "hps.updates.publisher",
     "open_publisher": "hps.updates.publisher",
     **dict.fromkeys(_STATISTICS, "hps.statistics.snapshot"),
-    **dict.fromkeys(_ERRORS, "hps.errors"),
+    **{name: "hps.errors" for name in vars(errors) if name.endswith("Error")},
 }
 __all__ = sorted(_HOME)
 

@@ -847,7 +847,7 @@ class HPS:
         return self.statistics.statistics()
 
     def check(self, timeout_s: float = 10.0) -> list[str]:
-        """Check the invariants of versions, caches and databases, while lookups go on. For debugging: it reads all indices.
+        """Check the invariants of versions, caches, databases and shared memory while lookups go on. Reads all indices.
 
         Args:
             timeout_s: limit for caches and databases together.

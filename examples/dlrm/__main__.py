@@ -38,7 +38,7 @@ def train(model: DLRM, criteo: Criteo, steps: int, batch: int) -> None:
     embeddings = torch.optim.Adagrad(model.embeddings.parameters(), lr=0.05)
     others = torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=1e-3)
     loss_of = torch.nn.BCEWithLogitsLoss()
-    losses, begun = [], time.perf_counter()
+    losses, started = [], time.perf_counter()
     for step in range(1, steps + 1):
         clicks = criteo.draw(batch, step)
         loss = loss_of(model(clicks.dense, clicks.keys, clicks.offsets), clicks.labels)
@@ -49,7 +49,7 @@ def train(model: DLRM, criteo: Criteo, steps: int, batch: int) -> None:
         others.step()
         losses.append(loss.item())
         if step % max(1, steps // 5) == 0:
-            print(f"  step {step:5}: loss {np.mean(losses[-steps // 5 :]):.4f}, {time.perf_counter() - begun:.0f} s")
+            print(f"  step {step:5}: loss {np.mean(losses[-steps // 5 :]):.4f}, {time.perf_counter() - started:.0f} s")
 
 
 def pooled_over_http(url: str, clicks: Clicks) -> torch.Tensor:
@@ -105,9 +105,9 @@ def main() -> int:
 
         # Another process serves the same repository; the dense part stays here.
         with running_server(config) as url:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             pooled = pooled_over_http(url, clicks)
-            print(f"over HTTP: {len(pooled)} samples in one request, {1000 * (time.perf_counter() - begun):.0f} ms")
+            print(f"over HTTP: {len(pooled)} samples in one request, {1000 * (time.perf_counter() - started):.0f} ms")
             equal &= compare("over HTTP", model.score(clicks.dense, pooled), trained, clicks.labels)
     return 0 if equal else 1
 

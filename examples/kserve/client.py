@@ -25,8 +25,8 @@ def request(model: str, table: str, *, binary: bool) -> InferRequest:
 async def main(url: str, grpc_address: str, model: str, table: str, dim: int) -> None:
     rest = InferenceRESTClient(RESTConfig(protocol="v2"))
     states = [await rest.is_server_live(url), await rest.is_server_ready(url), await rest.is_model_ready(url, model)]
-    asked = [request(model, table, binary=binary) for binary in (False, True)]
-    answers = [await rest.infer(url, one, model_name=model) for one in asked]
+    requested = [request(model, table, binary=binary) for binary in (False, True)]
+    answers = [await rest.infer(url, request, model_name=model) for request in requested]
     await rest.close()
     grpc = InferenceGRPCClient(grpc_address)
     states += [await grpc.is_server_live(), await grpc.is_server_ready(), await grpc.is_model_ready(model)]

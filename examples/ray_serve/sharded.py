@@ -54,11 +54,11 @@ class Lookups:
         keys = {table: np.asarray(of_table, np.int64) for table, of_table in tables.items()}
         router, shards = self.shards
         routed = router.route(keys, lambda part, is_whole: part)
-        asked = next(routed)
+        requested = next(routed)
         while True:
-            outcomes = await asyncio.gather(*(self.ask(shards[place], model, part) for place, part in asked))
+            outcomes = await asyncio.gather(*(self.ask(shards[place], model, part) for place, part in requested))
             try:
-                asked = routed.send(outcomes)
+                requested = routed.send(outcomes)
             except StopIteration as end:
                 if end.value is None:
                     raise hps.NotReadyError(f"looking up keys of {model!r}: no shard answers") from None
@@ -75,8 +75,8 @@ class Lookups:
             return hps.RemoteConnectionError(f"asking {shard.app_name}: {error}")
 
     async def __call__(self, request: Request) -> dict[str, Any]:
-        asked = await request.json()
-        vectors = await self.lookup(asked["model"], asked["tables"])
+        requested = await request.json()
+        vectors = await self.lookup(requested["model"], requested["tables"])
         return {table: of_table.tolist() for table, of_table in vectors.items()}
 
 

@@ -29,8 +29,8 @@ class Lookups:
         return await asyncio.to_thread(self.server.lookup_tables, tables, model)
 
     async def __call__(self, request: Request) -> dict[str, Any]:
-        asked = await request.json()
-        vectors = await self.lookup(asked["model"], asked["tables"])
+        requested = await request.json()
+        vectors = await self.lookup(requested["model"], requested["tables"])
         return {table: of_table.tolist() for table, of_table in vectors.items()}
 
 

@@ -49,7 +49,7 @@ import numpy.typing as npt
 from hps.errors import DeviceError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
-from hps.regions.board import Board, Resident
+from hps.regions.loop_state import DriverWords, LoopState
 from hps.tensors.batch import Batch
 from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec
 
@@ -310,7 +310,7 @@ class BatchDriver(ABC):
         """Make the regions of the frontends readable and writable for the device. Called once, before `run`."""
 
     @abstractmethod
-    def resident(self, cache: "EmbeddingCache") -> Resident | None:
+    def resident(self, cache: "EmbeddingCache") -> DriverWords | None:
         """Describe a cache to the loop; None if the loop cannot answer from it."""
 
     def release(self, cache: "EmbeddingCache") -> None:  # noqa: B027 - optional
@@ -554,7 +554,7 @@ class BatchAnswers(ABC):
 
     @classmethod
     @abstractmethod
-    def batches(cls, loop: Board) -> BatchDriver:
+    def batches(cls, loop: LoopState) -> BatchDriver:
         """Return a driver that answers the requests of a loop."""
 
 

@@ -14,22 +14,14 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. *Immutable.*
+    """Address of a server. *Immutable.*"""
 
-    Attributes:
-        text: as given, without slashes at its end; it has no secrets. Routing by key identifies servers by it.
-        host, port: of a TCP address.
-        path: of a unix socket; empty for TCP.
-        prefix: of the paths of all requests, behind some proxies.
-        tls: None: plain text.
-    """
-
-    text: str
+    text: str  # without slashes at its end, and without secrets; routing by key identifies servers by it
     host: str
     port: int
-    path: str
-    prefix: str
-    tls: ssl.SSLContext | None
+    path: str  # of a unix socket; empty for TCP
+    prefix: str  # of the paths of all requests, behind some proxies
+    tls: ssl.SSLContext | None  # None: plain text
 
     @property
     def authority(self) -> str:

@@ -68,6 +68,7 @@ class AsyncClient(Calls):
                         pause = attempts.pause_after(answer, refusal)
                     await asyncio.sleep(pause)
         except TimeoutError as error:
+            # RemoteTimeoutError and an error of a socket are TimeoutErrors, too: only asyncio.timeout raises the class itself.
             if type(error) is TimeoutError:
                 raise attempts.timeout() from None
             raise

@@ -35,15 +35,10 @@ Turn: TypeAlias = Mapping[int | str, Any]
 
 
 class Options(NamedTuple):
-    """Options of a layer that looks up over HTTP. *Immutable.*
+    """Options of a layer that looks up over HTTP. *Immutable.*"""
 
-    Attributes:
-        timeout_s: of each call; None: that of the client.
-        fallback: value of each output element while the server is unavailable; None: such calls fail.
-    """
-
-    timeout_s: float | None = None
-    fallback: float | None = None
+    timeout_s: float | None = None  # of each call; None: that of the client
+    fallback: float | None = None  # value of each output element while the server is unavailable; None: such calls fail
 
     def check(self) -> "Options":
         """Return itself.

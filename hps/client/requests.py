@@ -26,24 +26,15 @@ _MOST_DEADLINE_US: Final = 3_600_000_000
 
 
 class RemoteCall(NamedTuple):
-    """A request and how to read its answer. *Immutable.*
+    """A request and how to read its answer. *Immutable.*"""
 
-    Attributes:
-        start: of its head, the rest of the head and the JSON part; the address and token go in between.
-        arrays: of its binary part.
-        answer: makes a reader of the answer.
-        result: makes the result of the call from a complete answer.
-        repeatable: whether it may be sent again after it may have been executed.
-        takes_errors: whether `result` takes answers with any status.
-    """
-
-    start: bytes
-    rest: bytes
-    arrays: Sequence[np.ndarray]
-    answer: Callable[[], Answer]
-    result: Callable[[Answer], Any]
-    repeatable: bool = True
-    takes_errors: bool = False
+    start: bytes  # of its head; address and token go between `start` and `rest`
+    rest: bytes  # of the head, and the JSON part
+    arrays: Sequence[np.ndarray]  # of its binary part
+    answer: Callable[[], Answer]  # makes a reader of the answer
+    result: Callable[[Answer], Any]  # makes the result of the call from a complete answer
+    repeatable: bool = True  # whether it may be sent again after it may have been executed
+    takes_errors: bool = False  # whether `result` takes answers with any status
 
 
 class Input(NamedTuple):

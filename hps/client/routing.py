@@ -78,16 +78,11 @@ class PartAnswer(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The keys of a lookup for one server.
-
-    Attributes:
-        flat: their positions among the keys of all tables, in order; None: all keys.
-        rows: the same by table, among its keys.
-    """
+    """The keys of a lookup for one server."""
 
     server: int
-    flat: IndexArray | None
-    rows: Mapping[str, IndexArray] | None
+    flat: IndexArray | None  # their positions among the keys of all tables, in order; None: all keys
+    rows: Mapping[str, IndexArray] | None  # the same by table, among its keys
 
 
 Call = TypeVar("Call")

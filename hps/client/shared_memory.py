@@ -52,6 +52,7 @@ class SharedMemory:
         self.close = weakref.finalize(self, _remove, self.name, os.getpid())
         """Removes the file, as does the end of this object. Its arrays stay valid."""
         try:
+            # Without allocation, a full /dev/shm would kill the process by SIGBUS at the first write to a page.
             os.posix_fallocate(descriptor, 0, size)
             self._bytes = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         except OSError as error:

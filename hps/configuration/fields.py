@@ -31,7 +31,7 @@ class Notices:
         ignored: keys without effect.
         databases: keys by which HugeCTR up to 3.2 named databases.
         older: keys of HugeCTR 4.1.
-        warnings: whole sentences.
+        warnings: sentences.
     """
 
     quoted: set[str] = field(default_factory=set)
@@ -148,7 +148,7 @@ Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr
 
 
 def _matching(pattern: str, text: str) -> AfterValidator:
-    """Accept only strings that match a pattern as a whole; `text` describes them."""
+    """Accept only strings that match a pattern completely; `text` describes them."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value, re.DOTALL):
@@ -250,7 +250,7 @@ def choice(
                 return found
             if kind and registry.is_registered(kind, word):
                 return of_other_package(word)
-        others = registry.other_names(kind) if kind else []
+        others = registry.external_names(kind) if kind else []
         name = _meant(value, canonical | {name: name for name in others})
         if name in refused:
             raise problem(f'got {shown(value)}, which looks like "{name}": {refused[name]}')

@@ -1,8 +1,10 @@
 """The configuration as frozen models; `docs/configuration.md` explains each key.
 
-Attribute names are the keys of HugeCTR's `ps.json`. Every check belongs to one field and sees the fields before it; none
-checks a whole object. So one load reports every problem.
+Attribute names are the keys of HugeCTR's `ps.json`.
 """
+
+# Every check belongs to one field and sees the fields before it; none checks an entire object, since pydantic runs such checks
+# only if all fields are valid. So one load reports every problem.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -493,7 +495,7 @@ class _UnloggedNotices(list[tuple[int, str]]):
 
 
 class Configuration(Section):
-    """A whole configuration, checked. *Immutable.* Made by `load_configuration`."""
+    """A complete configuration, checked. *Immutable.* Made by `load_configuration`."""
 
     model_config = ConfigDict(title="")
 

@@ -223,25 +223,23 @@ class LookupConfig(Section):
                 yield name, source
 
 
+def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    if repeated := [name for index, name in enumerate(value) if name in value[:index]]:
+        raise problem(f"got {json.dumps(repeated[0])} twice, expected each name once")
+    return value
+
+
+Names: TypeAlias = Annotated[NonEmptyListOf[InputName], AfterValidator(_each_once)]
+
+
 class KeysProgramConfig(Section):
     """An entry of `models[].dense.keys`: a program, of the network's format, that computes keys of lookups from inputs."""
 
     model_config = ConfigDict(title="models[].dense.keys")
 
     file: Place
-    inputs: NonEmptyListOf[InputName]
-    outputs: NonEmptyListOf[InputName]
-
-    @field_validator("inputs", "outputs")
-    @classmethod
-    def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _each_once(value)
-
-
-def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
-    if repeated := [name for index, name in enumerate(value) if name in value[:index]]:
-        raise problem(f"got {json.dumps(repeated[0])} twice, expected each name once")
-    return value
+    inputs: Names
+    outputs: Names
 
 
 def _inputs(value: Any) -> Any:
@@ -258,7 +256,7 @@ class DenseConfig(Section):
     format: NetworkFormat
     file: Place
     inputs: Annotated[dict[InputName, NetworkInputConfig], BeforeValidator(_inputs)]
-    outputs: NonEmptyListOf[InputName]
+    outputs: Names
     dynamic_batching: Flag = True
     max_queue_delay_us: Annotated[NonNegative, Field(le=1_000_000)] = 0
     refuse_nan: Flag = True
@@ -268,7 +266,7 @@ class DenseConfig(Section):
     request_guards: ListOf[Annotated[str, AfterValidator(_guard)]] = ()
     keys: ListOf[KeysProgramConfig] = ()
     lookups: Annotated[dict[InputName, LookupConfig], Field(default_factory=dict)]
-    network_inputs: NonEmptyListOf[InputName] | None = None
+    network_inputs: Names | None = None
     stale_copies: ListOf[Name] = ()
     allow_stale_copy: Flag = False
 
@@ -292,11 +290,6 @@ class DenseConfig(Section):
                 offsets = f"input {json.dumps(name)} has offsets of {json.dumps(given.offsets_of)}"
                 raise problem(f"{offsets}, expected an input whose first size has a name")
         return value
-
-    @field_validator("outputs")
-    @classmethod
-    def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return _each_once(value)
 
     @field_validator("sizes")
     @classmethod
@@ -322,7 +315,7 @@ class DenseConfig(Section):
             guard = SizeCondition(text)
             if unknown := set(guard.names) - {SAMPLES, *sizes}:
                 raise problem(f"got {json.dumps(text)}: no input has a size {min(unknown)!r} (dense.sizes)")
-            if SAMPLES not in guard.names and not guard.holds(sizes):
+            if SAMPLES not in guard.names and not guard.is_met(sizes):
                 raise problem(f"got {json.dumps(text)}, which the values of dense.sizes do not fulfil")
         return value
 
@@ -367,7 +360,7 @@ class DenseConfig(Section):
         known = [*info.data["inputs"], *info.data["lookups"]]
         if unknown := [name for name in value if name not in known]:
             raise problem(f"got {json.dumps(unknown[0])}, expected inputs and lookups: {', '.join(known)}")
-        return _each_once(value)
+        return value
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

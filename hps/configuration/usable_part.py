@@ -20,7 +20,7 @@ class UsablePart:
 
     Attributes:
         configuration: sections without their wrong keys, and of a wrong model the keys that say where its files are.
-        places: the path of each model in the whole configuration, by its name.
+        places: the path of each model in the original configuration, by its name.
         widthless: models whose widths are wrong; each table has width 1 here.
     """
 
@@ -77,7 +77,7 @@ def _files_of(entry: dict[str, Any], name: str, taken: Collection[str]) -> Model
 
 
 def _drop(content: dict[str, Any], section: str | int = "", key: str | int = "") -> bool:
-    """Remove a wrong key or its whole section; return whether it was there."""
+    """Remove a wrong key, or else its section; return True if it existed."""
     name = "service" if section == "models" else str(section)  # all models are right, but load_models names others
     section_content = content.get(name)
     if isinstance(section_content, dict) and key in section_content:

@@ -1,4 +1,4 @@
-"""The chain of host tiers: asks the volatile database, then the persistent one for the missing keys."""
+"""The chain of host tiers: the volatile database, then the persistent one for the keys that are missing."""
 
 import logging
 import threading
@@ -48,29 +48,29 @@ class _Access:
 
     @property
     def available(self) -> bool:
-        """Whether calls are made; False if only an occasional probe is."""
+        """Whether calls are made; False while only probes are."""
         return not self._breaker.is_open
 
-    def show(self, model: str) -> None:
-        """Show the error counter of a model at 0, so that its first error is an increase."""
+    def export_zero(self, model: str) -> None:
+        """Export the error counter of a model at 0, so that its first error is an increase."""
         self._errors.labels(model, *self._where)
 
     def attempt(self, call: Callable[[], object], model: str) -> DatabaseError | None:
-        """Make a call unless the breaker is open; report the outcome to the breaker and the metrics, and return the error."""
+        """Make a call unless the breaker is open, and record its outcome. Return the error."""
         if not self._breaker.allow():
             return DatabaseError(f"{self._what} are suspended briefly after repeated failures")
         try:
             call()
         except UnknownTableError as error:  # dropped meanwhile, by healing or by another process
-            return self._failed(DatabaseError(str(error)), model)
+            return self._record_failure(DatabaseError(str(error)), model)
         except DatabaseError as error:
-            return self._failed(error, model)
+            return self._record_failure(error, model)
         if self._breaker.is_open:
             _log.info("%s succeed again", self._what)
         self._breaker.succeeded()
         return None
 
-    def _failed(self, error: DatabaseError, model: str) -> DatabaseError:
+    def _record_failure(self, error: DatabaseError, model: str) -> DatabaseError:
         self._breaker.failed()
         self._errors.labels(model, *self._where).inc()
         _log.warning("%s: %s", self._what, error)
@@ -95,7 +95,7 @@ class _Tier:
         return self.database.stored(table).tag
 
     def is_exact(self, table: TableSpec) -> bool:
-        """Whether the rows here are float32, while those of the caches have fewer bits."""
+        """Return True if rows are float32 here but have fewer bits in the caches."""
         return self.database.stored(table) is not table
 
     def fetch(
@@ -112,11 +112,12 @@ class _Tier:
     ) -> DatabaseError | None:
         """Fetch the missing rows. An error is counted, reported to the breaker of reads and returned.
 
-        Several threads share a large fetch, which the metrics count once. `fetched` gets ranges of rows that were asked for.
-        With `open_lost`, a table that is gone is opened again, empty: another process emptied the shared database or dropped
-        the table, and a lower tier has its rows.
+        Several threads share a large fetch, which the metrics count once.
 
         Args:
+            open_lost: reopen a missing table, empty: another process emptied the shared database or dropped the table, and a
+                lower tier has its rows.
+            fetched: called with ranges of rows that were fetched.
             exact: (n, dim) float32, if rows here are float32 and those of `out` have fewer bits: receives the vectors.
         """
         worth, stored = self.database.rows_worth_a_thread, self.database.stored(table)
@@ -142,7 +143,7 @@ class _Tier:
         fresh = np.flatnonzero(found & ~known)
         try:
             out[fresh] = encode(f"reading table {stored.tag}", exact[fresh], table.row_dtype, keys[fresh])
-        except InvalidInputError as unfit:  # of another program, or loaded before: no fault of the database
+        except InvalidInputError as unfit:  # written by another program or an older load: the database did not fail
             found[fresh] = False
             return DatabaseError(str(unfit))
         else:
@@ -161,41 +162,37 @@ class _Tier:
         POOL.run(keys.size, least_rows, part, fetched)
 
     def attempt(self, table: TableSpec, write: Callable[[], object]) -> DatabaseError | None:
-        """Write to a table unless the breaker of writes is open; an error is counted and returned."""
+        """Write to a table unless the breaker is open. An error is counted and returned."""
         return self.writes.attempt(write, table.model_name)
 
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """State of a tier for a table. *Immutable.*
-
-    Attributes:
-        read, written: whether the tier is in use now, rather than skipped after failures of any table.
-    """
+    """State of a tier for a table. *Immutable.*"""
 
     name: str
     database: Database
-    read: bool
+    read: bool  # False while reads are skipped after failures of any table
     written: bool
 
 
-class _Final:
+class _FinalRows:
     """Reports the final rows of a fetch in order. *One per thread.*
 
-    Rows that a tier was asked for are final once found; with `for_certain`, also if they were not found.
+    Rows are final once found. Rows of the last tier are final even if absent: `absent_is_final`.
     """
 
     def __init__(self, found: BoolArray, landed: Landed) -> None:
-        self.for_certain = False
+        self.absent_is_final = False
         self._found = found
         self._landed = landed
         self._rows = 0
 
     def fetched(self, start: int, stop: int) -> None:
-        """Report rows [start, stop), which a tier was asked for, if they are final."""
-        if start <= self._rows < stop and (self.for_certain or self._found[self._rows : stop].all()):
-            begin, self._rows = self._rows, stop
-            self._landed(begin, stop)
+        """Report rows [start, stop) of a tier's fetch if they are final."""
+        if start <= self._rows < stop and (self.absent_is_final or self._found[self._rows : stop].all()):
+            first, self._rows = self._rows, stop
+            self._landed(first, stop)
 
     def end(self) -> None:
         if self._rows < self._found.size:
@@ -209,29 +206,12 @@ class DatabaseChain:
     persistent one can answer. When the authoritative database fails while keys are missing, `fetch` raises: a failure is never
     reported as an absent key.
 
-    Only vectors that came from the persistent database are promoted, in the background and through the table's fence, so a
-    promotion never overwrites a newer vector.
+    When a write fails in the volatile database, the table is *quarantined*: its volatile rows are neither read nor written
+    until they were dropped (`_heal`).
 
-    When a modification or a promotion fails in the volatile database, its rows are unknown: the write may still take effect.
-    The table is then *quarantined*: its volatile rows are neither read nor written until they have been dropped. If a
-    modification is missing in the volatile database, the persistent one records that before the modification returns, also for
-    the next start.
-
-    Embedding caches may read a table of an in-process volatile database in place, and make its rows resident (see
-    `HostTableReads.attach`). No older vector stays in a cache:
-
-    - A modification, also a failed one, runs inside the caches' `changing`, from before the first database is written until the
-      caches were updated: rows read before its end are not admitted.
-    - A promotion adds rows of the persistent database while no modification runs: both tiers hold the same vector. A row that
-      it evicts can still be read from the persistent database, and its copy in the caches stays right.
-    - A quarantined or dropped table is closed to the caches first. They then leave its misses to `fetch`, which skips the
-      table; a healed table is a different one to the caches, so they do not attach to it again.
-    - A refresh changes no row. A load writes a table that has no attached cache yet.
-
-    The volatile database may be *away*: it could not be opened, or a deployment could not use it, and a lower tier holds every
+    The volatile database may be *away*: it could not be opened, or a deployment could not use it, and a lower tier has every
     row. New tables are then not opened in it, and `databases` lacks it. A table may also be *left out*: its volatile rows were
-    lost or are being filled again, so none are read or promoted. Modifications still go there, and one that fails is recorded
-    as above.
+    lost or are being filled, so none are read or promoted; modifications still go there.
 
     Attributes:
         failed_above: a write to the volatile database has failed since construction: it may lack rows.
@@ -256,13 +236,13 @@ class DatabaseChain:
         away: str = "",
     ) -> None:
         self.away = away
-        self._tables: dict[str, TableSpec] = {}  # those that are open
+        self._tables: dict[str, TableSpec] = {}  # open tables
         self._left_out: set[str] = set()  # tags
-        self._unopened: set[str] = set()  # tags of tables that are not open in the volatile database; left out, too
+        self._unopened: set[str] = set()  # tags of tables not open in the volatile database; also in `_left_out`
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
-        # `take_in` changes neither: a database that was away has another one below, and devices read none of it in place.
+        # `take_in` changes neither: a database that was away is above another one, and no device reads it in place.
         first, authority = volatile or persistent, persistent or volatile
         self._in_place: DeviceReadable | None = first if isinstance(first, DeviceReadable) else None
         self._order: OrderedWrites | None = authority if isinstance(authority, OrderedWrites) else None
@@ -271,7 +251,7 @@ class DatabaseChain:
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
         self.failed_above = False
-        self._doubted: set[str] = set()  # tags whose quarantine the persistent database has recorded
+        self._recorded: set[str] = set()  # tags whose quarantine the persistent database has on record
         self._healing = threading.Lock()
         self._promotions = (
             WorkQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
@@ -305,9 +285,9 @@ class DatabaseChain:
         return self._volatile.database if self._volatile else None
 
     def put_away(self, reason: str) -> bool:
-        """Leave the volatile database out of deployments until it is taken in; return whether that is possible.
+        """Exclude the volatile database from deployments until `take_in`. Return True if that is possible.
 
-        It is if other processes share it and a persistent database is below. Open tables go on using it as far as it answers.
+        It must be a shared database above a persistent one. Open tables use it while it answers.
         """
         if self.away or self._persistent is None or self._volatile is None or not self._volatile.database.shared:
             return False
@@ -318,7 +298,7 @@ class DatabaseChain:
         """Use the volatile database again.
 
         Args:
-            database: takes the place of one that could not be opened. No table is open in it before `admit`.
+            database: replaces one that could not be opened. No table is open in it before `admit`.
         """
         if database is not None and self._volatile is not None:
             self._unopened.update(self._tables)
@@ -331,7 +311,7 @@ class DatabaseChain:
         return sorted(self._left_out)
 
     def leave_out(self, table: TableSpec) -> None:
-        """Read no volatile rows of a table, and promote none, until `read_again`. There must be a persistent database."""
+        """Neither read nor promote volatile rows of a table until `read_again`. There must be a persistent database."""
         if table.tag in self._tables:
             self._left_out.add(table.tag)
 
@@ -360,7 +340,7 @@ class DatabaseChain:
         return self._heal(table)
 
     def filling(self, table: TableSpec) -> AbstractContextManager[None]:
-        """Keep modifications of a table waiting until the block ends, after a running one; see `TableFence.filling_next`."""
+        """Wait for a running modification of a table, and delay others until the block ends; see `TableFence.filling_next`."""
         return self.fence(table).filling_next(self._modification_timeout_s)
 
     @property
@@ -369,25 +349,21 @@ class DatabaseChain:
         return sorted(self._quarantined)
 
     def open_table(self, table: TableSpec, *, volatile: bool = True) -> None:
-        """Open a table.
-
-        Args:
-            volatile: open it in the volatile database, too, unless that is away.
-        """
+        """Open a table, in the volatile database only if wanted and not away."""
         self._fences.setdefault(table.tag, TableFence())
-        leaves_out = self._volatile is not None and (bool(self.away) or not volatile)
-        if leaves_out:
+        excludes_volatile = self._volatile is not None and (bool(self.away) or not volatile)
+        if excludes_volatile:
             self._left_out.add(table.tag)
             self._unopened.add(table.tag)
         self._tables[table.tag] = table
-        for tier in self._tiers[leaves_out:]:
+        for tier in self._tiers[excludes_volatile:]:
             stored = tier.database.stored(table)
             tier.database.open_table(stored.tag, stored.width)
         for tier in self._tiers:
-            tier.reads.show(table.model_name)
-            tier.writes.show(table.model_name)
+            tier.reads.export_zero(table.model_name)
+            tier.writes.export_zero(table.model_name)
         for counter in (self.metrics.promoted, self.metrics.coalesced_keys):
-            counter.labels(table.model_name, table.table_name)  # seen while they are 0, too
+            counter.labels(table.model_name, table.table_name)  # exported at 0
 
     def release_table(self, table: TableSpec, *, everywhere: bool = False) -> None:
         """Drop a table that no deployed model uses, and its queued promotions.
@@ -410,14 +386,14 @@ class DatabaseChain:
             self._left_out.discard(table.tag)
             self._unopened.discard(table.tag)
             self._quarantined.discard(table.tag)
-            self._doubted.discard(table.tag)
+            self._recorded.discard(table.tag)
             with suppress(KeyError):
                 self.metrics.table_quarantined.remove(table.tag)
 
     def discard(self, tags: Mapping[Database, Iterable[str]]) -> None:
         """Drop an unused table from writable databases, the upper one first.
 
-        A failure is logged and leaves the databases below unchanged, so that a later discard finds the table again.
+        A failure is logged and leaves the databases below unchanged, so that a later discard finds the table.
 
         Args:
             tags: its tags in each database.
@@ -487,16 +463,16 @@ class DatabaseChain:
         fence = self._fences[table.tag]
         token = fence.token()
         missing = before = keys.size - int(np.count_nonzero(found))
-        final = _Final(found, landed) if landed else None
+        final = _FinalRows(found, landed) if landed else None
         for tier in self._tiers:
             if not before:
                 break
             last = tier is self._tiers[-1]
-            if tier is self._volatile and not last and self._hidden(table):
+            if tier is self._volatile and not last and self._is_hidden(table):
                 continue
             known = found.copy() if tier is self._persistent and self._promotions else None
             if final:
-                final.for_certain = last
+                final.absent_is_final = last
             exact: FloatArray | None = np.empty((keys.size, table.dim), np.float32) if tier.is_exact(table) else None
             began = perf_counter_ns()
             fetched = final.fetched if final and exact is None else None
@@ -510,7 +486,7 @@ class DatabaseChain:
                 try:
                     raise error
                 finally:
-                    del error  # its traceback refers to this frame, which holds the caller's arrays
+                    del error  # its traceback refers to this frame, and so to the caller's arrays
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, exact, found & ~known)
             before = after
@@ -519,14 +495,10 @@ class DatabaseChain:
         return missing - before
 
     def locate(self, table: TableSpec, key: KeyArray, out: RowArray) -> str | None:
-        """Find the first database that has a key, without promoting or counting it.
-
-        Args:
-            key: (1,) int64.
-            out: (1, width) float32; receives the row.
+        """Write the row of a key, (1,), to `out`, (1, width), without promoting or counting it.
 
         Returns:
-            Name of the tier; None if the key is absent.
+            Name of the first tier that has it; None if the key is absent.
 
         Raises:
             DatabaseError: the authoritative database did not answer.
@@ -566,9 +538,9 @@ class DatabaseChain:
 
         Args:
             exact: what rows in fewer bits were encoded from.
-            then: called last, before fills of an upper tier continue: with True to update the embedding caches, or with False,
-                after a failure, to erase the keys from them.
-            changing: entered before the first database is written, left after `then` has returned.
+            then: called last, before fills of an upper tier continue. True updates the embedding caches; False, after a
+                failure, erases the keys from them.
+            changing: entered before the first write, left after `then` has returned.
 
         Raises:
             DatabaseError: the authoritative database failed; each key has its old or its new vector.
@@ -634,20 +606,20 @@ class DatabaseChain:
 
         def write(tier: _Tier) -> None:
             exact = changes.exact if tier.is_exact(table) else None
-            own = changes if exact is None else replace(changes, vectors=exact)
+            stored = changes if exact is None else replace(changes, vectors=exact)
             with self.metrics.applying(tier.name):
                 if tier is self._tiers[-1]:
-                    latest.append(order.apply(tier.tag(table), own, positions))
+                    latest.append(order.apply(tier.tag(table), stored, positions))
                 else:
-                    tier.database.copy_changes(tier.tag(table), own.at(latest[0]))
+                    tier.database.copy_changes(tier.tag(table), stored.at(latest[0]))
             inserted = latest[0] if changes.deleted is None else latest[0] & ~changes.deleted
             self._count_inserts(table, tier, int(np.count_nonzero(inserted)))
 
-        def tell(written: bool) -> None:
+        def finish(written: bool) -> None:
             with self.metrics.applying(TIERS[0]):
                 then(latest[0] if written else None)
 
-        self._modify(table, changes.keys, write, tell, changing)
+        self._modify(table, changes.keys, write, finish, changing)
         return latest[0]
 
     def drain(self, timeout_s: float) -> bool:
@@ -669,14 +641,18 @@ class DatabaseChain:
         then: Callable[[bool], None],
         changing: AbstractContextManager[object] | None,
     ) -> None:
+        # Caches may read a table of the volatile database in place and make its rows resident. `changing` spans all writes and
+        # the update of the caches, also if they fail: rows read before its end are not admitted, so that no older row stays.
         with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
             failure: DatabaseError | None = None
             if self._tiers:
                 authoritative = self._tiers[-1]
                 failure = authoritative.attempt(table, lambda: write(authoritative))
+            # The authority goes first. If it fails, its rows are unknown, and the tiers above drop theirs. If the tier above
+            # fails, its rows are unknown: the write may still take effect there. The table is then quarantined, and the
+            # authority records that before this modification returns, also for the next start.
             if self._volatile and self._persistent:
                 upper = self._volatile
-                # After a failure the rows below are unknown, so the caches must drop theirs.
                 if table.tag not in self._quarantined and (
                     table.tag in self._unopened
                     or self._volatile.attempt(
@@ -685,7 +661,7 @@ class DatabaseChain:
                 ):
                     self._quarantine(table)
                 if table.tag in self._quarantined:
-                    failure = failure or self._doubt(table)
+                    failure = failure or self._record_quarantine(table)
             then(failure is None)
             if failure:
                 try:
@@ -694,31 +670,33 @@ class DatabaseChain:
                     del failure  # as in `fetch`
 
     def _quarantine(self, table: TableSpec) -> None:
+        # Caches that read the table in place leave its misses to `fetch` once it is closed; `fetch` then skips it. A healed
+        # table is another one to them: they do not attach to it again.
         with suppress(UnknownTableError):
             if host := self.host_table(table):
-                host.close()  # before any reader may rely on the quarantine
+                host.close()  # before a reader relies on the quarantine
         self._quarantined.add(table.tag)
         self.failed_above = True
         self.metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
 
-    def _doubt(self, table: TableSpec) -> DatabaseError | None:
+    def _record_quarantine(self, table: TableSpec) -> DatabaseError | None:
         """Record once in the persistent database that the volatile one lacks a modification."""
-        if self._persistent and self._authority is not None and table.tag not in self._doubted:
+        if self._persistent and self._authority is not None and table.tag not in self._recorded:
             tag, database = self._persistent.tag(table), self._authority
             if error := self._persistent.attempt(table, lambda: database.renew_writer_token(tag)):
                 return error
-            self._doubted.add(table.tag)
+            self._recorded.add(table.tag)
         return None
 
-    def _hidden(self, table: TableSpec) -> bool:
-        """Whether the volatile rows of a table must not be read now."""
+    def _is_hidden(self, table: TableSpec) -> bool:
+        """Return True if the volatile rows of a table must not be read now."""
         if self._left_out and table.tag in self._left_out:
             return True
         return bool(self._quarantined) and not self._heal(table)
 
     def _heal(self, table: TableSpec) -> bool:
-        """Drop the volatile rows of a quarantined table; return whether the volatile database may be read."""
+        """Drop the volatile rows of a quarantined table. Return True if the volatile database may be read."""
         if table.tag not in self._quarantined or self._volatile is None:
             return True
         database, stored = self._volatile.database, self._volatile.database.stored(table)
@@ -731,11 +709,11 @@ class DatabaseChain:
             return False
         try:
             fence = self._fences[table.tag]
-            with fence.filling(fence.token()) as allowed:  # a concurrent modification waits: its rows are dropped or written
+            with fence.filling(fence.token()) as allowed:  # a concurrent modification waits for this block
                 if not allowed or self._volatile.attempt(table, empty):
                     return False
-                # No promotion has failed meanwhile: none runs into a quarantined table.
-                self._doubted.discard(table.tag)
+                # No promotion failed meanwhile: promotions skip a quarantined table.
+                self._recorded.discard(table.tag)
                 self.metrics.table_quarantined.labels(table.tag).set(0)
                 self._quarantined.discard(table.tag)
         finally:
@@ -755,6 +733,8 @@ class DatabaseChain:
     ) -> None:
         if self._promotions is None or self._volatile is None or table.tag in self._left_out:
             return
+        # Only rows of the persistent database are promoted, through the fence of the table: no modification runs meanwhile, so
+        # that both tiers and the caches have the same vector, also of a row that the promotion evicts.
         volatile, promoted = self._volatile, keys[fresh]
         if not volatile.is_exact(table):
             vectors = out[fresh]
@@ -763,11 +743,11 @@ class DatabaseChain:
         counts: list[int] = []
 
         def promote() -> None:
-            counts.append(-1)  # a failed promotion may still take effect
+            counts.append(-1)  # started: a promotion that fails may still take effect
             counts.append(volatile.database.promote(volatile.tag(table), promoted, vectors))
 
         def job() -> None:
-            with fence.filling(token) as allowed:  # of the table that was fetched: another table may use its tag by now
+            with fence.filling(token) as allowed:  # the fence of the fetched table: another table may have its tag now
                 if not allowed or table.tag in self._quarantined:
                     return
                 if volatile.attempt(table, promote) is None:

@@ -1,4 +1,4 @@
-"""Stops calls to a failing engine and probes for its recovery."""
+"""Stops calls to a failing database and probes for its recovery."""
 
 import threading
 import time

@@ -20,7 +20,7 @@ Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray, Landed | None], in
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A fetch in progress. Results are kept only if another lookup joined, which creates `landed`."""
+    """A fetch in progress. Its results are kept only if another lookup joined, which creates `landed`."""
 
     keys: KeyArray
     token: int
@@ -31,14 +31,14 @@ class _Flight:
     tiers: TierNumbers | None = None
 
     def shared(self, keys: KeyArray) -> tuple[IndexArray, IndexArray]:
-        """Return the positions of the keys that this flight fetches: in `keys`, and in the flight."""
+        """Return the positions, in `keys` and in the flight, of the keys that it fetches."""
         self.places = self.places or KeyPlaces(self.keys)
         return self.places.match(keys)
 
 
 @dataclass(slots=True)
 class _Join:
-    """The keys that a lookup takes from another lookup's flight: their positions in both."""
+    """The keys that a lookup takes from a flight: their positions in the lookup and in the flight."""
 
     flight: _Flight
     here: IndexArray
@@ -80,26 +80,26 @@ class FetchCoalescer:
         Raises:
             DatabaseError: as for `DatabaseChain.fetch`.
         """
-        own, flight, joins = self._take_off(table.tag, fence.token(), fence, keys)
+        own, flight, joins = self._start_flight(table.tag, fence.token(), fence, keys)
         try:
-            if own is not None:  # the fetch skips rows marked as found; `_follow` fills the joined ones
+            if own is not None:  # the fetch skips rows marked as found; `_copy_joined` fills the joined ones
                 for join in joins:
                     found[join.here] = True
             if own is None or own.size:
-                tiers = self._ask(table, keys, out, found, landed if own is None else None)
+                tiers = self._fetch_tiers(table, keys, out, found, landed if own is None else None)
             else:
                 tiers = np.zeros(keys.size, np.uint8)
         except BaseException:
-            self._land(table.tag, flight, own)
+            self._finish_flight(table.tag, flight, own)
             raise
-        self._land(table.tag, flight, own, (out, found, tiers))
+        self._finish_flight(table.tag, flight, own, (out, found, tiers))
         for join in joins:
-            self._follow(table, join, keys, out, found, tiers)
+            self._copy_joined(table, join, keys, out, found, tiers)
         if landed and own is not None:
             landed(0, keys.size)
         return tiers
 
-    def _ask(
+    def _fetch_tiers(
         self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, landed: Landed | None = None
     ) -> TierNumbers:
         current.tiers = tiers = np.zeros(keys.size, np.uint8)
@@ -109,7 +109,7 @@ class FetchCoalescer:
             current.tiers = None
         return tiers
 
-    def _take_off(
+    def _start_flight(
         self, tag: str, token: int, fence: TableFence, keys: KeyArray
     ) -> tuple[IndexArray | None, _Flight, list[_Join]]:
         """Join flights in progress and start one for the rest. Return its positions (None: all), the flight and the joins."""
@@ -117,21 +117,22 @@ class FetchCoalescer:
             flights = self._flights.get(tag, [])
             joins: list[_Join] = []
             own: IndexArray | None = None
-            for other in flights:
-                if not fence.is_current(other.token):
+            for running in flights:
+                # A flight that began before a modification may return the vector from before it.
+                if not fence.is_current(running.token):
                     continue
-                here, there = other.shared(keys if own is None else keys[own])
+                here, there = running.shared(keys if own is None else keys[own])
                 if here.size:
-                    other.landed = other.landed or threading.Event()
+                    running.landed = running.landed or threading.Event()
                     candidates = np.arange(keys.size) if own is None else own
-                    joins.append(_Join(other, candidates[here], there))
+                    joins.append(_Join(running, candidates[here], there))
                     own = np.delete(candidates, here)
             flight = _Flight(keys if own is None else keys[own], token)
             if flight.keys.size:
                 self._flights.setdefault(tag, flights).append(flight)
         return own, flight, joins
 
-    def _land(
+    def _finish_flight(
         self,
         tag: str,
         flight: _Flight,
@@ -142,9 +143,9 @@ class FetchCoalescer:
             return
         with self._lock:
             self._flights[tag].remove(flight)
-            if not self._flights[tag]:  # tags come and go with model versions
+            if not self._flights[tag]:  # tags change with model versions
                 del self._flights[tag]
-        # From here on no lookup can join, so `landed` does not change any more.
+        # No lookup can join from here on, so `landed` is final and needs no lock.
         if flight.landed:
             if results is not None:
                 rows: IndexArray | slice = slice(None) if own is None else own
@@ -152,7 +153,7 @@ class FetchCoalescer:
                 flight.vectors, flight.found, flight.tiers = np.array(out[rows]), np.array(found[rows]), np.array(tiers[rows])
             flight.landed.set()
 
-    def _follow(
+    def _copy_joined(
         self, table: TableSpec, join: _Join, keys: KeyArray, out: FloatArray, found: BoolArray, tiers: TierNumbers
     ) -> None:
         flight = join.flight
@@ -165,7 +166,8 @@ class FetchCoalescer:
             tiers[join.here] = flight.tiers[join.there]
             self._joined.labels(table.model_name, table.table_name).inc(join.here.size)
         else:
-            rows, have = join.here, np.zeros(join.here.size, np.bool_)
+            # The flight failed or is late: fetch these keys here, so that no lookup fails or waits because of another.
+            rows, own_found = join.here, np.zeros(join.here.size, np.bool_)
             vectors = np.empty((rows.size, table.width), np.float32)
-            tiers[rows] = self._ask(table, keys[rows], vectors, have)
-            out[rows], found[rows] = vectors, have
+            tiers[rows] = self._fetch_tiers(table, keys[rows], vectors, own_found)
+            out[rows], found[rows] = vectors, own_found

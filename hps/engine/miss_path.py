@@ -1,4 +1,4 @@
-"""Chooses who answers the misses of a cache: the device reads the hash map in place, or the host fetches.
+"""Chooses the path of a cache's misses: the device reads the hash map in place, or the host fetches.
 
 These are the *link* path and the *copy* path; see `docs/gpu-cache.md`. With `auto`, a deployment times both, once for each
 table width, with rows of the table on an empty cache.
@@ -29,7 +29,7 @@ from hps.types import KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
-_SAMPLE_KEYS, _SAMPLE_BYTES = 1 << 15, 16 << 20  # largest timed lookup: a large batch, and a few rounds take 0.1 s
+_SAMPLE_KEYS, _SAMPLE_BYTES = 1 << 15, 16 << 20  # largest timed lookup: a large batch, whose rounds take 0.1 s
 _ROUNDS = 3
 _LOG_INTERVAL_S = 5.0
 _SAMPLED_CHUNKS = 8
@@ -81,7 +81,6 @@ def choose_paths(
 
     Args:
         cache: an empty cache.
-        chain: host tiers, with the tables loaded.
         untimed: with `auto`, choose link wherever possible, without timing.
         index: keep the index of linked tables on the device.
 
@@ -145,7 +144,7 @@ def _refusal(
 
 
 def _attach(cache: EmbeddingCache, index: int, host: HostTable, *, authoritative: bool, indexed: bool) -> str:
-    """Attach a cache to a table, or return why it cannot be. Logs the progress of pinning as often as that of a load."""
+    """Attach a cache to a table, or return why it cannot be. Logs progress as often as a load."""
     if not isinstance(cache, HostTableReads):
         return "this cache does not read host memory in place"
     tag, lines = cache.tables[index].tag, LineLimit(1, _LOG_INTERVAL_S)
@@ -179,9 +178,9 @@ def _keys_per_s(cache: EmbeddingCache, chain: DatabaseChain, index: int, keys: K
     if not keys.size:
         return 0.0
     table, metrics = cache.tables[index], Metrics()
-    own = DatabaseChain(chain.databases[0], None, metrics=metrics)
-    own.open_table(table)
-    session = CachedSession(cache.tables, cache, own, FetchCoalescer(own.fetch, metrics), _SETTINGS, metrics)
+    uncounted = DatabaseChain(chain.databases[0], None, metrics=metrics)
+    uncounted.open_table(table)
+    session = CachedSession(cache.tables, cache, uncounted, FetchCoalescer(uncounted.fetch, metrics), _SETTINGS, metrics)
     out = cache.host_buffer((keys.size, table.dim), np.float32)  # the device writes it in place
     best = math.inf
     for _ in range(_ROUNDS + 1):  # the first round allocates and compiles

@@ -13,8 +13,8 @@ from hps.types import FloatArray, KeyArray, TableSpec
 
 _ATTEMPTS = 5  # attempts to refresh a chunk of a table that is being modified
 _CHUNK_BYTES = 16 * 1024 * 1024  # keys and vectors fetched at once
-_PACED_ROWS = 4096  # rows fetched at once beside lookups: half a millisecond's work; 512 at a time disturb lookups more
-_PACED_BYTES = 1 << 20  # upper bound on the same
+_PACED_ROWS = 4096  # rows fetched at once while lookups run: half a millisecond's work; 512 rows disturbed lookups more
+_PACED_BYTES = 1 << 20  # limit for wide rows
 _MIN_STEP_ROWS = 64  # the smallest step; HugeCTR's is one of its sets
 
 
@@ -27,16 +27,13 @@ class RefreshReport:
 
 
 class Pace:
-    """Limits a refresh to a share of the time, and ends it when told. *One per thread.*
+    """Limits a refresh to a share of the time, and ends it on request. *One per thread.*
 
     The share bounds the duration of the refresh's own steps: fetching a chunk from the databases and writing it to the device.
     Device time is part of that, so the refresh takes less than its share of the device.
 
-    Attributes:
-        share: share of the time, above 0, at most 1.
-
     Args:
-        share: initial value of the attribute.
+        share: share of the time, above 0, at most 1; may change.
         wait: sleeps for a number of seconds; returns True to end the refresh.
         clock: current time in seconds.
     """
@@ -55,7 +52,7 @@ class Pace:
         """
         if self._wait((self._clock() - self._resumed) * (1 / self.share - 1)):
             raise NotReadyError(
-                "refreshing an embedding cache: its model is being taken out of service; the rest is left as it is"
+                "refreshing an embedding cache: its model is being taken out of service; the other rows are unchanged"
             )
         self._resumed = self._clock()
 

@@ -23,7 +23,7 @@ _LONGEST_WAIT_S = 3600.0  # limit for a call to wait for the runs before its own
 
 @dataclass(frozen=True, slots=True)
 class RefreshSettings:
-    """When and how fast the caches of a model are refreshed; from its configuration. *Immutable.*
+    """Settings of the refreshes of a model, from its configuration. *Immutable.*
 
     Attributes:
         interval_s: period between the starts of two refreshes; 0: only on demand.
@@ -41,13 +41,12 @@ class RefreshSettings:
 
 
 class Refresher:
-    """Refreshes all caches of one deployment. *Thread-safe.*
+    """Refreshes all caches of one deployment, one run at a time. *Thread-safe.*
 
-    One run at a time. Calls that arrive during a run share the next one, since they need a run that starts after them. If an
-    interval is configured, a thread runs refreshes periodically; it ends with this object.
+    Calls that arrive during a run share the next one: they need a run that starts after them. If an interval is configured, a
+    thread refreshes periodically.
 
     Args:
-        caches: caches of the devices; a refresh without caches does nothing.
         calls: calls of the deployment; closing it waits for the current run.
     """
 
@@ -70,7 +69,7 @@ class Refresher:
         self._stop = Stop()
         self._running = threading.Lock()
         self._choosing = threading.Lock()
-        self._next: Future[dict[str, RefreshReport]] | None = None  # pending calls share it until it begins
+        self._next: Future[dict[str, RefreshReport]] | None = None  # shared by pending calls until it starts
         self._task: PeriodicTask | None = None
         if caches and settings.interval_s > 0:
             self._task = PeriodicTask(
@@ -146,17 +145,17 @@ class Refresher:
             for cache, (index, table) in product(self._caches, enumerate(self._tables)):
                 pace.rest()
                 with cache.unless_lost():
-                    one = refresh(cache, index, table, self._chain, self._settings.fraction_per_iteration, pace)
+                    report = refresh(cache, index, table, self._chain, self._settings.fraction_per_iteration, pace)
                     before = reports[table.table_name]
-                    reports[table.table_name] = RefreshReport(before.updated + one.updated, before.erased + one.erased)
-                    metrics.refreshed_rows.labels(model, "updated").inc(one.updated)
-                    metrics.refreshed_rows.labels(model, "erased").inc(one.erased)
+                    reports[table.table_name] = RefreshReport(before.updated + report.updated, before.erased + report.erased)
+                    metrics.refreshed_rows.labels(model, "updated").inc(report.updated)
+                    metrics.refreshed_rows.labels(model, "erased").inc(report.erased)
         except BaseException as error:
             if not isinstance(error, NotReadyError):
                 metrics.refresh_failures.labels(model).inc()
             raise
         seconds = time.perf_counter() - began
-        rows = ", ".join(f"{table} {one.updated} updated, {one.erased} erased" for table, one in reports.items())
+        rows = ", ".join(f"{table} {report.updated} updated, {report.erased} erased" for table, report in reports.items())
         _log.debug("refreshed model %r in %.2f s: %s", model, seconds, rows)
         metrics.refreshes.labels(model).inc()
         metrics.refresh_seconds.labels(model).set(seconds)

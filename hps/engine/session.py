@@ -29,17 +29,18 @@ from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows, start_
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
-_PREFETCH_ROWS = 65_536  # vectors fetched at once, to bound their memory
-_POOLED_BYTES = 8 << 20  # the same for vectors that are fetched to be pooled
-_DECODED_BYTES = 1 << 20  # and for rows that are fetched to be decoded
-_AS_THEY_COME: IndexArray = np.empty(0, np.int64)
+# Rows fetched at once, to bound their memory: to be made resident, pooled and decoded.
+_PREFETCH_ROWS = 65_536
+_POOLED_BYTES = 8 << 20
+_DECODED_BYTES = 1 << 20
+_IN_ORDER: IndexArray = np.empty(0, np.int64)
 
 
 class Session(Protocol):
     """Answers the lookups of one model on one device. *Thread-safe.*"""
 
     lost: bool
-    """A lookup found its device lost."""
+    """True once a lookup found its device lost."""
 
     @property
     def refuses(self) -> str:
@@ -93,7 +94,7 @@ class Session(Protocol):
         """Capture a lookup without waiting in a CUDA graph, which also runs it once. Raises as `run` does."""
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
-        """Make keys resident without returning vectors. Without a cache, promote them.
+        """Make keys resident; without a cache, promote them.
 
         Args:
             keys: (n,) int64, distinct.
@@ -106,7 +107,7 @@ class Session(Protocol):
         """
 
     def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        """Return whether a key, (1,) int64, is cached; its vector then goes to `out`. Fetches and counts nothing.
+        """Return True if a key, (1,) int64, is cached, and write its vector to `out`. Fetches and counts nothing.
 
         Raises:
             WorkspaceTimeoutError, NotReadyError: as for `lookup`.
@@ -119,13 +120,13 @@ class Session(Protocol):
         """Refuse new lookups, wait for running ones and queued insertions, and free the cache.
 
         Returns:
-            False if lookups still run after `timeout_s`: they keep the cache, and `close` may be called again.
+            False if lookups still run after `timeout_s`: the cache is not freed, and `close` may be retried.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """How a session behaves; from the model's configuration. *Immutable.*
+    """Settings of a session, from the model's configuration. *Immutable.*
 
     Attributes:
         hit_rate_threshold: a lookup whose hit rate of a table reaches it is answered at once, with defaults for the missing
@@ -133,8 +134,8 @@ class SessionSettings:
         workspaces: maximum number of concurrent lookups.
         workspace_timeout_s: time limit of a lookup for one of them to become free.
         insert_queue_length: maximum number of batches of missing keys queued for insertion.
-        one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
-        databases_complete: the databases hold every row, so that they may answer without the device.
+        one_of_several: the model has sessions on other devices, too.
+        databases_complete: the databases have every row, so that they may answer without the device.
         stream_order_refusals: by table, why the device cannot answer a lookup alone; empty if it can for every table.
         miss_paths: by table, see `Session.miss_paths`.
     """
@@ -173,7 +174,7 @@ class RecordedLookup:
 
 
 class _TableLimits:
-    """The tables of a session, and how many keys each may be asked for at once."""
+    """Tables of a session with their limits on keys."""
 
     def __init__(self, tables: Sequence[TableSpec]) -> None:
         self.tables = tuple(tables)
@@ -200,7 +201,7 @@ class CachedSession(_TableLimits):
         coalescer: shared by all sessions of the chain.
 
     Attributes:
-        before_close: called with a timeout when it closes: end what else reads the cache; False if that goes on.
+        before_close: called with a timeout by `close`, to end other readers of the cache; False if one still reads.
         on_loss: called once when the device is lost, by the lookup that finds it so.
     """
 
@@ -224,7 +225,9 @@ class CachedSession(_TableLimits):
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
-        self._under_way: dict[int, int] | None = {} if settings.one_of_several else None  # keys of each thread's lookup
+        self._under_way: dict[int, int] | None = (
+            {} if settings.one_of_several else None
+        )  # keys of the running lookup, by thread
         self._times = metrics.lookup_times(model)
         self._recent = self._times.recent
         self._lookups = _LookupPool(
@@ -264,10 +267,12 @@ class CachedSession(_TableLimits):
         if batch.checked is not self:
             self.check(batch)
         if not wait:
-            self._run_later(batch, start)
+            self._run_stream_ordered(batch, start)
             return
         under_way = self._under_way
-        if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
+        # Single operations of a dict are atomic, and each thread has an entry of its own: the sum needs no lock, and unlike a
+        # counter it cannot drift by a lost update.
+        if under_way is not None:
             under_way[threading.get_ident()] = sum(batch.sizes)
         stages: dict[str, int] | None = None
         try:
@@ -289,7 +294,7 @@ class CachedSession(_TableLimits):
                     current.stages = None
                 self._lookups.give_back(lookup)
         except DeviceError as error:
-            self._go_on_without_device(error, batch)
+            self._continue_without_device(error, batch)
             self._without_device.run(batch, began_ns)
             return
         finally:
@@ -299,9 +304,8 @@ class CachedSession(_TableLimits):
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
         recent, every, sizes = self._recent, self._counters, batch.sizes
-        # All that a lookup counts is counted under one lock, taken once. Its times are only appended: `fold` puts them into
-        # their buckets when there are many, or when they are read. All keys count as hits first; `_count_others` corrects
-        # that under the same lock, so no reader sees it.
+        # A lookup takes one lock once. Its times are only appended: `fold` sorts them into buckets when there are many, or when
+        # they are read. All keys count as hits first; `_correct_counts` corrects that under the same lock, before a reader.
         with self._metrics.lock:
             recent.extend(times)
             if len(recent) >= LookupTimes.MOST_RECENT:
@@ -312,7 +316,7 @@ class CachedSession(_TableLimits):
                 counters.keys += n
                 counters.hits[0] += n
             if counts or padding or linked or absent:
-                self._count_others(batch, counts, padding, stages, linked, absent)
+                self._correct_counts(batch, counts, padding, stages, linked, absent)
         if batch.narrow:
             fill_narrow(batch)
         if (trace := current.trace) is not None:
@@ -324,16 +328,16 @@ class CachedSession(_TableLimits):
             self._trace(trace, batch, counts, linked, absent, padding)
 
     def count_answered(self, tables: Sequence[Sequence[int]], times: Sequence[int], ns: int) -> None:
-        """Count lookups that a loop without the interpreter has answered from the cache.
+        """Count lookups that a batch loop has answered from the cache.
 
         Args:
             tables: by table: keys, and of these resident, linked and absent ones.
             times: number of lookups, by the buckets of `LookupTimes`.
-            ns: duration of all of them.
+            ns: total duration.
         """
         with self._metrics.lock:
-            for one in (self._times.total, self._times.stages["query"]):
-                one.add_buckets(times, ns)
+            for histogram in (self._times.total, self._times.stages["query"]):
+                histogram.add_buckets(times, ns)
             self._device.lookups += sum(times)
             for counters, (keys, hits, linked, absent) in zip(self._counters, tables, strict=True):
                 counters.keys += keys
@@ -342,12 +346,12 @@ class CachedSession(_TableLimits):
                 if linked or absent:
                     counters.count_linked(linked, absent)
 
-    def _run_later(self, batch: Batch, start: int) -> None:
+    def _run_stream_ordered(self, batch: Batch, start: int) -> None:
         if any(found is not None for found in batch.founds):
             raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
         self._stream_ordered.check(batch)
         self._enqueue(batch)
-        if (trace := current.trace) is not None:  # the device has not run it yet: the tiers that answered are not known here
+        if (trace := current.trace) is not None:  # the device has not run it yet: the tiers are unknown
             trace.spans.append(Span("query", "", start, perf_counter_ns(), sum(batch.sizes)))
             for table, n in zip(batch.tables, batch.sizes, strict=True):
                 trace.of(self.tables[table].table_name).keys += n
@@ -369,14 +373,14 @@ class CachedSession(_TableLimits):
         lookup = self._lookups.take()
         try:
             lookup.query(Batch.of(table, key, out, found))
-            elsewhere = any(lookup.linked)  # it was not resident before
+            linked = any(lookup.linked)  # read from host memory: it was not resident
             lookup.finish()
         except DeviceError as error:
-            self._go_on_without_device(error)
+            self._continue_without_device(error)
             return False
         finally:
             self._lookups.give_back(lookup)
-        return bool(found[0]) and not elsewhere
+        return bool(found[0]) and not linked
 
     def drain(self, timeout_s: float) -> bool:
         return self._inserts.drain(timeout_s)
@@ -390,14 +394,14 @@ class CachedSession(_TableLimits):
         self.cache.close()
         return True
 
-    def _go_on_without_device(self, error: DeviceError, batch: Batch | None = None) -> None:
-        """Return if the device is lost and the databases can answer the lookup; else raise the error."""
+    def _continue_without_device(self, error: DeviceError, batch: Batch | None = None) -> None:
+        """Return if the device is lost and the databases can answer the lookup; otherwise raise the error."""
         failure = self.cache.failure
         if failure is None:
             raise error
         with self._metrics.lock:
-            told, self.lost = self.lost, True
-        if not told:
+            reported, self.lost = self.lost, True
+        if not reported:
             _log.error(
                 "model %r: device %d is lost (%s); until the process is restarted, %s",
                 self.tables[0].model_name,
@@ -417,18 +421,18 @@ class CachedSession(_TableLimits):
         by_table = dict(zip(batch.tables, counts, strict=True))
         deferred = {
             table: missing
-            for table, n, missing, left_out in zip(batch.tables, batch.sizes, counts, padding, strict=True)
-            if missing and 1.0 - missing / (n - left_out) >= self._threshold
+            for table, n, missing, padded in zip(batch.tables, batch.sizes, counts, padding, strict=True)
+            if missing and 1.0 - missing / (n - padded) >= self._threshold
         }
         began = perf_counter_ns()
-        every = lookup.unique()
+        missed_keys = lookup.unique()
         ended("unique", "", began, sum(counts))
-        for missed in every:
+        for missed in missed_keys:
             if missed.table in deferred:
                 began = perf_counter_ns()
                 missed.scatter(np.zeros(missed.keys.size, np.bool_))
                 ended("scatter", self.tables[missed.table].table_name, began, missed.keys.size)
-                self._insert_later(missed.table, missed.keys, by_table[missed.table])
+                self._queue_insertion(missed.table, missed.keys, by_table[missed.table])
             else:
                 self._fetch_now(missed)
         if deferred:
@@ -442,8 +446,8 @@ class CachedSession(_TableLimits):
 
     def _fetch_now(self, missed: MissedKeys) -> None:
         table, keys = self.tables[missed.table], missed.keys
-        # The token is taken before the databases are read: an update that comes between the read and the insertion below would
-        # otherwise be undone by it. `filling` allows the insertion only if none has come since.
+        # The token is taken before the databases are read: otherwise the insertion below could undo an update made between the
+        # read and itself. `filling` allows the insertion only if the table was not modified since.
         fence = self._chain.fence(table)
         token = fence.token()
         buffer = missed.buffer()
@@ -465,8 +469,8 @@ class CachedSession(_TableLimits):
             if trace is not None:
                 trace.of(table.table_name).defaults += absent
 
-    def _insert_later(self, table_index: int, keys: KeyArray, positions: int) -> None:
-        """Queue the insertion of keys that missed at this number of positions, less those already queued."""
+    def _queue_insertion(self, table_index: int, keys: KeyArray, positions: int) -> None:
+        """Queue the insertion of missed keys that are not queued yet. positions: number of missed positions in the lookup."""
         with self._pending_lock:
             fresh = np.sort(keys[~_contained(self._pending[table_index], keys)])
             if not fresh.size:
@@ -474,18 +478,18 @@ class CachedSession(_TableLimits):
             self._pending[table_index] = np.union1d(self._pending[table_index], fresh)
         occurrences = positions / keys.size
         if not self._inserts.submit(lambda: self._insert(table_index, fresh, occurrences)):
-            self._done(table_index, fresh)
+            self._unqueue(table_index, fresh)
 
     def _insert(self, table_index: int, keys: KeyArray, occurrences: float) -> None:
         try:
             found = self._fill(table_index, keys)
-            if not found.all():  # the lookup is over: each counts as often as the keys of its table did on average
+            if not found.all():  # the lookup has ended: count each with the average occurrence of a key
                 self._count_defaults(table_index, round(occurrences * (found.size - np.count_nonzero(found))))
         finally:
-            self._done(table_index, keys)
+            self._unqueue(table_index, keys)
 
     def _fill(self, table_index: int, keys: KeyArray) -> BoolArray:
-        """Fetch distinct keys and make those that exist resident; return which of them exist."""
+        """Fetch distinct keys, and make those that exist resident. Return which exist."""
         table = self.tables[table_index]
         fence = self._chain.fence(table)
         token = fence.token()
@@ -498,12 +502,12 @@ class CachedSession(_TableLimits):
                     self.cache.insert(table_index, keys[found], rows[found])
         return found
 
-    def _done(self, table_index: int, keys: KeyArray) -> None:
+    def _unqueue(self, table_index: int, keys: KeyArray) -> None:
         with self._pending_lock:
             pending = self._pending[table_index]
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
-    def _count_others(
+    def _correct_counts(
         self,
         batch: Batch,
         missing_counts: Sequence[int] | None,
@@ -512,7 +516,7 @@ class CachedSession(_TableLimits):
         linked: Sequence[int],
         absent: Sequence[int],
     ) -> None:
-        """Correct what was counted as if all keys were resident; the caller holds the lock, so nobody reads it before.
+        """Correct counts that took all keys for resident. The caller holds the lock.
 
         Args:
             stages: nanoseconds of the steps after the query, if keys were missing.
@@ -520,20 +524,20 @@ class CachedSession(_TableLimits):
         counters = [self._counters[table] for table in batch.tables]
         for stage, ns in (stages or {}).items():
             self._times.stages[stage].add(ns)
-        for one, missing in zip(counters, missing_counts or (), strict=False):
-            one.hits[0] -= missing
-            one.misses[0] += missing
-        for one, left_out in zip(counters, padding, strict=False):
-            one.keys -= left_out
-            one.hits[0] -= left_out
+        for table, missing in zip(counters, missing_counts or (), strict=False):
+            table.hits[0] -= missing
+            table.misses[0] += missing
+        for table, padded in zip(counters, padding, strict=False):
+            table.keys -= padded
+            table.hits[0] -= padded
         none = [0] * len(counters)
-        for one, found, lacking in zip(counters, linked or none, absent or none, strict=True):
-            one.hits[0] -= found + lacking
-            one.misses[0] += found + lacking
+        for table, found, lacking in zip(counters, linked or none, absent or none, strict=True):
+            table.hits[0] -= found + lacking
+            table.misses[0] += found + lacking
             if linked:
-                one.count_linked(found, lacking)
-            else:  # the cache is complete: no tier was asked
-                one.defaults += lacking
+                table.count_linked(found, lacking)
+            else:  # the cache is complete: no tier was queried
+                table.defaults += lacking
 
     def _count_defaults(self, table_index: int, absent: int) -> None:
         with self._metrics.lock:
@@ -563,8 +567,7 @@ class CachedSession(_TableLimits):
 class DirectSession(_TableLimits):
     """Answers lookups from the databases, then the default vector. *Thread-safe.* Keys and outputs are in host memory.
 
-    For models without an embedding cache. The databases answer duplicate keys and write vectors straight to the output, so keys
-    are not deduplicated first.
+    For models without an embedding cache. Keys are not deduplicated: the databases write vectors straight to the output.
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
@@ -584,7 +587,7 @@ class DirectSession(_TableLimits):
     def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
         if not wait:
-            raise self._without_device()
+            raise self._refusal()
         if batch.checked is not self:
             self.check(batch)
         stages: dict[str, int] = {"adopt": start - (began_ns or start)}
@@ -630,22 +633,22 @@ class DirectSession(_TableLimits):
                 answers.defaults += absent
 
     def _fetch(self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
-        """Fetch vectors; `out`, `found` and the result as of `Database.fetch`, but that other rows of `out` may be written."""
+        """Fetch vectors, as `Database.fetch`; rows of `out` that are not found are unspecified."""
         if table.row_dtype == "float32":
             return self._chain.fetch(table, keys, out, found)
         fetched = 0
         for start in range(0, keys.size, step := max(1, _DECODED_BYTES // (4 * table.width))):
-            some = slice(start, min(start + step, keys.size))
-            rows = np.zeros((some.stop - start, table.width), np.float32)
-            fetched += self._chain.fetch(table, keys[some], rows, found[some])
-            decode(rows, table.dim, table.row_dtype, out[some])
+            part = slice(start, min(start + step, keys.size))
+            rows = np.zeros((part.stop - start, table.width), np.float32)
+            fetched += self._chain.fetch(table, keys[part], rows, found[part])
+            decode(rows, table.dim, table.row_dtype, out[part])
         return fetched
 
     def _pool(self, table: TableSpec, keys: KeyArray, pooling: Pooling, out: FloatArray) -> tuple[int, int]:
-        """Write the combined vector of each bag; vectors are fetched in bounded pieces.
+        """Write the combined vector of each bag, fetching vectors in bounded pieces.
 
         Returns:
-            Number of keys, and of those that no tier has.
+            Number of keys, and of absent keys.
         """
         bags = bag_arrays(pooling)
         positions = np.arange(keys.size)
@@ -655,36 +658,36 @@ class DirectSession(_TableLimits):
             counted = keys[positions]
         start_totals(bags, positions, keys.size, out)
         absent = 0
-        at_once = min(max(1, _POOLED_BYTES // (4 * table.dim)), positions.size)
-        rows, total = np.empty((at_once, table.dim), np.float32), np.empty(table.dim, np.float32)
-        for start in range(0, positions.size, at_once or 1):
-            stop = min(start + at_once, positions.size)
+        step = min(max(1, _POOLED_BYTES // (4 * table.dim)), positions.size)
+        rows, total = np.empty((step, table.dim), np.float32), np.empty(table.dim, np.float32)
+        for start in range(0, positions.size, step or 1):
+            stop = min(start + step, positions.size)
             found = np.zeros(stop - start, np.bool_)
             if missing := found.size - self._fetch(table, counted[start:stop], rows[: found.size], found):
                 absent += missing
                 rows[: found.size][~found] = table.default_value
             began = perf_counter_ns()
-            pool_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
+            pool_rows(rows, _IN_ORDER, positions, start, stop, keys, *bags, total, out)
             ended("scatter", table.table_name, began, found.size)
         return positions.size, absent
 
     def record(self, batch: Batch) -> RecordedLookup:
-        raise self._without_device()
+        raise self._refusal()
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
-        spec, have = self.tables[table], 0
+        spec, fetched = self.tables[table], 0
         with self._calls:
             for start in range(0, keys.size, _PREFETCH_ROWS):
                 part = keys[start : start + _PREFETCH_ROWS]
-                have += self._chain.fetch(
+                fetched += self._chain.fetch(
                     spec, part, np.empty((part.size, spec.width), np.float32), np.zeros(part.size, np.bool_)
                 )
-        return have
+        return fetched
 
     def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
         return False
 
-    def _without_device(self) -> InvalidInputError:
+    def _refusal(self) -> InvalidInputError:
         return InvalidInputError(
             f"looking up model {self.tables[0].model_name!r} without waiting: it has no embedding cache on a device that "
             "reads host memory in place; use wait=True"
@@ -705,12 +708,12 @@ def _on_host(batch: Batch) -> bool:
 
 
 class _LookupPool:
-    """Bounds the number of concurrent lookups, all allocated at once. *Thread-safe.* A lookup that waits too long raises."""
+    """A fixed number of lookup workspaces, allocated together. *Thread-safe.*"""
 
-    def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Value) -> None:
+    def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, name: str, timeouts: Value) -> None:
         self.size = size
         self._timeout_s = timeout_s
-        self._owner = owner
+        self._name = name
         self._timeouts = timeouts
         self._closed = False
         self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: closed
@@ -724,29 +727,29 @@ class _LookupPool:
         return 0 if self._closed else max(0, self.size - self._free.qsize())
 
     def take(self) -> CacheLookup:
-        """Take a lookup, which the caller must give back.
+        """Take a workspace, which the caller must give back.
 
         Raises:
             WorkspaceTimeoutError: all of them stayed busy for `timeout_s`.
             NotReadyError: the pool is closed.
         """
         try:
-            if not self._closed:  # else it would take a lookup that `close` waits for
+            if not self._closed:  # otherwise it would take a workspace that `close` waits for
                 if (lookup := self._free.get(timeout=self._timeout_s)) is not None:
                     return lookup
                 self._free.put(None)  # for the next waiting call
-            raise NotReadyError(f"{self._owner}: was undeployed")
+            raise NotReadyError(f"{self._name}: was undeployed")
         except queue.Empty:
             if self._closed:  # another version may serve by now
-                raise NotReadyError(f"{self._owner}: was undeployed") from None
+                raise NotReadyError(f"{self._name}: was undeployed") from None
             self._timeouts.inc()
             raise WorkspaceTimeoutError(
-                f"{self._owner}: all {self.size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
+                f"{self._name}: all {self.size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
                 "raise num_of_worker_buffer_in_pool or send fewer lookups at once"
             ) from None
 
     def close(self, timeout_s: float) -> bool:
-        """Take all lookups away for good; return False if some still ran after `timeout_s`. May be called again."""
+        """Take all workspaces for good. Return False if lookups still ran after `timeout_s`; may be retried."""
         self._closed = True
         deadline = time.monotonic() + timeout_s
         while self.size:

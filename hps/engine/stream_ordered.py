@@ -21,11 +21,11 @@ from hps.statistics.metrics import Metrics
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
-_ASK_INTERVAL_S = 0.1  # between two reads of the device's counts; a read takes 20 us a table
+_POLL_INTERVAL_S = 0.1  # between two reads of the device's counts; a read takes 20 us a table
 
 
 class _Need(NamedTuple):
-    """Room that a lookup needs, in total of all its tables."""
+    """Room that a lookup needs, over all its tables."""
 
     kind: tuple[int, ...]  # its tables; a pooled lookup adds -1 without and -2 with weights or a max_norm
     keys: int
@@ -54,22 +54,21 @@ class _Workspace:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A workspace in use by a graph until the graph is gone."""
+    """A workspace in use by a graph until the graph is freed."""
 
     workspace: _Workspace
-    gone: Callable[[], bool]
+    freed: Callable[[], bool]
 
 
 class StreamOrderedLookups:
     """The non-blocking lookups of one model on one device. *Thread-safe.*
 
     Every table must be attached as authoritative, and all tensors must be on the device. A key that could not be read, because
-    a writer held its bucket or the table was dropped, gets the default vector. Calls read the device's counts from time to
-    time, so a later call raises the error.
+    a writer held its bucket or the table was dropped, gets the default vector; a later call raises the error.
 
-    **Captures.** A stream capture cannot allocate, and a graph keeps its memory. So one standby workspace has already served a
-    lookup of the same tables and at least as many keys. A capture takes it for all the lookups that it captures in sequence,
-    and returns it when the graph is gone. The cache is not freed before that.
+    **Captures.** A stream capture cannot allocate, and a graph keeps its memory. One standby workspace has therefore served a
+    lookup of the same tables and at least as many keys. A capture takes it for the lookups that it captures in sequence, and
+    gives it back when the graph is freed. The cache is not freed before that.
 
     Args:
         refusals: by table, why it is not attached as authoritative.
@@ -86,7 +85,7 @@ class StreamOrderedLookups:
         self._counters = [metrics.table(table.model_name, table.table_name) for table in tables]
         self._lock = threading.Lock()  # of the workspaces
         self._counting = threading.Lock()  # of the counts
-        self._standing_by: _Workspace | None = None
+        self._standby: _Workspace | None = None
         self._captured: dict[Hashable, _Captured] = {}
         self._closed = False
         none = StreamOrderedCounts(0, 0, 0, 0)
@@ -94,7 +93,7 @@ class StreamOrderedLookups:
         self._hits = [0] * len(tables)  # keys less misses, not yet added to the metrics
         self._unread = [0] * len(tables)  # already reported by a call
         self._used = False
-        self._ask_at = 0.0
+        self._next_poll = 0.0
         self._ended = False
         metrics.settling.add(self.settle)
 
@@ -106,8 +105,8 @@ class StreamOrderedLookups:
             DatabaseError: earlier lookups gave keys of these tables the default vector because they could not be read.
         """
         cache = self._cache
-        if cache is not None and (now := time.monotonic()) >= self._ask_at and cache.capture_of(batch) is None:
-            self._ask_at = now + _ASK_INTERVAL_S
+        if cache is not None and (now := time.monotonic()) >= self._next_poll and cache.capture_of(batch) is None:
+            self._next_poll = now + _POLL_INTERVAL_S
             self.settle()
         for index in batch.tables:
             if index in self._refusals:
@@ -132,17 +131,18 @@ class StreamOrderedLookups:
             take, give_back: borrow and return a workspace for a lookup that is not captured.
 
         Raises:
-            InvalidInputError: a tensor is elsewhere, or no standby workspace fits the capture.
+            InvalidInputError: the cache cannot, a tensor is elsewhere, or no standby workspace fits the capture.
             NotReadyError: the lookups are closed.
         """
+        cache = self._cache or self._capable()
         self._used = True
         need = self._need_of(batch)
-        if (capture := self._capable().capture_of(batch)) is not None:
+        if (capture := cache.capture_of(batch)) is not None:
             self._workspace_of(capture, need).lookup.enqueue(batch, captured=True)
             return
-        workspace = self._standing_by
+        workspace = self._standby
         if workspace is None or not workspace.has_room(need):
-            self._stand_by(batch, need)
+            self._grow_standby(batch, need)
         else:
             lookup = cast(StreamOrderedLookup, take())  # of the same cache
             try:
@@ -163,7 +163,7 @@ class StreamOrderedLookups:
                 self._hits[table] += n
 
     def settle(self) -> None:
-        """Add hits and misses to the metrics. For graphs launched by others the misses are known, but not the hits."""
+        """Add hits and misses to the metrics. Of graphs that other code launches only the misses are known."""
         with self._counting:
             if self._ended or not self._used:  # the cache may be freed, or no lookup ran on it
                 return
@@ -203,7 +203,7 @@ class StreamOrderedLookups:
             self._refuse_if_closed()
             if (captured := self._captured.get(capture.key)) is not None:
                 workspace = captured.workspace
-            elif (standing_by := self._standing_by) is not None:
+            elif (standing_by := self._standby) is not None:
                 workspace = standing_by
             else:
                 workspace = None
@@ -215,22 +215,22 @@ class StreamOrderedLookups:
                 )
             if captured is None:
                 self._captured[capture.key] = _Captured(workspace, capture.watch())
-                self._standing_by = None
+                self._standby = None
             return workspace
 
-    def _stand_by(self, batch: Batch, need: _Need) -> None:
-        """Run a lookup larger than all before on the standby workspace, which grows it. May block for that."""
+    def _grow_standby(self, batch: Batch, need: _Need) -> None:
+        """Run a lookup that is larger than all before on the standby workspace, which grows it. May block."""
         with self._lock:
             self._refuse_if_closed()
             self._reclaim()
-            workspace = self._standing_by or _Workspace(self._capable().create_lookup())
+            workspace = self._standby or _Workspace(self._capable().create_lookup())
             workspace.prepare(batch, need)
-            self._standing_by = workspace
+            self._standby = workspace
 
     def _reclaim(self) -> None:
-        """Return the workspaces of graphs that are gone."""
-        for key in [key for key, captured in self._captured.items() if captured.gone()]:
-            self._standing_by = self._captured.pop(key).workspace
+        """Take back the workspaces of graphs that were freed."""
+        for key in [key for key, captured in self._captured.items() if captured.freed()]:
+            self._standby = self._captured.pop(key).workspace
 
     def _need_of(self, batch: Batch) -> _Need:
         kind = tuple(batch.tables)

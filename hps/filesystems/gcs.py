@@ -293,11 +293,8 @@ def storage_client(endpoint: str, credentials: Any = None) -> Client:
 
 
 def _receive(answer: requests.Response, **_: Any) -> None:
-    """Check the range of an answer, and copy its body: the library does not check, and reads 8 KB at a time, or all at once.
-
-    Raises:
-        InvalidHeader: it has other bytes than the requested ones.
-    """
+    """Check the range of an answer, and copy its body."""
+    # In a hook of the session, since the library checks no range, and reads a body 8 KB at a time or all at once.
     requested = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
     if not requested or answer.status_code not in (200, 206):
         return
@@ -322,10 +319,9 @@ def _record_upload(session: requests.Session, answer: requests.Response, **_: An
 
 
 class _Parts:
-    """The file that the library's upload reads, a part at a time. *Two threads*: one puts, one reads.
+    """The file that the library's upload reads, a part at a time. *Two threads*: one puts, one reads."""
 
-    The library's own `Blob.open` is not used: it completes an upload whenever it is collected.
-    """
+    # The library's own `Blob.open` is not used: it completes an upload whenever it is collected.
 
     def __init__(self) -> None:
         self.waiting: queue.Queue[bytes] = queue.Queue(1)
@@ -347,9 +343,9 @@ class _Parts:
 class _GcsWriter(ObjectWriter):
     """An object that is being uploaded. *One thread.*
 
-    An object of one part is sent in one request, a longer one by the library's resumable upload, on its own thread: the object
-    appears with its last part. The service rejects an object whose checksum differs. An upload that fails or is aborted is
-    cancelled, in the background; the service drops one that a killed process leaves after a week.
+    An object of one part is sent in one request, a longer one by the library's resumable upload, on its own thread. The service
+    rejects an object whose checksum differs. A failed or aborted upload is cancelled in the background; the service drops that
+    of a killed process after a week.
     """
 
     def __init__(self, store: GcsFileSystem, address: ObjectAddress) -> None:

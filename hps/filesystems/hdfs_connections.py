@@ -62,12 +62,7 @@ def hdfs_address(uri: str, doing: str) -> HdfsAddress:
 
 
 class HdfsConnections:
-    """One hdfs-native client for each authority, made on first use and again after one got no answer. *Thread-safe.*
-
-    hdfs-native waits forever if a NameNode accepts connections and never answers (it is stopped, or its disk hangs). So each
-    request has its own thread, which is abandoned on timeout and ends when the NameNode continues or dies. There are at most
-    `MOST_THREADS` of them. (hdfs-native's asynchronous client could be cancelled, but it reads at two thirds of the speed, and
-    panics when the first NameNode of a nameservice is down.)
+    """One hdfs-native client for each authority, made on first use and replaced after an unanswered request. *Thread-safe.*
 
     Raises of every request:
         ModelSourceError: no answer within the deadline, or a transient failure until then.
@@ -104,6 +99,10 @@ class HdfsConnections:
             except BaseException as error:  # a panic of Rust
                 raise RuntimeError(f"hdfs-native: {error}") from error
 
+        # hdfs-native waits forever if a NameNode accepts connections and never answers (it is stopped, or its disk hangs). So
+        # each request has its own thread, which is abandoned on timeout and ends when the NameNode continues or dies.
+        # hdfs-native's asynchronous client could be cancelled, but it reads at two thirds of the speed, and panics when the
+        # first NameNode of a nameservice is down.
         try:
             return bounded(f"{doing} {address.uri}", seconds, self._threads, request)
         except UnansweredError:

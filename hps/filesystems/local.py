@@ -65,12 +65,10 @@ class LocalFileSystem(FileSystem):
         finally:
             os.close(descriptor)
 
-    def is_open_for_writing(self, path: str, version: str) -> bool:
-        """Return whether a process has the file open for writing: stores through a memory map rarely update its times.
-
-        Linux grants a read lease only on a file that no process has open, or mapped, for writing. If it grants none at all (to
-        a user who does not own the file, on network file systems), the answer is unknown, and False.
-        """
+    def may_change_unseen(self, path: str, version: str) -> bool:
+        """Return True if a process has the file open for writing; False also if that is unknown."""
+        # Stores through a memory map rarely update the times of a file. But Linux grants a read lease only on a file that no
+        # process has open, or mapped, for writing; none at all to a user who does not own it, or on network file systems.
         try:
             descriptor = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -109,17 +107,15 @@ class LocalFileSystem(FileSystem):
         return _LocalWriter(path)
 
     def replace(self, path: str, content: bytes, version: str) -> str:
-        """Write a small file if it still has a version. Writers exclude each other by a lock on `.<name>.lock` beside it.
-
-        The lock ends with its process. It holds between machines where the file system's locks do (NFS 4 and 3 with lockd).
-        """
+        # Writers exclude each other by a lock on `.<name>.lock` beside the file, which ends with its process. It works between
+        # machines where the file system's locks do (NFS 4, and NFS 3 with lockd).
         writer = _LocalWriter(path)
         try:
             writer.write(memoryview(content))
             with self._locked(path):
                 now = self.status(path).version if self.exists(path) else ""
                 if now != version:
-                    if now and now == self.version_with_content(path, content):
+                    if now and now == self.version_holding(path, content):
                         return now
                     raise replaced(path, version, now)
                 writer.commit()

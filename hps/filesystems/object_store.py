@@ -163,7 +163,7 @@ class ObjectStore(FileSystem):
         try:
             return self.request("writing", address, lambda: self._put(address, content, version))
         except ModelFileChangedError:
-            if not (written := self.version_with_content(path, content)):
+            if not (written := self.version_holding(path, content)):
                 raise
             return written
 

@@ -34,12 +34,11 @@ class UnansweredError(ModelSourceError):
 def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
     """Call `attempt` with the deadline (of `time.monotonic`); after a `ModelSourceError` pause and call it again.
 
-    All stores share this loop, so that `max_attempts` and `deadline_s` mean the same everywhere: hdfs-native retries nothing,
-    boto3 neither a truncated body nor within a deadline, and google-cloud-storage does not count attempts.
-
     Raises:
         ModelSourceError: the last one, once attempts or time are used up; it reports the number of attempts and the duration.
     """
+    # One loop for all stores, so that `max_attempts` and `deadline_s` mean the same everywhere: hdfs-native retries nothing,
+    # boto3 neither a truncated body nor within a deadline, and google-cloud-storage does not count attempts.
     started = time.monotonic()
     deadline = started + settings.deadline_s
     tried = 0

@@ -219,22 +219,20 @@ def _region(address: ObjectAddress, client: Any, error: ClientError, endpoint: s
 
 
 def _raise_refusal(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: Any) -> None:
-    """Raise S3's refusal before botocore tries another region.
-
-    botocore finds the bucket's region by HeadBucket, whose redirection it follows in the same way: endlessly, if no response
-    names the region (seen in 1.44). Besides, reads from an unexpected region cost money for every byte.
-    """
+    """Raise S3's refusal before botocore tries another region."""
+    # botocore finds the bucket's region by HeadBucket, whose redirection it follows in the same way: endlessly, if no response
+    # names the region (seen in 1.44). Besides, reads from an unexpected region cost money for every byte.
     if response is not None and response[0].status_code >= 300:
         raise ClientError(response[1], operation.name)
 
 
 class _S3Writer(ObjectWriter):
-    """An object that is being written to S3. *One thread.*
+    """An object that is being written to S3, at once or in parts. *One thread.*
 
-    An object of one part is sent at once, a longer one part by part. (boto3's own transfers read from a file, on threads that
-    the interpreter waits for when it exits.) A killed process leaves the parts that it has sent, until a lifecycle rule of the
-    bucket (AbortIncompleteMultipartUpload) drops them.
+    A killed process leaves its parts until a lifecycle rule of the bucket (AbortIncompleteMultipartUpload) drops them.
     """
+
+    # boto3's own transfers are not used: they read from a file, on threads that the interpreter waits for when it exits.
 
     def __init__(self, store: S3FileSystem, address: ObjectAddress) -> None:
         super().__init__(address)

@@ -79,22 +79,10 @@ def repeated_header_message(headers: Headers) -> str:
 
 
 class Head:
-    """The head of a request. *Immutable*, and shared by requests of a connection with the same bytes.
-
-    Args:
-        raw: the head, up to and including its empty line.
+    """The head of a request, parsed from its bytes. *Immutable*, and shared by requests of a connection with the same bytes.
 
     Raises:
         MalformedRequestError: it is not one of HTTP/1.1.
-
-    Attributes:
-        method, path, target: `path` is decoded and without a query; `target` is as sent, but without an authority.
-        headers: with lower-case names.
-        lines: all of them, in order.
-        length: bytes of the body; -1 if it comes in chunks.
-        keeps_alive: whether the client keeps the connection after the answer.
-        needs_keep_alive: whether the answer needs `Connection: keep-alive`, since HTTP/1.0 closes by default.
-        expects_continue: whether the client waits for 100 Continue before it sends the body.
     """
 
     __slots__ = (
@@ -111,8 +99,9 @@ class Head:
     )
 
     def __init__(self, raw: bytes) -> None:
-        self.target, self.keeps_alive = b"", False
-        self.lines: list[tuple[bytes, bytes]] = []
+        self.target = b""  # as sent, but without an authority; `path` is decoded, and without a query
+        self.keeps_alive = False  # the client keeps the connection after the answer
+        self.lines: list[tuple[bytes, bytes]] = []  # all headers, in order
         self._parser = parser = httptools.HttpRequestParser(self)
         try:
             parser.feed_data(raw)
@@ -134,6 +123,7 @@ class Head:
         self.headers = headers = Headers(self.lines)
         if headers.repeated:
             raise MalformedRequestError(repeated_header_message(headers))
+        # HTTP/1.0 closes by default, so its answer needs `Connection: keep-alive`.
         self.needs_keep_alive = version == "1.0" and self.keeps_alive
         if not self.target.startswith(b"/"):
             self.target = _ABSOLUTE_FORM.sub(rb"/\1", self.target)
@@ -142,7 +132,7 @@ class Head:
         if (encoding := headers.get(b"transfer-encoding")) is not None:
             if encoding.strip().lower() != b"chunked" or b"content-length" in headers or version == "1.0":
                 raise MalformedRequestError("reading a request: got a Transfer-Encoding other than chunked alone")
-            self.length = -1
+            self.length = -1  # the body comes in chunks
         else:
             given = headers.get(b"content-length", b"0").strip()
             if not given.isdigit() or len(given) > _MOST_LENGTH_DIGITS:
@@ -181,12 +171,7 @@ def answer_head(
 
 
 class Chunks:
-    """Parses a body in chunks (RFC 9112, section 7.1). *One request.*
-
-    Attributes:
-        body: the bytes received so far.
-        done: whether it is complete.
-    """
+    """Parses a body in chunks (RFC 9112, section 7.1). *One request.*"""
 
     __slots__ = ("_left", "_line", "_trailers", "body", "done")
 
@@ -198,11 +183,7 @@ class Chunks:
         self._trailers = 0
 
     def feed(self, data: memoryview) -> int:
-        """Parse bytes, and return how many belong to this body.
-
-        Raises:
-            MalformedRequestError: they are not chunks.
-        """
+        """Parse bytes, and return how many belong to this body; raise MalformedRequestError if they are not chunks."""
         at = 0
         while at < len(data) and not self.done:
             if self._left > 2:
@@ -247,18 +228,10 @@ class Chunks:
 
 
 class AnswerHead:
-    """The head of an answer. *Immutable.*
-
-    Args:
-        raw: the head, without its empty line.
+    """The head of an answer, parsed from its bytes without the empty line. *Immutable.*
 
     Raises:
         RemoteError: it is not one of HTTP/1.1, or does not state the length of the body.
-
-    Attributes:
-        headers: with lower-case names.
-        length: bytes of the body; -1 if it comes in chunks.
-        keeps_alive: whether the server keeps the connection.
     """
 
     __slots__ = ("headers", "keeps_alive", "length", "status")
@@ -279,7 +252,7 @@ class AnswerHead:
             length = b"0"
         elif not chunked and not (length.isdigit() and len(length) <= _MOST_SIZE_DIGITS):
             raise RemoteError(f"reading an answer: got {line[:80]!r}, expected a Content-Length; is it hps?")
-        self.length = -1 if chunked else int(length)
+        self.length = -1 if chunked else int(length)  # -1: the body comes in chunks
         self.keeps_alive = protocol == b"HTTP/1.1" and self.headers.get(b"connection", b"").lower() != b"close"
 
 
@@ -311,24 +284,15 @@ def final_head(data: bytes | bytearray, have: int) -> FinalHead | None:
 
 
 class AnswerReader:
-    """Parses one answer. *One exchange.*
-
-    Args:
-        head_only: whether it answers a HEAD request.
-        keep_body: whether to collect the body in `body`.
-
-    Attributes:
-        head, raw: None and empty before it has arrived.
-        fed: bytes of the answer that the last call of `feed` has added; a head is added when it is complete.
-        done: whether the answer is complete.
-    """
+    """Parses one answer; `keep_body` collects its body. *One exchange.*"""
 
     def __init__(self, *, head_only: bool = False, keep_body: bool = False) -> None:
-        self.head: AnswerHead | None = None
+        self.head: AnswerHead | None = None  # None before it has arrived
         self.done = False
         self.body = bytearray()
         self._head_only, self._keep_body = head_only, keep_body
-        self.raw = self.fed = b""
+        self.raw = b""  # the bytes of the head
+        self.fed = b""  # what the last call of `feed` has added to the answer; nothing before the head is complete
         self._raw = bytearray()
         self._chunks: Chunks | None = None
         self._left = 0
@@ -339,11 +303,7 @@ class AnswerReader:
         return self.head is not None and self.head.keeps_alive and not self._head_only
 
     def feed(self, data: bytes) -> bool:
-        """Parse bytes; return True if the answer is complete.
-
-        Raises:
-            RemoteError: they are no answer, or more than one.
-        """
+        """Parse bytes; return True if the answer is complete. Raise RemoteError if they are no answer, or more than one."""
         self.fed = data
         if self.head is None:
             self.fed = b""

@@ -6,17 +6,12 @@ from collections.abc import Callable
 
 
 class LineLimit:
-    """Limits the lines in each period. *Thread-safe* except for the counts, which may be slightly off.
-
-    Attributes:
-        until: end of the period, on the clock.
-        left_out: lines suppressed between the last two that passed.
-    """
+    """Limits the lines in each period. *Thread-safe* except for the counts, which may be slightly off."""
 
     def __init__(self, lines: int = 1, period_s: float = 60.0, clock: Callable[[], float] = time.perf_counter) -> None:
         self.lines, self._period_s, self._clock = lines, period_s, clock
-        self.until = float("-inf")
-        self.left_out = 0
+        self.until = float("-inf")  # end of the period, on the clock
+        self.left_out = 0  # lines suppressed between the last two that passed
         self._taken = self._held_back = 0
 
     def take(self) -> bool:
@@ -33,10 +28,7 @@ class LineLimit:
 
 
 class OnceAMinute(logging.Filter):
-    """Passes each message below ERROR once a minute, with the number suppressed in between. *Thread-safe* as logging is.
-
-    For messages that clients can cause at any rate.
-    """
+    """Passes each message below ERROR once a minute, with the number suppressed in between. *Thread-safe* as logging is."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 _log = logging.getLogger(__name__)
 
-_WINDOW_S = 10.0  # window of the rate: short enough to show that a source has stopped
+_WINDOW_S = 10.0  # of the rate; short enough to show that a source has stopped
 _SAMPLE_S = 0.5
 
 
@@ -43,16 +43,12 @@ class FailureProgress(Progress, Protocol):
 
 
 class TableProgress:
-    """Progress and rate of one table. *Thread-safe.*
-
-    Attributes:
-        rows_done: rows in the databases so far.
-    """
+    """Progress and rate of one table. *Thread-safe.*"""
 
     def __init__(self, rows: int, size_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rows = rows
         self.size_bytes = size_bytes
-        self.rows_done = 0
+        self.rows_done = 0  # rows in the databases so far
         self._clock = clock
         self._started = clock()
         self._ended: float | None = None

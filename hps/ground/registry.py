@@ -21,28 +21,21 @@ from hps.errors import ConfigError, HPSError, MissingDependencyError
 
 
 def install_hint(extra: str = "") -> str:
-    """Say how to install hps with an extra. It is on no index yet, so this names what works: a clone, or a wheel."""
-    what = f"'.[{extra}]'" if extra else "."
-    return f"pip install {what} in the clone of hps (with its wheel, write the wheel's file instead of the dot)"
+    """Return how to install hps with an extra. The package is on no index yet, so this is from a clone or a wheel."""
+    target = f"'.[{extra}]'" if extra else "."
+    return f"pip install {target} in the clone of hps (with its wheel, write the wheel's file instead of the dot)"
 
 
 _CORE = install_hint()
 
 
 class BuiltIn(NamedTuple):
-    """A built-in implementation.
+    """A built-in implementation."""
 
-    Attributes:
-        target: `module:attribute`.
-        hint: how to install what it needs, if the import fails.
-        section: for a database: the configuration section that may select it.
-        spellings: other spellings of the configuration value, including HugeCTR's.
-    """
-
-    target: str
-    hint: str = _CORE
-    section: str = ""
-    spellings: tuple[str, ...] = ()
+    target: str  # `module:attribute`
+    hint: str = _CORE  # how to install what it needs, if the import fails
+    section: str = ""  # configuration section that may select a database
+    spellings: tuple[str, ...] = ()  # other configuration values, including HugeCTR's
 
 
 IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
@@ -128,29 +121,28 @@ def implementation(kind: str, name: str) -> Any:
     """
     ours = IMPLEMENTATIONS[kind].get(name)
     if ours is None:
-        return _of_other_package(kind, name)
+        return _from_package(kind, name)
     target, hint, *_ = ours
     try:
         return _attribute(target)
     except ImportError as error:
         raise MissingDependencyError(f"{kind} {name!r} needs a package that is not installed ({error}): {hint}") from error
-    except OSError as error:  # no descriptor to read it by
+    except OSError as error:  # such as no free file descriptor
         raise HPSError(f"importing {kind} {name!r}: {error}") from error
 
 
 def names(kind: str) -> list[str]:
     """Return all names that `implementation` accepts: built-in ones, then those of other packages."""
-    return [*IMPLEMENTATIONS[kind], *other_names(kind)]
+    return [*IMPLEMENTATIONS[kind], *external_names(kind)]
 
 
-def other_names(kind: str) -> list[str]:
-    """Return the sorted names registered by other packages."""
+def external_names(kind: str) -> list[str]:
     return sorted(_entry_points(kind, tuple(sys.path)).keys() - IMPLEMENTATIONS[kind].keys())
 
 
 def is_registered(kind: str, name: str) -> bool:
-    """Return whether `implementation` accepts this name. Reads no entry points for a built-in name."""
-    return name in IMPLEMENTATIONS[kind] or name in other_names(kind)
+    """Return True if `implementation` accepts this name. Reads entry points only for names that are not built in."""
+    return name in IMPLEMENTATIONS[kind] or name in external_names(kind)
 
 
 def section_of(database: Any) -> str:
@@ -159,7 +151,7 @@ def section_of(database: Any) -> str:
 
 
 def can_follow_updates(database: str) -> bool:
-    """Return whether databases of a type can follow a log of updates. All built-in ones can; imports none of them."""
+    """Return True if databases of a type can follow a log of updates. All built-in ones can, and are not imported."""
     if database in IMPLEMENTATIONS["database"]:
         return True
     return issubclass(implementation("database", database), _attribute("hps.stores.base:OrderedWrites"))
@@ -167,14 +159,14 @@ def can_follow_updates(database: str) -> bool:
 
 @cache
 def _entry_points(kind: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of a kind by name; `path` is sys.path, so that a change is read again."""
+    """Return the entry points of a kind by name; `path` is sys.path, which is part of the cache's key."""
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=f"hps.{kind}s"):
         found.setdefault(point.name, []).append(point)
     return found
 
 
-def _of_other_package(kind: str, name: str) -> Any:
+def _from_package(kind: str, name: str) -> Any:
     points = _entry_points(kind, tuple(sys.path)).get(name, [])
     packages = " and ".join(f"{point.dist.name} {point.dist.version}" for point in points if point.dist)
     if not points:
@@ -182,6 +174,7 @@ def _of_other_package(kind: str, name: str) -> Any:
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(kind, [f"got {name!r}, expected one of: {', '.join(known)}{hint}"])
+    # Two packages with one name: the order of `sys.path` would decide.
     if len(points) > 1:
         raise ConfigError(kind, [f"{name!r} is registered by {packages}; uninstall all but one"])
     place = f"{kind} {name!r} of the package {packages} ({points[0].value})"

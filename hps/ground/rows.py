@@ -12,17 +12,17 @@ The layout of int8 is `QUint8RowwiseF16` of NVIDIA's NVE (`cpu_ops/cpu_pooling.h
 (`tzrec/utils/quant_util.py`), where dim is a multiple of 4. A product of 8 and 11 bits is exact in float32, so an element is
 rounded once, and no order of operations changes it.
 
-**Encoding** rounds to the nearest, ties to even. For int8, the offset is the smallest element, the scale 1/255 of what is
-between the offset and the largest, both as float16, and a code is the nearest to (element - offset) / scale within 0..255. So
-an element is off by half a scale, and by a quarter more at the ends. Encoding what was decoded gives the same row: where
-float16 is too coarse for that, since a row's elements are alike and far from 0, codes are chosen again from what they stand for
-until they stay, and a row for which they do not becomes that of its middle.
+**Encoding** rounds to the nearest, ties to even. For int8, the offset is the smallest element, the scale 1/255 of the distance
+from the offset to the largest, both as float16, and a code is the nearest to (element - offset) / scale within 0..255. So an
+element is off by half a scale, and by a quarter more at the ends. Encoding a decoded row gives the same row. Where float16 is
+too coarse for that, since a row's elements are similar and far from 0, decoded codes are encoded until they no longer change; a
+row for which they keep changing gets the value of its middle.
 
-**What a format cannot hold** is refused by `encode`: for int8 a row with an infinity or NaN, or whose offset or scale would be
-beyond float16's range (65,504); for the 16 bits a finite element that would become infinite. They keep infinities, NaN and
-subnormals, and round what is smaller to 0, as IEEE 754 and every framework do. int8 has no such rule to rely on: a row whose
-range is so small that its scale is a subnormal of float16, or 0, is refused if it would come back off by more than a 16th of
-its largest element. Scales that are normal numbers are never that far off: half and a quarter of one are a 170th.
+**Refused by `encode`** are, for int8, rows with an infinity or NaN, or with an offset or scale beyond float16's range (65,504),
+and for 16 bits, finite elements that would become infinite. The 16-bit formats keep infinities, NaN and subnormals, and round
+smaller values to 0, as IEEE 754 and all frameworks do. int8 has no such rule: a row whose range is so small that its scale is a
+subnormal of float16, or 0, is refused if an element would be off by more than a 16th of the largest. With a normal scale none
+is: half and a quarter of a scale are a 170th.
 """
 
 from collections.abc import Callable, Iterable
@@ -124,7 +124,7 @@ def _ordered(bits: Any) -> Any:
 
 @njit()
 def _write_codes(vector: Any, codes: Any) -> tuple[Any, Any, Any]:
-    """Write the codes of a row; return the bits of scale and offset, and whether they surely stay when coded again."""
+    """Write the codes of a row; return the bits of scale and offset, and whether encoding them again surely keeps them."""
     bits = vector.view(np.int32)
     lowest, highest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
     for j in range(bits.size):
@@ -155,7 +155,7 @@ def _write_codes(vector: Any, codes: Any) -> tuple[Any, Any, Any]:
 
 @njit()
 def _write_settled(vector: Any, codes: Any, again: Any, coded: Any) -> tuple[Any, Any]:
-    """Write codes that stay when what they stand for is coded; `again` and `coded` are scratch of as many elements."""
+    """Write codes that stay the same when they are decoded and encoded; `again` and `coded` are scratch of as many elements."""
     scale, offset, settled = _write_codes(vector, codes)
     for _ in range(_TRIES):
         if settled:
@@ -182,7 +182,7 @@ def _write_settled(vector: Any, codes: Any, again: Any, coded: Any) -> tuple[Any
 
 @njit()
 def _is_flattened(vector: Any, row: int, again: Any) -> bool:
-    """Return whether a row, given by address, stands for a vector that is far off; `again` is scratch of as many elements."""
+    """Return True if a row, given by address, decodes to a vector that is far off; `again` is scratch of as many elements."""
     decode_row(row, address_of(again), vector.size, INT8)
     largest = error = np.float64(0.0)  # a float32 of a 16th of a subnormal would be rounded
     for j in range(vector.size):
@@ -264,14 +264,14 @@ def row_kernels(row_dtypes: Iterable[str]) -> tuple[Callable[..., Any], ...]:
 
 
 def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> FloatArray:
-    """Return the rows, (n, width) float32, of vectors, (n, dim) float32, C-contiguous; float32 itself.
+    """Return the rows, (n, width) float32, of vectors, (n, dim) float32, C-contiguous; for float32, the vectors.
 
     Args:
-        what: an action, for errors.
-        keys: of the vectors, for errors.
+        what: the action, for errors.
+        keys: the vectors' keys, for errors.
 
     Raises:
-        InvalidInputError: the format cannot hold a vector; nothing was stored.
+        InvalidInputError: the format cannot represent a vector.
     """
     if row_dtype == "float32":
         return vectors
@@ -282,13 +282,13 @@ def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> 
         finite = np.isfinite(vector)
         wrong = ~finite if row_dtype == "int8" and not finite.all() else np.abs(np.where(finite, vector, 0))
         place, where = int(np.argmax(wrong)), f"row {done}" if keys is None else f"key {int(keys[done])}"
-        held = decode(rows[done : done + 1], vector.size, row_dtype)[0]
-        if finite.all() and np.isfinite(held).all():
-            worst = int(np.argmax(np.abs(held.astype(np.float64) - vector)))
+        decoded = decode(rows[done : done + 1], vector.size, row_dtype)[0]
+        if finite.all() and np.isfinite(decoded).all():
+            worst = int(np.argmax(np.abs(decoded.astype(np.float64) - vector)))
             raise InvalidInputError(
                 f"{what}: the elements of {where}, up to {abs(vector[place]):.3g}, are too small for row_dtype {row_dtype}: "
-                f"element {worst}, {vector[worst]:.3g}, would be {held[worst]:.3g}. Store the table as bfloat16 or float32, or "
-                "write such rows as 0"
+                f"element {worst}, {vector[worst]:.3g}, would be {decoded[worst]:.3g}. Store the table as bfloat16 or float32, "
+                "or write such rows as 0"
             )
         raise InvalidInputError(
             f"{what}: got {vector[place]} as element {place} of {where}, which row_dtype {row_dtype} cannot hold; correct it, "
@@ -298,7 +298,7 @@ def encode(what: str, vectors: FloatArray, row_dtype: str, keys: Any = None) -> 
 
 
 def decode(rows: FloatArray, dim: int, row_dtype: str, out: FloatArray | None = None) -> FloatArray:
-    """Return the vectors, (n, dim) float32, of rows, (n, width) float32, in `out` if it is given; float32 rows themselves."""
+    """Return the vectors, (n, dim) float32, of rows, (n, width) float32, in `out` if given; for float32, the rows."""
     if row_dtype == "float32":
         if out is None:
             return rows

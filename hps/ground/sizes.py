@@ -1,7 +1,7 @@
 """Expressions of named sizes, such as `2*length + 1`, and conditions on them, such as `length % 4 == 0`.
 
 They come with a model, so they are data: integers, names, + - * // %, parentheses, `min` and `max`, and in a condition one
-comparison. The syntax tree is checked before it is compiled; nothing else of Python can be said.
+comparison. The syntax tree is checked before it is compiled, so that no other Python can be executed.
 """
 
 import ast
@@ -25,12 +25,8 @@ _COMPARISONS: Final = (ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, 
 class SizeExpression:
     """An integer that follows from named sizes. *Immutable.*
 
-    Attributes:
-        text: as it was written.
-        names: of the sizes, in the order of the text.
-
     Raises:
-        ValueError: the text says something else; the message names it.
+        ValueError: the text is something else, which the message names.
     """
 
     __slots__ = ("_code", "names", "text")
@@ -40,7 +36,7 @@ class SizeExpression:
         self._code, self.names = _compiled(text, False)
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """Compute it; -1 where it divides by zero."""
+        """Return its value; -1 if it divides by zero."""
         try:
             return int(eval(self._code, _GLOBALS, dict(sizes)))
         except ZeroDivisionError:
@@ -60,7 +56,7 @@ class SizeExpression:
 
 
 class SizeCondition:
-    """A condition on named sizes. *Immutable.* Attributes and errors are those of `SizeExpression`."""
+    """A condition on named sizes. *Immutable.* Raises errors as `SizeExpression`."""
 
     __slots__ = ("_code", "names", "text")
 
@@ -68,8 +64,8 @@ class SizeCondition:
         self.text = text
         self._code, self.names = _compiled(text, True)
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether sizes fulfil it; False where it divides by zero."""
+    def is_met(self, sizes: Mapping[str, int]) -> bool:
+        """Return True if the sizes fulfil it; False if it divides by zero."""
         try:
             return bool(eval(self._code, _GLOBALS, dict(sizes)))
         except ZeroDivisionError:
@@ -104,15 +100,14 @@ def _compile(text: str, condition: bool) -> tuple[CodeType, tuple[str, ...]]:
     names: dict[str, None] = {}
     functions = set()
     for node in ast.walk(tree):
-        what = _refused(node, compared)
-        if what:
-            raise ValueError(f"it has {what}")
+        if wrong := _refused(node, compared):
+            raise ValueError(f"it has {wrong}")
         if isinstance(node, ast.Call):
             functions.add(node.func)
         elif isinstance(node, ast.Name) and node not in functions:
             names[node.id] = None
-    if wrong := [name for name in names if not is_size_name(name)]:
-        raise ValueError(f"it has the name {wrong[0][:40]!r}, expected letters, digits and _")
+    if bad := [name for name in names if not is_size_name(name)]:
+        raise ValueError(f"it has the name {bad[0][:40]!r}, expected letters, digits and _")
     try:
         return compile(tree, "<sizes>", "eval"), tuple(names)
     except (RecursionError, MemoryError) as error:
@@ -123,7 +118,7 @@ _compiled = BoundedCache(_compile, most_bytes=4 << 20)  # all inputs of a networ
 
 
 def _refused(node: ast.AST, compared: ast.AST | None) -> str:
-    """Say what a node has that is not allowed; empty if nothing."""
+    """Describe what is not allowed in a node; empty if it is allowed."""
     if isinstance(node, _COMPARISONS):
         return "" if compared is not None and (node is compared or not isinstance(node, ast.Compare)) else "a comparison"
     if not isinstance(node, _ALLOWED):

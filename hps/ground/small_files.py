@@ -1,16 +1,11 @@
-"""Reads small files whole, with a bound on their size so that a device without an end takes no memory; and notices changes."""
+"""Reads small files with a bound on their size, since a device may be endless; and detects changes."""
 
 import errno
 import os
 
 
 def read_small(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> bytes:
-    """Return the content of a file, or of a pipe.
-
-    Raises:
-        OSError: it cannot be read, or has more bytes.
-        ValueError: the path has a NUL character or is no Unicode.
-    """
+    """Return the content of a file or pipe; raise OSError if it is too large, and ValueError for a path that is no Unicode."""
     with open(path, "rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -19,21 +14,15 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> byte
 
 
 class FileMarks:
-    """Notices that files have changed: were written, replaced, or lie behind a symbolic link that was. *One thread.*
-
-    Args:
-        paths: of the files; empty ones are ignored.
-    """
+    """Detects changed files: written, replaced, or behind a symbolic link that was. Empty paths are ignored. *One thread.*"""
 
     def __init__(self, *paths: str) -> None:
         self._paths = [path for path in paths if path]
         self._read = self._seen = self._marks()
 
     def changed(self) -> bool:
-        """Return whether files have changed since the last time it said so, but not since the last call.
-
-        So a writer has the time between two calls to finish a file, or the second of two files that belong together.
-        """
+        """Return True if files have changed since it last returned True, but not since the last call."""
+        # A writer has the time between two calls to finish a file, or the second of two files that belong together.
         before, self._seen = self._seen, self._marks()
         if self._seen == self._read or self._seen != before:
             return False

@@ -32,8 +32,8 @@ _KEY_BYTES = 13  # of a `KeySet`, most of them
 
 Chunks: TypeAlias = Generator[tuple[KeyArray, FloatArray], None, None]
 
-MOST_DELTAS = 64
-"""Longest chain of deltas. Each costs a probe for every row of the first version."""
+MOST_DELTAS = 64  # each costs a probe for every row of the first version
+"""Longest chain of deltas."""
 
 
 @dataclass(frozen=True, slots=True)

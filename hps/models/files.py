@@ -71,7 +71,7 @@ class OpenedFile:
 
     def is_open_for_writing(self) -> bool:
         """Return whether the file may change without getting another version, because a process has it open for writing."""
-        return self.filesystem.is_local and self.filesystem.is_open_for_writing(self.path, self.version)
+        return self.filesystem.is_local and self.filesystem.may_change_unseen(self.path, self.version)
 
     def check_content(self, crc32: str) -> None:
         """Compare the CRC-32 of the content with the expected one, if known."""
@@ -210,7 +210,7 @@ def open_sparse_model(
         int32_keys: refuse keys outside [0, 2^32) when rows are read, for `supportlonglong: false`.
         sources: file systems to use; by default new ones with default settings.
         checks: checks from `version.json`, by file name.
-        delta: accept the changes of a version, perhaps without rows, instead of a whole table.
+        delta: accept the changes of a version, perhaps without rows, instead of a complete table.
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.

@@ -6,10 +6,8 @@
     <repository>/<model>/<version>/<sparse file>/key, emb_vector
     <repository>/<model>/<version>/<files>          of its network, if it has one
 
-**Incomplete versions.** Any directory with such a name counts as a version. So a publisher writes under another name
-(`.2.tmp`) and renames the directory, where that is atomic (local disk, HDFS). Object stores cannot rename: there `version.json`
-is written last, and versions without it are ignored. Its sizes and checksums detect a partial copy, and files of two versions
-in one directory. Without `version.json`, an incomplete version fails to load when its sizes do not fit, and is tried again.
+A publisher writes a version under another name (`.2.tmp`) and renames it where that is atomic (local disk, HDFS); elsewhere it
+writes `version.json` last. Its sizes and checksums detect a partial copy, and files of two versions in one directory.
 """
 
 import logging
@@ -53,6 +51,8 @@ def list_versions(
     filesystem, directory = sources.locate(place)
     versions = sorted(filter(VERSION.fullmatch, filesystem.directories(directory)), key=int)
     places = {version: within(directory, version) for version in versions}
+    # Any directory with such a name counts as a version. Object stores cannot rename a complete one into place: there
+    # `version.json`, which is written last, marks it as complete.
     if manifest_required is None:
         manifest_required = not filesystem.renames_directories
     if manifest_required:
@@ -93,18 +93,18 @@ def explain_no_models(
         wanted: names of the expected models; empty for any.
         problems: errors of ignored models.
     """
-    what = f"no model {', '.join(wanted)} (service.load_models)" if wanted else "no model to serve"
+    missing = f"no model {', '.join(wanted)} (service.load_models)" if wanted else "no model to serve"
     if not place:
-        return f"{what}: it is not in `models`, and model_repository is not set"
+        return f"{missing}: it is not in `models`, and model_repository is not set"
     try:
         found = _contents(place, sources)
     except HPSError as error:
         found = str(error)
     left_out = "".join(f"; model {name} is left out: {error}" for name, error in (problems or {}).items())
     return (
-        f"{what}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a model's "
-        f"directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct model_repository, or "
-        "put the models there; where that is intended, set service.allow_empty, or serve with --allow-empty"
+        f"{missing}: looked in {place} for {wanted[0] if wanted else '<model>'}/{MODEL_ENTRY}, got {found}{left_out}; a "
+        f"model's directory needs {MODEL_ENTRY}, and a directory for each version, as 1, with its tables. Correct "
+        "model_repository, or put the models there; if that is intended, set service.allow_empty, or serve with --allow-empty"
     )
 
 

@@ -36,10 +36,8 @@ def write_sparse_model(
 ) -> int:
     """Write a sparse model, by its path or URI.
 
-    On a local disk the files are written to a temporary directory beside the target, synced and renamed: whenever the process
-    stops, a reader finds the old model, the new one or none. A killed process leaves `.<name>.<random>.tmp` behind. Elsewhere
-    each file appears complete, `key` last, and an old `key` is removed first: a reader finds a complete model, or one without
-    `key`, which it refuses.
+    Whenever the process stops, a reader finds the old model, the new one, or none. A killed process leaves
+    `.<name>.<random>.tmp` on a local disk.
 
     Args:
         directory: path or URI of the target; parents are created.
@@ -61,6 +59,8 @@ def write_sparse_model(
         return _write_local(filesystem, os.path.realpath(local_path(place)), chunks, overwrite)
     names = filesystem.list(place) if filesystem.exists(place) else []
     _check_names(place, names, overwrite)
+    # Without a rename, an old `key` is removed first and the new one appears last: a reader that comes meanwhile finds no
+    # `key`, and refuses the directory.
     written = _write_files(filesystem, place, chunks, outdated=[name for name in ("key", "meta") if name in names])
     return written["key"].size_bytes // 8
 

@@ -87,7 +87,6 @@ def archive_of(found: dict[str, bytes], root: str = "archive/") -> io.BytesIO:
 
 
 def refuse_member(name: str, member: str, detail: str = "") -> NoReturn:
-    """Raise the error of a member that is neither tensors nor text."""
     raise ModelFileError(
         f"opening the network {name}: got {member!r} in its archive{detail}, expected tensors and JSON alone: anything else "
         "may run code when it is read"

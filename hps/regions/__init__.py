@@ -1,1 +1,1 @@
-"""Shared memory between front processes and the owner of the tiers; `layout.py` reads like its manual."""
+"""Shared memory between frontends and the engine; `layout.py` describes it."""

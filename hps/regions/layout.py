@@ -1,30 +1,30 @@
-"""The layout of the memory that front processes and the owner share.
+"""Layout of the memory that frontends and the engine share.
 
-A front process speaks HTTP, the owner has the tiers. Each front has one *region*, memory that the owner maps (and a GPU reads
-and writes in place) and no other front does:
+A frontend process speaks HTTP; the engine process has the tiers. Each frontend has one *region*, which the engine maps, too (a
+GPU reads and writes it in place):
 
     control words | ring of submissions | ring of completions | figures | slab
 
-The front alone allocates *slots* in its slab. A slot holds one request: a descriptor, the keys, and room for the answer:
+The frontend allocates *slots* in its slab. A slot holds one request, the wire form of a `Batch`: a descriptor, the keys, and
+room for the answer:
 
-    header | segments | aside | keys ... | answer: HTTP head, JSON part, vectors, masks
+    header | segments | scratch | keys ... | answer: HTTP head, JSON part, vectors, masks
 
-The front writes it, and puts its offset into the ring of submissions (`exchange.post`). From then on the slot is the owner's,
-whatever becomes of the client. The owner reads every field of the descriptor once, checks it, answers, and puts the offset
-into the ring of completions, in any order. Nothing that a front writes can make the owner touch memory outside of its region.
+The frontend writes it, and submits its offset (`exchange.post`). From then on the engine has the slot, even if the client
+disconnects. It reads every field of the descriptor once, checks it, answers, and completes the slot, in any order. Nothing that
+a frontend writes can lead the engine out of its region.
 
-Both rings have one reader and count up without end. A ring has more places than a front has slots under way.
+Both rings have one reader, and their counts never wrap. A ring has more places than a frontend has slots under way.
 
-**Sleep.** Either side spins for a moment and then sleeps on an event. The sleeper sets its flag, and looks at the ring once
-more; the other publishes, and looks at the flag. Both have a full fence in between (`exchange`), so that one of them sees the
-other.
+**Sleep.** Either end spins briefly and then sleeps on an event; see `exchange` for the fences.
 
-**Deaths.** A front that starts writes a new `FRONT_EPOCH`. The owner takes nothing more of the old one, waits until what it
-took has been answered, empties both rings, and writes the same number to `OWNER_EPOCH`: the slab is the front's. An owner that
-starts, and whoever sees one die, writes 0 to `OWNER_EPOCH`: the front then begins a new epoch, and posts again what was not
-answered. No owner begins an epoch that one before it has begun (`BEGUN_EPOCH`): its front has not noticed the death yet.
+**Deaths.** A new frontend writes a new `FRONTEND_EPOCH`. The engine takes no more slots of the old one, waits until those that
+it took are answered, empties both rings, and writes the same number to `ENGINE_EPOCH`: the slab is the frontend's. An engine
+that starts, and a supervisor whose engine died, writes 0 to `ENGINE_EPOCH`: the frontend then starts a new epoch, and posts
+unanswered slots again. An engine starts no epoch that its predecessor has started (`STARTED_EPOCH`): its frontend has not
+noticed the death yet.
 
-The *page* is memory that the owner writes and all fronts read: what the models are, and the settings of the service.
+The *snapshot* is memory that the engine writes and all frontends read: the models, and the settings of the service.
 """
 
 import fcntl
@@ -45,10 +45,12 @@ from hps.ground.version import __version__
 
 LINE: Final = 64
 RING: Final = 2048
-"""Places of a ring, a power of two; a front has at most so many slots under way."""
+"""Places of a ring, a power of two: limit on the slots under way of a frontend."""
 
 # Byte offsets in a region. Each control word has a cache line of its own.
-SUBMITTED, TAKEN, COMPLETED, FRONT_SLEEPS, OWNER_SLEEPS, FRONT_EPOCH, OWNER_EPOCH, BEGUN_EPOCH = (LINE * i for i in range(8))
+SUBMITTED, TAKEN, COMPLETED, FRONTEND_SLEEPS, ENGINE_SLEEPS, FRONTEND_EPOCH, ENGINE_EPOCH, STARTED_EPOCH = (
+    LINE * i for i in range(8)
+)
 FORMAT_AT: Final = 8 * LINE
 SUBMISSIONS: Final = 4096
 COMPLETIONS: Final = SUBMISSIONS + 8 * RING
@@ -56,9 +58,9 @@ FIGURES: Final = COMPLETIONS + 8 * RING
 FIGURES_BYTES: Final = 1 << 17
 SLAB: Final = 1 << 18
 
-# Byte offsets in a slot. The front writes the first five words; the owner writes the others before it completes the slot.
-SERIAL, FLAGS, SEGMENTS, ASIDE, ASIDE_BYTES = (8 * i for i in range(5))
-STATUS, BEGAN_NS, ENDED_NS, DEFERRED, ASIDE_USED = (LINE + 8 * i for i in range(5))
+# Byte offsets in a slot. The frontend writes the first five words, the engine the others before it completes the slot.
+DEPLOYMENT_ID, FLAGS, SEGMENTS, SCRATCH, SCRATCH_BYTES = (8 * i for i in range(5))
+STATUS, BEGAN_NS, ENDED_NS, DEFERRED, SCRATCH_USED = (LINE + 8 * i for i in range(5))
 HEADER_BYTES: Final = 2 * LINE
 SEGMENT_WORDS: Final = 5
 """Of a segment: table, number of keys, and the offsets from the slot of its keys, vectors and found-mask (0: none)."""
@@ -66,26 +68,26 @@ MOST_SEGMENTS: Final = 1024
 
 # Flags of a request.
 TRACED: Final = 1
-"""The owner writes the trace of the lookup aside."""
+"""The engine writes the trace of the lookup to the scratch."""
 POOLED: Final = 2
-"""The keys are in bags, which the front describes aside."""
+"""The keys are in bags, which the frontend describes in the scratch."""
 SCORED: Final = 4
-"""No segments: a description of the inputs and outputs of the model's network follows the header, up to the room aside."""
+"""No segments: a description of the inputs and outputs of the model's network follows the header, up to the scratch."""
 
 
-def tensors_at(aside_end: int) -> int:
-    """Return where the tensors of a scored request begin, from the end of the room aside."""
-    return -(-aside_end // LINE) * LINE
+def tensors_at(scratch_end: int) -> int:
+    """Return where the tensors of a scored request start, after the scratch."""
+    return -(-scratch_end // LINE) * LINE
 
 
 # Status of a completed slot.
 ANSWERED, MALFORMED, RETIRED, FAILED = 1, 2, 3, 4
-"""FAILED: the error stands aside. RETIRED: the deployment is gone; another version may serve."""
+"""FAILED: the error is in the scratch. RETIRED: the deployment was retired; another version may serve."""
 
-PAGE_VERSION: Final = 0  # odd while the owner writes the page
-PAGE_BYTES: Final = LINE  # of its text
-PAGE_TEXT: Final = 2 * LINE
-MOST_PAGE_BYTES: Final = 1 << 24
+SNAPSHOT_AT: Final = 0  # odd while the engine writes the snapshot
+TEXT_BYTES: Final = LINE  # of its text
+TEXT_AT: Final = 2 * LINE
+MOST_SNAPSHOT_BYTES: Final = 1 << 24
 
 
 # All processes of a service are forked from one, so they agree on this layout. That would end with the first process that is
@@ -98,26 +100,26 @@ FORMAT: Final = zlib.crc32(
 
 @dataclass(frozen=True, slots=True)
 class FrontendDescriptors:
-    """What the owner and the fronts share, as file descriptors. *Immutable.*
+    """File descriptors of what engine and frontends share. *Immutable.*
 
     Attributes:
-        regions, events: of each front, its region and the event that wakes it.
-        page: of the models and settings.
-        loop_events: of each loop, the event that wakes it; front i belongs to loop i % their number.
-        path: unix socket of the owner's application.
-        spin_ns: how long a loop spins before it sleeps.
+        regions, events: by frontend, its region and the event that wakes it.
+        snapshot: of the models and settings.
+        loop_events: by loop, the event that wakes it; frontend i belongs to loop i % their number.
+        path: unix socket of the engine's application.
+        spin_ns: duration that a loop spins before it sleeps.
     """
 
     regions: tuple[int, ...]
     events: tuple[int, ...]
-    page: int
+    snapshot: int
     loop_events: tuple[int, ...]
     path: str
     spin_ns: int
 
     def close(self) -> None:
-        """Close the descriptors. What is mapped stays mapped."""
-        for region in (*self.regions, *self.events, self.page, *self.loop_events):
+        """Close the descriptors; mappings remain."""
+        for region in (*self.regions, *self.events, self.snapshot, *self.loop_events):
             os.close(region)
 
 
@@ -125,13 +127,13 @@ class Memory:
     """Shared memory behind a file descriptor. *One process.*
 
     Args:
-        descriptor: of a file of the right size; it stays the caller's.
+        descriptor: of a file of the right size; the caller closes it.
         writable: whether this process may write.
 
     Attributes:
         bytes, words: all of it, as (size,) uint8 and (size / 8,) int64.
-        view, longs: the same as memoryviews, whose elements are read and written in a third of the time.
-        address: where this process has it.
+        view, longs: the same as memoryviews, whose elements are accessed in a third of the time.
+        address: in this process.
     """
 
     def __init__(self, descriptor: int, *, writable: bool = True) -> None:
@@ -152,13 +154,13 @@ class Memory:
 
 
 def shared_memory(name: str, size: int) -> int:
-    """Make shared memory of zeros that no process can make smaller, and return its file descriptor.
+    """Create shared memory of zeros that no process can shrink. Return its file descriptor.
 
     Containers limit /dev/shm, often to 64 MB; anonymous memory counts as memory of the processes alone.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
-    with suppress(OSError):  # a kernel without seals: a process that broke in could then end the owner by SIGBUS
+    with suppress(OSError):  # a kernel without seals: a frontend that was broken into could end the engine by SIGBUS
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor
 
@@ -186,12 +188,12 @@ def map_region(descriptor: int) -> Memory:
 
 
 def read_only(descriptor: int) -> int:
-    """Open shared memory again, for reading alone."""
+    """Reopen shared memory read-only."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def write_text(memory: Memory, version_at: int, content: Mapping[str, Any], most: int) -> None:
-    """Write a JSON object behind a version, which is odd meanwhile. One writer.
+    """Write a JSON object behind its version, which is odd while the text changes. One writer.
 
     Raises:
         ValueError: it is longer than `most`.
@@ -201,21 +203,21 @@ def write_text(memory: Memory, version_at: int, content: Mapping[str, Any], most
         raise ValueError(f"publishing {len(text)} bytes, expected at most {most}")
     version = memory[version_at]
     memory[version_at] = version | 1
-    memory[version_at + PAGE_BYTES] = len(text)
-    start = version_at + PAGE_TEXT
+    memory[version_at + TEXT_BYTES] = len(text)
+    start = version_at + TEXT_AT
     memory.view[start : start + len(text)] = text
     memory[version_at] = (version | 1) + 1
 
 
 def read_text(memory: Memory, version_at: int, most: int) -> tuple[int, dict[str, Any]] | None:
-    """Read what `write_text` wrote, with its version; None while it is being written, and before anything was."""
+    """Return the version and the object of `write_text`; None before the first text, and while one is written."""
     version = memory[version_at]
     if version & 1 or not version:
         return None
-    size = memory[version_at + PAGE_BYTES]
+    size = memory[version_at + TEXT_BYTES]
     if not 0 <= size <= most:
         return None
-    start = version_at + PAGE_TEXT
+    start = version_at + TEXT_AT
     text = bytes(memory.view[start : start + size])
     if memory[version_at] != version:
         return None

@@ -74,7 +74,6 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that no batch has taken."""
         return len(self._waiting)
 
     def refuse_if_busy(self, most_s: float) -> None:

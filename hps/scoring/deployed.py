@@ -90,7 +90,6 @@ class OpenedNetwork:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """The inputs of requests."""
         return self.signature.features
 
     def _add(self, device: int | None, calls: NetworkCalls) -> NetworkCalls:

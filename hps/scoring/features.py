@@ -213,7 +213,7 @@ def _refuse_offsets(doing: str, features: Sequence[Feature], given: Sequence[Inp
 def _unfulfilled(signature: Signature, given: Sequence[InputValues], samples: int, sizes: Mapping[str, int]) -> str:
     """Describe the guard that refuses a request, and the input whose size it limits."""
     known = {**sizes, SAMPLES: samples}
-    refusing = [guard for guard in signature.guards if not guard.holds(known)]
+    refusing = [guard for guard in signature.guards if not guard.is_met(known)]
     guard = next((guard for guard in refusing if SAMPLES not in guard.names), refusing[0])  # samples may be added
     got = f"{known[guard.names[0]]}" if len(guard.names) == 1 else ", ".join(f"{name} = {known[name]}" for name in guard.names)
     which = "1 sample" if samples == 1 else f"{samples} samples"

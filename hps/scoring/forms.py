@@ -31,7 +31,6 @@ class BatchForm(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Most rows of each input."""
         return [self.requests if once else self.samples for once in self.once]
 
 
@@ -80,7 +79,6 @@ class BatchLayout:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of vectors and buffers."""
         buffers = sum(prod(buffer.shape) * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
         return buffers + sum(4 * prod(shape) for shape in self.vectors)
 
@@ -206,5 +204,4 @@ def _keys_only(signature: Signature, buffered: set[tuple[int, Source]]) -> set[s
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to the alignment of inputs."""
     return -(-size // _ALIGNED) * _ALIGNED

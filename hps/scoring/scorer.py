@@ -248,7 +248,6 @@ class Scorer:
             self._kept.warm()
 
     def prepared_zeros(self, samples: int) -> Callable[[], Mapping[str, Tensor]]:
-        """Return a run of the network on zeros, without lookups."""
         return self._new.prepared_zeros(samples)
 
     def _check(self, outputs: Outputs, samples: int) -> None:

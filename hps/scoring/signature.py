@@ -75,7 +75,6 @@ class Feature:
         return tuple(size if isinstance(size, int) else SizeExpression(size).value(sizes) for size in (first, *self.shape))
 
     def tensor(self) -> NetworkTensor:
-        """Return what a network gets of a feature."""
         sizes = (self.first, *self.shape)
         return NetworkTensor(self.name, self.dtype, tuple(-1 if isinstance(size, str) else size for size in sizes))
 
@@ -142,7 +141,6 @@ class NetworkLookup:
         return pooled or self.max_norm is not None
 
     def bags_of(self, keys: Any, offsets: Any = None, weights: Any = None) -> Bags:
-        """Return bags of keys, pooled as configured."""
         return Bags(
             keys,
             offsets,
@@ -211,7 +209,6 @@ class Signature:
         return bool(self.named or self.derived or self.shifted or self.guards)
 
     def tensors(self) -> list[NetworkTensor]:
-        """Return the inputs of the network."""
         lookups = {lookup.name: lookup for lookup in self.lookups}
         features = {feature.name: feature for feature in self.features}
         found = []
@@ -234,7 +231,6 @@ class Signature:
         return None if feature is None else (*(feature.tensor().shape or ()), lookup.dim)
 
     def inputs_of(self, program: KeysProgram) -> list[NetworkTensor]:
-        """Return the inputs of a keys program."""
         features = {feature.name: feature for feature in self.features}
         return [features[name].tensor() for name in program.inputs]
 
@@ -246,7 +242,7 @@ class Signature:
         if combination in self._fulfilled:
             return None
         known = {**sizes, SAMPLES: samples}
-        if (found := next((guard for guard in self.guards if not guard.holds(known)), None)) is None:
+        if (found := next((guard for guard in self.guards if not guard.is_met(known)), None)) is None:
             if len(self._fulfilled) >= _MOST_FULFILLED:
                 self._fulfilled.clear()
             self._fulfilled.add(combination)
@@ -262,7 +258,7 @@ class Signature:
     def admits(self, samples: int, sizes: Mapping[str, int]) -> bool:
         """Return True if a request of these sizes is answered, with padding if necessary."""
         known = {**sizes, SAMPLES: samples}
-        return all(guard.holds(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
+        return all(guard.is_met(known) for guard in self.request_guards) and self.padding(samples, sizes) is not None
 
     def trial_samples(self) -> tuple[int, ...]:
         """Return the numbers of samples of trials: 1 and 3, or the next ones that the network runs with."""

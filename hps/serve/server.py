@@ -35,7 +35,7 @@ from hps.serve.engine.app import CLOSE_TIMEOUT_S, Application
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import BACKLOG, Frontend
-from hps.serve.frontend.supervisor import Supervisor, reserve, url_of
+from hps.serve.frontend.supervisor import Supervisor, bind, url_of
 from hps.serve.frontend.tls import context_of
 from hps.serve.http.authorization import exposures, is_loopback
 from hps.serve.logs.lines import LogFormat, configure_logging
@@ -138,10 +138,10 @@ def serve(
     if (grpc_port := configuration.service.grpc_port if grpc_port is None else grpc_port) is not None:
         _check_grpc()
     if not count:
-        with listen(host, port) as listener:
+        with bind(host, port) as listener:
             if grpc_port is None:
                 return run_engine(listener)
-            with reserve(host, grpc_port, "grpc_port") as grpc_reserved:
+            with bind(host, grpc_port, "grpc_port", shared=True) as grpc_reserved:
                 return run_engine(listener, grpc_reserved.getsockname()[:2])
     supervisor = Supervisor(configuration, host, port, count, grpc_port)
     if (code := supervisor.run()) is not None:
@@ -180,7 +180,7 @@ class Server:
             processes.
         shared: descriptors shared with the frontend processes.
         url: address of the frontend processes.
-        grpc_address: address for gRPC of the frontend on this event loop, reserved by `supervisor.reserve`.
+        grpc_address: address for gRPC of the frontend on this event loop, reserved by `supervisor.bind`.
 
     Attributes:
         url: address for clients.
@@ -231,7 +231,7 @@ class Server:
             configuration, loopback = self._app.lifecycle.configuration, self._app.authorization.loopback
             if (shared := self._shared) is None:
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hps-"))
-                shared = share(configuration.service, 1, str(Path(directory) / "owner.sock"), 0)
+                shared = share(configuration.service, 1, str(Path(directory) / "engine.sock"), 0)
             self._app.link.connect(shared)
             if self._listener is not None:
                 self.frontend = Frontend(0, shared, configuration, connect=Connection, spins=False, loopback=loopback)
@@ -294,10 +294,11 @@ class Server:
                 _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._loop = asyncio.get_running_loop()
         self._run_calls()
+        # The end of loading, on another thread, and changes of the tokens' file are polled.
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
-            self._app.look_at_tokens()
+            self._app.poll_tokens()
             if self._app.lifecycle.failure is not None and self._stopping is None:
                 self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled and self._app.link.answers_clients:
@@ -391,30 +392,3 @@ class Server:
                 return
             table = model.embedding_table_names[0]
             _log.info("""ready; try: curl -s%s %s/lookup -d '{"tables": {"%s": [1, 2, 3]}}'""", options, url, table)
-
-
-def listen(host: str, port: int, key: str = "port") -> socket.socket:
-    """Bind and listen; port 0 picks a free one.
-
-    Args:
-        key: the port's key in the configuration, for errors.
-
-    Raises:
-        ConfigError: the address cannot be bound; the message says why.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            "service",
-            [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
-        ) from error
-    return listener

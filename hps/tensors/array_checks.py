@@ -43,7 +43,6 @@ def check_rows(
     *,
     aligned: bool = False,
 ) -> tuple[KeyArray, FloatArray]:
-    """Check keys and their vectors."""
     keys = check_keys(doing, keys, aligned=aligned)
     return keys, check_array(doing, "vectors", vectors, np.float32, (keys.size, dim), aligned=aligned)
 

@@ -116,7 +116,6 @@ class TensorView:
 
     @property
     def device_name(self) -> str:
-        """Name of the device, e.g. `CUDA device 0`."""
         return f"{_DEVICES.get(self.device_type, f'type {self.device_type}')} device {self.device_id}"
 
     @property

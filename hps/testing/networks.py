@@ -144,7 +144,7 @@ class NetworkContract:
         [
             ((A,), "got no input 'b', which it has; expected in dense.inputs: a, b"),
             ((A, C), "got no input 'b', which it has; expected in dense.inputs: a, b"),
-            ((A, B, C), "got input 'c', which it has not; expected in dense.inputs: a, b"),
+            ((A, B, C), "got input 'c', which it lacks; expected in dense.inputs: a, b"),
         ],
     )
     def test_other_inputs_are_named(self, inputs: tuple[NetworkTensor, ...], message: str) -> None:

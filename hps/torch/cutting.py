@@ -11,40 +11,38 @@ torch.export silently turns Python values into constants: random numbers, clocks
 swallowed exceptions. `proof.py` finds these by runs.
 """
 
-import io
 import operator
-import re
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import sympy
 import torch
 from torch import fx, nn
-from torch.fx.experimental import _config as tracing  # has the only switch that makes sizes of 0 and 1 guards; pinned by a test
 from torch.utils import _pytree as pytree
 
 from hps.errors import InvalidInputError
 from hps.torch.module_inputs import FlatModule, ModuleInputs
+from hps.torch.sizes import INTEGERS, FixedSizesError, ProgramSizes, expression_of
+from hps.torch.tracing import (
+    HOMES,
+    TRACING_MODES,
+    SizeBranches,
+    attributes_of,
+    drop_created,
+    export,
+    export_error,
+    require_stateless,
+    tracing,
+)
 
 aten: Any = torch.ops.aten
 _LOOKUPS: Final = (aten.embedding.default, aten.embedding_bag.padding_idx, aten.index.Tensor, aten.index_select.default)
 _VIEWS: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ROWS: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _POOLINGS: Final = ("sum", "mean", "max")
 _TO_THE_END: Final = 2**63 - 1
-_HOMES: Final = tuple(f"{torch.__file__.rpartition('/')[0]}{end}" for end in ("/", "rec/"))  # of torch and torchrec
-_SAMPLES: Final = sympy.Symbol("samples", integer=True, nonnegative=True)
-
-
-class _FixedSizesError(InvalidInputError):
-    """The outputs do not have a row for each sample; another tracing mode may help."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Cut:
         self.module: Any = program.module()  # parameters are attributes of it, by their paths
         self.graph: fx.Graph = self.module.graph
         for node in list(self.graph.nodes):
-            if node.op == "call_module":  # guards on sizes, which `_Sizes` reads from the program
+            if node.op == "call_module":  # guards on sizes, which `ProgramSizes` reads from the program
                 self.graph.erase_node(node)
         self._refuse_changes()
         self._drop_full_slices()
@@ -110,7 +108,7 @@ class Cut:
         self.why_unbatched = ""
         self.branches = True
         self.ragged = self._find_ragged() | inputs.ragged | weights
-        self.names = sizes = _Sizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
+        self.names = sizes = ProgramSizes(self._doing, inputs, self.inputs, self.outputs, self.ragged, self._equal)
         self.shapes, self.sizes, self.guards, self.samples = sizes.shapes, sizes.examples, sizes.guards, sizes.samples
         self.notes += sizes.notes
         for index, lookup in enumerate(self.lookups):
@@ -202,7 +200,7 @@ class Cut:
             if node.target is aten.index.Tensor and len(got["indices"]) != 1:
                 return None
             got |= {"weight": got["self"], "indices": keys}
-            if got.get("dim", 0) != 0 or not isinstance(keys, fx.Node) or keys.meta["val"].dtype not in _INTEGERS:
+            if got.get("dim", 0) != 0 or not isinstance(keys, fx.Node) or keys.meta["val"].dtype not in INTEGERS:
                 return None
         weight, renorm = _stored(got["weight"])
         keys = got["indices"]
@@ -233,7 +231,7 @@ class Cut:
             raise InvalidInputError(f"{self._doing}: more than the vectors of a bag is read{lookup.line}")
         parts = _matrix_of_bags(keys, got["offsets"], got["per_sample_weights"])
         if parts[1] is None:  # the traced number of offsets is the number of rows
-            self._equal[_expression(got["offsets"].meta["val"].shape[0])] = _expression(parts[0].meta["val"].shape[0])
+            self._equal[expression_of(got["offsets"].meta["val"].shape[0])] = expression_of(parts[0].meta["val"].shape[0])
         lookup.parts |= {
             name: TracedSource(part_node)
             for name, part_node in zip(("keys", "offsets", "weights"), parts, strict=True)
@@ -270,7 +268,7 @@ class Cut:
                 if isinstance(width := self.shapes[names[node]][1], str):
                     self.guards.append(f"{width} >= {column + 1}")
                 return TracedSource(source.node, names[node], column)
-            if column is not None or (casts and node.meta["val"].dtype not in _INTEGERS):
+            if column is not None or (casts and node.meta["val"].dtype not in INTEGERS):
                 return source
         return TracedSource(source.node, names[node]) if node in names else source
 
@@ -282,11 +280,11 @@ class Cut:
         for lookup in self.lookups:
             if (offsets := lookup.parts.get("offsets")) is None:
                 continue
-            count = _expression(lookup.parts["keys"].node.meta["val"].shape[0])
+            count = expression_of(lookup.parts["keys"].node.meta["val"].shape[0])
             if counts.setdefault(offsets.node, count) != count:  # merging cannot shift them for both
                 self.why_unbatched = f"offsets are of several inputs{lookup.line}"
             for name, node in self.inputs.items():
-                if node is not offsets.node and _expression(node.meta["val"].shape[0]) == count:
+                if node is not offsets.node and expression_of(node.meta["val"].shape[0]) == count:
                     found[name] = names.get(offsets.node, "")
         return found
 
@@ -388,9 +386,9 @@ class Cut:
         for lookup in self.lookups:
             value = lookup.node.meta["val"]
             for dim, size in enumerate((value[0] if isinstance(value, tuple | list) else value).shape[:-1]):
-                vectors.setdefault(_expression(size).subs(self._equal), (lookup.node, dim))
+                vectors.setdefault(expression_of(size).subs(self._equal), (lookup.node, dim))
         sizes = [node for node in self.graph.nodes if node.target is aten.sym_size.int and node.args[0].op == "placeholder"]
-        return {node: vectors[size] for node in sizes if (size := _expression(node.meta["val"])) in vectors}
+        return {node: vectors[size] for node in sizes if (size := expression_of(node.meta["val"])) in vectors}
 
 
 class _NamedProgram(nn.Module):
@@ -408,18 +406,6 @@ class _NamedProgram(nn.Module):
         return dict(zip(self._outputs, self.program(*[given[name] for name in self._inputs]), strict=True))
 
 
-class _TracingMode(NamedTuple):
-    """Whether a module is traced with dynamo, and with all sizes free, or only the number of samples."""
-
-    strict: bool
-    all_sizes: bool
-
-
-_TRACING_MODES: Final = [
-    _TracingMode(strict=strict, all_sizes=all_sizes) for strict in (False, True) for all_sizes in (True, False)
-]
-
-
 def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None = None) -> Cut:
     """Export a module, and cut it at its lookups.
 
@@ -433,320 +419,31 @@ def cut(module: nn.Module, inputs: ModuleInputs, outputs: Sequence[str] | None =
     # the end of a slice). Each mode is tried with all sizes free, then with only the number of samples.
     flat = FlatModule(module, inputs, outputs)
     first: InvalidInputError | None = None
-    before = _attributes(module)
-    for mode in _TRACING_MODES:
-        _drop_made(module, before)
+    before = attributes_of(module)
+    for mode in TRACING_MODES:
+        drop_created(module, before)
         trace = partial(export, flat, (inputs.tensors,), strict=mode.strict, all_sizes=mode.all_sizes)
         try:
-            with _SizeBranches() as branches:
+            with SizeBranches() as branches:
                 traced = trace()
             code = traced.graph_module.code
-            with _tracing():
+            with tracing():
                 program = traced.run_decompositions({})  # functional: without changes in place
         except Exception as error:  # noqa: BLE001 - torch's tracers raise any class
-            first = first or (error if isinstance(error, InvalidInputError) else _refused(inputs, error))
+            first = first or (error if isinstance(error, InvalidInputError) else export_error(inputs, error))
             continue
         try:
             found = Cut(inputs, program)
-        except _FixedSizesError as error:
+        except FixedSizesError as error:
             first = first or error
             continue
-        _refuse_memory(inputs, module, before, trace, code)
+        require_stateless(inputs, module, before, trace, code)
         found.branches = mode.strict or branches.found  # dynamo reads bytecode, so branches cannot be observed
         found.need_filled(None if mode.strict or branches.foregone else branches.symbols)
         if mode.strict:
             found.notes.append("traced with dynamo (strict=True)")
         return found
     raise first or AssertionError
-
-
-def export(
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    *,
-    sizes: Mapping[str, Sequence[Any]] | None = None,
-    strict: bool = False,
-    all_sizes: bool = True,
-) -> torch.export.ExportedProgram:
-    """Export a module that takes tensors, or a dict of them; sizes that the module does not fix are free, also to be 0 and 1.
-
-    Args:
-        sizes: of the tensors by name, in their order; numbers are fixed. Default: none is.
-        all_sizes: free all dimensions; False: only the first ones.
-    """
-    tensors = [*inputs[0].values()] if isinstance(inputs[0], Mapping) else inputs
-    sizes_by_tensor = [*sizes.values()] if sizes is not None else [[None] * tensor.ndim for tensor in tensors]
-    dims = [
-        {
-            dim: torch.export.Dim.AUTO
-            for dim, size in enumerate(sizes_of_tensor[: None if all_sizes else 1])
-            if size is None or not size.is_Integer
-        }
-        for sizes_of_tensor in sizes_by_tensor
-    ]
-    shapes: Any = (dict(zip(inputs[0], dims, strict=True)),) if isinstance(inputs[0], Mapping) else (tuple(dims),)
-    with _tracing():
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=strict)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Drop output and warnings of torch's exporters: users cannot act on them, and errors are raised."""
-    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    """Trace sizes of 0 and 1 like others, with guards where they are special."""
-    patch: Any = tracing.patch  # type: ignore[attr-defined]
-    with torch.no_grad(), patch(backed_size_oblivious=True), quiet():
-        yield
-
-
-class _SizeBranches:
-    """Records whether code outside of torch branches on a size while it is traced, so that other sizes need another program.
-
-    Conditions of torch's own operators, such as broadcasting, are ignored: they do not change the meaning of a row.
-
-    Attributes:
-        found: whether it does.
-        symbols: in the conditions.
-        foregone: whether a condition had no symbol: torch assumes positive sizes, so `size == 0` is false without a guard.
-    """
-
-    def __enter__(self) -> "_SizeBranches":
-        self.found = self.foregone = False
-        self.symbols: set[Any] = set()
-        self._of_torch: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
-        of_torch, of_size = self._of_torch, torch.SymInt.__bool__.__code__
-
-        def watched(condition: torch.SymBool) -> bool:
-            frame: Any = sys._getframe(1)
-            if frame.f_code is of_size:  # `if size:` is `if size != 0:`
-                frame = frame.f_back
-            if not frame.f_code.co_filename.startswith(_HOMES):
-                symbols = condition.node.expr.free_symbols
-                self.found, self.foregone = True, self.foregone or not symbols
-                self.symbols |= symbols
-            return bool(of_torch(condition))  # type: ignore[no-untyped-call]
-
-        torch.SymBool.__bool__ = watched  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.SymBool.__bool__ = self._of_torch  # type: ignore[method-assign]
-
-
-# -- sizes
-
-
-class _Sizes:
-    """The sizes of a program, by name: `samples`, and `hist_1` for dimension 1 of input `hist`."""
-
-    def __init__(
-        self,
-        doing: str,
-        inputs: ModuleInputs,
-        placeholders: Mapping[str, fx.Node],
-        outputs: Mapping[str, fx.Node],
-        ragged: Mapping[str, str],
-        equal: Mapping[Any, Any],
-    ) -> None:
-        self._doing = doing
-        self._equal = equal
-        self.notes: list[str] = []
-        dims = {name: [_expression(size) for size in node.meta["val"].shape] for name, node in placeholders.items()}
-        rows = {name: node.meta["val"].shape[0] for name, node in outputs.items()}
-        first = next(iter(rows.values()))
-        self.samples = first if isinstance(first, int) else first.node.hint
-        self._names: dict[Any, Any] = {}
-        for name, expressions in dims.items():
-            if expressions[0].is_Symbol and name not in ragged and inputs.tensors[name].shape[0] == self.samples:
-                # An input with as many rows as there are samples has a row a sample. If that is a coincidence, the guards
-                # refuse more requests than the program would, never fewer.
-                self._names[expressions[0]] = _SAMPLES
-        found = self._renamed(_expression(first))
-        if found != _SAMPLES and not (solved := _solved(found)):
-            self._refuse_rows(inputs, dims, next(iter(rows)), found)
-        if found != _SAMPLES:
-            self._names |= solved
-        for name, expression in rows.items():
-            if (found := self._renamed(_expression(expression))) != _SAMPLES:
-                self._refuse_rows(inputs, dims, name, found)
-        if not any(_SAMPLES in self._renamed(sizes[0]).free_symbols for sizes in dims.values()):
-            self._refuse_rows(inputs, dims, next(iter(rows)), _SAMPLES)
-        self.examples: dict[str, int] = {}
-        implied = dict.fromkeys(inputs.ragged.values(), _SAMPLES + 1)
-        implied |= {f"{name}.weights": dims[name][0] for name in inputs.ragged}
-        for name, expressions in dims.items():
-            for dim, expression in enumerate(expressions):
-                if not dim and expression.is_Symbol and expression not in self._names and name in implied:
-                    self._names[expression] = self._renamed(implied[name])
-                self._name(name, dim, expression, inputs.tensors[name].shape[dim])
-        self.shapes = {
-            name: tuple(
-                int(expression) if expression.is_Integer else self.written(self._renamed(expression))
-                for expression in expressions
-            )
-            for name, expressions in dims.items()
-        }
-        for name, shape in self.shapes.items():
-            fixed = [str(size) for size in shape[1:] if isinstance(size, int)]
-            if fixed and inputs.tensors[name].dtype in _INTEGERS:
-                self.notes.append(f"input {name!r} always has {' x '.join(fixed)} values a sample, as in the examples")
-        self.guards = self.conditions(next(iter(placeholders.values())).meta["val"], self._names)
-
-    def _refuse_rows(self, inputs: ModuleInputs, dims: Mapping[str, Any], name: str, rows: Any) -> None:
-        fixed = next(
-            (input_name for input_name, sizes in dims.items() if sizes and sizes[0].is_Integer and int(sizes[0]) > 1), None
-        )
-        if rows.is_Integer and fixed is not None:
-            raise _FixedSizesError(
-                f"{self._doing}: forward fixes the number of samples to {inputs.tensors[fixed].shape[0]}, that of input "
-                f"{fixed!r} in the examples: does it use len(), int(), float() or tolist() of a size? Use x.shape[0] as it is"
-            )
-        raise _FixedSizesError(
-            f"{self._doing}: output {name!r} has {rows} rows, expected one for each sample of the inputs, or the same of all "
-            "outputs"
-        )
-
-    def _name(self, name: str, dim: int, expression: Any, size: int) -> None:
-        for symbol in expression.free_symbols:
-            if symbol not in self._names:
-                self._names[symbol] = sympy.Symbol(re.sub(r"\W", "_", f"{name}_{dim}"), integer=True, nonnegative=True)
-        if expression.is_Symbol and self._names[expression].is_Symbol and self._names[expression] != _SAMPLES:
-            self.examples[str(self._names[expression])] = size
-
-    def _renamed(self, expression: Any) -> Any:
-        return expression.subs(self._equal).xreplace(self._names)
-
-    def symbols_in(self, symbols: Iterable[Any]) -> set[Any]:
-        """Return the names in the expressions of symbols of the graph."""
-        return {name for symbol in symbols for name in self._renamed(symbol).free_symbols}
-
-    def of(self, value: torch.Tensor) -> list[Any]:
-        """Return the sizes of a tensor of the graph, in names."""
-        return [self._renamed(_expression(size)) for size in value.shape]
-
-    def written(self, expression: Any) -> str:
-        """Write an expression of sizes in names.
-
-        Raises:
-            InvalidInputError: it has an operator that cannot be checked.
-        """
-        try:
-            return _written(expression)
-        except KeyError as error:
-            raise InvalidInputError(f"{self._doing}: forward makes a size of {expression}, which cannot be checked") from error
-
-    def conditions(self, program: Any, names: Mapping[Any, Any]) -> list[str]:
-        """Write the conditions that a traced program relies on.
-
-        Args:
-            program: any symbolic tensor of it.
-            names: of its symbols.
-        """
-        environment = program.fake_mode.shape_env
-        found: list[str] = []
-        for guard in environment.guards:
-            guarded = environment.replace(guard.expr).subs(self._equal)
-            for condition in sympy.And.make_args(guarded):
-                if condition.free_symbols <= {*names}:  # others depend on values
-                    renamed = condition.xreplace(names)
-                    found += [] if renamed == sympy.true else [self.written(renamed)]
-        for symbol, bounds in environment.var_to_range.items():
-            if symbol in names and environment.replace(symbol) == symbol:
-                named = self.written(names[symbol])
-                found += [f"{named} >= {int(bounds.lower)}"] if bounds.lower > 0 else []
-                found += [f"{named} <= {int(bounds.upper)}"] if bounds.upper < 1 << 40 else []
-        return found
-
-    def conditions_of(self, program: torch.export.ExportedProgram, known: Sequence[Sequence[Any]]) -> list[str]:
-        """Write the conditions of a program that was exported of a part.
-
-        Args:
-            known: the sizes of its inputs, in the names of this module.
-        """
-        values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
-        inputs = [values[name] for name in program.graph_signature.user_inputs]
-        names: dict[Any, Any] = {}
-        found: list[str] = []
-        for value, sizes in zip(inputs, known, strict=True):
-            for size, own_size in zip(map(_expression, value.shape), sizes, strict=True):
-                if size.is_Symbol and size not in names:
-                    names[size] = own_size
-                elif (renamed := size.xreplace(names)) != own_size:
-                    found.append(f"{self.written(own_size)} == {self.written(renamed)}")
-        return found + self.conditions(inputs[0], names)
-
-
-_COMPARISONS: Final = {
-    sympy.Eq: "==",
-    sympy.Ne: "!=",
-    sympy.StrictLessThan: "<",
-    sympy.LessThan: "<=",
-    sympy.StrictGreaterThan: ">",
-    sympy.GreaterThan: ">=",
-}
-_OPERATORS: Final = {"FloorDiv": "//", "Mod": "%", "PythonMod": "%", "CleanDiv": "//"}
-_ROUNDED: Final = {"TruncToInt": "({} // {})", "FloorToInt": "({} // {})", "CeilToInt": "(-(-{} // {}))"}
-
-
-def _written(expression: Any) -> str:
-    """Write an expression of sizes. Raises KeyError for other operators."""
-    if expression.is_Integer:
-        return str(int(expression))
-    if expression.is_Symbol:
-        return str(expression)
-    kind = type(expression).__name__
-    if kind in _ROUNDED and type(quotient := expression.args[0]).__name__ == "IntTrueDiv":
-        above, below = map(_written, quotient.args)
-        if kind != "TruncToInt" or quotient.args[0].is_nonnegative:
-            return _ROUNDED[kind].format(above, below)
-    parts = [_written(arg) for arg in expression.args]
-    if (sign := _COMPARISONS.get(type(expression))) is not None:
-        return f"{parts[0]} {sign} {parts[1]}"
-    if expression.is_Add:
-        return f"({' + '.join(reversed(parts))})" if len(parts) > 1 else parts[0]
-    if expression.is_Mul:
-        return f"({' * '.join(parts)})"
-    if kind in ("Max", "Min"):
-        return f"{kind.lower()}({', '.join(parts)})"
-    if len(parts) != 2:
-        raise KeyError(kind)
-    return f"({parts[0]} {_OPERATORS[kind]} {parts[1]})"
-
-
-def strongest(guards: Sequence[str]) -> list[str]:
-    """Return the guards without lower bounds that another one implies."""
-    bounds: dict[str, int] = {}
-    others: list[str] = []
-    for guard in guards:
-        if (found := re.fullmatch(r"(\w+) (>=?) (\d+)", guard)) is None:
-            others.append(guard)
-        else:
-            bounds[found[1]] = max(bounds.get(found[1], 0), int(found[3]) + (found[2] == ">"))
-    return list(dict.fromkeys([*others, *(f"{name} >= {least}" for name, least in bounds.items())]))
-
-
-def _expression(size: Any) -> Any:
-    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
-
-
-def _solved(samples: Any) -> dict[Any, Any]:
-    """Solve the number of samples for its symbol: return the symbol as an expression of `samples`."""
-    symbols = samples.free_symbols
-    if len(symbols) != 1:
-        return {}
-    (symbol,) = symbols
-    if samples == symbol:
-        return {symbol: _SAMPLES}
-    if type(samples).__name__ == "FloorDiv" and samples.args[0] == symbol:
-        return {symbol: _SAMPLES * samples.args[1]}
-    shift = sympy.expand(samples - symbol)
-    return {symbol: _SAMPLES - shift} if shift.is_Integer else {}
 
 
 # -- the graph
@@ -764,38 +461,12 @@ def line_of(node: fx.Node) -> str:
     own_lines = [
         index
         for index, text in enumerate(lines)
-        if text.strip().startswith("File") and not any(path in text for path in (*_HOMES, this_directory))
+        if text.strip().startswith("File") and not any(path in text for path in (*HOMES, this_directory))
     ]
     if not own_lines:
         return ""
     text = lines[own_lines[-1] + 1].strip() if own_lines[-1] + 1 < len(lines) else ""
     return f" ({lines[own_lines[-1]].strip()}{f': {text}' if text else ''})"
-
-
-def _refused(inputs: ModuleInputs, error: Exception) -> InvalidInputError:
-    """Describe why a module cannot be exported, with the last line outside of torch, and a remedy if one is known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    module_frames = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(_HOMES) and "/hps/torch/" not in frame.filename and "<" not in frame.filename
-    ]
-    text = " ".join(str(error).split())
-    hint = ""
-    if "PackedSequence" in text or any("pack_padded_sequence" in f"{frame.name} {frame.line}" for frame in frames):
-        hint = (
-            "; packed sequences cannot be exported: run the network on the padded matrix, and gather its output at length - 1"
-        )
-    elif "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or ".item()" in text:
-        hint = "; a branch on values cannot be exported: use torch.where, or masks"
-    line = (
-        f" ({module_frames[-1].filename}:{module_frames[-1].lineno}: {(module_frames[-1].line or '')[:120]})"
-        if module_frames
-        else ""
-    )
-    return InvalidInputError(
-        f"packaging a {inputs.module}: torch.export cannot export it: {type(error).__name__}: {text[:300]}{line}{hint}"
-    )
 
 
 def _leaves(out: fx.Node) -> list[Any]:
@@ -866,7 +537,7 @@ def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
             node = source
             continue
         before, after = source.meta["val"].dtype, node.meta["val"].dtype
-        if after is not torch.int64 and not (before in _INTEGERS and after in _INTEGERS and after.itemsize > before.itemsize):
+        if after is not torch.int64 and not (before in INTEGERS and after in INTEGERS and after.itemsize > before.itemsize):
             break
         node, casts = source, casts + 1
     return node, casts
@@ -875,7 +546,7 @@ def _uncast(node: fx.Node) -> tuple[fx.Node, int]:
 def _column(node: fx.Node) -> tuple[fx.Node, int | None, bool]:
     """Return the matrix of which a node is a column, its number, and whether the column is a matrix itself."""
     got, source = _arguments(node), node.args[0]
-    shape = [*map(_expression, source.meta["val"].shape)]  # type: ignore[union-attr]
+    shape = [*map(expression_of, source.meta["val"].shape)]  # type: ignore[union-attr]
     if len(shape) != 2 or got["dim"] not in (1, -1):
         return node, None, False
     width = int(shape[1]) if shape[1].is_Integer else 0
@@ -901,92 +572,8 @@ def _matrix_of_bags(keys: fx.Node, offsets: fx.Node, weights: fx.Node | None) ->
     found = matrix(keys)
     if found is None or offsets.target is not aten.arange.start_step or offsets.args[0] != 0:
         return keys, offsets, weights
-    bags, width = map(_expression, found.meta["val"].shape)
-    end, step = (_expression(arg.meta["val"] if isinstance(arg, fx.Node) else arg) for arg in (*offsets.args[1:], 1)[:2])
+    bags, width = map(expression_of, found.meta["val"].shape)
+    end, step = (expression_of(arg.meta["val"] if isinstance(arg, fx.Node) else arg) for arg in (*offsets.args[1:], 1)[:2])
     if step != width or sympy.expand(end - bags * width) != 0 or (weights is not None and matrix(weights) is None):
         return keys, offsets, weights
     return found, None, matrix(weights)
-
-
-# -- state of the module
-
-
-def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """Return the attributes of a module and its parts, which Python code may change while it is traced."""
-    found: dict[str, list[Any]] = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules") and not name.startswith(("_forward", "_backward")):
-                found[f"{path}.{name}".lstrip(".")] = pytree.tree_leaves(value)
-    return found
-
-
-def _refuse_memory(
-    inputs: ModuleInputs,
-    module: nn.Module,
-    before: Mapping[str, Sequence[Any]],
-    trace: Callable[[], torch.export.ExportedProgram],
-    code: str,
-) -> None:
-    """Trace a module again; refuse one that keeps state between calls, or whose program differs from trace to trace.
-
-    Args:
-        before: its attributes before it was traced.
-        code: of the first trace.
-
-    Raises:
-        InvalidInputError: it does.
-    """
-    # Attributes that forward created are replaced by objects that fail on use, unless forward creates them again first.
-    after = _attributes(module)
-    changed = [name for name, value in after.items() if name in before and not _same(before[name], value)]
-    created = [name for name in after if name not in before]
-    for path in created:
-        parent, name = _parent_of(module, path)
-        parent[name] = _RemovedAttribute()
-    retraced, cause = "", None
-    try:
-        retraced = trace().graph_module.code
-    except Exception as error:
-        if not created:
-            raise
-        cause = error
-    _drop_made(module, before)
-    if changed or (created and retraced != code):
-        raise InvalidInputError(
-            f"packaging a {inputs.module}: forward sets {[*changed, *created][0]!r} of the module; a served module has no "
-            "memory: make it in __init__, as a buffer if it is a tensor"
-        ) from cause
-    if retraced != code:
-        raise InvalidInputError(
-            f"packaging a {inputs.module}: forward is a different program each time it is traced: does it read a clock, a "
-            "counter or a random number of Python? Give them as inputs"
-        )
-
-
-def _drop_made(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Remove the attributes that forward created."""
-    for path in [path for path in _attributes(module) if path not in before]:
-        parent, name = _parent_of(module, path)
-        del parent[name]
-
-
-def _parent_of(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    parent, _, name = path.rpartition(".")
-    return vars(module.get_submodule(parent)), name
-
-
-class _RemovedAttribute:
-    """Replaces an attribute that the last call created; any use fails, even a comparison."""
-
-    def __eq__(self, other: object) -> bool:
-        raise TypeError("an attribute of the last call is used")
-
-    __hash__ = __bool__ = __eq__  # type: ignore[assignment]
-
-
-def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    plain = (int, float, str, bool, type(None), torch.dtype, torch.device)
-    return len(before) == len(after) and all(
-        old is new or (isinstance(old, plain) and old == new) for old, new in zip(before, after, strict=True)
-    )

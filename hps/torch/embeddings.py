@@ -33,25 +33,17 @@ class EmbeddingForm(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """An embedding of a module. *Immutable.*
+    """An embedding of a module. *Immutable.*"""
 
-    Attributes:
-        path: path of the submodule, as in `named_modules`; the first path of a shared submodule.
-        tables: by the name under which each is saved.
-        lookups: a table and its features each, in the order of the outputs. Pooling `none` returns a vector for each key.
-        outputs: names of the outputs of each of `lookups`.
-        configs: torchrec's, of the tables.
-        dtype: of the outputs.
-    """
-
-    path: str
+    path: str  # path of the submodule, as in `named_modules`; the first path of a shared submodule
     module: nn.Module
     form: EmbeddingForm
-    tables: Mapping[str, Table | ShardedTable]
+    tables: Mapping[str, Table | ShardedTable]  # by the name under which each is saved
+    # A table and its features each, in the order of the outputs. Pooling `none` returns a vector for each key.
     lookups: Sequence[BagTable]
-    outputs: Sequence[Sequence[str]] = ()
-    configs: Sequence[Any] = ()
-    dtype: torch.dtype = torch.float32
+    outputs: Sequence[Sequence[str]] = ()  # names of the outputs of each of `lookups`
+    configs: Sequence[Any] = ()  # torchrec's, of the tables
+    dtype: torch.dtype = torch.float32  # of the outputs
     include_last_offset: bool = False
     is_weighted: bool = False
     need_indices: bool = False

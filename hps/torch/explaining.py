@@ -21,16 +21,11 @@ _COLOURS: Final = {"input": "#e8f0fe", "keys": "#fef3d8", "lookup": "#e2f5e5", "
 
 @dataclass(frozen=True)
 class Explanation:
-    """Describes where a module is cut. *Immutable.* Notebooks show the picture.
+    """Describes where a module is cut. *Immutable.* Notebooks show the picture."""
 
-    Attributes:
-        text: a line for each input, guard, keys program and lookup, and for the network.
-        dense: the entry of `version.json`, before `package` has compared outputs.
-    """
-
-    text: str
+    text: str  # a line for each input, guard, keys program and lookup, and for the network
     svg: str
-    dense: Mapping[str, Any]
+    dense: Mapping[str, Any]  # the entry of `version.json`, before `package` has compared outputs
 
     def __str__(self) -> str:
         return self.text

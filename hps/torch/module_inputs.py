@@ -32,15 +32,10 @@ DTYPES: Final = {
 
 @dataclass(frozen=True)
 class _Slot:
-    """A leaf of the arguments. *Immutable.*
+    """A leaf of the arguments. *Immutable.*"""
 
-    Attributes:
-        names: of its inputs; empty for a constant.
-        features: of a `KeyedJaggedTensor`, in its order.
-    """
-
-    names: tuple[str, ...]
-    features: tuple[str, ...] = ()
+    names: tuple[str, ...]  # of its inputs; empty for a constant
+    features: tuple[str, ...] = ()  # of a `KeyedJaggedTensor`, in its order
     weighted: bool = False
     value: Any = None
 

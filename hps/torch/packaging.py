@@ -19,13 +19,15 @@ from hps.configuration.load import DenseConfig, load_configuration
 from hps.errors import InvalidInputError, ModelFileError
 from hps.models.manifest import VERSION
 from hps.models.sources import ModelSources
-from hps.torch.cutting import Cut, TracedLookup, TracedSource, cut, export, quiet, strongest
+from hps.torch.cutting import Cut, TracedLookup, TracedSource, cut
 from hps.torch.embeddings import unwrapped
 from hps.torch.module_inputs import DTYPES, ModuleInputs
 from hps.torch.proof import Proof, is_request_input, run_once
 from hps.torch.ranks import fail_together, gather
 from hps.torch.saving import save
+from hps.torch.sizes import strongest
 from hps.torch.traced_copy import TracedCopy
+from hps.torch.tracing import export, quiet
 
 _log = logging.getLogger(__name__)
 _FILES: Final = {"pt2": "dense.pt2", "aotinductor": "dense.pt2", "onnx": "dense.onnx"}
@@ -35,25 +37,15 @@ _ANY_NUMBER: Final = 100
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """The result of `package`. *Immutable.*
+    """The result of `package`. *Immutable.*"""
 
-    Attributes:
-        place: path or URI of the model's directory.
-        version: the version that was written.
-        entry: the model's entry, as in its `model.json`.
-        dense: the entry `dense` of the version's `version.json`.
-        difference: largest difference between outputs of the module and of the package, over all inputs tried.
-        command: a command that serves the repository.
-        notes: for the user: sizes that are fixed, tables that are copied, why requests are not batched.
-    """
-
-    place: str
-    version: str
-    entry: Mapping[str, Any] = field(repr=False)
-    dense: DenseConfig = field(repr=False)
-    difference: float
-    command: str
-    notes: tuple[str, ...] = ()
+    place: str  # path or URI of the model's directory
+    version: str  # the version that was written
+    entry: Mapping[str, Any] = field(repr=False)  # the model's entry, as in its `model.json`
+    dense: DenseConfig = field(repr=False)  # the entry `dense` of the version's `version.json`
+    difference: float  # largest difference between outputs of the module and of the package, over all inputs tried
+    command: str  # a command that serves the repository
+    notes: tuple[str, ...] = ()  # for the user: sizes that are fixed, tables that are copied, why requests are not batched
     inputs: ModuleInputs | None = field(default=None, repr=False, compare=False)
 
     def request(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
@@ -395,6 +387,7 @@ class VersionDescription:
                 try:
                     program, content = _export_program(module, inputs, sizes, outputs, self._format)
                 except Exception:  # noqa: BLE001 - torch's exporters raise any class
+                    # Some parts cannot be exported with all sizes free although the module could: free only the first ones.
                     program, content = _export_program(module, inputs, sizes, outputs, self._format, all_sizes=False)
         except Exception as error:
             lines = str(error).strip().splitlines()

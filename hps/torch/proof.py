@@ -19,13 +19,13 @@ from hps.scoring.scorer import Scorer
 from hps.tensors.batch import Batch
 from hps.torch.cutting import Cut, plain_path
 from hps.torch.module_inputs import ModuleInputs, outputs_of
+from hps.torch.sizes import INTEGERS
 from hps.torch.tables import Table
 from hps.torch.traced_copy import TracedCopy, copy_module
 
 Tensors = Mapping[str, torch.Tensor]
 _TOLERANCES: Final = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 _SMALL_BYTES: Final = 16 << 20
-_KEYS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Proof:
@@ -255,7 +255,7 @@ class Proof:
         keys = {
             name
             for name, tensor in tensors.items()
-            if tensor.dtype in _KEYS and tensor.numel() and name not in self._cut.ragged.values()
+            if tensor.dtype in INTEGERS and tensor.numel() and name not in self._cut.ragged.values()
         }
         for variant, change in (
             ("other keys", lambda tensor: tensor.flatten().roll(1).reshape(tensor.shape)),

@@ -121,12 +121,7 @@ def load_deployment(
 
 
 def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:
-    """Open the network of a version.
-
-    Raises:
-        CapacityError: it does not fit on a device.
-        HPSError: it does not match the configuration; see `OpenedNetwork`.
-    """
+    """Open the network of a version."""
     if version.network is None:
         return None
     config = version.config
@@ -312,11 +307,7 @@ def _warm_from_database(chain: DatabaseChain, cache: EmbeddingCache, index: int,
 
 
 def _has_repeated_keys(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
-    """Return True if later rows repeat keys that a cache was warmed with; the last occurrence is the valid one.
-
-    Raises:
-        ModelFileError: they do, and no database has the later rows.
-    """
+    """Return True if later rows repeat keys that a cache was warmed with; the last occurrence is the valid one."""
     repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
     if repeats and not chain.databases:
         raise repeats.refusal(f"warming up {table.tag} from {model.place}", "the cache", rows)
@@ -330,11 +321,7 @@ def _check_room(
     targets: LoadTargets,
     cache_class: type[EmbeddingCache] | None,
 ) -> None:
-    """Check, before loading, that a version fits.
-
-    Raises:
-        CapacityError: it does not.
-    """
+    """Check, before loading, that a version fits."""
     for database in targets.load:
         share = 1.0 if database.persistent else targets.initial_cache_rate
         stored = map(database.stored, tables)

@@ -74,7 +74,7 @@ class ModelCatalog:
         return list(self._models())
 
     def scan(self) -> None:
-        """Read the repository again.
+        """Reload the repository.
 
         Raises:
             ModelFileError: the repository cannot be listed.
@@ -241,7 +241,7 @@ class ModelCatalog:
         return chosen
 
     def read_document(self, name: str) -> None:
-        """Read the serving document of a model again, if it has a directory of versions; see `Fleet.read`."""
+        """Reload the serving document of a model, if it has a directory of versions; see `Fleet.read`."""
         if place := self.model(name).version_path:
             self.fleet.read(name, place)
 

@@ -138,8 +138,8 @@ class StatisticsCollector:
         tags = {table.tag for deployment in deployments for table in deployment.tables}
         with self._lock:  # forget the tags of versions that are gone
             for known in self._known.values():
-                for gone in known.keys() - tags - {_DEVICE}:
-                    del known[gone]
+                for tag in known.keys() - tags - {_DEVICE}:
+                    del known[tag]
         for deployment in deployments:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:

@@ -274,6 +274,8 @@ class Deployment:
         rows = encode(f"inserting into {table.tag}", vectors, table.row_dtype, keys)
         distinct, latest = last_rows(keys, rows)  # before any write: an error here changes nothing
 
+        # Called after the databases were written, before fills of upper tiers continue. If the write failed, each key has its
+        # old or new row there: the caches drop the keys, so that lookups read what the databases have.
         def apply(written: bool) -> None:
             for cache in self._all_caches():
                 with cache.unless_lost():
@@ -327,17 +329,17 @@ class Deployment:
 
         def update_caches(latest: BoolArray | None) -> None:
             if latest is None:
-                keys, vectors, gone, stale = changes.keys[:0], changes.vectors[:0], changes.keys[:0], changes.keys
+                keys, vectors, deleted, stale = changes.keys[:0], changes.vectors[:0], changes.keys[:0], changes.keys
             else:
-                keys, vectors, gone = changes.at(latest).split()
+                keys, vectors, deleted = changes.at(latest).split()
                 # With a shared database, another process already wrote these rows: our caches lack them.
                 stale = changes.keys[~latest] if shared else changes.keys[:0]
             for cache in self._all_caches():
                 with cache.unless_lost():
                     if keys.size:
                         cache.write(index, keys, vectors)
-                    if gone.size:
-                        cache.erase(index, gone)
+                    if deleted.size:
+                        cache.erase(index, deleted)
                     if stale.size:
                         cache.drop(index, stale)
 

@@ -34,16 +34,16 @@ def check_tiers(live: LiveModels, timeout_s: float, others: Mapping[str, Checkab
             parts[cache] = f"{where}, cache on {cache.device_name}"
         for database in deployment.chain.databases:
             parts.setdefault(database, database.kind)
-    checks = [(what, part.check_integrity) for part, what in parts.items() if isinstance(part, Checkable)]
-    running = [(what, call_in_thread("integrity", check)) for what, check in checks]
+    checks = [(name, part.check_integrity) for part, name in parts.items() if isinstance(part, Checkable)]
+    running = [(name, call_in_thread("integrity", check)) for name, check in checks]
     deadline = time.monotonic() + timeout_s
-    wrong = []
-    for what, answer in running:
+    broken = []
+    for name, answer in running:
         try:
             found = answer.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             found = [f"it was not checked within {timeout_s:g} s"]
         except HPSError as error:  # it is closing, or its device is lost
             found = [f"it cannot be checked: {error}"]
-        wrong += [f"{what}: {finding}" for finding in found]
-    return wrong
+        broken += [f"{name}: {finding}" for finding in found]
+    return broken

@@ -119,7 +119,7 @@ class Failure:
         cause: message for users.
         count: consecutive failures.
         due: time of the next try, by the clock of `LiveModels`.
-        may_pass: whether a retry may succeed; otherwise only polling and explicit requests try again.
+        is_transient: a retry may succeed; otherwise only polling and explicit requests try again.
         wanted: the version set that failed, as polling saw it afterwards.
     """
 
@@ -202,7 +202,7 @@ class _Model:
 
 
 class LiveModels:
-    """The models of this process: the versions that hold resources, the models to come, and the changes. *Thread-safe.*
+    """The models of this process: versions that use resources, expected models, and changes. *Thread-safe.*
 
     Args:
         serving: serving deployments at the start.
@@ -495,14 +495,14 @@ class LiveModels:
             model = self._models[name]
             before = model.of("serving", "available")
             retained = model.retained - {deployment.version}
-            stays = {*select([*(version.deployment.version for version in before), deployment.version]), *retained} - {
+            selected = {*select([*(version.deployment.version for version in before), deployment.version]), *retained} - {
                 deployment.version
             }
             current = self.serving.get(name)
             unchanged = current if only_available and current and current.version != deployment.version else None
             for version in before:
                 if version.deployment is not unchanged:
-                    version.state = "available" if version.deployment.version in stays else "retiring"
+                    version.state = "available" if version.deployment.version in selected else "retiring"
             model.versions = [version for version in model.versions if version.deployment not in (deployment, kept)]
             model.versions.append(_Version(deployment, "available" if unchanged else "serving"))
             # Lookups read `serving` without a lock, once each: a new dict in one store is what makes the takeover a single

@@ -258,9 +258,6 @@ class Reconciler:
 
         A model differs if its entry, its chosen versions or their files have changed since it was last deployed; a pinned model
         only if the pinned version has. An undeployed model does not differ. Reads no rows.
-
-        Raises:
-            HPSError: the models cannot be listed.
         """
         self._catalog.scan()
         names = self._catalog.names
@@ -443,7 +440,7 @@ class Reconciler:
         name: str,
         wanted: ModelVersion,
         fingerprints: Sequence[str],
-        there: Deployment | None,
+        current: Deployment | None,
         change: Change,
         *,
         force: bool,
@@ -452,7 +449,7 @@ class Reconciler:
         """Load a version, or reuse a kept one, and put it into service.
 
         Args:
-            there: the deployment in service with the same files and other settings; it has no database.
+            current: the deployment in service with the same files and other settings; it has no database.
             change, force, chosen: as for `_put_into_service`.
         """
         # A version is loaded into tables of its own slot and its caches are warmed before it takes over: the serving version
@@ -462,7 +459,7 @@ class Reconciler:
         kept, targets = self._live.kept(name), self._targets()
         old = next((entry for entry in kept if (entry.version, entry.fingerprint) == (version, fingerprint)), None)
         same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
-        if old and same and there is None and not force:  # including its online writes
+        if old and same and current is None and not force:  # including its online writes
             deployed, kept = self._renewed(old, config), [entry for entry in kept if entry is not old]
         else:
             used = {table.slot for deployment, _ in self._live.versions(name) for table in deployment.tables}
@@ -496,7 +493,7 @@ class Reconciler:
             return self._live.closed
 
         only_available = bool(chosen) and version != chosen[-1]
-        fate: Fate = "keep" if config.keep_versions and there is None else "drop"  # `there` would have older rows
+        fate: Fate = "keep" if config.keep_versions and current is None else "drop"  # `there` would have older rows
         # First the feed, so that lookups of the new version do not go back to rows older than those of the serving one; then
         # the check whether the fleet still wants it; the tables of old versions are dropped last, since until then they may
         # serve.
@@ -510,11 +507,11 @@ class Reconciler:
             raise
         self._drop_rest(name, kept, config)
 
-    def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
+    def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
-        if _same_settings(there.config, config):
-            return there.renewed(there.config)
-        return reconfigure(there, config)
+        if _same_settings(current.config, config):
+            return current.renewed(current.config)
+        return reconfigure(current, config)
 
     def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:
         """Return the tables of a version in service or kept."""
@@ -542,13 +539,13 @@ def _same_settings(entry: ModelConfig, other: ModelConfig) -> bool:
     return entry.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
 
 
-def _other_tables(there: ModelConfig, config: ModelConfig) -> str:
+def _other_tables(current: ModelConfig, config: ModelConfig) -> str:
     """Describe how the tables of a version, or the location of their rows, differ; empty if equal."""
-    for what, old, new in (
-        ("tables", there.embedding_table_names, config.embedding_table_names),
-        ("widths", there.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
-        ("embedding_cache_type", there.embedding_cache_type, config.embedding_cache_type),
+    for key, old, new in (
+        ("tables", current.embedding_table_names, config.embedding_table_names),
+        ("widths", current.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
+        ("embedding_cache_type", current.embedding_cache_type, config.embedding_cache_type),
     ):
         if old != new:
-            return f"got {what} {new}, but version {config.version} serves with {old}"
+            return f"got {key} {new}, but version {config.version} serves with {old}"
     return ""

@@ -64,8 +64,10 @@ def free_slot(
     stored: dict[str, str] = {}
     if isinstance(authority, LastingDatabase):
         stored = {tag: slot for tag, slot, _ in _tables_of(config.model, authority)}
-        own = {slot for slot in stored.values() if _is_slot_of(slot, config)}
-        stored_slots = [slot for slot in own if slot not in used and stored.keys() >= set(_tags(config, slot, authority))]
+        slots_of_version = {slot for slot in stored.values() if _is_slot_of(slot, config)}
+        stored_slots = [
+            slot for slot in slots_of_version if slot not in used and stored.keys() >= set(_tags(config, slot, authority))
+        ]
         loads = {slot: loaded for slot in stored_slots if (loaded := _loaded(config, slot, fingerprints, authority))}
         if loads:
             return max(loads, key=lambda slot: loads[slot])
@@ -177,8 +179,8 @@ def leftovers(
                 found = (tag for table in live for tag in _other_formats(config, database.stored(table), database, tags))
                 others.append({database: [tag for tag in found if tag not in used[database]]})
     # Names without a slot are HugeCTR's and may belong to another program, except those of this model's tables.
-    own = {table.table_name for table in config.tables} if all(table.slot for table in live) else set()
-    slots = {tag: slot or FIRST_VERSION for tag, slot, table in stored if slot or table in own}
+    own_tables = {table.table_name for table in config.tables} if all(table.slot for table in live) else set()
+    slots = {tag: slot or FIRST_VERSION for tag, slot, table in stored if slot or table in own_tables}
     below = sorted({int(slot) for slot in slots.values() if slot.isdecimal() and int(slot) < int(config.version)})
     count = config.keep_versions - kept_versions
     retained = set(map(str, below[-count:])) if count > 0 else set()
@@ -189,7 +191,7 @@ def leftovers(
 def _unused_tags(tag: str, used: Mapping[Database, Collection[str]]) -> Mapping[Database, Sequence[str]]:
     """Return the unused tags of the same table in each database; where one has a format of its own, in every format."""
     tags = all_formats(tag) if any(database.row_dtype for database in used) else [tag]
-    return {database: [tag for tag in tags if tag not in own] for database, own in used.items()}
+    return {database: [tag for tag in tags if tag not in used_tags] for database, used_tags in used.items()}
 
 
 def _other_formats(config: ModelConfig, table: TableSpec, database: LastingDatabase, tags: Sequence[str]) -> Iterator[str]:
@@ -212,13 +214,13 @@ def _tables_among(tags: Sequence[str], model: str) -> list[tuple[str, str, str]]
     return [(tag, names[1], names[2]) for tag, names in found if names and names[0] == model]
 
 
-def refuse_format_in_service(there: ModelConfig, config: ModelConfig) -> None:
+def refuse_format_in_service(current: ModelConfig, config: ModelConfig) -> None:
     """Refuse to change the row format of a version in service.
 
     Raises:
         ConflictError: the formats of a table differ.
     """
-    for name, old, new in zip(config.embedding_table_names, there.row_dtype, config.row_dtype, strict=True):
+    for name, old, new in zip(config.embedding_table_names, current.row_dtype, config.row_dtype, strict=True):
         if old != new:
             raise _format_conflict(config, name, new, f"version {config.version} serves it as {old}")
 
@@ -253,18 +255,18 @@ def refuse_format_change(
                 if other.row_dtype == stored.row_dtype:
                     continue
                 if authority.used_by_others(other.tag):
-                    there = f"another replica serves it as {other.row_dtype} ({where})"
-                    raise _format_conflict(config, table.table_name, stored.row_dtype, there)
+                    reason = f"another replica serves it as {other.row_dtype} ({where})"
+                    raise _format_conflict(config, table.table_name, stored.row_dtype, reason)
             record = _load_record(other, authority)
             if record is not None and record.modified and record.fingerprint == fingerprint:
-                there = f"its online writes are stored as {other.row_dtype} ({where})"
-                raise _format_conflict(config, table.table_name, stored.row_dtype, there)
+                reason = f"its online writes are stored as {other.row_dtype} ({where})"
+                raise _format_conflict(config, table.table_name, stored.row_dtype, reason)
 
 
-def _format_conflict(config: ModelConfig, table: str, row_dtype: str, there: str) -> ConflictError:
+def _format_conflict(config: ModelConfig, table: str, row_dtype: str, reason: str) -> ConflictError:
     return ConflictError(
-        f"deploying model {config.model!r}, version {config.version}, with table {table!r} as {row_dtype}: {there}. Go back to "
-        "that format, give up the online writes with force, or give the files a new version"
+        f"deploying model {config.model!r}, version {config.version}, with table {table!r} as {row_dtype}: {reason}. Go back "
+        "to that format, give up the online writes with force, or give the files a new version"
     )
 
 

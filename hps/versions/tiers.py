@@ -14,7 +14,7 @@ from hps.ground.registry import implementation
 from hps.ground.rows import row_kernels
 from hps.models.loading.table_load import LoadTargets
 from hps.models.sources import ModelSources
-from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
+from hps.regions.loop_state import ENGINE_KERNELS, FRONTEND_KERNELS
 from hps.scoring.packing import gather
 from hps.statistics.metrics import Metrics
 from hps.stores.base import Database, PersistentDatabase
@@ -142,8 +142,8 @@ def served_kernels(configuration: Configuration, cache_class: type[EmbeddingCach
     found = [
         *kernels_of(configuration, cache_class),
         *batch_answers(cache_class).batch_kernels(),
-        *FRONT_KERNELS,
-        *OWNER_KERNELS,
+        *FRONTEND_KERNELS,
+        *ENGINE_KERNELS,
         gather,
     ]
     return list(dict.fromkeys(found))

@@ -69,8 +69,8 @@ class VolatileTier:
 
     def start(self) -> None:
         """Start polling."""
-        what = "repairing the volatile database"
-        self._task = PeriodicTask("volatile-tier", self.poll, POLL_S, what=what, stop=self._stop)
+        task = "repairing the volatile database"
+        self._task = PeriodicTask("volatile-tier", self.poll, POLL_S, what=task, stop=self._stop)
 
     def close(self) -> None:
         """Stop polling, and end a running copy."""
@@ -83,8 +83,8 @@ class VolatileTier:
         """Missing parts of the volatile database, and the progress of their repair; empty if none."""
         volatile = self._chain.volatile
         if volatile is not None and (self._chain.away or self._failure):
-            what = f"is away: {self._chain.away}" if self._chain.away else f"fails: {self._failure}"
-            return [f"{volatile.kind} {what}; it is tried again every {POLL_S:g} s"]
+            state = f"is away: {self._chain.away}" if self._chain.away else f"fails: {self._failure}"
+            return [f"{volatile.kind} {state}; it is tried again every {POLL_S:g} s"]
         found = dict.fromkeys(self._chain.left_out, "it is about to be taken in") | self._incomplete
         return [f"table {tag} in the volatile database: {text}" for tag, text in sorted(found.items())]
 
@@ -164,7 +164,7 @@ class VolatileTier:
                 for table in deployment.tables:
                     self._chain.admit(table)
             self._chain.take_in()
-        _log.info("the volatile database is taken in again")
+        _log.info("the volatile database is connected again")
 
     def _check_table(self, deployment: Deployment, index: int) -> None:
         table, database, targets = deployment.tables[index], self._chain.volatile, self._targets()
@@ -181,7 +181,7 @@ class VolatileTier:
             database.open_table(stored.tag, stored.width)  # empties a lost table for all processes in the same way
             rows = targets.initial_cache_rate * min(deployment.rows[index], database.stats(stored.tag).capacity_rows)
             if not database.claim_copy(stored.tag, deployment.fingerprints[index], round(rows)):
-                self._incomplete[table.tag] = "it lost its rows, and another process fills it again"
+                self._incomplete[table.tag] = "it lost its rows, and another process refills it"
                 return
             self._fill(table, below, database, deployment.rows[index], round(rows))
             self._mark_complete(table)
@@ -197,13 +197,13 @@ class VolatileTier:
             self._incomplete[table.tag] = f"{lost}: deploy the model with force, which reads the log of updates again"
             return
         self._incomplete[table.tag] = f"{lost} until its files are loaded again, now"
-        _log.warning("%s: %s lost its rows; loading its files again", table.tag, database.kind)
+        _log.warning("%s: %s lost its rows; reloading its files", table.tag, database.kind)
         self._reload_table(deployment, index)
         self._mark_complete(table)
 
     def _fill(self, table: TableSpec, below: Database, database: SharedDatabase, total: int, rows: int) -> None:
         """Copy the first `rows` rows of a table, in the order of the database below, under a claim."""
-        _log.warning("%s: %s lost its rows; filling it again from %s", table.tag, database.kind, below.kind)
+        _log.warning("%s: %s lost its rows; refilling it from %s", table.tag, database.kind, below.kind)
         tag, done = database.stored(table).tag, 0
         outcome: CopyOutcome = "interrupted"
         try:
@@ -222,7 +222,7 @@ class VolatileTier:
         finally:
             database.end_copy(tag, outcome)
             refused = "; others have modified the table, and their rows stay" if outcome == "refused" else ""
-            _log.info("%s: filling %s again: %s after %d rows%s", table.tag, database.kind, outcome, done, refused)
+            _log.info("%s: refill of %s: %s after %d rows%s", table.tag, database.kind, outcome, done, refused)
 
     def _pieces(
         self, table: TableSpec, below: Database, database: Database

@@ -62,6 +62,7 @@ class FakeParameterServer:
         self.lookups = 0
         self.closed = False
         self.degraded: list[str] = []
+        self.checked: dict[str, object] = {}
         self._deployment = FakeDeployment(tuple(tables))
         self.live = LiveModels({model: self._deployment})  # type: ignore[dict-item]
 

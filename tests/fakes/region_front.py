@@ -1,4 +1,4 @@
-"""A front without sockets: writes requests into a region by hand, and reads what the owner has answered."""
+"""A front without sockets: writes requests into a region by hand, and reads what the engine has answered."""
 
 import ctypes
 import mmap
@@ -12,7 +12,7 @@ from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import HEADER_BYTES, LINE, RING, SEGMENT_WORDS, SLAB, Memory, shared_memory
 from hps.types import TableSpec
 
-ASIDE_BYTES = 512
+SCRATCH_BYTES = 512
 WAIT_S = 20
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -68,16 +68,16 @@ class RegionFront:
         self._slots = np.zeros(RING, np.int64)
 
     def begin(self, epoch=1):
-        """Ask the owner for empty rings."""
+        """Ask the engine for empty rings."""
         self.tail = 0
         store_word(self.memory.address + layout.SUBMITTED, 0)
-        store_word(self.memory.address + layout.FRONT_EPOCH, epoch)
+        store_word(self.memory.address + layout.FRONTEND_EPOCH, epoch)
 
-    def write(self, slot, serial, dims, segments, *, flags=0, aside=ASIDE_BYTES):
+    def write(self, slot, deployment_id, dims, segments, *, flags=0, scratch=SCRATCH_BYTES):
         """Write a request for `segments` (table, keys, masked) into a slot; vectors and masks begin as rubbish."""
         memory, asked, words = self.memory, [], []
         at = HEADER_BYTES + 8 * SEGMENT_WORDS * len(segments)
-        aside_at, at = at, -(-(at + aside) // LINE) * LINE
+        scratch_at, at = at, -(-(at + scratch) // LINE) * LINE
         for table, keys, masked in segments:
             keys = np.asarray(keys, np.int64)
             n, dim, keys_at = keys.size, dims[table], slot + at
@@ -91,7 +91,7 @@ class RegionFront:
             words += [table, n, keys_at - slot, out_at - slot, found_at - slot if masked else 0]
             asked.append((table, keys, out, found))
             at = -(-(found_at + n - slot) // LINE) * LINE
-        head = [serial, flags, len(segments), aside_at, aside, -1]
+        head = [deployment_id, flags, len(segments), scratch_at, scratch, -1]
         self.put(slot, [*head, *[0] * (HEADER_BYTES // 8 - len(head)), *words])
         return Request(memory, slot, asked)
 
@@ -99,7 +99,7 @@ class RegionFront:
         self.memory.words[slot // 8 : slot // 8 + len(words)] = words
 
     def post(self, *slots):
-        """Submit slots; return how often the owner had to be woken."""
+        """Submit slots; return how often the engine had to be woken."""
         return sum(post(self.memory.address, slot) for slot in slots)
 
     def completed(self):

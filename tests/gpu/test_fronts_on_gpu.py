@@ -97,7 +97,7 @@ def check(keys: dict[str, np.ndarray], answer: dict[str, np.ndarray], version: i
 
 def of_loops(service: RunningService) -> int:
     """How many requests the loop has answered without Python."""
-    return sum(int(board.deployments[:, D_TIMES:].sum()) for board in service.app.link._boards)
+    return sum(int(loop_state.deployments[:, D_TIMES:].sum()) for loop_state in service.app.link._loop_states)
 
 
 @pytest.fixture(params=[1.0, 0.5], ids=["resident", "half resident"])
@@ -186,5 +186,5 @@ def test_two_devices_take_turns(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(run, range(8)))
-        board = service.app.link._boards[0]
-        assert (board.deployments[:, D_TIMES:].sum(1) > 0).sum() == 2
+        loop_state = service.app.link._loop_states[0]
+        assert (loop_state.deployments[:, D_TIMES:].sum(1) > 0).sum() == 2

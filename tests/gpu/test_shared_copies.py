@@ -307,7 +307,7 @@ def test_whoever_reads_tables_sees_the_changes_whose_calls_returned(
     hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch, device: int
 ) -> None:
     shown, own, order = [], hot.on(device), hot._changes.order
-    monkeypatch.setattr(order, "show", shown.append)
+    monkeypatch.setattr(order, "wait_for_returned", shown.append)
     lookup = own.create_lookup()
     order.pending = True  # and stays so: a change runs for long
     for read, stream in (

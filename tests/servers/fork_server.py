@@ -344,13 +344,13 @@ def _load_kernels() -> None:
     from hps.configuration.load import load_configuration
     from hps.ground.kernels.numba_kernels import compile_kernels
     from hps.ground.key_sets import distinct_kernels, places_kernels
-    from hps.regions.board import FRONT_KERNELS, OWNER_KERNELS
+    from hps.regions.loop_state import ENGINE_KERNELS, FRONTEND_KERNELS
     from hps.versions.tiers import kernels_of
 
     lookups = [run, *NumpyCache.kernels(), *places_kernels(), *distinct_kernels()]
     databases = {"volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "rocks_db", "path": "nowhere"}}
     configuration = load_configuration({"supportlonglong": True, "model_repository": "nowhere", **databases})
-    compile_kernels(*FRONT_KERNELS, *OWNER_KERNELS, *kernels_of(configuration, NumpyCache), *lookups)
+    compile_kernels(*FRONTEND_KERNELS, *ENGINE_KERNELS, *kernels_of(configuration, NumpyCache), *lookups)
 
 
 def _serve(connection: socket.socket, parent: int) -> tuple[dict[str, Any], list[int]] | None:

@@ -132,7 +132,7 @@ class FrontService:
     # -- processes
 
     def processes(self):
-        """Pids of the fronts by number, and of the owner (-1), as far as they have begun."""
+        """Pids of the fronts by number, and of the engine (-1), as far as they have begun."""
         return service_processes(self.process.pid, self.fronts, self.port)
 
     def all_processes(self):
@@ -141,7 +141,7 @@ class FrontService:
         return self.processes()
 
     def kill(self, number, signal_number=signal.SIGKILL):
-        """Kill a front, or the owner (-1); return its pid, which another process replaces."""
+        """Kill a front, or the engine (-1); return its pid, which another process replaces."""
         pid = self.all_processes()[number]
         os.kill(pid, signal_number)
         return pid

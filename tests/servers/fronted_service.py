@@ -45,7 +45,7 @@ class FrontedService:
     """A running service whose model `m` has the tables of `DIMS`.
 
     Attributes:
-        process: the parent; the first of its children is the owner.
+        process: the parent; the first of its children is the engine.
         url: of HTTP.
         grpc: address of gRPC.
     """
@@ -96,7 +96,7 @@ class FrontedService:
             return False
 
     def children(self) -> list[int]:
-        """The owner, and then the fronts, unless one was replaced."""
+        """The engine, and then the fronts, unless one was replaced."""
         return children_of(self.process.pid)
 
     def figure(self, name: str) -> float:
@@ -105,7 +105,7 @@ class FrontedService:
         return sum(map(float, re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)))
 
     def posted(self) -> int:
-        """How many lookups the front that is alone has ever posted, also while the owner stands."""
+        """How many lookups the front that is alone has ever posted, also while the engine stands."""
         return int(region_of(self.children()[1], 0)[layout.SUBMITTED])
 
     def stop(self) -> None:
@@ -113,12 +113,12 @@ class FrontedService:
         assert self.process.wait(30) == 0, self._text()
 
     @contextmanager
-    def paused_owner(self) -> Iterator[None]:
-        """The owner stands still meanwhile."""
-        owner = self.children()[0]
-        os.kill(owner, signal.SIGSTOP)
-        wait_until(lambda: state_of(owner) == "T", "the process stands")
+    def paused_engine(self) -> Iterator[None]:
+        """The engine stands still meanwhile."""
+        engine = self.children()[0]
+        os.kill(engine, signal.SIGSTOP)
+        wait_until(lambda: state_of(engine) == "T", "the process stands")
         try:
             yield
         finally:
-            os.kill(owner, signal.SIGCONT)
+            os.kill(engine, signal.SIGCONT)

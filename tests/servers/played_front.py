@@ -1,4 +1,4 @@
-"""A front on this event loop, with a small slab and an owner that the test plays."""
+"""A front on this event loop, with a small slab and an engine that the test plays."""
 
 import asyncio
 import http.client
@@ -17,13 +17,13 @@ import pytest
 from hps.cache.cpu.batches import NumpyBatches
 from hps.configuration.load import load_configuration
 from hps.regions import layout
-from hps.regions.board import Board
 from hps.regions.layout import ANSWERED, SLAB, FrontendDescriptors, Memory, create_region, shared_memory, write_text
+from hps.regions.loop_state import LoopState
 from hps.serve.frontend import exchange as exchange_module
 from hps.serve.frontend import frontend as front_module
 from hps.serve.frontend.connection import Connection
 from hps.serve.frontend.frontend import Frontend
-from hps.serve.server import listen
+from hps.serve.frontend.supervisor import bind
 from hps.testing.waiting import PATIENCE_S, wait_until_async
 from hps.types import TableSpec
 from tests.servers.front_service import DIM, binary_request, binary_vectors, vectors_of
@@ -39,34 +39,41 @@ def configuration_of(settings):
     return load_configuration(document_of(model_of("m", ["nowhere"], {"item": DIM}), service=settings))
 
 
-class Owner:
-    """The owner, whose loop leaves every request to the test.
+class Engine:
+    """The engine, whose loop leaves every request to the test.
 
     Args:
-        first: what serials count from.
+        first: what deployment_ids count from.
     """
 
     def __init__(self, shared, first=0):
         self._memories = [Memory(region) for region in shared.regions]
-        self._page = Memory(shared.page)
+        self._page = Memory(shared.snapshot)
         for memory in self._memories:
-            memory[layout.OWNER_EPOCH] = 0
+            memory[layout.ENGINE_EPOCH] = 0
         self._shared = shared
-        self.jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.board = Board(self._memories, shared.events, shared.loop_events[0], self.jobs_event, 0, first)
+        self.handed_over_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.loop_state = LoopState(self._memories, shared.events, shared.loop_events[0], self.handed_over_event, 0, first)
         self._thread = None
 
     def deploy(self, name="m", dims=(DIM,)):
         tables = [TableSpec(name, "item", dim, 0.0, 10_000) for dim in dims]
-        return self.board.add(tables, None), tables
+        return self.loop_state.add(tables, None), tables
 
     def publish(self, *, blocked="", settings=SETTINGS, **models):
-        """Write the page: of each model its (serial, tables)."""
+        """Write the page: of each model its (deployment_id, tables)."""
         configuration = configuration_of(settings)
         page = {
             "models": {
-                name: {"1": {"tables": list(map(asdict, tables)), "keys_per_sample": 1, "serials": [[0, serial]], "lost": []}}
-                for name, (serial, tables) in models.items()
+                name: {
+                    "1": {
+                        "tables": list(map(asdict, tables)),
+                        "keys_per_sample": 1,
+                        "deployment_ids": [[0, deployment_id]],
+                        "lost": [],
+                    }
+                }
+                for name, (deployment_id, tables) in models.items()
             },
             "serving": dict.fromkeys(models, "1"),
             "reasons": {},
@@ -75,10 +82,10 @@ class Owner:
             "tokens": [],
             "shared_memory": {},
         }
-        write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
+        write_text(self._page, 0, page, self._page.size - layout.TEXT_AT)
 
     def start(self):
-        driver = NumpyBatches(self.board)
+        driver = NumpyBatches(self.loop_state)
         driver.prepare()
         self._thread = threading.Thread(target=driver.run, daemon=True)
         self._thread.start()
@@ -91,33 +98,33 @@ class Owner:
     def stop(self):
         """End as a process does, without a word to anybody."""
         if self._thread is not None:
-            self.board.stop()
+            self.loop_state.stop()
             self._thread.join(PATIENCE_S)
             self._thread = None
 
     def close(self):
         self.stop()
-        os.close(self.jobs_event)
+        os.close(self.handed_over_event)
 
     async def job(self):
         """Take the next request."""
-        return await wait_until_async(self.board.next_job, "a request comes")
+        return await wait_until_async(self.loop_state.next_request, "a request comes")
 
     def keys(self, job):
         _, n, at, _, _ = job.segments[0].tolist()
         return self._memories[job.place].bytes[at : at + 8 * n].view(np.int64).copy()
 
-    def complete(self, job, status=ANSWERED, aside=b"", of=vectors_of):
+    def complete(self, job, status=ANSWERED, scratch=b"", of=vectors_of):
         memory = self._memories[job.place]
         if status == ANSWERED:
             out_at = int(job.segments[0, 3])
             vectors = np.ascontiguousarray(of(self.keys(job)), np.float32)
             memory.bytes[out_at : out_at + vectors.nbytes] = vectors.view(np.uint8).reshape(-1)
-        at = memory[job.slot + layout.ASIDE] + job.slot
-        memory.view[at : at + len(aside)] = aside
-        memory[job.slot + layout.ASIDE_USED] = len(aside)
+        at = memory[job.slot + layout.SCRATCH] + job.slot
+        memory.view[at : at + len(scratch)] = scratch
+        memory[job.slot + layout.SCRATCH_USED] = len(scratch)
         memory[job.slot + layout.STATUS] = status
-        self.board.complete(job)
+        self.loop_state.complete(job)
 
 
 class Client:
@@ -165,7 +172,7 @@ def json_request(keys, spaces=0):
 
 
 class Scene:
-    """A front with a small slab, its owner, and clients."""
+    """A front with a small slab, its engine, and clients."""
 
     def __init__(self, directory):
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
@@ -174,27 +181,27 @@ class Scene:
             (os.eventfd(0, flags),),
             shared_memory("hps-test-page", 1 << 20),
             (os.eventfd(0, flags),),
-            str(directory / "owner.sock"),
+            str(directory / "engine.sock"),
             0,
         )
         self.configuration = configuration_of(SETTINGS)
-        self.owners, self.clients, self.fronts = [Owner(self.shared)], [], []
+        self.engines, self.clients, self.fronts = [Engine(self.shared)], [], []
 
     @property
-    def owner(self):
-        return self.owners[-1]
+    def engine(self):
+        return self.engines[-1]
 
-    def another_owner(self, first):
-        """What the parent does when the owner has died, and what its successor does first."""
-        self.owner.stop()
-        Memory(self.shared.regions[0])[layout.OWNER_EPOCH] = 0
+    def another_engine(self, first):
+        """What the parent does when the engine has died, and what its successor does first."""
+        self.engine.stop()
+        Memory(self.shared.regions[0])[layout.ENGINE_EPOCH] = 0
         os.eventfd_write(self.shared.events[0], 1)
-        self.owners.append(Owner(self.shared, first))
-        return self.owner
+        self.engines.append(Engine(self.shared, first))
+        return self.engine
 
     async def start_front(self):
         front = Frontend(0, self.shared, self.configuration, connect=Connection, spins=False, loopback=True)
-        listener = listen("127.0.0.1", 0)
+        listener = bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         await front.start(listener)
         self.fronts.append(front)
@@ -205,7 +212,7 @@ class Scene:
         return self.clients[-1]
 
     async def connected(self, front):
-        await wait_until_async(lambda: front.exchange._connected, "the owner knows the front")
+        await wait_until_async(lambda: front.exchange._connected, "the engine knows the front")
 
     async def close(self):
         for client in self.clients:
@@ -213,23 +220,23 @@ class Scene:
         for front in self.fronts:
             await front.stop(0)
             front.close()
-        for one in self.owners:
+        for one in self.engines:
             one.close()
-        for descriptor in (*self.shared.regions, *self.shared.events, *self.shared.loop_events, self.shared.page):
+        for descriptor in (*self.shared.regions, *self.shared.events, *self.shared.loop_events, self.shared.snapshot):
             os.close(descriptor)
 
 
 @asynccontextmanager
 async def playing(directory, slot_wait_s=PATIENCE_S):
-    """A front that serves a model, and its owner; time passes quickly."""
+    """A front that serves a model, and its engine; time passes quickly."""
     scene = Scene(directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(front_module, "_TICK_S", 0.02)
         patch.setattr(exchange_module, "_SLOT_WAIT_S", slot_wait_s)
         try:
-            scene.owner.begin()
+            scene.engine.begin()
             front = await scene.start_front()
             await scene.connected(front)
-            yield scene, front, scene.owner
+            yield scene, front, scene.engine
         finally:
             await scene.close()

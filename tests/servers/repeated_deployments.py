@@ -28,7 +28,7 @@ class Module(torch.nn.Module):
 
 
 def main(place: Path, form: str, count: int) -> None:
-    bound_heap(8)  # as an owner
+    bound_heap(8)  # as an engine
     examples = {"item": torch.arange(4), "dense": torch.randn(4, 4)}
     hps.torch.package(Module().eval(), place / "m" / "1", examples, format=form)
     shutil.copytree(place / "m" / "1", place / "m" / "2")

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from hps.configuration.load import load_configuration
 from hps.serve.engine.app import Application
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.frontend.supervisor import reserve
-from hps.serve.server import Server, listen
+from hps.serve.frontend.supervisor import bind
+from hps.serve.server import Server
 from hps.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -27,10 +27,10 @@ class RunningService:
 
     def __init__(self, lifecycle: Lifecycle, *, grpc: bool = False) -> None:
         self.app = Application(lifecycle)
-        self._grpc_place = reserve("127.0.0.1", 0) if grpc else None
+        self._grpc_place = bind("127.0.0.1", 0, shared=True) if grpc else None
         address = None if self._grpc_place is None else self._grpc_place.getsockname()
         self.grpc = f"{address[0]}:{address[1]}" if address else ""
-        self.server = Server(self.app, listen("127.0.0.1", 0), grpc_address=address)
+        self.server = Server(self.app, bind("127.0.0.1", 0), grpc_address=address)
         self.url = self.server.url
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self.client = httpx.Client(base_url=self.url, timeout=30)
@@ -42,7 +42,7 @@ class RunningService:
     @property
     def held(self) -> int:
         """Bytes held for clients."""
-        return self.frontend.memory.held + self.frontend.exchange.slots.used
+        return self.frontend.memory.used + self.frontend.exchange.slots.used
 
     @property
     def is_idle(self) -> bool:
@@ -56,7 +56,7 @@ class RunningService:
 
     @property
     def passed_on(self) -> int:
-        """How many requests the owner's application answers."""
+        """How many requests the engine's application answers."""
         return len(self.server._uvicorn.server_state.tasks)
 
     @property
@@ -119,7 +119,7 @@ def running_service(document, parameter_server=None, *, ready=True, grpc=False, 
     try:
         if ready:
             is_ready = lambda: lifecycle.serving and not lifecycle.not_ready_reason and service.frontend.exchange._answers  # noqa: E731
-            wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready, and its front knows the owner")
+            wait_until(lambda: is_ready() or lifecycle.failure, "the service is ready, and its front knows the engine")
             if lifecycle.failure:
                 raise lifecycle.failure
         yield service

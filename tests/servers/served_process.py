@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import ChildProcesses
-from tests.servers.service_processes import OWNER, children_of, left_over, service_processes
+from tests.servers.service_processes import ENGINE, children_of, left_over, service_processes
 
 
 class ServedProcess:
@@ -45,9 +45,9 @@ class ServedProcess:
         return found[1]
 
     @property
-    def owner(self) -> int:
-        """Process of the owner."""
-        return service_processes(self._process.pid, self._fronts, int(self._port))[OWNER]
+    def engine(self) -> int:
+        """Process of the engine."""
+        return service_processes(self._process.pid, self._fronts, int(self._port))[ENGINE]
 
     def start(self) -> None:
         """Start it, and wait until it is ready."""

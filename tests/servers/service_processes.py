@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from hps.regions.layout import Memory
 
-_GONE_S = 40.0  # a stopping front waits 10 s for its requests, and the owner for its threads
-OWNER = -1
-"""Stands for the owner where fronts have numbers."""
+_GONE_S = 40.0  # a stopping front waits 10 s for its requests, and the engine for its threads
+ENGINE = -1
+"""Stands for the engine where fronts have numbers."""
 
 
 class TCPSocket(NamedTuple):
@@ -54,33 +54,33 @@ def children_of(pid: int) -> list[int]:
 
 
 def service_processes(parent: int, fronts: int, port: int) -> dict[int, int]:
-    """Return the pids of the fronts by number, and of the OWNER, as far as they have begun.
+    """Return the pids of the fronts by number, and of the ENGINE, as far as they have begun.
 
-    The owner maps the regions of all fronts, and a front its own; fronts listen.
+    The engine maps the regions of all fronts, and a front its own; fronts listen.
     """
     listening = {socket.inode for socket in tcp_sockets() if socket.port == port and socket.listens}
     found = {}
     for child in children_of(parent):
         try:
-            regions = set(re.findall(r"memfd:hps-front-(\d+)", Path(f"/proc/{child}/maps").read_text()))
+            regions = set(re.findall(r"memfd:hps-frontend-(\d+)", Path(f"/proc/{child}/maps").read_text()))
             listens = bool(listening & socket_inodes(child))
         except OSError:  # it ends
             continue
         if listens and len(regions) == 1:
             found[int(regions.pop())] = child
         elif not listens and len(regions) == fronts:
-            found[OWNER] = child
+            found[ENGINE] = child
     return found
 
 
 def region_of(pid: int, number: int) -> Memory:
-    """Map the region that a front shares with the owner, as only a process that broke into the front can.
+    """Map the region that a front shares with the engine, as only a process that broke into the front can.
 
     Args:
         number: of the front.
     """
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        if f"memfd:hps-front-{number}" in os.readlink(descriptor):
+        if f"memfd:hps-frontend-{number}" in os.readlink(descriptor):
             opened = os.open(descriptor, os.O_RDWR)
             try:
                 return Memory(opened)

@@ -68,7 +68,7 @@ def saved(place: Path) -> Any:
     with torch.no_grad():
         for name in DIMS:
             net.get_submodule(name).weight.mul_(2)
-    ranks._AWAKE_S = 0.0  # ranks that hold nothing of a chunk hear so
+    ranks._KEEP_ALIVE_S = 0.0  # ranks that hold nothing of a chunk hear so
     second = save(net, place / "m")
     third = save(net, place / "m", delta_of="2", changed={"by_row": torch.tensor([9, 0, 4]), "by_column": torch.tensor([3])})
     assert first.entry == third.entry

@@ -11,39 +11,39 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.kernels import query_keys
 from hps.ground.kernels.numba_atomics import fetch_add, load_acquire, pointer_to
 from hps.ground.kernels.numba_kernels import compile_kernels, kernel
-from hps.regions.board import Board, Resident
 from hps.regions.exchange import (
     BASE,
     BATCHES,
     D_FIRST,
     D_IN_FLIGHT,
     D_RESIDENT,
+    H_DEPLOYMENT_ID,
     H_FLAGS,
     H_KEYS,
     H_SEGMENTS,
-    H_SERIAL,
     HEADER_WORDS,
     MOST_DEPLOYMENTS,
-    SCRATCH,
+    STATE_SCRATCH,
     STOP,
     T_DIM,
+    T_DRIVER,
     T_HITS,
     T_KEYS,
-    T_OWN,
     available,
     finish,
     hand_over,
-    note_answer,
+    idle,
     now_ns,
     read_descriptor,
+    record_answer,
     refuse,
-    rest,
     take,
 )
 from hps.regions.layout import ANSWERED, MOST_SEGMENTS, SEGMENT_WORDS
+from hps.regions.loop_state import DriverWords, LoopState
 from hps.types import IndexArray
 
-T_LINES, T_SETS, T_VECTORS, T_ROWS, T_STATE, T_STATE_WORDS, T_WIDTH, T_DTYPE = range(T_OWN, T_OWN + 8)
+T_LINES, T_SETS, T_VECTORS, T_ROWS, T_STATE, T_STATE_WORDS, T_WIDTH, T_DTYPE = range(T_DRIVER, T_DRIVER + 8)
 MOST_KEYS: Final = 1 << 16
 """Maximum number of keys of a request that the loop answers itself: larger ones would delay all others."""
 
@@ -73,11 +73,11 @@ def _answer(base: int, tables: IndexArray, first: int, count: int, segments: Ind
 
 
 @kernel(void, _ROWS, _ROWS, _ROWS, _WORDS, _ROWS)
-def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state: IndexArray, jobs: IndexArray) -> None:
+def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state: IndexArray, queue: IndexArray) -> None:
     """Answer requests, one after the other, until the loop is stopped."""
     header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
     missing = np.empty(MOST_KEYS, np.int64)
-    scratch, stop = state.ctypes.data + 8 * SCRATCH, state.ctypes.data + 8 * STOP
+    scratch, stop = state.ctypes.data + 8 * STATE_SCRATCH, state.ctypes.data + 8 * STOP
     idle_since = now_ns(scratch)
     while load_acquire(stop) == 0:
         busy = False
@@ -93,16 +93,16 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                 if status != 0:
                     refuse(regions, place, slot, status, scratch)
                     continue
-                row = header[H_SERIAL] & (MOST_DEPLOYMENTS - 1)
+                row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
                 if deployments[row, D_RESIDENT] == 0 or header[H_FLAGS] != 0 or header[H_KEYS] > MOST_KEYS:
-                    hand_over(state, jobs, place, slot)
+                    hand_over(state, queue, place, slot)
                     continue
                 first, in_flight = deployments[row, D_FIRST], deployments[row].ctypes.data + 8 * D_IN_FLIGHT
                 fetch_add(in_flight, 1)
                 # The deployment may have ended since `read_descriptor` compared its number. Ending it writes 0 there and then
                 # waits for D_IN_FLIGHT 0; here the count is raised (a full fence) and then the number is read. So one side
                 # sees the other, and the cache is not freed while a request reads it.
-                answered = load_acquire(deployments[row].ctypes.data) == header[H_SERIAL]
+                answered = load_acquire(deployments[row].ctypes.data) == header[H_DEPLOYMENT_ID]
                 if answered:
                     answered = _answer(regions[place, BASE], tables, first, header[H_SEGMENTS], segments, missing)
                 ended = now_ns(scratch)
@@ -110,22 +110,22 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     for s in range(header[H_SEGMENTS]):
                         tables[first + segments[s, 0], T_KEYS] += segments[s, 1]
                         tables[first + segments[s, 0], T_HITS] += segments[s, 1]
-                    note_answer(deployments, state, row, ended - began)
+                    record_answer(deployments, state, row, ended - began)
                 fetch_add(in_flight, -1)  # from now on the row may be another deployment's
                 if answered:
                     finish(regions, place, slot, ANSWERED, began, ended, scratch)
                 else:
-                    hand_over(state, jobs, place, slot)
-        idle_since = now_ns(scratch) if busy else rest(regions, state, idle_since)
+                    hand_over(state, queue, place, slot)
+        idle_since = now_ns(scratch) if busy else idle(regions, state, idle_since)
 
 
 class NumpyBatches(BatchDriver):
     """Answers from NumPy caches; see `BatchDriver`."""
 
-    def __init__(self, loop: Board) -> None:
+    def __init__(self, loop: LoopState) -> None:
         self._loop = loop
 
-    def resident(self, cache: EmbeddingCache) -> Resident | None:
+    def resident(self, cache: EmbeddingCache) -> DriverWords | None:
         if type(cache) is not NumpyCache:  # subclasses may answer differently
             return None
         rows = []
@@ -133,11 +133,11 @@ class NumpyBatches(BatchDriver):
             lines, vectors, state = table.lines, table.vectors, table.state
             sizes = vectors.ctypes.data, vectors.shape[0], state.ctypes.data, state.size, vectors.shape[1], table.dtype
             rows.append([lines.ctypes.data, lines.shape[0], *sizes])
-        return Resident(rows)
+        return DriverWords(rows)
 
     def prepare(self) -> None:
         compile_kernels(run)
 
     def run(self) -> None:
         loop = self._loop
-        run(loop.regions, loop.deployments, loop.tables, loop.state, loop.jobs)
+        run(loop.regions, loop.deployments, loop.tables, loop.state, loop.handed_over)

@@ -30,7 +30,7 @@ from hps.ground.memory.capacity import Need, available_memory, by_purpose, check
 from hps.ground.rows import decode
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.ground.threads.thread_pool import POOL
-from hps.regions.board import Board
+from hps.regions.loop_state import LoopState
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling
 from hps.tensors.batch import Batch, check_host_arrays
@@ -91,7 +91,7 @@ class NumpyCache(StaticTables, BatchAnswers):
         return (run,)
 
     @classmethod
-    def batches(cls, loop: Board) -> BatchDriver:
+    def batches(cls, loop: LoopState) -> BatchDriver:
         from hps.cache.cpu.batches import NumpyBatches  # which imports this module
 
         return NumpyBatches(loop)

@@ -29,34 +29,34 @@ from hps.ground.kernels.numba_kernels import kernel
 from hps.regions.exchange import (
     BASE,
     BATCHES,
+    D_DRIVER,
     D_FIRST,
+    D_ID,
     D_IN_FLIGHT,
-    D_OWN,
     D_RESIDENT,
-    D_SERIAL,
+    H_DEPLOYMENT_ID,
     H_FLAGS,
     H_KEYS,
     H_SEGMENTS,
-    H_SERIAL,
     HEADER_WORDS,
     MOST_DEPLOYMENTS,
-    SCRATCH,
     SHIFT,
+    STATE_SCRATCH,
     STOP,
     T_ABSENT,
+    T_DRIVER,
     T_HITS,
     T_KEYS,
     T_LINKED,
-    T_OWN,
     available,
     finish,
     hand_over,
-    note_answer,
+    idle,
     now_ns,
     peek,
     read_descriptor,
+    record_answer,
     refuse,
-    rest,
     take,
 )
 from hps.regions.layout import ANSWERED, MOST_SEGMENTS, SEGMENT_WORDS
@@ -107,9 +107,9 @@ FREE, OPEN, QUERYING, ANSWERING, COUNTED, DEAD = range(6)
 LANE_COLUMNS: Final = 32
 
 # After the common columns of a deployment, and of a table.
-D_GPU, D_QUERY, D_UNIT, D_ANSWER, D_THREADS, D_BLOCKS, D_WARPS, D_LINKED = range(D_OWN, D_OWN + 8)
-T_BUCKETS, T_ROWS, T_PAIRS, T_UNITS, T_STRUCT = range(T_OWN, T_OWN + 5)
-T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS, T_STAGED_WORDS = range(T_OWN + 10, T_OWN + 16)
+D_GPU, D_QUERY, D_UNIT, D_ANSWER, D_THREADS, D_BLOCKS, D_WARPS, D_LINKED = range(D_DRIVER, D_DRIVER + 8)
+T_BUCKETS, T_ROWS, T_PAIRS, T_UNITS, T_STRUCT = range(T_DRIVER, T_DRIVER + 5)
+T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS, T_STAGED_WORDS = range(T_DRIVER + 10, T_DRIVER + 16)
 
 # Words of `functions`: addresses of the driver's functions, and the batches for which misses are expected. Compiled code calls
 # the driver by address, since CuPy needs the interpreter.
@@ -292,7 +292,7 @@ def _finish(
     deployments: IndexArray,
     tables: IndexArray,
     state: IndexArray,
-    jobs: IndexArray,
+    queue: IndexArray,
     left: int,
     scratch: int,
 ) -> None:
@@ -314,7 +314,7 @@ def _finish(
                     answered = False
         if not answered:
             fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-            hand_over(state, jobs, place, slot)
+            hand_over(state, queue, place, slot)
             continue
         for s in range(first, stop):
             table, n = segments[s, S_TABLE], segments[s, S_N]
@@ -327,7 +327,7 @@ def _finish(
             tables[table, T_LINKED] += linked
             tables[table, T_ABSENT] += absent
         # Count before D_IN_FLIGHT falls: at 0 the counters of an ended deployment are read for the last time.
-        note_answer(deployments, state, row, ended - lane[L_STARTED])
+        record_answer(deployments, state, row, ended - lane[L_STARTED])
         fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
         finish(regions, place, slot, ANSWERED, lane[L_STARTED], ended, scratch)
     lane[L_REQUESTS] = lane[L_SEGMENTS] = lane[L_KEYS] = lane[L_LINKED] = 0
@@ -343,7 +343,7 @@ def _advance_lane(
     deployments: IndexArray,
     tables: IndexArray,
     state: IndexArray,
-    jobs: IndexArray,
+    queue: IndexArray,
     functions: IndexArray,
     devices: int,
     scratch: int,
@@ -366,7 +366,7 @@ def _advance_lane(
         lane[L_PHASE] = COUNTED
         return error | _copy_counts(lane, lane[L_LEFT_COUNTS], functions)
     if error == 0:
-        _finish(lane, requests, segments, regions, deployments, tables, state, jobs, 1 if phase == COUNTED else 0, scratch)
+        _finish(lane, requests, segments, regions, deployments, tables, state, queue, 1 if phase == COUNTED else 0, scratch)
     return error
 
 
@@ -436,7 +436,7 @@ def run(
     deployments: IndexArray,
     tables: IndexArray,
     state: IndexArray,
-    jobs: IndexArray,
+    queue: IndexArray,
     lanes: IndexArray,
     requests: IndexArray,
     segments: IndexArray,
@@ -445,7 +445,7 @@ def run(
 ) -> None:
     """Answer requests, batch after batch, until the loop is stopped."""
     header, read = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
-    scratch, stop = state.ctypes.data + 8 * SCRATCH, state.ctypes.data + 8 * STOP
+    scratch, stop = state.ctypes.data + 8 * STATE_SCRATCH, state.ctypes.data + 8 * STOP
     idle_since, first, turns = now_ns(scratch), 0, 0
     while True:
         turns += 1
@@ -458,7 +458,7 @@ def run(
             if load_acquire(lane[L_DONE]) == lane[L_SEQUENCE]:
                 busy = True
                 error = _advance_lane(
-                    lane, requests[nth], segments[nth], regions, deployments, tables, state, jobs, functions, devices, scratch
+                    lane, requests[nth], segments[nth], regions, deployments, tables, state, queue, functions, devices, scratch
                 )
             elif turns & 4095 == 0 and now_ns(scratch) - lane[L_POLLED] > _STUCK_NS:
                 # A failed kernel leaves the lane's number unwritten, so a late stream is queried for its error.
@@ -468,7 +468,7 @@ def run(
                     error = 0
             if error != 0:
                 functions[F_FAILED] = error
-                _finish(lane, requests[nth], segments[nth], regions, deployments, tables, state, jobs, -1, scratch)
+                _finish(lane, requests[nth], segments[nth], regions, deployments, tables, state, queue, -1, scratch)
                 lane[L_PHASE] = DEAD
         if load_acquire(stop) != 0 and not running:
             return
@@ -484,10 +484,10 @@ def run(
                 if status != 0:
                     refuse(regions, place, take(regions, place), status, scratch)
                     continue
-                row = header[H_SERIAL] & (MOST_DEPLOYMENTS - 1)
+                row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
                 if functions[F_FAILED] != 0 or not _is_resident(deployments, row, header, read):
                     take(regions, place)
-                    hand_over(state, jobs, place, slot)
+                    hand_over(state, queue, place, slot)
                     continue
                 nth = _lane_for(lanes, deployments[row, D_GPU], header[H_SEGMENTS], header[H_KEYS])
                 if nth < 0:
@@ -497,9 +497,9 @@ def run(
                 # waits for D_IN_FLIGHT 0; here the count is raised (a full fence) and then the number is read. So one side
                 # sees the other, and the cache is not freed while a batch reads it.
                 take(regions, place)
-                if load_acquire(deployments[row].ctypes.data + 8 * D_SERIAL) != header[H_SERIAL]:
+                if load_acquire(deployments[row].ctypes.data + 8 * D_ID) != header[H_DEPLOYMENT_ID]:
                     fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-                    hand_over(state, jobs, place, slot)
+                    hand_over(state, queue, place, slot)
                     continue
                 shift = regions[place, BASE] + regions[place, SHIFT]
                 _add(lanes[nth], requests[nth], segments[nth], place, slot, row, shift, header, read, deployments)
@@ -510,11 +510,11 @@ def run(
                 running = True
                 if error != 0:
                     functions[F_FAILED] = error
-                    _finish(lanes[nth], requests[nth], segments[nth], regions, deployments, tables, state, jobs, -1, scratch)
+                    _finish(lanes[nth], requests[nth], segments[nth], regions, deployments, tables, state, queue, -1, scratch)
                     lanes[nth, L_PHASE] = DEAD
         if busy:
             idle_since = now_ns(scratch)
         elif running:
             pause_processor()
         else:
-            idle_since = rest(regions, state, idle_since)
+            idle_since = idle(regions, state, idle_since)

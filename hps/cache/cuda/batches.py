@@ -15,7 +15,7 @@ from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, on_de
 from hps.cache.cuda.links import CudaPinner
 from hps.errors import DeviceError
 from hps.ground.kernels.numba_kernels import compile_kernels
-from hps.regions.board import Board, Resident
+from hps.regions.loop_state import DriverWords, LoopState
 from hps.types import IndexArray
 
 _log = logging.getLogger(__name__)
@@ -38,13 +38,7 @@ class _StreamLane:
             words = 4 * batch_loop.BATCH_SEGMENTS
             start = self._counts.reserve(6 * words + 64)
             runtime.memset(start, 0, 6 * words + 64)
-            missing, left, leaders, tallies, progress = (
-                start,
-                start + words,
-                start + 2 * words,
-                start + 3 * words,
-                start + 5 * words,
-            )
+            missing, left, leaders, tallies, progress = (start + nth * words for nth in (0, 1, 2, 3, 5))  # tallies take two
             keys, versions = batch_loop.MOST_KEYS, 8 * kernels.STRIPES * batch_loop.AT_ONCE
             clean = 4 * kernels.MOST_BINS + 8 * keys
             sizes = {
@@ -135,7 +129,7 @@ class _StreamLane:
 class CupyBatches(BatchDriver):
     """Answers from CuPy caches; see `BatchDriver`."""
 
-    def __init__(self, loop: Board) -> None:
+    def __init__(self, loop: LoopState) -> None:
         self._loop = loop
         self._pinned: list[int] = []  # addresses of regions
         self._in_place = False
@@ -170,7 +164,7 @@ class CupyBatches(BatchDriver):
         except DeviceError as error:
             _log.warning("the GPU does not read the memory of the frontends in place, which makes lookups slower: %s", error)
 
-    def resident(self, cache: EmbeddingCache) -> Resident | None:
+    def resident(self, cache: EmbeddingCache) -> DriverWords | None:
         if not isinstance(cache, CupyCache) or not self._in_place:
             return None
         memory, device_id = cache.memory, cache.device_id
@@ -203,7 +197,7 @@ class CupyBatches(BatchDriver):
                 bins = link.present.bins_per_row if link.present is not None else 0.0
                 attached = [link.where, link.where, default, int(link.authoritative), int(np.float32(bins).view(np.uint32))]
             tables.append([buckets, rows, pairs, shape.units(kind), *packed, *attached, kernels.staged_words(shape, kind)])
-        return Resident(tables, words)
+        return DriverWords(tables, words)
 
     def _add_lanes(self, device_id: int) -> None:
         with on_device(device_id):
@@ -225,7 +219,7 @@ class CupyBatches(BatchDriver):
         requests = np.zeros((lanes, batch_loop.BATCH_REQUESTS, batch_loop.REQUEST_COLUMNS), np.int64)
         segments = np.zeros((lanes, batch_loop.BATCH_SEGMENTS, batch_loop.SEGMENT_COLUMNS), np.int64)
         runtime.setDevice(0)
-        arrays = (loop.regions, loop.deployments, loop.tables, loop.state, loop.jobs)
+        arrays = (loop.regions, loop.deployments, loop.tables, loop.state, loop.handed_over)
         batch_loop.run(*arrays, self._words, requests, segments, self._functions, runtime.getDeviceCount())
 
     def close(self) -> None:

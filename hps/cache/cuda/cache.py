@@ -43,7 +43,7 @@ from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.workers import PeriodicTask
-from hps.regions.board import Board
+from hps.regions.loop_state import LoopState
 from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.batch import Batch
 from hps.types import ROW_DTYPES, DeviceArray, KeyArray, RowArray, TableSpec
@@ -90,7 +90,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         self._copies: PeriodicTask | None = None
 
     @classmethod
-    def batches(cls, loop: Board) -> BatchDriver:
+    def batches(cls, loop: LoopState) -> BatchDriver:
         from hps.cache.cuda.batches import CupyBatches  # which imports this module
 
         return CupyBatches(loop)
@@ -110,7 +110,6 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         return self._kernels
 
     def links(self) -> list[AttachedTable | None]:
-        """Return the attached tables, by table."""
         return list(self._links)
 
     @classmethod
@@ -404,7 +403,6 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         change(self._near)  # type: ignore[arg-type]
 
     def _reader(self) -> TensorReader:
-        """Return the calling thread's reader."""
         try:
             reader: TensorReader = self._readers.reader
         except AttributeError:
@@ -458,7 +456,6 @@ def _keys_on_host(keys_at: int, n: int) -> KeyArray:
 
 @contextmanager
 def _reported(tables: Sequence[TableSpec], device_id: int, static: bool) -> Iterator[None]:
-    """Convert CUDA errors of an allocation."""
     try:
         yield
     except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:

@@ -73,7 +73,6 @@ class DeviceBuffer:
         return self.pointer
 
     def array(self, offset_bytes: int, size: int, dtype: Any) -> Any:
-        """Return part of it as a `cupy.ndarray`."""
         memory = cupy.cuda.UnownedMemory(self.pointer, self.size_bytes, self._memory)
         return cupy.ndarray((size,), dtype, cupy.cuda.MemoryPointer(memory, offset_bytes))
 
@@ -256,7 +255,6 @@ class DeviceTable:
         return geometry.copy_bytes(self.pairs) + parts[list(self.copies).index(device_id)] + near
 
     def buckets_on(self, device_id: int) -> int:
-        """Return the address of the buckets that queries on a device read."""
         return self.copies.get(device_id, self.buckets)
 
 

@@ -280,7 +280,6 @@ def by_parts(shape: Shape) -> bool:
 
 
 def staged_words(shape: Shape, rows: Rows) -> int:
-    """Return the words that a staged row takes."""
     return -(-rows.width // 4) * 4 if by_parts(shape) else rows.width
 
 
@@ -401,7 +400,6 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
 
 
 def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
-    """Return the kernels for lookups of attached tables, with aligned outputs."""
     return [answer_kernel(name, shape, kind) for shape in _shapes(tables) for name in ANSWERS]
 
 
@@ -418,7 +416,6 @@ RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_O
 
 
 def near_kernels(tables: Sequence[Rows]) -> list[Kernel]:
-    """Return the kernels for near tables of shared ones."""
     promotions = [promote_kernel(unit_of(width, 16), width) for width in {rows.width for rows in tables}]
     return [*modification_kernels(tables), *promotions]
 

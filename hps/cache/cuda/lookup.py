@@ -586,7 +586,6 @@ class CupyLookup(StreamOrderedLookup):
         return count
 
     def synchronise(self) -> None:
-        """Wait for all launched work."""
         runtime.streamSynchronize(self.stream)
         self._unfinished = False
 

@@ -222,7 +222,6 @@ class Modifications:
             runtime.streamSynchronize(self._stream)
 
     def close(self) -> None:
-        """Wait for running changes, end the threads, and free the memory."""
         with self._staging:
             runtime.streamSynchronize(self._stream)
             if self._copiers is not None:
@@ -276,5 +275,4 @@ class Modifications:
 
 
 def _is_pinned(array: np.ndarray) -> bool:
-    """Return whether the device can copy from an array's memory directly."""
     return bool(runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost)

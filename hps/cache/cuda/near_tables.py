@@ -77,7 +77,6 @@ class NearTables:
         return admitted - evicted - erased
 
     def settle(self) -> None:
-        """Wait for running admissions."""
         self._stream.synchronize()
 
     def erase(self, index: int, keys: KeyArray) -> None:

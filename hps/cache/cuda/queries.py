@@ -52,7 +52,6 @@ class LookupKernels:
         return kernels.lookup_kernels(self.rows, self._kind)
 
     def for_links(self) -> list[Kernel]:
-        """Return the kernels for lookups of attached tables, of aligned outputs."""
         return kernels.link_kernels(self.rows, self._kind)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
@@ -82,7 +81,6 @@ class LookupKernels:
         return self._compiled.handle(kernels.scatter_kernel(shape))
 
     def _pool(self, name: str, shape: Shape, arithmetic: Arithmetic) -> int:
-        """Return the handle of a kernel of `cuda/pool.cu`."""
         return self._compiled.handle(kernels.pool_kernel(name, shape, arithmetic, self._kind))
 
     def batch_kernels(self, shape: Shape) -> tuple[int, int]:
@@ -91,7 +89,6 @@ class LookupKernels:
         return self._compiled.handle(query), self._compiled.handle(answer)
 
     def handle(self, kernel: Kernel) -> int:
-        """Return the handle of a kernel without specialisations."""
         return self._compiled.handle(kernel)
 
 

@@ -37,9 +37,7 @@ _PATIENCE_S: Final = 60.0
 
 
 class CompilerProcesses:
-    """Compiler processes, which end with the `with` block. *One per thread.*
-
-    The caller compiles whatever they do not finish.
+    """Compiler processes, which end with the `with` block. The caller compiles whatever they do not finish. *One per thread.*
 
     Args:
         count: number of processes; there are none if this program is no Python interpreter, as when it is embedded.
@@ -70,12 +68,7 @@ class CompilerProcesses:
                     pipe.close()  # type: ignore[union-attr]
 
     def start(self, take: Callable[[], str | None], done: Callable[[str], None]) -> None:
-        """Start the processes.
-
-        Args:
-            take: returns the next kernel to compile; called by several threads.
-            done: called with each kernel that is compiled; called by several threads.
-        """
+        """Start the processes; threads call `take` for the next kernel to compile, and `done` with each that is compiled."""
         for _ in range(self._count):
             with contextlib.suppress(OSError):  # no memory or no process left: the caller compiles alone
                 process = subprocess.Popen(
@@ -92,7 +85,6 @@ class CompilerProcesses:
                 feeder.start()
 
     def wait(self) -> None:
-        """Wait until all have finished what they took."""
         deadline = time.monotonic() + _PATIENCE_S
         for feeder in self._feeders:
             feeder.join(max(0.0, deadline - time.monotonic()))

@@ -92,7 +92,7 @@ def refuse_baseline() -> None:
 
 
 def choose_baseline() -> None:
-    """Compile for `BASELINE` in this process. Call this before the first import of a module that uses numba's decorators.
+    """Compile for `BASELINE`. Called before the first import of a module that uses numba's decorators.
 
     Raises:
         InvalidInputError: no baseline is defined for processors of this kind.

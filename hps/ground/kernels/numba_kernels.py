@@ -67,13 +67,9 @@ _declared: "dict[int, _Kernel]" = {}
 
 
 def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a kernel of one signature that runs without the GIL; `compile_kernels` compiles it.
+    """Make a function a kernel of one signature of numba types, which runs without the GIL; `compile_kernels` compiles it.
 
     An argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
-
-    Args:
-        returns: numba type of the result.
-        arguments: numba types of the arguments; see `read_only`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +88,7 @@ def read_only(array: Any) -> Any:
 def compile_kernels(*kernels: Callable[..., Any], processes: int | None = None) -> None:
     """Compile kernels, or load their machine code; by default those of all imported modules. *Thread-safe*.
 
-    Called when a tier is constructed, so that no lookup waits for a compiler. Cheap if already done. Processes that start at
-    the same time may do the same work.
+    Called when a tier is constructed, so that no lookup waits for a compiler. Cheap if already done.
 
     Args:
         processes: maximum number of processes; by default as many as processors and memory suffice for. For reproducible
@@ -236,11 +231,7 @@ def _most_processes() -> int:
 
 
 class _Work:
-    """Kernels to compile, the largest first, and the progress. *Thread-safe.*
-
-    Attributes:
-        advance: receives the weight of each compiled kernel.
-    """
+    """Kernels to compile, the largest first, and the progress. *Thread-safe.*"""
 
     def __init__(self, missing: "Sequence[_Kernel]") -> None:
         largest_last = sorted(missing, key=lambda kernel: kernel.weight)
@@ -248,7 +239,7 @@ class _Work:
         self._unshared = [kernel for kernel in largest_last if not kernel.is_ours]
         self._weights = {kernel.name: kernel.weight for kernel in missing}
         self.weight = sum(kernel.weight for kernel in missing)
-        self.advance: Callable[[float], None] = lambda weight: None
+        self.advance: Callable[[float], None] = lambda weight: None  # receives the weight of each compiled kernel
         self._done = 0
         self._began = self._logged_at = time.monotonic()
         self._lock = threading.Lock()

@@ -32,18 +32,13 @@ class BoundedCache(Generic[_R]):
         function: takes hashable arguments by position. Its results are shared, and must not change.
         size: returns the bytes of an entry, given the result and the arguments; default: `size_of` both, which takes longer
             than parsing a request. Shared parts of arguments, such as a model's tables, need not be counted.
-        most_bytes: limit of all entries.
-
-    Attributes:
-        function: the function, for calls that bypass the cache.
-        held_bytes: bytes of all entries.
     """
 
     def __init__(
         self, function: Callable[..., _R], size: Callable[..., int] | None = None, most_bytes: int = MOST_BYTES
     ) -> None:
-        self.function = function
-        self.held_bytes = 0
+        self.function = function  # for calls that bypass the cache
+        self.held_bytes = 0  # of all entries
         self._size = size or (lambda *entry: size_of(entry))
         self._most_bytes = most_bytes
         self._entries: OrderedDict[tuple[Hashable, ...], tuple[_R, int]] = OrderedDict()
@@ -55,6 +50,7 @@ class BoundedCache(Generic[_R]):
             if (found := self._entries.get(arguments)) is not None:
                 self._entries.move_to_end(arguments)
                 return found[0]
+        # Computed without the lock, which readers of other entries need: two threads may compute one result.
         result = self.function(*arguments)
         size = self._size(result, *arguments) + _ENTRY_BYTES
         if size <= self._most_bytes // _LARGEST_SHARE:
@@ -70,14 +66,12 @@ class BoundedCache(Generic[_R]):
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget all entries."""
         with self._lock:
             self._entries.clear()
             self.held_bytes = 0
 
 
 def cached_bytes() -> int:
-    """Return the bytes of all bounded caches of this process."""
     return sum(cache.held_bytes for cache in list(_caches))
 
 

@@ -22,19 +22,13 @@ Place: TypeAlias = Literal["gpu", "pinned", "ram", "disk", "redis"]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory needed for one purpose. *Immutable.*
-
-    Attributes:
-        what: purpose, in words.
-        table: name of its table, if any.
-        temporary: needed only while tables are loaded.
-    """
+    """Memory needed for one purpose. *Immutable.*"""
 
     place: Place
-    what: str
+    what: str  # purpose, in words
     size_bytes: int
-    table: str = ""
-    temporary: bool = False
+    table: str = ""  # its name, if any
+    temporary: bool = False  # needed only while tables are loaded
 
 
 def by_purpose(needs: Iterable[Need]) -> dict[str, int]:
@@ -43,17 +37,7 @@ def by_purpose(needs: Iterable[Need]) -> dict[str, int]:
 
 
 def check_fits(doing: str, needs: Mapping[str, int], free_bytes: int, place: str, cure: str) -> None:
-    """Reject needs that exceed the free memory.
-
-    Args:
-        doing: start of the message.
-        needs: bytes by purpose.
-        place: location of the free memory, with "in" or "on".
-        cure: how to make room.
-
-    Raises:
-        CapacityError: the needs exceed the free memory.
-    """
+    """Raise CapacityError if needs, in bytes by purpose, exceed the free memory of a place. `doing` starts the message."""
     needed = sum(needs.values())
     if needed > free_bytes:
         each = ", ".join(f"{size:,} for {what}" for what, size in needs.items() if size)
@@ -68,9 +52,6 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
 
     The minimum of the machine's available memory and the remaining limit of each control group of the process, of version 2 or
     1. Reclaimable page cache counts as free. Without information from the system there is no limit.
-
-    Args:
-        root: root of the file system with `/proc` and `/sys`.
     """
     meminfo = _numbers(root / "proc/meminfo")
     bounds = [(meminfo["MemAvailable"] * 1024, "in the machine's memory")] if "MemAvailable" in meminfo else []
@@ -90,11 +71,7 @@ def machine_memory(root: Path = Path("/")) -> int:
 
 
 def available_processors(root: Path = Path("/")) -> int:
-    """Return how many processors this process may use by its affinity and the quotas of its control groups.
-
-    Args:
-        root: root of the file system with `/proc` and `/sys`.
-    """
+    """Return how many processors this process may use by its affinity and the quotas of its control groups."""
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory, version in _control_groups(root, "cpu"):
         if version == 2:

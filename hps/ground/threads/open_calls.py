@@ -12,12 +12,9 @@ _PAUSE_TIMEOUT_S = 30
 
 
 class OpenCalls:
-    """Counts running calls. *Thread-safe.*
+    """Counts running calls of a resource. *Thread-safe.*
 
     Each call runs inside `with calls:`. `close` refuses new calls, `exclusive` makes them wait, and both wait for running ones.
-
-    Args:
-        what: the resource, in error messages.
     """
 
     # A call takes no lock: it first counts itself, and then checks whether it may run, while `close` and `exclusive` first
@@ -33,7 +30,6 @@ class OpenCalls:
 
     @property
     def running(self) -> int:
-        """Return the number of running calls."""
         return len(self._calls)
 
     def __enter__(self) -> None:
@@ -70,11 +66,7 @@ class OpenCalls:
 
     @contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Wait for running calls, and make new ones wait until the block ends.
-
-        Raises:
-            DatabaseTimeoutError: calls did not end in time; new ones proceed.
-        """
+        """Wait for running calls, and make new ones wait until the block ends. Raise DatabaseTimeoutError on timeout."""
         try:
             with self._ended:
                 self._forbidden = True

@@ -56,7 +56,6 @@ class _Job:
         return True
 
     def help(self) -> None:
-        """Do pieces until none is left."""
         # A thread first counts itself and then takes a piece; the caller finds no piece and then counts the threads. So it
         # never misses a thread that works.
         self.helpers.append(None)
@@ -76,7 +75,6 @@ class _Job:
         return error
 
     def rows_done(self) -> int:
-        """Return the number of leading rows that are done."""
         piece = self._done.find(0)
         return self._rows if piece < 0 else piece * self._at_once
 

@@ -82,9 +82,10 @@ def _recorded(run: Callable[[], object], lasting: bool) -> None:
 
 
 class Stop:
-    """Signals threads to end or to wake. *Thread-safe*, and without a lock, since finalizers may call it."""
+    """Signals threads to end or to wake. *Thread-safe*; finalizers may call it."""
 
     def __init__(self) -> None:
+        # Not a threading.Event, whose `set` takes a lock: a finalizer may run on a thread that holds it.
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._set = False
 
@@ -112,12 +113,7 @@ class Stop:
 
 
 class Worker:
-    """Runs a loop on daemon threads. *Thread-safe.*
-
-    Args:
-        run: the loop; it returns soon after `stop` is set.
-        stop: shared with the object that uses the worker.
-    """
+    """Runs a loop, which returns soon after `stop` is set, on daemon threads. *Thread-safe.*"""
 
     def __init__(self, name: str, run: Callable[[], object], stop: Stop | None = None, threads: int = 1) -> None:
         self.name = name
@@ -126,7 +122,6 @@ class Worker:
         self._threads = [new_thread(name, run) for name in names]
 
     def start(self) -> None:
-        """Start the threads. Called once."""
         for thread in self._threads:
             thread.start()
         close_at_exit(self, type(self).abandon)
@@ -134,7 +129,6 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return whether a thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop_with(self, user: object) -> None:
@@ -170,7 +164,6 @@ class PeriodicTask(Worker):
 
     Args:
         run: a bound method does not keep its object alive; the task ends when the object is collected.
-        interval_s: period between the starts of two runs.
         delay_s: delay before the first interval.
         jitter: largest random change of an interval, as a share of it.
         what: purpose of the function, in the log, e.g. `refreshing model 'shop'`.
@@ -233,14 +226,10 @@ def run_periodically(
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[], float] = random.random,
 ) -> None:
-    """Call `run` periodically until `wait` returns True; see `PeriodicTask`.
+    """Call `run` periodically until `wait`, which sleeps for a number of seconds, returns True; see `PeriodicTask`.
 
     The first run starts after the delay and an interval. Each later run starts an interval after the last one started or, if
     that took longer, an interval after it ended, so that runs never pile up.
-
-    Args:
-        wait: sleeps for a number of seconds; returns True to end.
-        draw: returns a random number in [0, 1), for the jitter.
     """
 
     def interval() -> float:
@@ -269,11 +258,7 @@ class WorkCounts(Protocol):
 
 
 class WorkQueue(Worker):
-    """Runs jobs in the order of arrival, and refuses a job when the queue is full. *Thread-safe.*
-
-    Args:
-        name: the kind of work, in thread names, logs and metrics.
-    """
+    """Runs jobs in the order of arrival, and refuses a job when the queue is full. *Thread-safe.*"""
 
     def __init__(self, name: str, length: int, threads: int, counts: WorkCounts) -> None:
         super().__init__(name, self._run, threads=threads)

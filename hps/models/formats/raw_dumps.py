@@ -171,21 +171,21 @@ class HugectrDump(RawDump):
     """Dumps of `Model.embedding_dump`: the directory of an embedding collection; table N is called `table<N>`."""
 
     def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
-        there = {os.path.basename(file): file for file in self.files}
-        if (meta := there.pop("meta_data", None)) is None:
+        found_files = {os.path.basename(file): file for file in self.files}
+        if (meta := found_files.pop("meta_data", None)) is None:
             raise ModelFileError(f"importing {self.path}: got no meta_data beside the files of keys and weights; copy it, too")
         dtype, sizes = self._read_meta(meta)
         expected = {f"{kind}{number}" for kind in ("key", "weight") for number in range(len(sizes))}
-        if wrong := sorted(expected ^ there.keys()):
-            got = "no" if wrong[0] in expected else "a file"
+        if unexpected := sorted(expected ^ found_files.keys()):
+            got = "no" if unexpected[0] in expected else "a file"
             raise ModelFileError(
-                f"importing {self.path}: got {got} {wrong[0]} for {len(sizes)} tables in meta_data, expected key0 to "
+                f"importing {self.path}: got {got} {unexpected[0]} for {len(sizes)} tables in meta_data, expected key0 to "
                 f"key{len(sizes) - 1} and weight0 to weight{len(sizes) - 1}; copy all files of one dump"
             )
         found = {}
         for number, (rows, dim) in enumerate(sizes):
-            keys = _Part(there[f"key{number}"], dtype, _HUGECTR_HEAD_BYTES)
-            vectors = _Part(there[f"weight{number}"], "<f4", _HUGECTR_HEAD_BYTES)
+            keys = _Part(found_files[f"key{number}"], dtype, _HUGECTR_HEAD_BYTES)
+            vectors = _Part(found_files[f"weight{number}"], "<f4", _HUGECTR_HEAD_BYTES)
             for kind, part, size in ((1, keys, rows * keys.itemsize), (2, vectors, rows * dim * vectors.itemsize)):
                 _check_hugectr_head(part.file, kind, number)
                 if part.size_bytes != size:
@@ -239,11 +239,11 @@ class SokDump(RawDump):
     """Dumps of `sok.dump`: `<table>-key` and `<table>-weight` of each table. Optimizer states are not read."""
 
     def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
-        there = {os.path.basename(file): file for file in self.files}
-        tables = sorted({name.rpartition("-")[0] for name in there})
+        found_files = {os.path.basename(file): file for file in self.files}
+        tables = sorted({name.rpartition("-")[0] for name in found_files})
         found = {}
         for table in tables:
-            pair = [there.get(f"{table}-{kind}") for kind in ("key", "weight")]
+            pair = [found_files.get(f"{table}-{kind}") for kind in ("key", "weight")]
             if pair[0] is None or pair[1] is None:
                 raise ModelFileError(
                     f"importing {self.path}: got {table}-{'weight' if pair[1] else 'key'} alone, expected {table}-key and "
@@ -257,11 +257,11 @@ class Int32Keys(RawDump):
     """HugeCTR's two files of a table, `key` and `emb_vector`, with keys of 4 bytes: unsigned, as its int32 keys are."""
 
     def _find(self) -> dict[str, list[tuple[_Part, _Part]]]:
-        there = {os.path.basename(file): file for file in self.files}
-        missing = [name for name in ("key", "emb_vector") if name not in there]
+        found_files = {os.path.basename(file): file for file in self.files}
+        missing = [name for name in ("key", "emb_vector") if name not in found_files]
         if missing:
             raise ModelFileError(f"importing {self.path}: {' and '.join(missing)} not found, expected key and emb_vector")
-        return {"emb_vector": [(_Part(there["key"], "<u4"), _Part(there["emb_vector"], "<f4"))]}
+        return {"emb_vector": [(_Part(found_files["key"], "<u4"), _Part(found_files["emb_vector"], "<f4"))]}
 
 
 def _sok_part(file: str, kind: int, types: str) -> _Part:

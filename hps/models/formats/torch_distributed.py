@@ -94,7 +94,7 @@ class _Shard:
 
 
 class DistributedCheckpoint(ArraySource):
-    """The tensors of a checkpoint by their full names. Only the shards of tensors that are asked for are opened."""
+    """The tensors of a checkpoint by their full names. Only the shards of requested tensors are opened."""
 
     keys_are_optional = True
 

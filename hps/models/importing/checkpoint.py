@@ -258,11 +258,7 @@ def _tables(arrays: ArraySource) -> list[str]:
 
 
 def _collection_in(path: str) -> str:
-    """Return the directory of the embedding collection in a dump of HugeCTR; any other path unchanged.
-
-    Raises:
-        ModelFileError: there are several.
-    """
+    """Return the directory of the embedding collection in a dump of HugeCTR; any other path unchanged."""
     found = [name for name in _FILES.list(path) if _COLLECTION.fullmatch(name)] if os.path.isdir(path) else []
     if len(found) > 1:
         raise ModelFileError(f"importing {path}: got {', '.join(sorted(found)[:8])}, expected one; import each by itself")
@@ -270,11 +266,7 @@ def _collection_in(path: str) -> str:
 
 
 def _layout_of(path: str, file_format: str | None = None) -> str | None:
-    """Find the format of a trainer's files in a directory, or of one of them; None for other files.
-
-    Raises:
-        ModelFileError: there are files of several trainers.
-    """
+    """Find the format of a trainer's files in a directory, or of one of them; None for other files."""
     if file_format is not None:
         return file_format if file_format in _LAYOUTS else None
     names = _FILES.list(path) if os.path.isdir(path) else [os.path.basename(path)]

@@ -113,8 +113,8 @@ def discover(place: str) -> Discovery:
     if not models:
         contents = ", ".join(search.names(root)[:8]) or "nothing"
         raise ModelFileError(
-            f"searching {place}: got {contents}, expected directories with files key and emb_vector, at most {_DEPTH} deep, "
-            "or a checkpoint"
+            f"searching {place}: got {contents}, expected directories with the files key and emb_vector, at most {_DEPTH} "
+            "deep, or a checkpoint"
         )
     names = [model.name for model in models]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -243,9 +243,9 @@ class _Search:
         except ModelFileError:
             manifest = None
         written = dict.fromkeys(posixpath.dirname(path) for path in manifest.files) if manifest else {}
-        there = self.directories(place)
-        return [directory for directory in written if directory in there] + [
-            directory for directory in sorted(there, key=natural) if directory not in written
+        directories = self.directories(place)
+        return [directory for directory in written if directory in directories] + [
+            directory for directory in sorted(directories, key=natural) if directory not in written
         ]
 
     def _graph(self, place: str) -> list[str]:

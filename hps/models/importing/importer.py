@@ -146,11 +146,11 @@ def import_tables(
     if model_source is not None and (settings := model_source.model_dump(mode="json", exclude_defaults=True)):
         content["model_source"] = settings
     load_configuration(content)
-    there = [place for place in places.values() if filesystem.exists(place)]
+    existing = [place for place in places.values() if filesystem.exists(place)]
     if config and _FILES.exists(config):
-        there.append(config)
-    if there and not overwrite:
-        raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
+        existing.append(config)
+    if existing and not overwrite:
+        raise ModelFileError(f"importing {source}: {existing[0]} exists; choose another directory or ask to overwrite it")
     if config:
         _FILES.delete(config)
     for count, (name, table) in enumerate(found.items()):

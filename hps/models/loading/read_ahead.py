@@ -21,8 +21,7 @@ def read_ahead(
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
 
-    A chunk is read in parts of a size that suits the file system, several at a time, into `model.chunks_ahead` + 1 buffers of
-    at most CHUNK_BYTES. The next chunk may overwrite the arrays. Closing the generator stops reading.
+    The next chunk may overwrite the arrays. Closing the generator stops reading.
 
     Args:
         allocate: makes arrays by shape and dtype; `EmbeddingCache.host_buffer` for a cache.
@@ -30,6 +29,8 @@ def read_ahead(
     Raises:
         ModelFileError: as in `OpenedFile`, or a chunk took too long. Earlier rows are of unchanged files.
     """
+    # A chunk is read in parts of a size that suits the file system. One buffer more than chunks ahead, so that all threads read
+    # while the caller uses the last chunk.
     length = min(model.chunk_rows, model.rows)
     free = deque(
         (allocate((length,), np.int64), allocate((length, model.dim), np.float32)) for _ in range(model.chunks_ahead + 1)
@@ -58,7 +59,7 @@ def read_ahead(
             yield start, buffer[0][:count], buffer[1][:count]
             free.append(buffer)
     finally:
-        pool.shutdown(wait=not stuck, cancel_futures=True)
+        pool.shutdown(wait=not stuck, cancel_futures=True)  # a stuck read would never end
 
 
 def chunk_ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -118,10 +118,10 @@ class NonfiniteRows:
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(np.dot(elements, elements)):  # reads as fast as memory allows; a sum takes three times as long
                 return
-        wrong = ~np.isfinite(vectors).all(axis=1)
-        if self.first_key is None and wrong.any():
-            self.first_key = int(keys[np.argmax(wrong)])
-        self.rows += int(np.count_nonzero(wrong))
+        nonfinite = ~np.isfinite(vectors).all(axis=1)
+        if self.first_key is None and nonfinite.any():
+            self.first_key = int(keys[np.argmax(nonfinite)])
+        self.rows += int(np.count_nonzero(nonfinite))
 
 
 class TableLoad:
@@ -207,7 +207,7 @@ class TableLoad:
 
         Raises:
             ModelFileError: the files changed meanwhile, cannot be read, or have too many rows that are not finite. A database
-                never takes a part for the whole, and keeps no row of a refused table.
+                never counts a part as complete, and keeps no row of a refused table.
             DatabaseError: a database failed, or one to keep holds only a part of a model.
         """
         started = time.monotonic()
@@ -217,6 +217,8 @@ class TableLoad:
             self._check_kept(database)
         for database in databases:
             self._open(database)
+        # The files are verified before a database is emptied for them. If the authority has, or may have, newer vectors than
+        # the files, the volatile databases are filled from it instead.
         records = [self._record(database) for database in databases]
         authority = self._authority
         differs = authority is not None and self._differs(authority)
@@ -345,11 +347,7 @@ class TableLoad:
         return record.modified and (kept or not self._targets.force)
 
     def _has_repeats(self, authority: Database | None) -> bool:
-        """Return True if a volatile database would get first rows whose keys are repeated in later rows.
-
-        Raises:
-            ModelFileError: no database has these later rows.
-        """
+        """Return True if a volatile database would get first rows whose keys are repeated in later rows."""
         model = self._model
         for database in self._targets.load:
             if database.persistent:
@@ -450,11 +448,7 @@ class TableLoad:
             _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
 
     def _merge_into(self, model: DeltaModel, database: Database, load: DatabaseLoad) -> None:
-        """Fill a database with the rows of a delta from its base here, or else from files; write its load record last.
-
-        Raises:
-            ModelFileError: the files changed meanwhile, cannot be read, or have a wrong checksum.
-        """
+        """Fill a database with the rows of a delta from its base here, or else from files; write its load record last."""
         self._check_at_rest(model)
         for base in (self._base_rows(model, database), None):
             if base:
@@ -534,15 +528,9 @@ class TableLoad:
     def _check_unchanged(
         self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
     ) -> None:
-        """Check that the loaded rows are of one state of the files, and of the state in `version.json`.
-
-        Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
-        Such files are read again, and the databases are emptied if the content differs.
-
-        Raises:
-            ModelFileChangedError: the files changed meanwhile.
-            ModelFileError: they are not those of `version.json`.
-        """
+        """Check that the loaded rows are of one state of the files, and of the state in `version.json`."""
+        # Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
+        # Such files are read again, and the databases are emptied if the content differs.
         try:
             if model.is_open_for_writing() or self._open_for_writing:
                 for (_, load), feed in zip(targets, feeds, strict=True):
@@ -561,23 +549,19 @@ class TableLoad:
             raise
 
     def _check_finite(self, databases: Sequence[Database] = ()) -> None:
-        """Refuse a table with too many rows that are not finite, and drop it.
-
-        Raises:
-            ModelFileError: it has.
-        """
+        """Refuse a table with too many rows that are not finite, and drop it."""
         found, allowed = self._nonfinite, self._targets.max_nonfinite_rows
         if not found.rows:
             return
-        what = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
+        finding = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
         if found.rows <= allowed:
-            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, what, allowed)
+            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, finding, allowed)
             return
         for database in databases:
             database.drop_table(self._tag_in(database))
         raise ModelFileError(
-            f"loading table {self._tag} from {self._model.place}: {what}; expected at most {allowed}: it is not served. Write "
-            "the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
+            f"loading table {self._tag} from {self._model.place}: {finding}; expected at most {allowed}: it is not served. "
+            "Write the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
         )
 
     def _checksum(self, model: SparseModel, first: int, last: int, *, count: bool = False) -> str:

@@ -150,7 +150,8 @@ def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def last_rows(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
-    """Keep only the last row of each key: databases keep the last of repeated keys, caches any."""
+    """Keep only the last row of each key."""
+    # Databases keep the last of repeated keys in one call, caches an unspecified one.
     if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
         return keys, vectors
     last = last_of_each(keys)

@@ -1,6 +1,6 @@
-"""The ASGI application of the owner: what fronts pass on to it. Rows take the shortest path, everything else FastAPI's.
+"""The ASGI application of the engine, for requests that frontends forward. Rows are served without FastAPI.
 
-FastAPI is imported by the first request for it: a service starts in less time, and its fronts hold nothing of it.
+FastAPI is imported by the first request that needs it: a service starts faster, and frontends take no memory for it.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
 from hps.configuration.tokens import WatchedTokens, published
-from hps.errors import HPSError
 from hps.serve.engine.batches import FrontendLink
 from hps.serve.engine.call_threads import CallThreads
 from hps.serve.engine.history import History
@@ -26,21 +25,19 @@ from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.engine.routes.pages import OPEN_PATHS
 from hps.serve.engine.routes.rows import RowRoutes
 from hps.serve.http.authorization import CERTIFICATE, Authorization
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import (
     CLIENT,
     CLIENT_CERTIFICATE,
     HTTPAnswer,
-    OverloadedError,
-    RequestError,
     error_answer,
     release_frames,
 )
 from hps.serve.http.http_metrics import DISCONNECTED, HTTPMetrics, InferenceStatistics
+from hps.serve.http.memory_budget import MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.targets import row_target
 from hps.serve.logs.changes import log_change, request_line
-from hps.serve.logs.lines import RecentProblems, fields
+from hps.serve.logs.lines import RecentProblems
 from hps.serve.logs.requests import POLLED, SERVED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 
@@ -52,7 +49,7 @@ _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 """Timeout for running lookups, and then for the parameter server, when the service stops."""
 
-_MOST_WAITING = 16  # reports, or texts, behind another one
+_MOST_WAITING = 16  # queued reports or texts
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"}) | OPEN_PATHS
 
 
@@ -60,13 +57,12 @@ class Application:
     """The ASGI application of one service. *One per event loop.*
 
     Args:
-        lifecycle: life cycle of its parameter server, whose configuration holds the limits until `configure` changes them.
+        lifecycle: of its parameter server; its configuration has the limits until `configure` changes them.
 
     Attributes:
         address: host and port that clients connect to.
-        link: to the fronts.
-        problems: warnings and errors of the process since the service started.
-        closed: whether it was stopped and nothing of it runs any more.
+        problems: warnings and errors of the process since the start.
+        closed: whether it was stopped, with all its threads.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -79,14 +75,14 @@ class Application:
         self.authorization = Authorization(settings)
         self._tokens: WatchedTokens | None = None
         self._statistics = InferenceStatistics()
-        self._memory = memory = HeldMemory(settings.max_held_bytes)
+        self._memory = memory = MemoryBudget(settings.max_held_bytes)
         self._refusals = Refusals()
         self._rows = RowRoutes(lifecycle, settings, memory)
         self._reports, self._texts = (
             CallThreads(1, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("report", "text")
         )
         self.link = FrontendLink(lifecycle)
-        self._statistics.frontends, self._statistics.deployment_ids = self.link.figures, self.link.serials
+        self._statistics.frontends, self._statistics.deployment_ids = self.link.figures, self.link.deployment_ids
         self._metrics = HTTPMetrics(
             self._refusals,
             lambda: lifecycle.settled,
@@ -112,8 +108,8 @@ class Application:
         self._texts.limit_to(settings.request_timeout_s)
         self._rows.configure(settings)
 
-    def look_at_tokens(self) -> None:
-        """Read the file of tokens again if it has changed. Call this twice a second."""
+    def poll_tokens(self) -> None:
+        """Reload the file of tokens if it changed. Called twice a second."""
         if self._tokens is not None and self._tokens.poll():
             self._use_tokens(self.lifecycle.configuration.service)
             self.link.publish()
@@ -149,10 +145,10 @@ class Application:
                 requests.left_out += 1
 
     def openapi(self) -> dict[str, Any]:
-        return self._made_control().openapi()
+        return self._get_control().openapi()
 
-    def _made_control(self) -> "FastAPI":
-        """Make the application of all routes but those of rows, unless it is there."""
+    def _get_control(self) -> "FastAPI":
+        """Make the FastAPI application at the first call."""
         with self._making:
             if self._control is None:
                 from hps.serve.engine.routes.administration import admin_routes
@@ -172,11 +168,11 @@ class Application:
     async def _serve(self, scope: Scope, headers: Mapping[bytes, bytes], served: Served, receive: Receive, send: Send) -> int:
         """Serve rows, or a request for FastAPI. Returns the status of the answer."""
         try:
-            who = self._admit(scope, headers, served)
+            identity = self._admit(scope, headers, served)
             if (target := row_target(scope["path"])) is None:
-                return await self._serve_control(scope, who, served, receive, send)
-            rows = self._rows.read(target, scope, who)
-            body = await Request(scope, receive).body()  # a front has read it within the limits
+                return await self._serve_control(scope, identity, served, receive, send)
+            rows = self._rows.read(target, scope, identity)
+            body = await Request(scope, receive).body()  # a frontend has checked its limits
             served.bytes_in = len(body)
             answer = await self._rows.answer(rows, headers, body)
         except ClientDisconnect:
@@ -186,14 +182,11 @@ class Application:
         served.bytes_out = await _send(answer, served.id, send)
         return answer.status
 
-    async def _serve_control(self, scope: Scope, who: str, served: Served, receive: Receive, send: Send) -> int:
-        """Serve a request by FastAPI, and log it if it changes something: then `who` sent it.
-
-        FastAPI's routes know GET and no HEAD, which is served as GET; the server leaves out the body.
-        """
+    async def _serve_control(self, scope: Scope, identity: str, served: Served, receive: Receive, send: Send) -> int:
+        """Serve a request by FastAPI, and log it if it makes a change: then `identity` is not empty."""
         status, method = DISCONNECTED, scope["method"]
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             scope["method"] = method
             if message["type"] == "http.response.start":
@@ -203,23 +196,23 @@ class Application:
                 served.bytes_out += len(message.get("body", b""))
             await send(message)
 
-        started, served.who = time.monotonic(), who
+        started, served.who = time.monotonic(), identity
         if (control := self._control) is None:
-            control = await asyncio.to_thread(self._made_control)
+            control = await asyncio.to_thread(self._get_control)
         if method == "HEAD":
-            scope["method"] = "GET"
+            scope["method"] = "GET"  # FastAPI's routes have no HEAD; the server omits the body
         try:
             with suppress(Exception):  # FastAPI raises an error again after answering it
-                await control(scope, receive, send_and_note)
+                await control(scope, receive, send_and_record)
         finally:
-            if who and not served.outlived:
+            if identity and not served.outlived:
                 log_change(
-                    request_line(scope), who, served.id, f"status {status}", served.error or "", time.monotonic() - started
+                    request_line(scope), identity, served.id, f"status {status}", served.error or "", time.monotonic() - started
                 )
         return status
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes], served: Served) -> str:
-        """Authorize a request other than a lookup. Returns who makes a change by it; empty if it changes nothing."""
+        """Authorize a request other than a lookup. Return the identity that makes a change by it; empty if it makes none."""
         served.identity = self.authorization.find(headers, scope[CERTIFICATE])
         return "" if scope["path"] in _OPEN_PATHS else self.authorization.check(scope, headers, served.identity)
 
@@ -227,21 +220,14 @@ class Application:
         served: Served = scope[SERVED]
         served.failed(error)
         request_id = served.id.decode()
-        if isinstance(error, OverloadedError):
-            self._refusals.refuse(error.reason, error, request_id)
-        elif isinstance(error, RequestError) and error.status in (401, 403):
-            client = scope["client"][0] if scope.get("client") else "an unknown address"
-            self._refusals.deny(error.status, client, f"{request_line(scope)}: {error}", request_id)
-        if not isinstance(error, HPSError | MemoryError):
-            _log.error(
-                "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
-            )
+        client = scope["client"][0] if scope.get("client") else "an unknown address"
+        self._refusals.record_error(error, request_line(scope), client, request_id)
         answer = error_answer(error, request_id)
-        release_frames(error)  # for errors that a frame of their own traceback holds, or that outlive their request
+        release_frames(error)  # a frame of its traceback may refer to the error, and the error may outlive its request
         return answer
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Start and stop as the server says, by ASGI's lifespan protocol."""
+        """Start and stop by ASGI's lifespan protocol."""
         phase = "startup"
         await receive()
         try:

@@ -1,4 +1,4 @@
-"""The owner's side of the fronts: publishes what there is, and answers what the loops leave to Python."""
+"""The engine's side of the frontends: publishes models and settings, and answers requests that the loops hand over."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.threads.workers import new_thread
 from hps.parameter_server import HPS
 from hps.regions import layout
-from hps.regions.board import OWNER_KERNELS, Board, Job
-from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SERIAL
+from hps.regions.exchange import H_DEPLOYMENT_ID, H_FLAGS, H_SCRATCH, H_SCRATCH_BYTES
 from hps.regions.layout import ANSWERED, FAILED, MALFORMED, POOLED, RETIRED, SCORED, TRACED, FrontendDescriptors, Memory
+from hps.regions.loop_state import ENGINE_KERNELS, HandedOverRequest, LoopState
 from hps.scoring.batching import ScoreCall
 from hps.scoring.packing import PackedRequest
 from hps.scoring.scorer import Outputs, Request, ScoreTimes
@@ -46,52 +46,52 @@ _MOST_MESSAGE = 1500
 
 
 class _Served:
-    """A deployment on one device, as fronts name it. *Thread-safe.*"""
+    """A deployment on one device, under the id that frontends use. *Thread-safe.*"""
 
     def __init__(
         self,
         deployment: Deployment,
         device: int,
-        boards: Sequence[Board],
+        loop_states: Sequence[LoopState],
         drivers: Sequence[BatchDriver],
         changed: Callable[[], None],
     ) -> None:
         self.deployment = deployment
         self.device = device
         self.published = _published(deployment)
-        self._boards = boards
+        self._loop_states = loop_states
         self._drivers = drivers
         self._changed = changed
         session = deployment.sessions[device]
         self._session = session if isinstance(session, CachedSession) else None
         self._ended = False
         self._settling = threading.Lock()
-        self.serial = 0
+        self.deployment_id = 0
         if self._session is not None:
             self._session.before_close.append(self.end)
             self._session.on_loss.append(changed)
-        serials = set()
-        for board, driver in zip(boards, drivers, strict=True):
-            resident = None
-            if self._session is not None:
-                resident = driver.resident(self._session.cache)
-            serials.add(board.add(deployment.tables, resident))
-        (self.serial,) = serials
+        cache = None if self._session is None else self._session.cache
+        (self.deployment_id,) = {
+            loop_state.add(deployment.tables, None if cache is None else driver.resident(cache))
+            for loop_state, driver in zip(loop_states, drivers, strict=True)
+        }
         with self._settling:
             ended, self._ended = self._ended, False
-        if ended:  # the session has closed meanwhile, and its cache may be gone; no front knows the serial yet
+        if ended:  # the session has closed meanwhile, and its cache may be gone; no frontend knows the id yet
             self.end(0.0)
             raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
 
     def end(self, timeout_s: float) -> bool:
-        """Let no loop answer from it any more; False if one still does."""
-        if not self.serial:
+        """Remove the deployment from every loop. Return False if one is still using it."""
+        if not self.deployment_id:
             self._ended = True
             return True
+        # A loop counts itself in and then compares the id again. The id is cleared before the counts are read, so a loop that
+        # is not counted finds no id and leaves the cache alone: once all are idle, the session may free it.
         deadline = time.monotonic() + timeout_s
-        for board in self._boards:
-            board.end(self.serial)
-        while not all(board.is_idle(self.serial) for board in self._boards):
+        for loop_state in self._loop_states:
+            loop_state.retire(self.deployment_id)
+        while not all(loop_state.is_idle(self.deployment_id) for loop_state in self._loop_states):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0005)
@@ -102,44 +102,41 @@ class _Served:
             for driver in self._drivers:
                 if self._session is not None:
                     driver.release(self._session.cache)
-            for board in self._boards:
-                board.forget(self.serial)
+            for loop_state in self._loop_states:
+                loop_state.release(self.deployment_id)
             self._changed()  # there is room for a deployment that was left out
         return True
 
     def settle(self) -> None:
-        """Add what the loops have counted to the counters of the session."""
+        """Add the counts of the loops to the counters of the session."""
         if self._session is None:
             return
         with self._settling:
             if self._ended:
                 return
-            for board in self._boards:
-                tally = board.tally(self.serial)
+            for loop_state in self._loop_states:
+                tally = loop_state.tally(self.deployment_id)
                 if any(tally.times) or any(map(any, tally.tables)):  # keys are counted before their request
                     self._session.count_answered(*tally)
 
 
 class FrontendLink:
-    """Ties a parameter server to the fronts. *Thread-safe.*
-
-    Args:
-        lifecycle: of the parameter server.
+    """Connects a parameter server to the frontends. *Thread-safe.*
 
     Attributes:
         shared_memory: regions that clients have registered.
-        tokens: entries of the file of tokens, for the page.
+        tokens: entries of the file of tokens, for the snapshot.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self.tokens: list[dict[str, Any]] = []
         self._memories: list[Memory] = []
-        self._boards: list[Board] = []
+        self._loop_states: list[LoopState] = []
         self._drivers: list[BatchDriver] = []
         self._served: dict[tuple[int, int], _Served] = {}  # by identity of the deployment, and device
-        self._left_out: set[tuple[int, int]] = set()  # for which there was no room
-        self._by_serial: dict[int, _Served] = {}
+        self._left_out: set[tuple[int, int]] = set()  # without room in a loop
+        self._by_id: dict[int, _Served] = {}
         self._changing = threading.Lock()
         self._published: dict[str, Any] = {}
         self._settings: tuple[ServiceConfig | None, dict[str, Any]] = (None, {})
@@ -156,34 +153,34 @@ class FrontendLink:
         lifecycle.unpublished = self._unpublished
 
     def connect(self, descriptors: FrontendDescriptors) -> None:
-        """Map what is shared with the fronts, and tell them that nothing is answered yet."""
-        compile_kernels(*OWNER_KERNELS)
+        """Map the memory shared with the frontends, and publish that nothing is answered yet."""
+        compile_kernels(*ENGINE_KERNELS)
         self._memories = [layout.map_region(region) for region in descriptors.regions]
-        self._page = Memory(descriptors.page)
-        self._jobs_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        loops, serials = len(descriptors.loop_events), secrets.randbits(40)
-        self._boards = [
-            Board(
+        self._snapshot = Memory(descriptors.snapshot)
+        self._handed_over_event = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        loops, last_id = len(descriptors.loop_events), secrets.randbits(40)
+        self._loop_states = [
+            LoopState(
                 self._memories[nth::loops],
                 descriptors.events[nth::loops],
                 event,
-                self._jobs_event,
+                self._handed_over_event,
                 descriptors.spin_ns,
-                serials,
+                last_id,
             )
             for nth, event in enumerate(descriptors.loop_events)
         ]
         threads = self._lifecycle.configuration.service.lookup_threads
         self._threads = [new_thread(f"lookup-{nth}", self._work) for nth in range(threads)]
         for memory in self._memories:
-            memory[layout.OWNER_EPOCH] = 0
+            memory[layout.ENGINE_EPOCH] = 0
         self.publish()
         self._follower.start()
 
     def _open(self, server: HPS) -> None:
-        """Begin to answer lookups of a parameter server, whose models are yet to come."""
+        """Start to answer lookups of a parameter server. Its models are added later."""
         self._server = server
-        self._drivers = [batch_answers(server.cache_class).batches(board) for board in self._boards]
+        self._drivers = [batch_answers(server.cache_class).batches(loop_state) for loop_state in self._loop_states]
         for nth, driver in enumerate(self._drivers):
             driver.prepare()
             self._loops.append(new_thread(f"batches-{nth}", driver.run))
@@ -194,93 +191,91 @@ class FrontendLink:
         server.checked["regions of the frontends"] = self
         self.publish()
 
-    def serials(self, deployment: Deployment) -> dict[int, int]:
-        """Return by device how fronts name a deployment."""
-        made = [self._served.get((id(deployment), device)) for device in self._devices(deployment)]
-        return dict(self._serials_of(deployment, [one for one in made if one is not None]))
+    def deployment_ids(self, deployment: Deployment) -> dict[int, int]:
+        """Return the ids of a deployment, by device."""
+        return dict(self._deployment_ids_of(deployment, self._served_on_devices(deployment)))
+
+    def _served_on_devices(self, deployment: Deployment) -> list[_Served]:
+        found = [self._served.get((id(deployment), device)) for device in self._devices(deployment)]
+        return [served for served in found if served is not None]
 
     def _unpublished(self, *version: str) -> str:
         for nth, memory in enumerate(self._memories):
-            if memory[layout.FRONT_EPOCH] != memory[layout.OWNER_EPOCH]:
-                return f"front {nth} is being connected"
+            if memory[layout.FRONTEND_EPOCH] != memory[layout.ENGINE_EPOCH]:
+                return f"frontend {nth} is being connected"
         server, models, serving = self._lifecycle.opened, self._published.get("models", {}), self._published.get("serving", {})
-        for one in server.live.all() if server is not None else ():
-            name = one.config.model
-            if version and version != (name, one.version):
+        for deployment in server.live.all() if server is not None else ():
+            name = deployment.config.model
+            if version and version != (name, deployment.version):
                 continue
-            known, latest = models.get(name, {}).get(one.version), server.live.serving.get(name)  # type: ignore[union-attr]
+            known, latest = models.get(name, {}).get(deployment.version), server.live.serving.get(name)  # type: ignore[union-attr]
             if known is None or (latest is not None and serving.get(name) != latest.version):
-                return f"model {name!r} is being made known to the fronts"
-            if not known["serials"]:
+                return f"model {name!r} is being published to the frontends"
+            if not known["deployment_ids"]:
                 return f"model {name!r}: too many deployments are served"
         return ""
 
     def settle(self) -> None:
-        for served in list(self._by_serial.values()):
+        for served in list(self._by_id.values()):
             served.settle()
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return what each front has counted, in the order of the fronts."""
+        """Return the counts of each frontend, in order."""
         for nth, memory in enumerate(self._memories):
-            found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
-            if found is not None and are_figures(found[1]):  # else it is being written, or garbage
+            found = layout.read_text(memory, layout.FIGURES, layout.FIGURES_BYTES - layout.TEXT_AT)
+            if found is not None and are_figures(found[1]):  # else it is being written, or invalid
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
 
     @property
     def answers_clients(self) -> bool:
-        """Whether a front listens: it counts from then on."""
+        """Whether a frontend listens: it publishes counts from then on."""
         return bool(self.figures())
 
     def loop_figures(self) -> dict[str, int]:
-        """Return what the loops have counted (`Board.figures`), added up."""
+        """Return the sums of `LoopState.figures`."""
         total: Counter[str] = Counter()
-        for board in self._boards:
-            total.update(board.figures)
+        for loop_state in self._loop_states:
+            total.update(loop_state.figures)
         return total
 
     def check_integrity(self) -> list[str]:
         """Return a sentence for each broken invariant of the regions and of what loops work on."""
-        return [finding for board in self._boards for finding in board.check_integrity()]
+        return [finding for loop_state in self._loop_states for finding in loop_state.check_integrity()]
 
     def publish(self) -> None:
-        """Write the page: what fronts may name, and what they have to know."""
+        """Write the snapshot: the models that frontends may name, and the settings."""
         with self._changing:
             server = self._lifecycle.opened
             deployments = server.live.all() if server is not None and self._loops else []
-            for board in self._boards:
-                board.leave_all(server is not None and server.records)
+            for loop_state in self._loop_states:
+                loop_state.hand_over_all(server is not None and server.records)
             left_out: set[tuple[int, int]] = set()
             present = {(id(deployment), device) for deployment in deployments for device in self._devices(deployment)}
             for deployment in deployments:
                 for device in self._devices(deployment):
                     if (id(deployment), device) not in self._served:
                         try:
-                            served = _Served(deployment, device, self._boards, self._drivers, self._changed.set)
+                            served = _Served(deployment, device, self._loop_states, self._drivers, self._changed.set)
                         except HPSError as error:
                             if (id(deployment), device) not in self._left_out:
                                 _log.error("%s", error)
                             left_out.add((id(deployment), device))
                             continue
                         self._served[id(deployment), device] = served
-                        self._by_serial[served.serial] = served
+                        self._by_id[served.deployment_id] = served
             self._left_out = left_out
             models: dict[str, dict[str, Any]] = {}
             for deployment in deployments:
-                made = [
-                    self._served[id(deployment), device]
-                    for device in self._devices(deployment)
-                    if (id(deployment), device) in self._served
-                ]
+                served_here = self._served_on_devices(deployment)
                 models.setdefault(deployment.config.model, {})[deployment.version] = {
-                    **(made[0].published if made else _published(deployment)),
-                    "serials": self._serials_of(deployment, made),
+                    **(served_here[0].published if served_here else _published(deployment)),
+                    "deployment_ids": self._deployment_ids_of(deployment, served_here),
                     "lost": [device for device, session in deployment.sessions.items() if session.lost],
                 }
-            serving = (
-                {} if server is None else {name: one.version for name, one in server.live.serving.items() if name in models}
-            )
-            page = {
+            latest = {} if server is None else server.live.serving
+            serving = {name: deployment.version for name, deployment in latest.items() if name in models}
+            snapshot = {
                 "models": models,
                 "serving": serving,
                 "reasons": {
@@ -293,15 +288,14 @@ class FrontendLink:
                 "settings": self._settings_of(self._lifecycle.configuration.service),
                 "shared_memory": self.shared_memory.published(),
             }
-            if page != self._published and self._memories:
-                layout.write_text(self._page, 0, page, self._page.size - layout.PAGE_TEXT)
-                self._published = page
-            gone = [key for key in self._served if key not in present]
-            ended = [self._served.pop(key) for key in gone]
-            for served in ended:
-                if served._session is None:  # a session that has a cache ends it when it closes
+            if snapshot != self._published and self._memories:
+                layout.write_text(self._snapshot, 0, snapshot, self._snapshot.size - layout.TEXT_AT)
+                self._published = snapshot
+            # Only now: a frontend that read the previous snapshot may name a removed deployment until this one is written.
+            for served in [self._served.pop(key) for key in list(self._served) if key not in present]:
+                if served._session is None:  # a session with a cache ends it when it closes
                     served.end(0.0)
-                self._by_serial.pop(served.serial, None)
+                self._by_id.pop(served.deployment_id, None)
 
     def _settings_of(self, service: ServiceConfig) -> dict[str, Any]:
         if self._settings[0] is not service:
@@ -316,11 +310,11 @@ class FrontendLink:
         return list(deployment.sessions)
 
     @staticmethod
-    def _serials_of(deployment: Deployment, made: Sequence[_Served]) -> list[tuple[int, int]]:
-        """Return a serial for each device that lookups may name."""
-        if deployment.one_device is None or not made:
-            return [(one.device, one.serial) for one in made]
-        return [(device, made[0].serial) for device in deployment.devices]
+    def _deployment_ids_of(deployment: Deployment, served: Sequence[_Served]) -> list[tuple[int, int]]:
+        """Return the id for each device that lookups may name."""
+        if deployment.one_device is None or not served:
+            return [(entry.device, entry.deployment_id) for entry in served]
+        return [(device, served[0].deployment_id) for device in deployment.devices]
 
     def _follow(self) -> None:
         """Settle the counts, and write the snapshot for threads that cannot: those of a lookup or of a closing session."""
@@ -338,13 +332,13 @@ class FrontendLink:
             self.settle()
 
     def close(self, timeout_s: float) -> bool:
-        """Answer nothing more; False if a lookup still runs."""
+        """Stop the loops and threads. Return False if a lookup still runs."""
         self._closing.set()
         self._changed.set()
-        for board in self._boards:
-            board.stop()
+        for loop_state in self._loop_states:
+            loop_state.stop()
         if self._threads:
-            os.eventfd_write(self._jobs_event, len(self._threads))
+            os.eventfd_write(self._handed_over_event, len(self._threads))
         deadline = time.monotonic() + timeout_s
         started = [thread for thread in (*self._threads, *self._loops, self._follower) if thread.ident is not None]
         for thread in started:
@@ -354,74 +348,82 @@ class FrontendLink:
             for driver in self._drivers:
                 driver.close()
             self._memories = []
-            os.close(self._jobs_event)
+            os.close(self._handed_over_event)
         return ended
 
-    # -- what the loops leave -----------------------------------------------------------------------------------------------
+    # -- handed-over requests -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
-            os.read(self._jobs_event, 8)  # goes on after a signal, unlike os.eventfd_read
-            for board in self._boards:
-                if (job := board.next_job()) is not None:
-                    self._answer(board, job)
+            os.read(self._handed_over_event, 8)  # is retried after a signal, unlike os.eventfd_read
+            for loop_state in self._loop_states:
+                if (request := loop_state.next_request()) is not None:
+                    self._answer(loop_state, request)
                     break
             else:
                 if self._closing.is_set():
                     return
 
-    def _answer(self, board: Board, job: Job) -> None:
-        memory, began = board.memories[job.place], time.perf_counter_ns()
-        status, deferred, aside = job.status, 0, b""
+    def _answer(self, loop_state: LoopState, request: HandedOverRequest) -> None:
+        memory, began = loop_state.memories[request.place], time.perf_counter_ns()
+        status, deferred, scratch = request.status, 0, b""
         try:
             if status == 0:
-                served = self._by_serial.get(int(job.header[H_SERIAL]))
+                served = self._by_id.get(int(request.header[H_DEPLOYMENT_ID]))
                 if served is None:
                     status = RETIRED
-                elif int(job.header[H_FLAGS]) & SCORED:
-                    self._score(served, board, job, began)
+                elif int(request.header[H_FLAGS]) & SCORED:
+                    self._score(served, loop_state, request, began)
                     return
                 else:
-                    status, deferred, aside = self._look_up(served, memory, job)
+                    status, deferred, scratch = self._lookup(served, memory, request)
         except Exception as error:  # noqa: BLE001 - the client gets an answer
-            status, aside = self._failure(error, int(job.header[H_SERIAL]))
+            status, scratch = self._failure(error, int(request.header[H_DEPLOYMENT_ID]))
             release_frames(error)
-        self._complete(board, job, status, began, aside, deferred)
+        self._complete(loop_state, request, status, began, scratch, deferred)
 
-    def _complete(self, board: Board, job: Job, status: int, began: int, aside: bytes = b"", deferred: int = 0) -> None:
-        memory, at = board.memories[job.place], job.slot >> 3
+    def _complete(
+        self,
+        loop_state: LoopState,
+        request: HandedOverRequest,
+        status: int,
+        began: int,
+        scratch: bytes = b"",
+        deferred: int = 0,
+    ) -> None:
+        memory, at = loop_state.memories[request.place], request.slot >> 3
         words = memory.words
         if status != MALFORMED:
-            room = int(job.header[H_ASIDE_BYTES])
-            if len(aside) > room:
-                aside = b""
-            start = int(job.header[H_ASIDE])
-            if aside:
-                memory.view[start : start + len(aside)] = aside
-            words[at + layout.ASIDE_USED // 8] = len(aside)
+            room = int(request.header[H_SCRATCH_BYTES])
+            if len(scratch) > room:
+                scratch = b""
+            start = int(request.header[H_SCRATCH])
+            if scratch:
+                memory.view[start : start + len(scratch)] = scratch
+            words[at + layout.SCRATCH_USED // 8] = len(scratch)
             words[at + layout.DEFERRED // 8] = deferred
             words[at + layout.BEGAN_NS // 8] = began
             words[at + layout.ENDED_NS // 8] = time.perf_counter_ns()
         words[at + layout.STATUS // 8] = status
-        board.complete(job)
+        loop_state.complete(request)
 
-    def _score(self, served: _Served, board: Board, job: Job, began: int) -> None:
-        """Begin to score a request; it is completed in another thread, or here."""
-        memory, scores = board.memories[job.place], served.deployment.scores
+    def _score(self, served: _Served, loop_state: LoopState, request: HandedOverRequest, began: int) -> None:
+        """Start to score a request. It is completed in this thread or another one."""
+        memory, scores = loop_state.memories[request.place], served.deployment.scores
         if scores is None:
             raise InvalidInputError("scoring: got a model without a network")
-        aside = int(job.header[H_ASIDE])
-        described = scores.describe(bytes(memory.view[job.slot + layout.HEADER_BYTES : aside]))
-        start = layout.tensors_at(aside + int(job.header[H_ASIDE_BYTES]))
+        scratch = int(request.header[H_SCRATCH])
+        described = scores.describe(bytes(memory.view[request.slot + layout.HEADER_BYTES : scratch]))
+        start = layout.tensors_at(scratch + int(request.header[H_SCRATCH_BYTES]))
         if start + described.end > memory.size:
-            raise InvalidInputError("scoring: a tensor does not fit in the memory of the front")
+            raise InvalidInputError("scoring: a tensor does not fit in the memory of the frontend")
         packed = PackedRequest(described, memory.view, start, memory.address + start)
-        request: Request = packed if described.samples else scores.unpack(packed)
+        score_request: Request = packed if described.samples else scores.unpack(packed)
         outputs = [(output.name, output.array(memory.view, start)) for output in described.outputs]
-        if any(place.shape[:1] != (request.samples,) for _, place in outputs):
-            raise InvalidInputError(f"scoring: got no room for {request.samples} samples")
+        if any(place.shape[:1] != (score_request.samples,) for _, place in outputs):
+            raise InvalidInputError(f"scoring: got no room for {score_request.samples} samples")
         most_s = self._lifecycle.configuration.service.request_timeout_s
-        due = began + min(1000 * described.timeout_us or math.inf, int(1e9 * most_s))  # later the front has given it up
+        due = began + min(1000 * described.timeout_us or math.inf, int(1e9 * most_s))  # the frontend answers 504 after that
 
         def done(answer: Outputs | Exception, times: ScoreTimes | None) -> None:
             try:
@@ -432,38 +434,40 @@ class FrontendLink:
                         got = f"got output {name!r} of shape {list(answer[name].shape)}, expected {list(place.shape)}"
                         raise NetworkError(f"scoring: {got}, which follows from the sizes of the request")
                     place[...] = answer[name]
-                self._complete(board, job, ANSWERED, began if times is None else times.began_ns)
+                self._complete(loop_state, request, ANSWERED, began if times is None else times.began_ns)
             except Exception as error:  # noqa: BLE001 - the client gets an answer
-                status, aside = self._failure(error, int(job.header[H_SERIAL]))
+                status, scratch = self._failure(error, int(request.header[H_DEPLOYMENT_ID]))
                 release_frames(error)
-                self._complete(board, job, status, began, aside)
+                self._complete(loop_state, request, status, began, scratch)
 
-        scores.submit(ScoreCall(request, done, int(due)), served.device, most_s)
+        scores.submit(ScoreCall(score_request, done, int(due)), served.device, most_s)
 
-    def _look_up(self, served: _Served, memory: Memory, job: Job) -> tuple[int, int, bytes]:
-        deployment, flags = served.deployment, int(job.header[H_FLAGS])
-        bags: list[Any] = [None] * len(job.segments)
+    def _lookup(self, served: _Served, memory: Memory, request: HandedOverRequest) -> tuple[int, int, bytes]:
+        deployment, flags = served.deployment, int(request.header[H_FLAGS])
+        bags: list[Any] = [None] * len(request.segments)
         if flags & POOLED:
-            start, size = int(job.header[H_ASIDE]), int(job.header[H_ASIDE_BYTES])
+            start, size = int(request.header[H_SCRATCH]), int(request.header[H_SCRATCH_BYTES])
             text = bytes(memory.view[start : start + size]).partition(b"\0")[0]
             bags = json.loads(text)
-            if not isinstance(bags, list) or len(bags) != len(job.segments):
+            if not isinstance(bags, list) or len(bags) != len(request.segments):
                 raise InvalidInputError("reading bags: got another number of them than of tables")
-        each = zip(job.segments.tolist(), bags, strict=True)
-        batch = Batch.merged([_batch_of(deployment, memory, job.slot, words, one) for words, one in each])
+        each = zip(request.segments.tolist(), bags, strict=True)
+        batch = Batch.merged([_batch_of(deployment, memory, request.slot, words, pooled) for words, pooled in each])
         before = current.deferred
         trace: LookupTrace | None
         with traced() if flags & TRACED else nullcontext() as trace:
             self._server.lookup_batch(deployment, batch, served.device)
-        aside = b""
+        scratch = b""
         if trace is not None:
             spans = [(span.stage, span.table, span.began_ns, span.ended_ns, span.keys) for span in trace.spans]
-            aside = json.dumps({"tables": {name: asdict(one) for name, one in trace.tables.items()}, "spans": spans}).encode()
-        return ANSWERED, current.deferred - before, aside
+            scratch = json.dumps(
+                {"tables": {name: asdict(table) for name, table in trace.tables.items()}, "spans": spans}
+            ).encode()
+        return ANSWERED, current.deferred - before, scratch
 
-    def _failure(self, error: Exception, serial: int) -> tuple[int, bytes]:
+    def _failure(self, error: Exception, deployment_id: int) -> tuple[int, bytes]:
         if isinstance(error, NotReadyError):
-            served = self._by_serial.get(serial)
+            served = self._by_id.get(deployment_id)
             server = self._lifecycle.opened
             if served is None or server is None or served.deployment not in server.live.all():
                 return RETIRED, b""
@@ -480,7 +484,7 @@ class FrontendLink:
 
 
 def _published(deployment: Deployment) -> dict[str, Any]:
-    """Return what fronts have to know of a deployment, which does not change."""
+    """Return what a snapshot has of a deployment; it does not change."""
     network = None
     if (scores := deployment.scores) is not None and (dense := deployment.config.dense) is not None:
         network = {
@@ -493,21 +497,23 @@ def _published(deployment: Deployment) -> dict[str, Any]:
 
 
 def _batch_of(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Batch:
-    """Make a batch of one table over a front's memory. Its descriptor was checked, but for its bags."""
+    """Make a batch of one table in a region. Its descriptor was checked, its bags were not."""
     table, n, keys_at, out_at, found_at = words
     dim = deployment.dims[table]
-    keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64).copy()  # a lookup reads them more than once
+    keys = (
+        memory.bytes[keys_at : keys_at + 8 * n].view(np.int64).copy()
+    )  # a lookup reads them more than once, and the frontend may write to them meanwhile
     found = memory.bytes[found_at : found_at + n].view(np.bool_) if found_at else None
     if bags is None:
         out = memory.bytes[out_at : out_at + 4 * dim * n].view(np.float32).reshape(n, dim)
         return Batch.of(table, keys, out, found)
-    name, count = deployment.tables[table].table_name, bags["count"]
-    arrays = {what: _array(memory, slot, *bags[what]) for what in ("offsets", "weights") if what in bags}
-    given = keys if "offsets" in arrays else keys.reshape(count, bags["hotness"])
+    count = bags["count"]
+    arrays = {name: _array(memory, slot, *bags[name]) for name in ("offsets", "weights") if name in bags}
+    shaped = keys if "offsets" in arrays else keys.reshape(count, bags["hotness"])
     last = "offsets" not in arrays or arrays["offsets"].size == count + 1
     options = {"combiner": bags["combiner"], "max_norm": bags["max_norm"], "padding_key": bags["padding_key"]}
-    whole = Bags(given, arrays.get("offsets"), arrays.get("weights"), include_last_offset=last, **options)
-    pooling = pooling_of(name, whole, n, given.shape, on_cuda=False)
+    described = Bags(shaped, arrays.get("offsets"), arrays.get("weights"), include_last_offset=last, **options)
+    pooling = pooling_of(deployment.tables[table].table_name, described, n, shaped.shape, on_cuda=False)
     strides = bags["strides"] or [4 * dim, 4]
     if not (0 < strides[0] <= 1 << 20 and strides[0] % 4 == 0 and strides[1] == 4 and strides[0] >= 4 * dim):
         raise InvalidInputError(f"reading bags: got strides {strides}")
@@ -519,7 +525,7 @@ def _batch_of(deployment: Deployment, memory: Memory, slot: int, words: list[int
 
 
 def _array(memory: Memory, slot: int, at: int, size: int, dtype: str) -> Any:
-    """Copy an array that a front describes."""
+    """Copy an array that a frontend describes."""
     kind = np.dtype(dtype)
     start = slot + at
     if kind.kind not in "if" or not (start >= 0 and 0 <= size <= memory.size and start + size * kind.itemsize <= memory.size):

@@ -1,4 +1,4 @@
-"""The threads of the administration, so that its event loop never waits for a database."""
+"""Threads for calls that wait for databases, so that the event loop does not."""
 
 import asyncio
 import queue
@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from hps.ground.threads.workers import new_thread
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import OverloadedError, RequestError
+from hps.serve.http.memory_budget import MemoryBudget
 
 _T = TypeVar("_T")
 
@@ -20,17 +20,15 @@ class CallThreads:
     """Runs calls on a fixed number of threads for one event loop. *One per event loop.*
 
     Args:
-        threads: number of calls that run at once.
         timeout_s: timeout of a call, including its wait for a thread.
-        max_waiting: number of calls that may wait for a thread.
+        max_waiting: limit on calls that wait for a thread.
         what: name of a call in messages.
-        memory: counts what calls hold.
 
     Attributes:
         pending: calls that run or wait.
     """
 
-    def __init__(self, threads: int, timeout_s: float, memory: HeldMemory, max_waiting: int, what: str) -> None:
+    def __init__(self, threads: int, timeout_s: float, memory: MemoryBudget, max_waiting: int, what: str) -> None:
         self._what = what
         self._memory = memory
         self._limit = threads + max_waiting
@@ -48,14 +46,14 @@ class CallThreads:
         """Run `function(*arguments)` on a thread, and return or raise its result.
 
         Args:
-            held: bytes that the caller has taken from the memory for this call; they are given back when it has ended.
+            held: bytes that the caller has reserved for this call; they are released at its end.
 
         Raises:
             OverloadedError: too many calls are waiting.
-            RequestError: 504, it did not end in time. If it had begun, its thread runs on until it ends.
+            RequestError: 504, it did not end in time. A running call keeps its thread until it ends.
         """
         if self.pending >= self._limit:
-            self._memory.held -= held
+            self._memory.used -= held
             limit = f"expected at most {self._limit}; send the request again later"
             raise OverloadedError("threads", f"{self.pending} {self._what}s run or wait, {limit}")
         loop = asyncio.get_running_loop()
@@ -65,14 +63,14 @@ class CallThreads:
         self._calls.put(call)
         try:
             if not (await asyncio.wait([ended], timeout=self._timeout_s))[0]:
-                if call.take() is not None:  # it has not begun
+                if call.take() is not None:  # not started
                     self._end(call, None, None)
                 raise RequestError(
                     504, f"the {self._what} did not end within {self._timeout_s:g} s (service.request_timeout_s)"
                 )
             return ended.result()
         finally:
-            del call, ended  # they hold the error, whose traceback refers to this frame
+            del call, ended  # they refer to the error, whose traceback refers to this frame
 
     def close(self, timeout_s: float) -> bool:
         """Finish all calls, then end the threads; False on timeout. Blocks."""
@@ -85,14 +83,14 @@ class CallThreads:
 
     def _end(self, call: "_Call", result: Any, error: BaseException | None) -> None:
         self.pending -= 1
-        self._memory.held -= call.held
+        self._memory.used -= call.held
         if call.ended.done():  # its request was cancelled
             return
         if error is None:
             call.ended.set_result(result)
         else:
             call.ended.set_exception(error)
-            call.ended.exception()  # nobody may wait for it any more
+            call.ended.exception()  # marks it as retrieved: the request may be gone
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -101,15 +99,15 @@ class CallThreads:
                 error: BaseException | None = None
                 try:
                     result = run()
-                except StopIteration as stop:  # no future takes it
+                except StopIteration as stop:  # a future refuses it
                     error = RuntimeError("a call raised StopIteration")
                     error.__cause__ = stop
                 except BaseException as raised:  # noqa: BLE001 - it is raised where the call is awaited
                     error = raised
-                with suppress(RuntimeError):  # the event loop is closed: no request waits
+                with suppress(RuntimeError):  # the event loop is closed
                     call.loop.call_soon_threadsafe(self._end, call, result, error)
                 del result, error
-            del call, run  # they hold buffers
+            del call, run  # they refer to buffers
 
 
 class _Call(NamedTuple):
@@ -119,7 +117,7 @@ class _Call(NamedTuple):
     held: int
 
     def take(self) -> Callable[[], Any] | None:
-        """Return what it has to run, once."""
+        """Return the function to run; None if it was taken before."""
         try:
             return self.waiting.pop()
         except IndexError:

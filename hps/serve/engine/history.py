@@ -1,4 +1,4 @@
-"""The past of a service in a few hundred points, for the charts of its page."""
+"""Counts over the lifetime of a service in a few hundred points, for the charts of its page."""
 
 import threading
 import time
@@ -16,24 +16,17 @@ MOST_POINTS: Final = 240
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Counts since the start, over all models in service. *Immutable.*
+    """Counts since the start, over all models in service. *Immutable.*"""
 
-    Attributes:
-        at_s: time of the point, by the clock of `GET /v1/stats`.
-        keys: requested keys.
-        hits, misses: keys that embedding caches had, and had not.
-        latency: times of lookups.
-    """
-
-    at_s: float
+    at_s: float  # by the clock of `GET /v1/stats`
     keys: int
-    hits: int
+    hits: int  # of embedding caches
     misses: int
-    latency: Latency
+    latency: Latency  # of lookups
 
 
 class History:
-    """Keeps counts at regular times since the start. When there are too many, every second one goes. *Thread-safe.*
+    """Records counts at regular intervals. *Thread-safe.*
 
     Args:
         metrics: returns the counters; None while the databases are being opened.
@@ -44,21 +37,21 @@ class History:
         self._clock = clock
         self._lock = threading.Lock()
         self._points: list[Point] = []
-        self._every = 1  # calls of `note` from one point to the next
+        self._every = 1  # calls of `record` from one point to the next
         self._calls = 0
         self._task: PeriodicTask | None = None
 
     def start(self) -> None:
-        """Take the first point, and one every five seconds."""
-        self.note()
-        self._task = PeriodicTask("history", self.note, _EVERY_S)
+        """Record the first point, and one every five seconds."""
+        self.record()
+        self._task = PeriodicTask("history", self.record, _EVERY_S)
 
     def close(self) -> None:
         if self._task is not None:
             self._task.abandon()
 
-    def note(self) -> None:
-        """Take a point, if it is due."""
+    def record(self) -> None:
+        """Record a point if it is due."""
         with self._lock:
             due = not self._calls % self._every
             self._calls += 1
@@ -67,12 +60,13 @@ class History:
         point = self._now()
         with self._lock:
             self._points.append(point)
+            # The number of points is bounded: when there are too many, every second one is dropped, and the interval doubles.
             if len(self._points) > MOST_POINTS:
                 self._points = self._points[::2]
                 self._every *= 2
 
     def points(self) -> list[Point]:
-        """Return the points in the order of time, the first from the start, and one of now."""
+        """Return the points in the order of time, and the current one."""
         with self._lock:
             points = list(self._points)
         return [*points, self._now()]

@@ -1,4 +1,4 @@
-"""The life cycle of the parameter server behind the service: opens the tiers, loads one model after the other, and closes."""
+"""Life cycle of the parameter server behind the service: opens the tiers, loads the models in turn, and closes."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ _BUSY_WAIT_S = 1.0  # while another thread changes a model that is to be loaded
 
 
 class _StoppableProgress:
-    """Ends the loading when the service stops."""
+    """Ends a load when the service stops."""
 
     def __init__(self, listener: Progress, proceed: Callable[[], None]) -> None:
         self._listener = listener
@@ -62,29 +62,27 @@ class Lifecycle:
 
     One thread loads the models at the start, retries failed ones, polls the catalog, and applies changes of the configuration.
     Two others read the serving documents of a fleet, and follow them. Each model answers as soon as it is loaded. A model that
-    cannot be loaded does not stop the others: it is not ready, and is retried if the cause may pass. What may pass never ends
-    the process: the databases are opened again, and models are found and loaded again, with rising pauses, for ever. Loading as
-    a whole fails where only another configuration or another program helps: the databases cannot be opened, or no model can be
-    loaded, and none may be later.
+    cannot be loaded does not stop the others. Causes that may pass are retried with rising pauses and never end the process.
+    Others end it: the databases cannot be opened, or no model can be loaded.
 
     Args:
         parameter_server: an already loaded one; the caller closes it.
         progress: receives loading progress; by default it is logged.
-        force: load the model files even if a database already holds them; online updates are lost.
+        force: load the model files even if a database has them; online updates are lost.
         first_retry_s: wait before the first retry of a failed model.
 
     Attributes:
-        on_open: called with the new parameter server before any model is loaded; what they raise ends the service.
+        on_open: called with the new parameter server before a model is loaded; an exception ends the service.
         on_change: called when `blocked` or the models to load have changed.
-        unpublished: returns which version in service the fronts cannot name, and why; empty if they can name all. Takes a
-            model and a version to ask for that one alone.
+        unpublished: returns which version in service is not published to the frontends, and why; empty if all are. Takes
+            optionally a model and a version.
         configuration: replaced when changes of its file are applied.
         live: states of the models; those of the parameter server once it is opened.
         states: a view of them for operators and Prometheus.
-        opened: the parameter server once its databases are open, ready or not, so that its metrics can be read early.
-        serving: the parameter server while lookups of every model are answered, else None; then `server_of` says why.
-        failure: error that ended the loading as a whole.
-        leaving: whether the service is about to stop and therefore not ready; lookups are still answered.
+        opened: the parameter server once its databases are open, ready or not.
+        serving: the parameter server while lookups of every model are answered; otherwise None.
+        failure: error that ended the process's loading.
+        leaving: whether the service is about to stop; lookups are still answered.
     """
 
     def __init__(
@@ -113,39 +111,39 @@ class Lifecycle:
         for model in configuration.models if self._owned else ():
             if self._loads(model.model):
                 self.live.expect(model)
-        self._found: set[str] = set()  # names that the catalog has had when models were looked for
-        self._broken: set[str] = set()  # names whose entries in the repository were wrong when models were looked for
-        self._absent: set[str] = set()  # names that `load_models` has, and the catalog has not
-        self._lack = ""  # what was looked for, and found, where models are lacking
-        self._blocked = "the service is starting"  # why no request at all is answered
+        self._found: set[str] = set()  # names in the catalog at the last search
+        self._broken: set[str] = set()  # names with invalid entries at the last search
+        self._absent: set[str] = set()  # names in `load_models` but not in the catalog
+        self._lack = ""  # why models are lacking
+        self._blocked = "the service is starting"  # why no request is answered
         self._all_tried = not self._owned
-        self._changing = threading.Lock()  # the loading may end while the service stops
+        self._changing = threading.Lock()  # loading may end while the service stops
         self._loader: threading.Thread | None = None
         self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
         self._documents_read = threading.Event()  # since they were last followed
 
     @property
     def settled(self) -> bool:
-        """Whether lookups are answered for every model that has not failed, and for one at least."""
+        """Whether lookups are answered for every model that has not failed, and for at least one model."""
         blocked = self.leaving or self._blocked or self.unpublished() or self.live.refused()
-        some = self.live.serving or not self._owned or can_be_empty(self.configuration.service)
-        return not blocked and bool(some) and (self._all_tried or not self.states.summary())
+        has_models = self.live.serving or not self._owned or can_be_empty(self.configuration.service)
+        return not blocked and bool(has_models) and (self._all_tried or not self.states.summary())
 
     @property
     def blocked(self) -> str:
-        """Why no lookup at all is answered; empty if some are."""
+        """Why no lookup is answered; empty if lookups are."""
         starting = self._blocked and self.failure is None and not self._stopping.is_set()
         return (COMPILATIONS.progress if starting else "") or self._blocked
 
     @property
     def not_ready_reason(self) -> str:
-        """Why lookups of some models are not answered, or soon will not be; empty if all are."""
+        """Why lookups of a model are not answered, or soon will not be; empty if all are."""
         reason = self.blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
         return reason or self._lacking() or self._left_out() or self.unpublished() or self.live.refused()
 
     @property
     def degraded(self) -> str:
-        """Which devices of models in service are lost, and what of the volatile database; empty without any."""
+        """Lost devices of models in service, and problems of the volatile database; empty without any."""
         lost = [
             f"device {device} is lost: {failure}; restart the service" for device, failure in self.live.lost_devices().items()
         ]
@@ -156,7 +154,7 @@ class Lifecycle:
         """The parameter server, whatever the states of its models.
 
         Raises:
-            NotReadyError: it is being opened, failed or is closed.
+            NotReadyError: it is being opened, failed or closed.
         """
         if (server := self.opened) is None or self._blocked:
             raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
@@ -166,8 +164,7 @@ class Lifecycle:
         """Return the parameter server for a lookup of a model. Does not check that the model exists.
 
         Raises:
-            NotReadyError: the parameter server is being opened, failed or is closed; or the model waits, is being loaded or
-                failed. The message says which, and why.
+            NotReadyError: the parameter server is being opened, failed or closed; or the model is waiting, loading or failed.
         """
         server = self.server
         if model_name not in server.models and (reason := self.states.reason(model_name)):
@@ -206,7 +203,7 @@ class Lifecycle:
             self._changes.put(name)
 
     def leave(self) -> None:
-        """Turn not ready and load no more, before a stop. Lookups are still answered."""
+        """Turn not ready and stop loading. Lookups are still answered."""
         self.leaving = True
         self._stopping.set()
         self._changes.put(None)
@@ -220,7 +217,7 @@ class Lifecycle:
         self._block(STOPPING)
 
     def close(self, timeout_s: float) -> bool:
-        """Stop loading and close the parameter server; False on timeout. Blocks."""
+        """Stop loading and close the parameter server. Return False on timeout. Blocks."""
         self.refuse()
         if not self._owned:
             return True
@@ -229,7 +226,7 @@ class Lifecycle:
             self._loader.join(timeout_s)
         with self._changing:
             server, self.opened = self.opened, None
-        if server:  # closing waits for a model that is being loaded
+        if server:  # which waits for a model that is loading
             closer = new_thread("close", server.close, lasting=False)
             closer.start()
             closer.join(max(0.0, deadline - time.monotonic()))
@@ -237,7 +234,7 @@ class Lifecycle:
         return self._loader is None or not self._loader.is_alive()
 
     def progress(self) -> Progress:
-        """Return progress for a requested change: logs the loading, and ends it when the service stops."""
+        """Return progress for a requested change: it is logged, and a stop of the service ends the load."""
         return _StoppableProgress(LogProgress(), self._end_when_stopping)
 
     def _end_when_stopping(self) -> None:
@@ -249,7 +246,7 @@ class Lifecycle:
         try:
             compile_kernels(*served_kernels(self.configuration, choose_cache(self.configuration.device, quiet=True)))
             self._block("opening the databases")
-            server = self._insisted(partial(HPS, self.configuration, deploy_models=False))
+            server = self._retried(partial(HPS, self.configuration, deploy_models=False))
             self._opened(server)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
@@ -276,12 +273,12 @@ class Lifecycle:
         seconds, names = time.monotonic() - started, ", ".join(server.models)
         if errors:
             _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names or "no model", self.states.summary())
-        elif not (self._lacking() or self._left_out()):  # which is logged when they are looked for
+        elif not (self._lacking() or self._left_out()):  # otherwise `_maintain` logs them
             _log.info("ready after %.1f s: %s", seconds, names)
         self._all_tried = True
-        self._tend(server)
+        self._maintain(server)
 
-    def _tend(self, server: HPS) -> None:
+    def _maintain(self, server: HPS) -> None:
         """Retry failed models, poll the catalog, and apply queued changes, until the service stops."""
         poll_at, find_at, pause_s = self._next_poll(), math.inf, self._first_retry_s
         while not self._stopping.is_set():
@@ -311,14 +308,14 @@ class Lifecycle:
                 longest_s = _BUSY_WAIT_S if "loading" in states else _LONGEST_WAIT_S
                 wait_s = min(longest_s, *(max(0.0, at - now) for at in (poll_at, find_at, *server.live.due().values())))
                 with suppress(queue.Empty):
-                    self._make(server, self._changes.get(timeout=wait_s))
+                    self._apply(server, self._changes.get(timeout=wait_s))
 
     def follow_soon(self) -> None:
-        """Deploy what the serving documents say, as far as they were read, on a thread of its own."""
+        """Wake the thread that deploys the versions of the serving documents."""
         self._documents_read.set()
 
     def _follow(self, server: HPS) -> None:
-        """Follow the serving documents whenever they were read, also while the loader is busy, until the service stops."""
+        """Deploy the versions of the serving documents whenever they were read, until the service stops."""
         while not self._stopping.is_set():
             if self._documents_read.wait(_LONGEST_WAIT_S) and not self._stopping.is_set():
                 self._documents_read.clear()
@@ -329,7 +326,7 @@ class Lifecycle:
         new_thread("follow-documents", partial(self._follow, server)).start()
 
     def _read_documents(self, server: HPS) -> None:
-        """Read the serving documents at every interval, also while they are followed, until the service stops."""
+        """Read the serving documents periodically, until the service stops."""
         while not self._stopping.wait(self.configuration.service.repository_poll_s * random.uniform(0.9, 1.1)):
             try:
                 server.read_documents()
@@ -338,7 +335,7 @@ class Lifecycle:
                 _log.error("reading the serving documents failed: %s", cause, exc_info=bug)
             self.follow_soon()
 
-    def _make(self, server: HPS, change: ModelConfig | str | None) -> None:
+    def _apply(self, server: HPS, change: ModelConfig | str | None) -> None:
         if isinstance(change, str):
             self._undeploy(server, change)
         elif change is not None:
@@ -348,14 +345,14 @@ class Lifecycle:
                 self._notify()
 
     def _next_poll(self) -> float:
-        """Return the time of the next poll, jittered so that replicas do not poll together."""
+        """Return the time of the next poll, jittered so that replicas poll at different times."""
         service = self.configuration.service
         if service.model_control_mode != "poll":
             return math.inf
         return time.monotonic() + service.repository_poll_s * random.uniform(0.9, 1.1)
 
     def _report(self, what: str, deploy: Callable[[], dict[str, Exception | None]]) -> None:
-        """Deploy what differs from the files, and log the outcome by model."""
+        """Call `deploy`, and log the outcome by model."""
         started = time.monotonic()
         try:
             outcome = deploy()
@@ -376,13 +373,13 @@ class Lifecycle:
         try:
             for notify in self.on_open:
                 notify(server)
-            self._want(server, self._insisted(lambda: server.catalog.names, versioned=True))
+            self._want(server, self._retried(lambda: server.catalog.names, versioned=True))
         except BaseException:
             server.close()
             raise
 
-    def _insisted(self, call: Callable[[], _T], *, versioned: bool = False) -> _T:
-        """Call until it succeeds, with rising pauses; raise what does not pass by itself.
+    def _retried(self, call: Callable[[], _T], *, versioned: bool = False) -> _T:
+        """Call until it succeeds, with rising pauses. Raise an error that does not pass by itself.
 
         Args:
             versioned: see `is_transient`.
@@ -414,7 +411,7 @@ class Lifecycle:
         self._notify()
 
     def _lacking(self) -> str:
-        """Why a model that should be in service is neither that nor awaited; empty if none is lacking."""
+        """Why a model that should be in service is neither in service nor coming; empty if none is lacking."""
         if not self._owned or self._blocked:
             return ""
         known = {life.name for life in self.live.models()}
@@ -423,17 +420,17 @@ class Lifecycle:
         return ""
 
     def _left_out(self) -> str:
-        """Which models are left out since their entries were wrong when models were looked for; empty if none is."""
+        """Models left out because their entries were invalid at the last search, and why; empty if none is."""
         if (server := self.opened) is None or not self._broken:
             return ""
         reasons = {}
         for name in sorted(self._broken - {*server.live.serving}):
-            coming = "" if name in self._found else "it is looked for"  # between finding it and awaiting it
+            coming = "" if name in self._found else "it is looked for"  # between its discovery and its load
             reasons[name] = server.catalog.problems.get(name) or self.states.reason(name) or coming
         return "; ".join(f"model {name!r} is left out: {reason}" for name, reason in reasons.items() if reason)
 
     def _find_models(self, server: HPS) -> None:
-        """Look for models that are lacking, which somebody may have put there meanwhile."""
+        """Search for models that are lacking: they may have been published meanwhile."""
         try:
             server.catalog.scan()
             self._want(server, server.catalog.names)
@@ -445,7 +442,7 @@ class Lifecycle:
         return settings.model_control_mode != "explicit" or not {"*", name}.isdisjoint(settings.load_models)
 
     def _deploy(self, server: HPS, name: str) -> Exception | None:
-        """Load a model and log the outcome. Returns why it failed; None also on a stop or another thread's change."""
+        """Load a model and log the outcome. Return its error; None also after a stop or another thread's change."""
         started = time.monotonic()
         if self._stopping.is_set() or name not in server.live.due():  # another thread has changed it
             return None
@@ -456,15 +453,15 @@ class Lifecycle:
             if self._stopping.is_set():
                 _log.info("loading model %s was stopped: %s", name, error)
                 return None
-            if server.live.failure(name) is before:  # it did not begin
+            if server.live.failure(name) is before:  # it did not start
                 if isinstance(error, ConflictError):
                     return None
                 server.live.record_failure(name, error)
             cause, bug = cause_of(error)
-            again = "not trying again: the cause does not pass by itself"
+            retry = "not trying again: the cause does not pass by itself"
             if (failure := server.live.failure(name)) and failure.is_transient:
-                again = f"trying again in {time_text(max(0.0, failure.due - time.monotonic()))}"
-            _log.error("loading model %s failed: %s; %s", name, cause, again, exc_info=bug)
+                retry = f"trying again in {time_text(max(0.0, failure.due - time.monotonic()))}"
+            _log.error("loading model %s failed: %s; %s", name, cause, retry, exc_info=bug)
             return error
         _log.info("model %s is ready after %.1f s", name, time.monotonic() - started)
         return None

@@ -23,21 +23,18 @@ MOST_AT_ONCE = 4
 async def change_model(
     live: LiveModels, model: str, doing: str, scope: Scope, call: Callable[[], str], *, detail: str = "", wait: bool = True
 ) -> Change:
-    """Start a change, and wait for its end if `wait`. It continues if the client disconnects.
+    """Start a change, and wait for its end if `wait`. It continues after the client disconnects.
 
     Args:
-        doing: as for `LiveModels.start_change`.
         call: makes the change, and returns the version that serves afterwards.
-        detail: details for the log.
 
     Raises:
         ConflictError: another change of the model is under way.
         OverloadedError: too many changes of other models are under way.
         HPSError: the change failed, if `wait`.
     """
-    if sum(one.under_way for one in live.requested.values() if one.model != model) >= MOST_AT_ONCE:
-        what = f"{MOST_AT_ONCE} models are being changed; try again later"
-        raise OverloadedError("changes", f"changing model {model!r}: {what}")
+    if sum(change.under_way for change in live.requested.values() if change.model != model) >= MOST_AT_ONCE:
+        raise OverloadedError("changes", f"changing model {model!r}: {MOST_AT_ONCE} models are being changed; try again later")
     served: Served = scope[SERVED]
     change = live.start_change(model, doing, f"{request_line(scope)} {detail}".rstrip(), served.who)
     served.outlived = True
@@ -61,7 +58,7 @@ async def change_model(
 
     start = partial(call_in_thread, f"change-{model[:40]}", work)
     if wait:
-        await asyncio.wrap_future(start())  # in no variable: an error's traceback refers to this frame
+        await asyncio.wrap_future(start())  # in no variable: an error's traceback would refer to it by this frame
     else:
         start()
     return change

@@ -13,11 +13,7 @@ _STATES: dict[LifecycleState, ModelState] = {"wanted": "waiting", "loading": "lo
 
 
 class Readiness:
-    """Shows the models that serve or that the service waits for. *Thread-safe.*
-
-    Args:
-        live: returns the models.
-    """
+    """Shows the models that serve or are to serve. *Thread-safe.*"""
 
     def __init__(self, live: Callable[[], LiveModels]) -> None:
         self._live = live
@@ -26,7 +22,7 @@ class Readiness:
         return [_model_status(life) for life in self._live().models()]
 
     def reason(self, name: str) -> str:
-        """Why a model is not ready; empty if it is, or is not meant to be."""
+        """Why a model is not ready; empty if it is, or need not be."""
         status = next((model for model in self.models() if model.name == name), None)
         if status is None or status.reason is None:
             return ""
@@ -101,11 +97,11 @@ def _model_status(life: ModelLifecycle) -> ModelStatus:
 
 def _reason(life: ModelLifecycle) -> str:
     if life.failure is not None:
-        again = "" if life.retry_in_s is None else f"; next try in {time_text(life.retry_in_s)}"
-        return life.failure.cause + again
+        retry = "" if life.retry_in_s is None else f"; next try in {time_text(life.retry_in_s)}"
+        return life.failure.cause + retry
     if life.state == "wanted":
         return "waiting for the models before it"
-    if compiling := COMPILATIONS.progress:  # perhaps of another model's kernels, which are waited for
+    if compiling := COMPILATIONS.progress:  # perhaps kernels of another model, which this one waits for
         return compiling
     if life.waiting:
         return life.waiting

@@ -1,4 +1,4 @@
-"""Texts that are long to write, such as `/metrics`: written on one thread, and shared by those who ask meanwhile."""
+"""Texts that take long to write, such as `/metrics`: written on one thread, and shared by concurrent requests."""
 
 import asyncio
 import time
@@ -13,9 +13,9 @@ class SharedText:
     """A text that is written on request, once at a time. *One per event loop.*
 
     Args:
-        write: writes the text, on a thread and in small pieces, since other threads need the interpreter lock.
+        write: writes the text on a thread, in small pieces, since other threads need the interpreter lock.
         threads: one thread, shared by all such texts; it limits the time of each.
-        fresh_s: how long a text is answered again.
+        fresh_s: how long a text is reused.
     """
 
     def __init__(self, write: Callable[[], bytes], threads: CallThreads, fresh_s: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class SharedText:
             if self._writing is None:
                 self._writing = asyncio.create_task(self._renew())
                 self._writing.add_done_callback(self._written)
-            await asyncio.shield(self._writing)  # others wait for it, too
+            await asyncio.shield(self._writing)  # other requests wait for it
         return self._text
 
     async def _renew(self) -> None:
@@ -46,7 +46,7 @@ class SharedText:
     def _written(self, writing: asyncio.Task[None]) -> None:
         self._writing = None
         with suppress(asyncio.CancelledError):
-            writing.exception()  # raised to those who wait; all may have gone
+            writing.exception()  # raised in `get`; all requests may be gone
 
     def _paced(self) -> bytes:
         with paced():

@@ -13,43 +13,25 @@ SCRATCH_BYTES: Final = 2048
 
 
 class EncodedAnswer(NamedTuple):
-    """An encoded answer.
+    """An encoded answer."""
 
-    Attributes:
-        text: pieces of its JSON part; none if the first piece of `binary` contains it.
-        binary: views of the memory that follows.
-        text_bytes: length of the JSON part of a binary answer; None if all of it is JSON.
-    """
-
-    text: Sequence[bytes]
-    binary: Sequence[memoryview]
-    text_bytes: int | None
+    text: Sequence[bytes]  # pieces of the JSON part; none if the first piece of `binary` contains it
+    binary: Sequence[memoryview]  # views of the memory that follows
+    text_bytes: int | None  # of the JSON part of a binary answer; None if all of it is JSON
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """Layout of a slot for all binary requests with the same JSON part. *Immutable.* Offsets are relative to the slot.
+    """Layout of a slot for all binary requests with the same JSON part. *Immutable.* Offsets are relative to the slot."""
 
-    Attributes:
-        descriptor: header and segments, without the deployment's id.
-        keys_at, keys_bytes: place of the request's binary part.
-        text: JSON part of the answer.
-        vectors_at, end: place of the vectors, or scores, that follow it.
-        size: bytes of the slot.
-        device: the requested device.
-        answer: head of the answer over HTTP, up to the request's id.
-        keys: number of keys.
-        layout: layout of an answer with 16-bit outputs, which the frontend converts; else None.
-    """
-
-    descriptor: bytes
+    descriptor: bytes  # header and segments, without the deployment's id
     keys_at: int
-    keys_bytes: int
-    text: bytes
-    vectors_at: int
-    end: int
-    size: int
-    device: int | None
-    answer: bytes
-    keys: int
-    layout: AnswerLayout | None = None
+    keys_bytes: int  # of the request's binary part
+    text: bytes  # JSON part of the answer
+    vectors_at: int  # start of the vectors, or scores, that follow
+    end: int  # end of the answer
+    size: int  # bytes of the slot
+    device: int | None  # the requested one
+    answer: bytes  # head of the answer over HTTP, up to the request's id
+    keys: int  # number of keys
+    layout: AnswerLayout | None = None  # of an answer with 16-bit outputs, which the frontend converts

@@ -40,7 +40,7 @@ _GOODBYE_S: Final = 0.5
 _MOST_TLS_READ: Final = 1 << 18
 _MOST_TLS_WRITE: Final = 1 << 20
 _REST_S: Final = 1.0  # without a request, after which a connection forgets its last one
-_MOST_HEAD_KEPT: Final = 2048
+_MOST_REPEATED_HEAD: Final = 2048
 _EMPTY: Final = memoryview(b"")
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -220,11 +220,10 @@ class Connection(asyncio.BufferedProtocol):
         self._raw, self._target, self._served = b"", None, cast(Served, None)
 
     def _shrink(self) -> None:
-        """Shrink a buffer that has grown for a long head."""
         if (more := len(self._buffer) - _FIRST_BUFFER_BYTES) > 0:
             self._compact()
             if self._have < _FIRST_BUFFER_BYTES:
-                self.frontend.memory.held -= more
+                self.frontend.memory.used -= more
                 self._resize(_FIRST_BUFFER_BYTES)
 
     def _pause_reading(self) -> None:
@@ -338,7 +337,7 @@ class Connection(asyncio.BufferedProtocol):
             if lookup is not None:
                 self._lookup, self._prefix = lookup, b""
                 names_itself = b"x-request-id" in head.headers or b"traceparent" in head.headers
-                if len(self._raw) <= _MOST_HEAD_KEPT and not (head.expects_continue or names_itself):
+                if len(self._raw) <= _MOST_REPEATED_HEAD and not (head.expects_continue or names_itself):
                     self._prefix, self._last, self._last_head = self._raw + text, lookup, head
                     self._last_snapshot = self.frontend.published.version
                 self._at += text_bytes
@@ -361,7 +360,6 @@ class Connection(asyncio.BufferedProtocol):
         return not self.frontend.exchange.slots.crowded or self._have - self._at >= size
 
     def _repeat(self, plan: Plan, started: float) -> None:
-        """Start a lookup with the head and JSON part of the last one."""
         frontend, last = self.frontend, self._last
         self._started = started
         self._served = served = Served()
@@ -474,7 +472,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def reserve_bytes(self, size: int, what: str = "reading the request") -> None:
         memory = self.frontend.memory
-        memory.held -= self._held
+        memory.used -= self._held
         self._held = 0
         if size:
             self._held = memory.reserve(size, what)

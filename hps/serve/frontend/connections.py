@@ -21,17 +21,12 @@ TOO_MANY: Final = (
 
 
 class ClientConnection(Protocol):
-    """A client's connection, as a frontend sees it.
-
-    Attributes:
-        completed, used: whether a complete request has arrived: ever, and since the last poll.
-        opened: time of `time.monotonic`.
-    """
+    """A client's connection, as a frontend sees it."""
 
     transport: asyncio.Transport
-    completed: bool
-    used: bool
-    opened: float
+    completed: bool  # a complete request has arrived
+    used: bool  # the same, since the last poll
+    opened: float  # by `time.monotonic`
 
     @property
     def kept_bytes(self) -> int:
@@ -66,22 +61,13 @@ class ClientConnection(Protocol):
 
 
 class Connections:
-    """The connections of a frontend. *One per event loop.*
-
-    Args:
-        most: maximum number of connections; a new one beyond it replaces another.
-
-    Attributes:
-        most: the maximum, reduced to half of the process's file descriptors; the others are for databases and model files.
-        order: all connections, those longest without a complete request first, with a resolution of half a second.
-    """
+    """The connections of a frontend: at most `most`, or half of the process's file descriptors. *One per event loop.*"""
 
     def __init__(self, most: int) -> None:
-        self.order: dict[ClientConnection, None] = {}
+        self.order: dict[ClientConnection, None] = {}  # longest without a complete request first
         self.limit_to(most)
 
     def limit_to(self, most: int) -> None:
-        """Change the limit."""
         self.most = _within_descriptors(most)
 
     def full(self) -> str:

@@ -17,9 +17,6 @@ class EngineHealth:
 
     Args:
         check_ready: raises an error if the engine does not answer lookups of this frontend; called first, with the path.
-
-    Attributes:
-        watchers: number of watchers.
     """
 
     def __init__(self, engine: EngineConnections, check_ready: Callable[[str], None]) -> None:

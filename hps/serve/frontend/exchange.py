@@ -16,9 +16,9 @@ from hps.configuration.load import ServiceConfig
 from hps.errors import HPSError, NotReadyError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.regions import layout
-from hps.regions.board import FRONT_KERNELS
 from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontendDescriptors
+from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
@@ -34,7 +34,7 @@ _SLOT_WAIT_S: Final = 1.0
 _RETIRED_PAUSE_S: Final = 0.005
 _SPIN_NS: Final = 100_000
 _LEAST_ORDER: Final = 12  # of slots: 4 KB
-_ENGINE_EPOCH: Final = layout.OWNER_EPOCH // 8
+_ENGINE_EPOCH: Final = layout.ENGINE_EPOCH // 8
 _CHECK: Final = (0, 0, 0, HEADER_BYTES, 0)
 """Header of a request that names no deployment: its id, flags, segments, place and size of the scratch."""
 MOST_PENDING: Final = RING // 2
@@ -42,17 +42,7 @@ MOST_PENDING: Final = RING // 2
 
 
 class Slots:
-    """Slots of powers of two bytes in one slab. *One per event loop.*
-
-    Args:
-        size: bytes of the region.
-
-    Attributes:
-        size: bytes of the slab.
-        largest: bytes of the largest possible slot.
-        used: bytes of allocated slots.
-        crowded: whether more than half is allocated; slow clients then get no slot.
-    """
+    """Slots of powers of two bytes in the slab of a region of `size` bytes. *One per event loop.*"""
 
     # Buddies are joined only if there is no room otherwise, since most requests have the size of earlier ones. The slot that
     # was freed last is allocated first: it is still in the processor's caches, to which a device writes, too.
@@ -68,9 +58,9 @@ class Slots:
             start += 1 << order
             left -= 1 << order
         self._most = max((order for order, free in enumerate(self._free) if free), default=0)
-        self.largest = 1 << self._most
-        self.used = 0
-        self.crowded = False
+        self.largest = 1 << self._most  # the largest possible slot
+        self.used = 0  # bytes of allocated slots
+        self.crowded = False  # more than half is allocated; slow clients then get no slot
 
     def allocate(self, size: int) -> int:
         """Return the offset of a slot, a multiple of 4,096; -1 if there is no room now."""
@@ -135,23 +125,12 @@ class Slots:
 
 
 class EngineExchange:
-    """Posts the lookups of one frontend. *One event loop.*
-
-    Args:
-        number: index of the frontend.
-        spins: whether to spin while lookups are pending, rather than sleep.
-
-    Attributes:
-        region: memory that the frontend shares with the engine.
-        slots: the slots of its slab.
-        segments: shared memory of clients.
-        pending: posted lookups, by slot.
-    """
+    """Posts the lookups of one frontend. With `spins`, it spins while lookups are pending. *One event loop.*"""
 
     def __init__(
         self, number: int, shared: FrontendDescriptors, published: Published, settings: ServiceConfig, *, spins: bool
     ) -> None:
-        compile_kernels(*FRONT_KERNELS)
+        compile_kernels(*FRONTEND_KERNELS)
         self._number = number
         self.region = layout.map_region(shared.regions[number])
         self._event = shared.events[number]
@@ -160,8 +139,8 @@ class EngineExchange:
         self._spins = spins
         self.settings = settings
         self.slots = Slots(self.region.size)
-        self.segments = Segments()
-        self.pending: dict[int, Lookup] = {}
+        self.segments = Segments()  # shared memory of clients
+        self.pending: dict[int, Lookup] = {}  # posted lookups, by slot
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
@@ -175,7 +154,6 @@ class EngineExchange:
         self._start_epoch()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take answers on this event loop from now on."""
         self._loop = loop
         loop.add_reader(self._event, self._woken)
         self._arm()
@@ -200,12 +178,14 @@ class EngineExchange:
 
     def _start_epoch(self) -> None:
         """Request empty rings from the engine; pending lookups are posted again once it has them."""
+        # Epochs keep answers of an earlier engine, or to an earlier process of this frontend, apart from later ones: until the
+        # engine has written this number back, it may still complete old slots, and nothing is posted.
         region = self.region
         self._connected = self._answers = False
         self._tail = 0
         self._epoch = 1 + secrets.randbits(62)  # not the last one plus 1: a compromised frontend may have written garbage
         store_word(region.address + layout.SUBMITTED, 0)
-        store_word(region.address + layout.FRONT_EPOCH, self._epoch)
+        store_word(region.address + layout.FRONTEND_EPOCH, self._epoch)
         self._wake_engine()
 
     def _wake_engine(self) -> None:
@@ -213,7 +193,7 @@ class EngineExchange:
 
     def _follow_engine(self) -> None:
         """Connect to an engine that has started our epoch, or disconnect from one that has exited."""
-        epoch = self.region[layout.OWNER_EPOCH]
+        epoch = self.region[layout.ENGINE_EPOCH]
         if self._connected:
             if epoch != self._epoch:
                 _log.warning(
@@ -296,17 +276,12 @@ class EngineExchange:
             raise NotReadyError(self.unavailable())
 
     def keys_of(self, lookup: Lookup) -> memoryview:
-        """Return the memory for the keys of a planned lookup."""
         plan, slot = lookup.plan, lookup.slot
         start = slot + plan.keys_at  # type: ignore[union-attr]
         return self.region.view[start : start + plan.keys_bytes]  # type: ignore[union-attr]
 
     def post(self, lookup: Lookup) -> None:
-        """Write the descriptor of a lookup, and keys that are not in its slot yet, and submit it.
-
-        Raises:
-            HPSError: it is refused.
-        """
+        """Write the descriptor of a lookup, and keys that are not in its slot yet, and submit it."""
         if not self._connected:
             self._require_engine()
         plan, placed, slot = lookup.plan, lookup.placed, lookup.slot
@@ -373,6 +348,7 @@ class EngineExchange:
             return
         slots = self._found[:count].tolist()
         self._tail += count
+        # A slot is released here, or handed to the requester with its answer, which releases it once the client has it.
         for slot in slots:
             lookup = self.pending.pop(slot, None)
             if lookup is None:
@@ -419,7 +395,7 @@ class EngineExchange:
     def _read_scratch(self, lookup: Lookup) -> Any:
         """Read the JSON that the engine has written to the scratch of a slot."""
         at, words = lookup.slot >> 3, self.region.words
-        start, size = int(words[at + layout.ASIDE // 8]), int(words[at + layout.ASIDE_USED // 8])
+        start, size = int(words[at + layout.SCRATCH // 8]), int(words[at + layout.SCRATCH_USED // 8])
         if not 0 < size <= self.region.size:
             return None
         return json.loads(bytes(self.region.view[lookup.slot + start : lookup.slot + start + size]))

@@ -31,20 +31,19 @@ from hps.serve.frontend.published import LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
 from hps.serve.http.authorization import CERTIFICATE, Authorization
-from hps.serve.http.held_memory import SMALL_BYTES, HeldMemory
 from hps.serve.http.http_answer import (
     JSON,
     HTTPAnswer,
-    OverloadedError,
     RequestError,
     error_answer,
     release_frames,
 )
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figures
+from hps.serve.http.memory_budget import SMALL_BYTES, MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.request_body import MOST_OBJECT_BYTES, check_encoding, too_large
 from hps.serve.http.targets import row_target
-from hps.serve.logs.lines import configure_logging, fields
+from hps.serve.logs.lines import configure_logging
 from hps.serve.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 from hps.serve.protocol.json_size import SMALL_JSON_BYTES
@@ -94,11 +93,10 @@ class Frontend:
         connect: makes the protocol of a new HTTP connection.
         spins: whether to spin while lookups are pending, rather than sleep.
         loopback: whether only clients on this machine can connect.
-
-    Attributes:
-        draining: whether the service is stopping, so that each answer tells its client to reconnect.
-        grpc: the gRPC server, if any; set before `start`.
     """
+
+    # All limits are here and in `Connection`, not in the engine: a client can fill the memory of its frontend, while other
+    # frontends and the engine go on. For the same reason a frontend imports nothing of the tiers, and writes only its region.
 
     def __init__(
         self,
@@ -114,16 +112,16 @@ class Frontend:
         self._connect = connect
         self._frontends = len(shared.regions)
         settings = self.settings = configuration.service
-        self.published = Published(Memory(shared.page, writable=False), self._apply)
+        self.published = Published(Memory(shared.snapshot, writable=False), self._apply)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
-        self.draining = False
+        self.draining = False  # each answer tells its client to reconnect
         self.refusals = Refusals()
-        self.memory = HeldMemory(settings.max_held_bytes)
+        self.memory = MemoryBudget(settings.max_held_bytes)
         self.connections = Connections(settings.max_connections)
         self.authorization = Authorization(settings, share=1 / self._frontends)
         self.authorization.loopback = loopback
         self.tls = TLS(settings, logging.DEBUG if number else None) if settings.tls_certificate_path else None
-        self.grpc: GrpcPort | None = None
+        self.grpc: GrpcPort | None = None  # set before `start`
         self._tokens: list[dict[str, Any]] = []
         self.metrics = HTTPMetrics(self.refusals)
         self._spans = spans_of(configuration)
@@ -134,7 +132,7 @@ class Frontend:
         self._ticks: dict[str, asyncio.TimerHandle] = {}
         self._configure(settings)
         region = self.exchange.region
-        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        found = layout.read_text(region, layout.FIGURES, layout.FIGURES_BYTES - layout.TEXT_AT)
         if found is not None and are_figures(found[1]):  # of the process that this one replaces
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
@@ -182,14 +180,7 @@ class Frontend:
     def check(
         self, head: Head, target: LookupTarget | None, served: Served, client: str, server: Any, certificate: Sequence[str]
     ) -> None:
-        """Check a request's head and the names in its client's certificate, before its body is read.
-
-        Args:
-            server: the address that the client has connected to.
-
-        Raises:
-            RequestError, HPSError: it is refused.
-        """
+        """Check a request's head, and the names in its client's certificate, before its body is read."""
         # Rejecting here, rather than when the body is complete, is what keeps strangers from holding memory.
         if self.published.written[0] != self.published.version:
             self.published.poll()
@@ -197,7 +188,7 @@ class Frontend:
             raise too_large(f"Content-Length is {head.length}", most)
         if b"content-encoding" in head.headers:
             check_encoding(head.headers)
-        if self.authorization.asks or certificate:
+        if self.authorization.requires_tokens or certificate:
             self.authorize(head.headers, certificate, served, target)
         if target is None:
             if not 0 <= head.length <= SMALL_BYTES:  # the engine checks rights, but too late for a large body
@@ -212,12 +203,7 @@ class Frontend:
     def authorize(
         self, headers: Mapping[bytes, bytes], certificate: Sequence[str], served: Served, target: LookupTarget | None
     ) -> None:
-        """Identify the client, and check its limits, and its rights if it sends a lookup.
-
-        Raises:
-            RequestError: it is refused.
-            NotReadyError: the engine has not published the tokens yet.
-        """
+        """Identify the client, and check its limits, and its rights if it sends a lookup."""
         identity = served.identity = self.authorization.find(headers, certificate)
         if target is None:
             self.authorization.count(identity)  # the engine checks its rights
@@ -241,11 +227,7 @@ class Frontend:
         return most if target is not None or row_target(path) is not None else min(most, MOST_OBJECT_BYTES)
 
     def text_bytes(self, head: Head, target: LookupTarget | None) -> int:
-        """Return the length of the JSON part of a binary lookup; -1 for every other request.
-
-        Raises:
-            InvalidInputError: it is no length.
-        """
+        """Return the length of the JSON part of a binary lookup; -1 for every other request."""
         if target is None or target.is_json or b"content-encoding" in head.headers:
             return -1
         size = parse_header_length(head.headers.get(b"inference-header-content-length"), head.length)
@@ -254,11 +236,7 @@ class Frontend:
     def start_planned(
         self, requester: Requester, target: LookupTarget, served: Served, text: bytes, size: int
     ) -> Lookup | None:
-        """Start a binary lookup whose JSON part has arrived; return None if it needs its complete body first.
-
-        Args:
-            size: length of the body.
-        """
+        """Start a binary lookup whose JSON part has arrived; return None if it needs its complete body first."""
         if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
         version = self.published.version_of(target)
@@ -283,15 +261,7 @@ class Frontend:
         length: bytes | None,
         shared: SharedTensors | None = None,
     ) -> Lookup:
-        """Start a lookup whose body has arrived.
-
-        Args:
-            length: text of the header with the length of its JSON part; default: all of it is JSON.
-            shared: its tensors in shared memory.
-
-        Raises:
-            HPSError: it is refused.
-        """
+        """Start a lookup whose body has arrived; `length` is the header with the length of its JSON part, if any."""
         version = self.published.version_of(target)
         lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
         if shared is not None:
@@ -327,22 +297,14 @@ class Frontend:
     # -- answers ----------------------------------------------------------------------------------------------------------
 
     def answer_without_engine(self, head: Head | None) -> HTTPAnswer:
-        """Answer a request that could not be forwarded to the engine's application.
-
-        Raises:
-            NotReadyError: the request needs the engine.
-        """
+        """Answer a request that could not be forwarded to the engine's application, or raise NotReadyError."""
         if head is not None and head.path == "/v2/health/live" and head.method in ("GET", "HEAD"):
             return HTTPAnswer(200, [JSON], (b'{"live":true}',))
         self.published.poll()
         raise NotReadyError(self.exchange.unavailable())
 
     def check_ready(self, path: str) -> None:
-        """Check, before a request for readiness is forwarded, that the engine answers lookups of this frontend.
-
-        Raises:
-            NotReadyError: it does not answer them.
-        """
+        """Raise NotReadyError for a request for readiness, before it is forwarded, unless the engine answers this frontend."""
         # The engine's application knows its models, but not whether this frontend's region works. While it is blocked it
         # reports the reason and its progress, which is more than could be said here.
         if path.startswith("/v2/") and path.endswith("/ready"):
@@ -359,14 +321,8 @@ class Frontend:
     def record_error(self, error: Exception, client: str, head: RequestHead | None, served: Served) -> None:
         """Count and log an error with which a request ends."""
         served.failed(error)
-        identity = served.id.decode()
         line = f"{head.method} {head.path[:300]}" if head is not None else "a request"
-        if isinstance(error, OverloadedError):
-            self.refusals.refuse(error.reason, error, identity)
-        elif isinstance(error, RequestError) and error.status in (401, 403):
-            self.refusals.deny(error.status, client or "an unknown address", f"{line}: {error}", identity)
-        if not isinstance(error, HPSError | MemoryError):
-            _log.error("serving %s failed unexpectedly", line, exc_info=error, extra=fields(request_id=identity))
+        self.refusals.record_error(error, line, client or "an unknown address", served.id.decode())
 
     def finish_request(
         self, client: str, head: RequestHead | None, route: str, served: Served, status: int, started: float, *, watched: bool
@@ -452,12 +408,12 @@ class Frontend:
             "cpu_ns": time.process_time_ns(),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
-            "held_bytes": self.memory.held + self.memory.kept + self.exchange.slots.used,
+            "held_bytes": self.memory.used + self.memory.kept + self.exchange.slots.used,
             "cached_bytes": cached_bytes(),
         }
 
     def publish(self) -> None:
-        layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.PAGE_TEXT)
+        layout.write_text(self.exchange.region, layout.FIGURES, self.figures(), layout.FIGURES_BYTES - layout.TEXT_AT)
 
     def _publish_often(self) -> None:
         self.publish()
@@ -476,7 +432,8 @@ class Frontend:
         for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles them
             loop.add_signal_handler(number, lambda: None)
         bound_heap(_HEAPS)
-        gc.collect()  # now, while no connection waits for it
+        # Frozen, the objects of all imports are not traversed by later collections, for which all requests would wait.
+        gc.collect()
         gc.freeze()
         await self.start(listener)
         await stopping.wait()
@@ -488,6 +445,7 @@ class Frontend:
         loop = self.loop = asyncio.get_running_loop()
         self.exchange.start(loop)
         self.published.poll()
+        # It listens only now, when its event loop runs and the models are known: no accepted connection waits for that.
         self._servers = [(listener, await loop.create_server(lambda: self._connect(self), sock=listener, backlog=BACKLOG))]
         if self.grpc is not None:
             await self.grpc.start()

@@ -39,25 +39,7 @@ class CallHead(NamedTuple):
 
 
 class GrpcCall:
-    """One call. *One event loop.*
-
-    Args:
-        context: context of grpc.aio.
-
-    Attributes:
-        client: IP address.
-        peer: address of the connection.
-        certificate: names in the client's certificate.
-        identity: the client's identity, if known.
-        task: task that serves the call.
-        request_id: id of the last answered request.
-        reads_since: start of waiting for a message; 0 while it does not wait.
-        streams: whether its client sends several messages.
-        waits: whether it waits for the client, not for an answer.
-        ends_with: error for which `end_with` has cancelled the task.
-        reported: error that is already counted and logged.
-        unknown: whether it counts as a call without a token.
-    """
+    """One call, whose context is of grpc.aio. *One event loop.*"""
 
     def __init__(self, frontend: Frontend, path: str, context: Any) -> None:
         self.frontend = frontend
@@ -66,17 +48,18 @@ class GrpcCall:
         pairs = [(name, value) for name, value in context.invocation_metadata() if isinstance(value, str)]
         self.headers = Headers([(name.encode(), value.encode()) for name, value in pairs])
         self.head = CallHead(path, self.headers)
-        self.peer: str = context.peer()
-        self.client = unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")
+        self.peer: str = context.peer()  # address of the connection
+        self.client = unquote(self.peer).partition(":")[2].rpartition(":")[0].strip("[]")  # IP address
+        # Names in the client's certificate.
         self.certificate = _names(context.auth_context()) if frontend.settings.tls_client_ca_path else ()
         self.identity: Identity | None = None
         self.task = asyncio.current_task()
         self.started = time.perf_counter()
-        self.request_id = b""
-        self.reads_since = 0.0
+        self.request_id = b""  # of the last answered request
+        self.reads_since = 0.0  # start of waiting for a message, or 0
         self.waits = self.streams = self.unknown = False
-        self.ends_with: Exception | None = None
-        self.reported: Exception | None = None
+        self.ends_with: Exception | None = None  # reason for which `end_with` has cancelled the task
+        self.reported: Exception | None = None  # already counted and logged
         self._held = self._metadata_bytes = 0
 
     def admit(self, *, infers: bool, guarded: bool) -> None:
@@ -85,9 +68,6 @@ class GrpcCall:
         Args:
             infers: whether its messages are lookups.
             guarded: whether a call that is no lookup needs a token; for forwarded calls the engine's application decides.
-
-        Raises:
-            HPSError: it is refused.
         """
         frontend, headers = self.frontend, self.headers
         if headers.repeated:
@@ -96,7 +76,7 @@ class GrpcCall:
         self.reserve_bytes(size, "reading the headers", spare=True)
         self._metadata_bytes = size
         frontend.published.poll()
-        if frontend.authorization.asks or self.certificate:
+        if frontend.authorization.requires_tokens or self.certificate:
             served = frontend.served()
             try:
                 frontend.authorize(headers, self.certificate, served, LookupTarget(self.head.path, "") if infers else None)
@@ -122,21 +102,17 @@ class GrpcCall:
             self.task.cancel()
 
     def reserve_bytes(self, size: int, what: str = "reading the request", *, spare: bool = False) -> None:
-        """Reserve further bytes.
-
-        Raises:
-            RequestError, OverloadedError: there is no memory for them.
-        """
+        """Reserve further bytes, or raise RequestError or OverloadedError."""
         self._held += self.frontend.memory.reserve(size, what, spare=spare)
 
     def count_answer(self, size: int) -> None:
         """Count the memory of an answer until it is sent. It exists already, so only later requests can be refused for it."""
-        self.frontend.memory.held += size
+        self.frontend.memory.used += size
         self._held += size
 
     def release_messages(self) -> None:
         """Release the memory of a stream's message and of its answer."""
-        self.frontend.memory.held -= self._held - self._metadata_bytes
+        self.frontend.memory.used -= self._held - self._metadata_bytes
         self._held = self._metadata_bytes
 
     def cancellation_error(self) -> Exception | None:
@@ -146,8 +122,7 @@ class GrpcCall:
         return self.ends_with
 
     def close(self) -> None:
-        """Release the memory of the call."""
-        self.frontend.memory.held -= self._held
+        self.frontend.memory.used -= self._held
         self._held = 0
 
     # -- the engine's application -----------------------------------------------------------------------------------------
@@ -165,11 +140,7 @@ class GrpcCall:
         return await self.frontend.engine.fetch_answer(request)
 
     async def request_json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Request JSON from the engine's application.
-
-        Raises:
-            RequestError: it is refused.
-        """
+        """Request JSON from the engine's application; raise RequestError if it refuses."""
         status, text = await self.request(method, path, b"" if body is None else orjson.dumps(body))
         found = orjson.loads(text) if text else {}
         if status >= 400:
@@ -200,11 +171,7 @@ class GrpcLookup:
         self._message: asyncio.Future[bytes] = frontend.loop.create_future()
 
     async def answer(self, data: bytes) -> bytes:
-        """Return the `ModelInferResponse`.
-
-        Raises:
-            HPSError: it is refused, which is counted and logged here.
-        """
+        """Return the `ModelInferResponse`. Errors are counted and logged here, and raised."""
         frontend, call, served = self._frontend, self._call, self._served
         status = DISCONNECTED
         try:
@@ -274,7 +241,7 @@ class GrpcLookup:
 
     def reserve_bytes(self, size: int, what: str = "reading the request") -> None:
         memory = self._frontend.memory
-        memory.held -= self._held
+        memory.used -= self._held
         self._held = 0
         if size:
             self._held = memory.reserve(size, what)

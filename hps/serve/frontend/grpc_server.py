@@ -48,7 +48,6 @@ _INTERNAL_FOR_LOAD: Final = (400, 404)  # as in Triton, whose examples expect it
 
 
 def _options(settings: ServiceConfig, connections: int) -> list[tuple[str, int]]:
-    """Return the library's options."""
     # The library refuses a message by its size before it reads it, also by its decompressed size, and a call beyond the streams
     # of a connection. By default it would end connections whose client pings more than once in five minutes.
     return [
@@ -94,7 +93,6 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         await self._server.start()
 
     def renew_certificate(self) -> None:
-        """Load the certificate's files for new connections."""
         self._renewed = _certificate_of(self._frontend.settings)
 
     def _take_renewed(self) -> Any:
@@ -132,8 +130,6 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
         return handler or self._handler_of(details.method, None)
 
     def _handler_of(self, path: str, method: Method | None) -> Any:
-        """Return a handler that reads messages itself, after the call was admitted."""
-
         async def answer_one(_: Any, context: Any) -> bytes | None:
             return await self._serve(path, method, context)
 
@@ -153,7 +149,7 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
             if method is None:
                 raise RequestError(405, f"got {path[:300]!r}, which is not served; reflection lists the services")
             call.admit(infers=method.infers, guarded=method.guarded)
-            if call.identity is None and (self._frontend.authorization.asks or path == WATCH):
+            if call.identity is None and (self._frontend.authorization.requires_tokens or path == WATCH):
                 self._count_unknown(call)
             return await self._answer(call, method)
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter if an answer could not be sent any more
@@ -217,7 +213,6 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no
             frontend.finish_request(call.client, call.head, route, served, status_of(error), call.started, watched=False)
 
     def _end(self, call: GrpcCall) -> None:
-        """Forget a call that has ended."""
         self._calls.discard(call)
         self._unsent.pop(call, None)
         if call.unknown:

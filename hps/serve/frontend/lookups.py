@@ -28,17 +28,12 @@ from hps.serve.protocol.score_requests import ScoreHeader, score_header
 
 TRACE_BYTES: Final = 65_536
 _KEYS_ALIGNED, _VECTORS_ALIGNED = 64, 128
-_WORDS = struct.Struct("<5q")  # serial, flags, segments, aside, its bytes: see `regions/layout.py`
+_WORDS = struct.Struct("<5q")  # id of the deployment, flags, segments, scratch, its bytes (`regions/layout.py`)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedRequest:
-    """The parsed JSON part of a request to a version of a model. *Immutable*, and shared by requests.
-
-    Attributes:
-        lookup, scores: the parsed request; one of them is None.
-        plan: its layout in a slot; None if the body has to be decoded.
-    """
+    """The parsed JSON part of a request to a version of a model. *Immutable*, and shared by requests."""
 
     # This is the only memo of a frontend. Its key is everything that decides the entry: the text, the keys per table if an
     # input states them, the tables, and the limit on keys. Rights depend on the head, and are checked for each request.
@@ -46,8 +41,8 @@ class CachedRequest:
     # thousand entries may be a megabyte or a gigabyte.
 
     lookup: ReadRequest | None
-    scores: ScoreHeader | None = None
-    plan: Plan | None = None
+    scores: ScoreHeader | None = None  # exactly one of both is set
+    plan: Plan | None = None  # None if the body has to be decoded
 
 
 def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> CachedRequest:
@@ -60,7 +55,6 @@ def read_cached(text: bytes, counts: tuple[int, ...] | None, model: ModelTables,
 
 
 def read_lookup(text: bytes, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> ReadRequest:
-    """Read the JSON part of a lookup by `read_cached`."""
     found = read_cached(text, counts, model, max_keys).lookup
     if found is None:
         raise RuntimeError("a request for scores is read as a lookup")
@@ -85,9 +79,9 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
     keys_at += -keys_at % _KEYS_ALIGNED
     vectors_at = keys_at + header.binary_size + HEAD_BYTES + len(layout.text)
     vectors_at += -vectors_at % _VECTORS_ALIGNED
-    begin = vectors_at - len(layout.text)
-    out, mask, count = begin + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
-    words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, SCRATCH_BYTES]  # without the serial
+    start_at = vectors_at - len(layout.text)
+    out, mask, count = start_at + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
+    words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, SCRATCH_BYTES]  # without the deployment's id
     words += [0] * (HEADER_BYTES // 8 - len(words))
     for key_range in layout.ranges:
         count = key_range.stop - key_range.start
@@ -108,8 +102,8 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
         header.binary_size,
         layout.text,
         vectors_at,
-        begin + layout.answer_size,
-        begin + layout.size,
+        start_at + layout.answer_size,
+        start_at + layout.size,
         header.device_id,
         answer,
         header.binary_size // 8,
@@ -183,14 +177,14 @@ class Placed:
             }
             self._bags.append(bags)
         self._extra = extra
-        self._aside_at = up(at, 64)
+        self._scratch_at = up(at, 64)
         text = orjson.dumps(self._bags) if self._pooled else b""
-        self._aside_room = max(TRACE_BYTES if traced else SCRATCH_BYTES, 2 * len(text) + 4096 * self._pooled)
-        self._vectors_at = up(self._aside_at + self._aside_room + HEAD_BYTES + request.text_bytes, _VECTORS_ALIGNED)
+        self._scratch_bytes = max(TRACE_BYTES if traced else SCRATCH_BYTES, 2 * len(text) + 4096 * self._pooled)
+        self._vectors_at = up(self._scratch_at + self._scratch_bytes + HEAD_BYTES + request.text_bytes, _VECTORS_ALIGNED)
         self.size = self._vectors_at + request.memory_bytes
         self.slot = 0
 
-    def write(self, memory: Memory, slot: int, serial: int) -> None:
+    def write(self, memory: Memory, slot: int, deployment_id: int) -> None:
         """Write descriptor and keys to a slot, and place the answer there."""
         self.slot = slot
         request, view = self._request, memory.view
@@ -210,15 +204,16 @@ class Placed:
         for at, array in self._extra:
             memory.bytes[slot + at : slot + at + array.nbytes] = array.view(np.uint8).reshape(-1)
         head = bytearray(HEADER_BYTES)
-        _WORDS.pack_into(head, 0, serial, self._flags, len(words) // SEGMENT_WORDS, self._aside_at, self._aside_room)
+        _WORDS.pack_into(
+            head, 0, deployment_id, self._flags, len(words) // SEGMENT_WORDS, self._scratch_at, self._scratch_bytes
+        )
         descriptor = bytes(head) + struct.pack(f"<{len(words)}q", *words)
         view[slot : slot + len(descriptor)] = descriptor
         if self._pooled:
             text = orjson.dumps(self._bags)
-            view[slot + self._aside_at : slot + self._aside_at + len(text) + 1] = text + b"\0"
+            view[slot + self._scratch_at : slot + self._scratch_at + len(text) + 1] = text + b"\0"
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        """Encode the answer, whose vectors are there."""
         request = self._request
         if isinstance(request, Inference):
             request.device_id = device

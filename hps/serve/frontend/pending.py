@@ -25,11 +25,7 @@ class Requester(Protocol):
         """Call `EngineExchange.take_slot` again."""
 
     def reserve_bytes(self, size: int, what: str) -> None:
-        """Reserve memory for the lookup, in place of its last reservation.
-
-        Raises:
-            RequestError, OverloadedError: there is no memory for it.
-        """
+        """Reserve memory for the lookup, in place of its last reservation, or raise RequestError or OverloadedError."""
 
     def wait_with(self, body: bytes | bytearray) -> None:
         """Keep this body of a lookup that is retried once there is a slot."""
@@ -46,23 +42,17 @@ class Requester(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """A lookup from its head to its answer. *One event loop.*
+    """A lookup from its head to its answer. *One event loop.*"""
 
-    Attributes:
-        requester: None once it has disconnected.
-        text: JSON part of a planned lookup.
-        body, json_bytes: body of any other lookup, and the length of its JSON part; None if all of it is JSON.
-    """
-
-    requester: Requester | None
+    requester: Requester | None  # None once it has disconnected
     target: LookupTarget
     served: Served
     version: FrontendVersion
-    text: bytes
+    text: bytes  # JSON part of a planned lookup
     plan: Plan | None = None
     placed: Placed | PlacedScores | None = None
-    body: bytes | bytearray = b""
-    json_bytes: int | None = None
+    body: bytes | bytearray = b""  # of any other lookup
+    json_bytes: int | None = None  # of the JSON part of `body`; None if all of it is JSON
     traced: bool = False
     report: bool = False
     slot: int = -1
@@ -75,11 +65,7 @@ class Lookup:
 
 
 def decode(lookup: Lookup, most_keys: int) -> None:
-    """Decode the body of a lookup, and lay it out for a slot.
-
-    Raises:
-        HPSError: it is refused.
-    """
+    """Decode the body of a lookup, and lay it out for a slot."""
     version, body, header = lookup.version, lookup.body, lookup.json_bytes
     request: Any
     try:
@@ -107,11 +93,7 @@ def decode(lookup: Lookup, most_keys: int) -> None:
 
 
 def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:
-    """Decode a request for scores; return None if it is a lookup.
-
-    Raises:
-        UnknownModelError: the model has no network.
-    """
+    """Decode a request for scores; return None if it is a lookup."""
     network, target = lookup.version.tables.network, lookup.target
     if target.route == SCORE:
         if network is None:

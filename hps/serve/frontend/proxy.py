@@ -11,6 +11,7 @@ from hps.serve.http.http_answer import CLIENT, CLIENT_CERTIFICATE, RequestError
 
 _MOST_IDLE = 8
 _CONNECT_S = 1.0
+# The last two are added by `forwarded`: a client that sends them itself could pose as another one.
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -104,13 +105,14 @@ class Upstream(asyncio.Protocol):
         if done:
             self._client = None
             if self._answer.keeps_alive:
-                self._pool.give_back(self)
+                self._pool.release(self)
             else:
                 self.close()
             client.finish_relay()
 
     def abandon(self) -> None:
-        """Drop the request of a disconnected client. The connection closes, since its answer is still to come."""
+        """Drop the request of a disconnected client."""
+        # The answer is still to come, and would be taken for that of the next request: the connection cannot be reused.
         self._client = None
         self.close()
 
@@ -156,12 +158,7 @@ class _CollectedAnswer:
 
 
 class EngineConnections:
-    """Pool of connections to the engine's application. *One per event loop.*
-
-    Args:
-        path: path of its unix socket.
-        unavailable: returns why there is no engine, for errors.
-    """
+    """Pool of connections to the engine's application. *One per event loop.*"""
 
     # One request at a time per connection, without pipelining: an abandoned request then costs only its own connection, and
     # a slow route never delays a health check behind it. A client that reads slowly pauses its upstream, so that the kernel's
@@ -186,11 +183,7 @@ class EngineConnections:
         task.add_done_callback(self._tasks.discard)
 
     async def fetch_answer(self, request: bytes) -> tuple[int, bytes]:
-        """Send a request, and return the status and the body of its answer.
-
-        Raises:
-            RequestError: 503, the engine is not running.
-        """
+        """Send a request, and return the status and the body of its answer; raise RequestError 503 without an engine."""
         answer = _CollectedAnswer(self._unavailable)
         self.forward(answer, request, head_only=False, use=answer.use)
         try:
@@ -210,7 +203,7 @@ class EngineConnections:
         use(upstream)
         upstream.send(client, request, head_only=head_only)
 
-    def give_back(self, upstream: Upstream) -> None:
+    def release(self, upstream: Upstream) -> None:
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(upstream)
         else:

@@ -15,7 +15,7 @@ from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
 from hps.types import TableSpec
 
-_VERSION_WORD: Final = layout.PAGE_VERSION // 8
+_VERSION_WORD: Final = layout.SNAPSHOT_AT // 8
 
 
 class LookupTarget(NamedTuple):
@@ -27,12 +27,10 @@ class LookupTarget(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the complete body of a request is JSON."""
         return self.route in (LOOKUP, SCORE)
 
 
 def lookup_target(path: str) -> LookupTarget | None:
-    """Return the lookup route of a path; None for other routes."""
     match path.split("/"):
         case ["", "v2", "models", model, "infer"]:
             return LookupTarget(INFER, model)
@@ -47,20 +45,13 @@ def lookup_target(path: str) -> LookupTarget | None:
 
 @dataclass(eq=False, slots=True)
 class FrontendVersion:
-    """A deployed version of a model. *Immutable*, except for the turns and counts.
-
-    Attributes:
-        deployment_ids: its ids in descriptors, by device.
-        counts: counts for Triton's statistics.
-        turn: number of lookups that named no device.
-        devices: devices that take turns: those that are not lost, or all if all are.
-    """
+    """A deployed version of a model. *Immutable*, except for the turns and counts."""
 
     tables: ModelTables
-    deployment_ids: dict[int, int]
-    counts: InferenceCounts
-    turn: int = 0
-    devices: tuple[int, ...] = field(init=False)
+    deployment_ids: dict[int, int]  # in descriptors, by device
+    counts: InferenceCounts  # for Triton's statistics
+    turn: int = 0  # number of lookups that named no device
+    devices: tuple[int, ...] = field(init=False)  # those that take turns
 
     def __post_init__(self) -> None:
         self.exclude_lost(())
@@ -89,35 +80,25 @@ class FrontendVersion:
 
 
 class Published:
-    """Reads the engine's snapshot. *One event loop.*
-
-    Args:
-        memory: memory of the snapshot.
-        apply: called with each snapshot before its models are used.
-
-    Attributes:
-        version: version of the snapshot that was read last; -1 before the first.
-        written: (1,) the version that the engine has written last: an equal `version` is current.
-        blocked: why no lookups are answered; empty if some are.
-        counts: counts for Triton's statistics, by `counted_as`.
-    """
+    """Reads the engine's snapshot, and passes each to `apply` before its models are used. *One event loop.*"""
 
     def __init__(self, memory: Memory, apply: Callable[[dict[str, Any]], None]) -> None:
         self._memory = memory
-        self.written = memory.longs[_VERSION_WORD : _VERSION_WORD + 1]
+        self.written = memory.longs[_VERSION_WORD : _VERSION_WORD + 1]  # (1,), the version that the engine has written last
         self._apply = apply
-        self.version = -1
-        self.blocked = "the service is starting"
-        self.counts: dict[str, InferenceCounts] = {}
+        self.version = -1  # of the snapshot that was read last
+        self.blocked = "the service is starting"  # why no lookups are answered; empty if some are
+        self.counts: dict[str, InferenceCounts] = {}  # for Triton's statistics, by `counted_as`
         self._models: dict[str, dict[str, FrontendVersion]] = {}
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Read the snapshot if it has changed."""
         if self.written[0] == self.version:
             return
-        found = layout.read_text(self._memory, 0, layout.MOST_PAGE_BYTES)
+        # Written under a sequence lock: None means that the engine is writing it now. The last snapshot stays in use until the
+        # next poll, and `can_reuse` refuses to repeat a lookup meanwhile, since `written` has changed.
+        found = layout.read_text(self._memory, 0, layout.MOST_SNAPSHOT_BYTES)
         if found is None or found[0] == self.version:
             return
         self.version, snapshot = found
@@ -127,7 +108,7 @@ class Published:
         for name, versions in snapshot["models"].items():
             models[name] = {}
             for number, published in versions.items():
-                deployment_ids = {int(device): deployment_id for device, deployment_id in published["serials"]}
+                deployment_ids = {int(device): deployment_id for device, deployment_id in published["deployment_ids"]}
                 version = self._models.get(name, {}).get(number)
                 if version is None or version.deployment_ids != deployment_ids:
                     tables = tuple(TableSpec(**table) for table in published["tables"])

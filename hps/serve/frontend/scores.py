@@ -16,13 +16,12 @@ from hps.scoring.packing import describe
 from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES, EncodedAnswer, Plan
 from hps.serve.http.http_answer import BINARY
 from hps.serve.logs.lookup_report import LookupBreakdown
-from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
+from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork, check_total
 from hps.serve.protocol.score_requests import (
     ScoreBody,
     ScoreHeader,
     answer_text,
-    check_keys,
-    is_taken_as_sent,
+    needs_no_conversion,
     text_of,
 )
 from hps.serve.protocol.score_rows import rows_text
@@ -33,11 +32,11 @@ _JSON_SHARE: Final = 6  # text of a number, in bytes a byte
 
 
 def _descriptor(description: bytes) -> tuple[bytes, int]:
-    """Return the head of a slot, without the deployment's id, and where its tensors begin."""
-    aside = up(HEADER_BYTES + len(description), 8)
+    """Return the head of a slot, without the deployment's id, and where its tensors start."""
+    scratch = up(HEADER_BYTES + len(description), 8)
     head = bytearray(HEADER_BYTES)
-    _WORDS.pack_into(head, 0, 0, SCORED, 0, aside, SCRATCH_BYTES)
-    return bytes(head) + description.ljust(aside - HEADER_BYTES), tensors_at(aside + SCRATCH_BYTES)
+    _WORDS.pack_into(head, 0, 0, SCORED, 0, scratch, SCRATCH_BYTES)
+    return bytes(head) + description.ljust(scratch - HEADER_BYTES), tensors_at(scratch + SCRATCH_BYTES)
 
 
 def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwork, max_keys: int) -> Plan | None:
@@ -48,18 +47,18 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
     """
     if not all(binary for _, binary in header.outputs) or any(input_.start < 0 for input_ in header.inputs.values()):
         return None
-    if not is_taken_as_sent(header, network):
+    if not needs_no_conversion(header, network):
         return None
-    check_keys(header.keys, max_keys)
+    check_total(header.keys, max_keys)
     written = text_of(answer_text(header, model.name, model.version, {}))
     written += b" " * (-len(written) % 16)
     inputs = [[input_.name, input_.dtype.str, input_.shape, input_.start] for input_ in header.inputs.values()]
     outputs, end = _outputs(header, up(header.binary_size + HEAD_BYTES + len(written), _ALIGNED))
-    descriptor, begin = _descriptor(describe(inputs, outputs, header.timeout_us))
-    vectors_at, end = begin + outputs[0][3], begin + end
+    descriptor, start_at = _descriptor(describe(inputs, outputs, header.timeout_us))
+    vectors_at, end = start_at + outputs[0][3], start_at + end
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
     answer = answer_head(200, headers, len(written) + end - vectors_at, b"").removesuffix(b"\r\n\r\n")
-    return Plan(descriptor, begin, header.binary_size, written, vectors_at, end, end, header.device_id, answer, header.keys)
+    return Plan(descriptor, start_at, header.binary_size, written, vectors_at, end, end, header.device_id, answer, header.keys)
 
 
 def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
@@ -73,13 +72,7 @@ def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
 
 
 class PlacedScores:
-    """A request for scores without a plan, laid out for a slot. *One request.*
-
-    Attributes:
-        size: bytes of the slot.
-        keys: number of keys.
-        held_bytes: upper bound on the text of its answer.
-    """
+    """A request for scores without a plan, laid out for a slot. *One request.*"""
 
     wants_report = False
 
@@ -95,26 +88,24 @@ class PlacedScores:
             self._inputs.append([name, array.dtype.str, list(array.shape), at])
             at = up(at + array.nbytes, _ALIGNED)
         self._outputs, end = _outputs(header, up(at + HEAD_BYTES, _ALIGNED))
-        self._descriptor, self._begin = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
-        self.size = up(self._begin + end, _ALIGNED)
+        self._descriptor, self._start = _descriptor(describe(self._inputs, self._outputs, header.timeout_us))
+        self.size = up(self._start + end, _ALIGNED)  # of the slot
         binary = all(binary for _, binary in header.outputs)
-        self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])
+        self.held_bytes = 0 if binary else _JSON_SHARE * (end - self._outputs[0][3])  # upper bound on the text of its answer
         self._memory: Memory | None = None
         self._slot = 0
 
-    def write(self, memory: Memory, slot: int, serial: int) -> None:
-        """Write descriptor and tensors to a slot."""
+    def write(self, memory: Memory, slot: int, deployment_id: int) -> None:
         self._memory, self._slot = memory, slot
-        view, start = memory.view, slot + self._begin
+        view, start = memory.view, slot + self._start
         for (*_, at), array in zip(self._inputs, self._body.arrays.values(), strict=True):
             if array.nbytes:
                 view[start + at : start + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
         view[slot : slot + len(self._descriptor)] = self._descriptor
-        memory.longs[slot >> 3] = serial
+        memory.longs[slot >> 3] = deployment_id
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
-        """Encode the answer, whose outputs are in the slot."""
-        memory, start, header, model = self._memory, self._slot + self._begin, self._body.header, self._model
+        memory, start, header, model = self._memory, self._slot + self._start, self._body.header, self._model
         if memory is None:
             raise RuntimeError("the request was not written")
         data, binary = {}, []
@@ -131,5 +122,4 @@ class PlacedScores:
 
 
 def up(value: int, to: int) -> int:
-    """Round up to a multiple."""
     return -(-value // to) * to

@@ -31,17 +31,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Translation:
-    """The translation of a request into one without shared memory. *Immutable.*
+    """The translation of a request into one without shared memory. *Immutable.*"""
 
-    Attributes:
-        text: JSON part of the translation.
-        inputs: place of each binary input, in order; for one that was sent, its size.
-        outputs: places of outputs, by name.
-    """
-
-    text: bytes
-    inputs: tuple[Place | int, ...]
-    outputs: Mapping[str, Place]
+    text: bytes  # JSON part of the translation
+    inputs: tuple[Place | int, ...]  # place of each binary input, or its size if it was sent
+    outputs: Mapping[str, Place]  # by name
 
     def bytes_for(self, text: bytes) -> int:
         """Return an upper bound on the bytes of the translation and of the original text."""
@@ -49,19 +43,14 @@ class Translation:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of the binary part that was sent."""
         return sum(input_ for input_ in self.inputs if isinstance(input_, int))
 
 
 class SharedTensors(NamedTuple):
-    """The tensors of one request. *Immutable.*
-
-    Attributes:
-        sent: binary part of the request.
-    """
+    """The tensors of one request. *Immutable.*"""
 
     translation: Translation
-    sent: memoryview
+    sent: memoryview  # binary part of the request
 
     @property
     def text(self) -> bytes:
@@ -69,7 +58,6 @@ class SharedTensors(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all binary inputs."""
         return sum(input_ if isinstance(input_, int) else input_.size for input_ in self.translation.inputs)
 
 
@@ -93,11 +81,6 @@ def shared_tensors(
 
 
 def translate(text: bytes) -> Translation:
-    """Translate the JSON part of a request.
-
-    Raises:
-        InvalidInputError: its parameters of shared memory are wrong.
-    """
     return _cached(text) if len(text) <= CACHED_BYTES else _translate(text)
 
 
@@ -176,22 +159,14 @@ class Segments:
             os.close(self._open.pop(identity))
 
     def body_of(self, shared: SharedTensors) -> bytearray:
-        """Return the body of a request as if all of it had been sent.
-
-        Raises:
-            InvalidInputError: as `read`.
-        """
+        """Return the body of a request as if all of it had been sent."""
         body = bytearray(len(shared.text) + shared.size_bytes)
         body[: len(shared.text)] = shared.text
         self.read(shared, memoryview(body)[len(shared.text) :])
         return body
 
     def read(self, shared: SharedTensors, keys: memoryview) -> None:
-        """Read the binary part of a request: each input from its region, or from the bytes that were sent.
-
-        Raises:
-            InvalidInputError: a place is not in its region, or the segment has become shorter.
-        """
+        """Read the binary part of a request: each input from its region, or from the bytes that were sent."""
         at = taken = 0
         for input_ in shared.translation.inputs:
             size = input_ if isinstance(input_, int) else input_.size
@@ -206,11 +181,7 @@ class Segments:
             at += size
 
     def write(self, place: Place, tensor: memoryview) -> None:
-        """Write an output.
-
-        Raises:
-            InvalidInputError: it does not fit, or the segment has become shorter.
-        """
+        """Write an output; raise InvalidInputError if it does not fit, or the segment has become shorter."""
         if len(tensor) > place.size:
             raise InvalidInputError(
                 f"shared memory size specified with the request ({place.size} bytes) should be at least {len(tensor)} bytes"
@@ -226,7 +197,6 @@ class Segments:
             raise _shorter(place)
 
     def _locate(self, place: Place) -> tuple[int, int]:
-        """Return the segment of a place, and the offset there."""
         region = self._regions.get(place.region)
         if region is None:
             raise InvalidInputError(f"Unable to find shared memory region: '{place.region[:120]}'; register it (again)")
@@ -244,11 +214,7 @@ class Segments:
         return descriptor, region.offset + place.offset
 
     def without_shared(self, shared: SharedTensors, answer: EncodedAnswer) -> EncodedAnswer:
-        """Move the requested outputs of a binary answer to shared memory, and return the answer without them.
-
-        Raises:
-            InvalidInputError: as `write`.
-        """
+        """Move the requested outputs of a binary answer to shared memory, and return the answer without them."""
         head = b"".join(answer.text)
         pieces = list(answer.binary)
         if not head:

@@ -20,11 +20,11 @@ from hps.errors import ConfigError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.memory.capacity import available_processors
 from hps.regions import layout
-from hps.regions.board import FRONT_KERNELS
 from hps.regions.layout import Memory, read_only
+from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.regions.sharing import share
 from hps.serve.frontend.connection import Connection
-from hps.serve.frontend.frontend import Frontend
+from hps.serve.frontend.frontend import BACKLOG, Frontend
 from hps.serve.http.authorization import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -37,36 +37,27 @@ _CORES_TO_SPIN: Final = 6
 
 
 class Supervisor:
-    """Runs the processes of one service. *One thread*, the main one: it forks, so the process has no other threads.
-
-    Args:
-        frontends: number of frontend processes.
-        grpc_port: port for gRPC; default: no gRPC.
-
-    Attributes:
-        shared: descriptors that the frontends and the engine share.
-        url: address of the service.
-    """
+    """Runs the processes of one service. *One thread*, the main one: it forks, so the process has no other threads."""
 
     def __init__(
         self, configuration: Configuration, host: str, port: int, frontends: int, grpc_port: int | None = None
     ) -> None:
         self._configuration = configuration
         self._frontends = frontends
-        self._reserved = reserve(host, port)
-        self._grpc_reserved = None if grpc_port is None else reserve(host, grpc_port, "grpc_port")
+        self._reserved = bind(host, port, shared=True)
+        self._grpc_reserved = None if grpc_port is None else bind(host, grpc_port, "grpc_port", shared=True)
         self._address = self._reserved.getsockname()
         name, self._port = self._address[:2]
-        self.url = url_of(self._reserved, configuration.service)
+        self.url = url_of(self._reserved, configuration.service)  # of the service
         self._loopback = is_loopback(name)
         self._grpc_address: tuple[str, int] | None = None
         if self._grpc_reserved is not None:
             self._grpc_address = self._grpc_reserved.getsockname()[:2]
             _log.info("listening for gRPC on %s:%d", *self._grpc_address)
         self._directory = tempfile.TemporaryDirectory(prefix="hps-")
-        path = str(Path(self._directory.name) / "owner.sock")
+        path = str(Path(self._directory.name) / "engine.sock")
         self.shared = share(configuration.service, frontends, path, _SPIN_NS if self._spins else 0)
-        self._snapshot = Memory(self.shared.page, writable=False)
+        self._snapshot = Memory(self.shared.snapshot, writable=False)
         self._children: dict[int, int] = {}  # number of the frontend by process id; -1 for the engine
         self._pauses: dict[int, float] = {}
         self._started: dict[int, float] = {}
@@ -78,11 +69,13 @@ class Supervisor:
 
     @property
     def _spins(self) -> bool:
+        # A frontend and the engine's loop that spin find each other's posts sooner than by a wake. With few processors they
+        # would take them from one another, and from the threads that fetch.
         return available_processors() >= _CORES_TO_SPIN
 
     def run(self) -> int | None:
         """Serve until a signal stops the service or the engine ends. Return its exit code; None in the engine's process."""
-        compile_kernels(*FRONT_KERNELS)
+        compile_kernels(*FRONTEND_KERNELS)
         for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(handled, self._on_signal)
         due: dict[int, float] = dict.fromkeys((-1, *range(self._frontends)), 0.0)
@@ -141,9 +134,9 @@ class Supervisor:
                     os.close(event)
             # A frontend parses what clients send. One that is broken into shall reach neither the regions of others nor write
             # the engine's snapshot, so it keeps only its own descriptors, and the snapshot's read-only.
-            snapshot = read_only(shared.page)
-            os.close(shared.page)
-            shared = replace(shared, page=snapshot)
+            snapshot = read_only(shared.snapshot)
+            os.close(shared.snapshot)
+            shared = replace(shared, snapshot=snapshot)
             frontend = Frontend(
                 number, shared, self._configuration, connect=Connection, spins=self._spins, loopback=self._loopback
             )
@@ -186,7 +179,7 @@ class Supervisor:
             # The frontends keep their connections, and post their lookups again once the next engine has started their epoch.
             # The regions are mapped for this moment only: frontends that are forked later would inherit the mapping.
             for region in self.shared.regions:
-                Memory(region)[layout.OWNER_EPOCH] = 0
+                Memory(region)[layout.ENGINE_EPOCH] = 0
             for event in self.shared.events:
                 os.eventfd_write(event, 1)
         if self._stopping:
@@ -233,7 +226,7 @@ class Supervisor:
         self._signal_engine(signal.SIGUSR1)
         self._stop_began, drain_s = time.monotonic(), 0.0
         if self._drains and any(child < 0 for child in self._children.values()):
-            found = layout.read_text(self._snapshot, 0, layout.MOST_PAGE_BYTES)
+            found = layout.read_text(self._snapshot, 0, layout.MOST_SNAPSHOT_BYTES)
             snapshot = found[1] if found else {}
             if not snapshot.get("blocked", "starting"):
                 drain_s = snapshot["settings"]["drain_s"]
@@ -262,8 +255,8 @@ class Supervisor:
         return not self._children
 
 
-def reserve(host: str, port: int, key: str = "port") -> socket.socket:
-    """Bind an address for frontends to listen on; port 0 picks a free one.
+def bind(host: str, port: int, key: str = "port", *, shared: bool = False) -> socket.socket:
+    """Bind an address; port 0 picks a free one. Listen on it, unless it is reserved for the sockets of frontends (`shared`).
 
     Args:
         key: the port's key in the configuration, for errors.
@@ -273,24 +266,27 @@ def reserve(host: str, port: int, key: str = "port") -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        if port:  # with SO_REUSEPORT two services of one user could share the port
+        if shared and port:  # with SO_REUSEPORT two services of one user could share the port
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
-        reserved = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
         try:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reserved.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind(address)
+            if not shared:
+                bound.listen(BACKLOG)
         except OSError:
-            reserved.close()
+            bound.close()
             raise
     except OSError as error:
         raise ConfigError(
             "service",
             [f"host, {key}: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
-    return reserved
+    return bound
 
 
 def bind_shared(reserved: socket.socket) -> socket.socket:
@@ -305,6 +301,5 @@ def bind_shared(reserved: socket.socket) -> socket.socket:
 
 
 def url_of(bound: socket.socket, settings: ServiceConfig) -> str:
-    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"{settings.scheme}://[{host}]:{port}" if ":" in host else f"{settings.scheme}://{host}:{port}"

@@ -103,11 +103,7 @@ def _resume(started: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, An
 
 
 def context_of(settings: ServiceConfig) -> ssl.SSLContext:
-    """Make a context from the configured files.
-
-    Raises:
-        ConfigError: a file cannot be used; the message says which and why.
-    """
+    """Make a context from the configured files; raise ConfigError if one cannot be used."""
     certificate, key, ca = settings.tls_certificate_path, settings.tls_key_path, settings.tls_client_ca_path
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

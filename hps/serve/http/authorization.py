@@ -71,32 +71,22 @@ class _Bucket:
         return self._level
 
     def take(self, count: float) -> None:
-        """Take from it; its level may become negative."""
+        # A lookup is admitted by its head, and its keys are counted once they are known. So the level may become negative, and
+        # the client's next requests are refused until it has recovered.
         self._level -= count
 
 
 class Identity:
-    """A client with a known token or certificate. *One per event loop.*
-
-    Attributes:
-        name: its name in logs and metrics.
-        label: its name with its kind.
-        rights: its rights; without any it may read metadata and figures.
-        keys: its limit of keys, if any.
-    """
+    """A client with a known token or certificate. *One per event loop.*"""
 
     def __init__(
         self, name: str, label: str, rights: Iterable[Right], requests: _Bucket | None = None, keys: _Bucket | None = None
     ) -> None:
         self.name, self.label, self.rights = name, label, frozenset(rights)
-        self._requests, self.keys = requests, keys
+        self._requests, self.keys = requests, keys  # limits, if any
 
     def count(self, now: float) -> None:
-        """Count a request.
-
-        Raises:
-            RequestError: 429, it exceeds a limit.
-        """
+        """Count a request; raise RequestError 429 if it exceeds a limit."""
         for bucket, least, key in ((self._requests, 1.0, "requests_per_s"), (self.keys, 0.0, "keys_per_s")):
             if bucket is not None and (level := bucket.level(now)) < least:
                 wait_s = max(1, math.ceil((least - level) / bucket.rate))
@@ -135,12 +125,12 @@ class Authorization:
     def configure(self, settings: ServiceConfig, entries: Sequence[TokenConfig] = ()) -> None:
         """Use these tokens, and those of `service.tokens_path`. Unchanged limits keep their level."""
         bearer, admin = settings.bearer_token, settings.admin_token
-        self.guarded = bool(bearer or settings.tokens_path)
+        self.guarded = bool(bearer or settings.tokens_path)  # lookups need a token or a known certificate
         self._by_rights = bool(admin or settings.tokens_path)
-        self.asks = bool(bearer or admin or settings.tokens_path)
+        self.requires_tokens = bool(bearer or admin or settings.tokens_path)  # some requests need one
         self._by_digest: dict[bytes, Identity] = {}
         self._by_certificate: dict[str, Identity] = {}
-        before, self._buckets = self._buckets, {}
+        before, self._buckets = self._buckets, {}  # reused below, since a reload must not refill them
         if bearer:
             self._by_digest[_digest(bearer.encode())] = Identity("bearer token", "the bearer token", ["lookup"])
         if admin:
@@ -202,11 +192,7 @@ class Authorization:
         self.count(identity)
 
     def count(self, identity: Identity | None) -> None:
-        """Count a request in the limits of its client.
-
-        Raises:
-            RequestError: 429, too many.
-        """
+        """Count a request in the limits of its client; raise RequestError 429 if it exceeds one."""
         if identity is not None and self._share:
             identity.count(self._clock())
 
@@ -222,11 +208,7 @@ class Authorization:
         return identity
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], identity: Identity | None) -> str:
-        """Authorize a request other than a lookup. Return the client that makes a change; empty if it changes nothing.
-
-        Raises:
-            RequestError: as `admit` and `check_change`.
-        """
+        """Authorize a request other than a lookup. Return the client that makes a change; empty if it changes nothing."""
         if is_change(scope["method"], scope["path"]):
             return self.check_change(scope, headers)
         looks_up = _ROWS.fullmatch(scope["path"]) or scope["path"].startswith(_SHARED)
@@ -253,7 +235,7 @@ class Authorization:
         self.check_lookup(headers, certificate)
         if forwarded := next((name for name in FORWARDED if name in headers), None):
             raise _forbidden(f"got the header {forwarded.decode()!r}: without an admin token, proxies change nothing; {_CURE}")
-        if (origin := headers.get(b"origin")) is not None and origin.lower() not in _own_origins(scope):
+        if (origin := headers.get(b"origin")) is not None and origin.lower() not in _server_origins(scope):
             raise _forbidden(f"got Origin {origin[:120].decode('latin-1')!r}: pages of other origins change nothing; {_CURE}")
         return f"{client} (loopback)"
 
@@ -262,7 +244,7 @@ def _digest(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def _own_origins(scope: Scope) -> set[bytes]:
+def _server_origins(scope: Scope) -> set[bytes]:
     """Return the origins of this server's own pages."""
     # By fixed names: any other name may resolve to this address, too (DNS rebinding).
     port = (scope.get("server") or ("", 0))[1]

@@ -85,7 +85,7 @@ class OverloadedError(RequestError):
 class HTTPAnswer(NamedTuple):
     """Status, headers without Content-Length, and the body in pieces, which are sent without a copy.
 
-    The answer occupies `held` bytes of `HeldMemory` until it is sent.
+    The answer occupies `held` bytes of `MemoryBudget` until it is sent.
     """
 
     status: int
@@ -120,7 +120,6 @@ def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of an error for clients."""
     if isinstance(error, HPSError):
         return str(error)
     if isinstance(error, MemoryError):

@@ -102,13 +102,12 @@ class HTTPMetrics:
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
-    def held(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
         """Return the number of frontends, and the sums of their gauges."""
         frontends = self.frontends()
         return {"fronts": len(frontends), **{name: sum(figures[name] for figures in frontends) for _, _, name in _GAUGES}}
 
     def _plus(self, frontends: Sequence[Mapping[str, Any]]) -> "HTTPMetrics":
-        """Return the sum of these counts and those of frontends."""
         total = HTTPMetrics(Refusals())
         for figures in (self.figures(), *(figures["http"] for figures in frontends)):
             total.add(figures)
@@ -198,7 +197,6 @@ class InferenceCounts:
     last_ns: int = 0
 
     def plus(self, other: "InferenceCounts") -> "InferenceCounts":
-        """Return the sum of both."""
         sums = [a + b for a, b in zip(astuple(self), astuple(other), strict=True)]
         sums[-1] = max(self.last_ns, other.last_ns)
         return InferenceCounts(*sums)
@@ -219,19 +217,13 @@ class InferenceCounts:
 
 
 class InferenceStatistics:
-    """The counts of every serving version, added over the frontends. *Thread-safe.*
-
-    Attributes:
-        frontends: returns the figures of all frontends.
-        deployment_ids: returns the ids of a deployment by device.
-    """
+    """The counts of every serving version, added over the frontends. *Thread-safe.*"""
 
     def __init__(self) -> None:
         self.frontends: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
         self.deployment_ids: Callable[[Deployment], Mapping[int, int]] = lambda deployment: {}
 
     def of(self, deployment: Deployment) -> InferenceCounts:
-        """Return the counts of a version."""
         name = counted_as(deployment.config.model, deployment.version, self.deployment_ids(deployment))
         found = [figures["inference"] for figures in self.frontends()]
         counted = [InferenceCounts(*counts[name]) for counts in found if name in counts]

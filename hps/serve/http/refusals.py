@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Iterator
 
+from hps.errors import HPSError
 from hps.ground.log_limits import OnceAMinute
+from hps.serve.http.http_answer import OverloadedError, RequestError
 from hps.serve.logs.lines import fields
 from hps.statistics.prometheus import Family, family, label_text
 
@@ -35,19 +37,25 @@ class Refusals:
         self.refused = dict.fromkeys(REFUSED, 0)
         self.aborted = dict.fromkeys(ABORTED, 0)
 
-    def refuse(self, reason: str, what: object, request_id: str | None = None) -> None:
+    def refuse(self, reason: str, details: object, request_id: str | None = None) -> None:
         """Count a request that is refused with 503 because of a limit, one of `REFUSED`, and log the details."""
         self.refused[reason] += 1
-        _log.warning(REFUSED[reason], what, extra=fields(request_id=request_id))
+        _log.warning(REFUSED[reason], details, extra=fields(request_id=request_id))
 
-    def abort(self, reason: str, client: str, what: str) -> None:
+    def abort(self, reason: str, client: str, details: str) -> None:
         """Count a connection that is aborted for one of the reasons of `ABORTED`, and log the details."""
         self.aborted[reason] += 1
-        _log.warning(ABORTED[reason], client, what)
+        _log.warning(ABORTED[reason], client, details)
 
-    def deny(self, status: int, client: str, what: str, request_id: str | None) -> None:
-        """Log a request without the right token. It is counted by route and status, as every request."""
-        _log.warning("answering %d to %s: %s", status, client, what, extra=fields(request_id=request_id))
+    def record_error(self, error: Exception, request: str, client: str, request_id: str) -> None:
+        """Count and log an error with which a request ends: a limit, missing rights, or a bug."""
+        if isinstance(error, OverloadedError):
+            self.refuse(error.reason, error, request_id)
+        elif isinstance(error, RequestError) and error.status in (401, 403):
+            details = fields(request_id=request_id)
+            _log.warning("answering %d to %s: %s", error.status, client, f"{request}: {error}", extra=details)
+        if not isinstance(error, HPSError | MemoryError):
+            _log.error("serving %s failed unexpectedly", request, exc_info=error, extra=fields(request_id=request_id))
 
     def families(self) -> Iterator[Family]:
         for name, text, counts in (

@@ -26,19 +26,13 @@ _FOR_ALL: Final = stat.S_IROTH | stat.S_IWOTH
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A registered part of a segment. *Immutable.*
-
-    Attributes:
-        key: name of the segment in /dev/shm.
-        offset, byte_size: place of the part, in bytes.
-        identity: device and inode of the segment when it was registered.
-    """
+    """A registered part of a segment. *Immutable.*"""
 
     name: str
-    key: str
-    offset: int
+    key: str  # name of the segment in /dev/shm
+    offset: int  # in bytes
     byte_size: int
-    identity: tuple[int, int]
+    identity: tuple[int, int]  # device and inode of the segment when it was registered
 
     def exists(self) -> bool:
         """Return True if the segment still has its name."""
@@ -140,11 +134,7 @@ class SharedMemoryRegistry:
         self._changed()
 
     def regions(self, name: str | None = None) -> list[Region]:
-        """Return all regions, or one.
-
-        Raises:
-            InvalidInputError: there is no such region.
-        """
+        """Return all regions, or one; raise InvalidInputError if it does not exist."""
         if name is None:
             return list(self._regions.values())
         if name not in self._regions:

@@ -15,7 +15,6 @@ class RowTarget(NamedTuple):
 
 
 def row_target(path: str) -> RowTarget | None:
-    """Return the row route of a path; None for other routes."""
     match path.split("/"):
         case ["", "v1", "models", model, "tables", table, "rows"]:
             return RowTarget(ROWS, model, table)

@@ -18,15 +18,15 @@ def request_line(scope: Scope) -> str:
     return escaped(f"{scope['method']} {scope['path']}"[:_MOST_TEXT])
 
 
-def log_change(what: str, who: str, request_id: bytes, outcome: str, error: str, seconds: float) -> None:
-    """Log who requested a change, how long it took and how it ended."""
+def log_change(change: str, client: str, request_id: bytes, outcome: str, error: str, seconds: float) -> None:
+    """Log a change: its client, how long it took, and how it ended."""
     ended = f"{outcome}: {error}" if error else outcome
     more = fields(request_id=request_id.decode())
     _log.log(
         logging.WARNING if error else logging.INFO,
         "%s, by %s: %s after %.1f s",
-        what,
-        who,
+        change,
+        client,
         escaped(ended[:_MOST_TEXT]),
         seconds,
         extra=more,
@@ -55,8 +55,8 @@ class WriteLog:
         self._writes: dict[tuple[str, str], _Writes] = {}  # by client and table, since their last line
         self._ticking = False
 
-    def count(self, who: str, table: str, *, written: int = 0, deleted: int = 0, failed: bool = False) -> None:
-        counts = self._writes.get((who, table))
+    def count(self, client: str, table: str, *, written: int = 0, deleted: int = 0, failed: bool = False) -> None:
+        counts = self._writes.get((client, table))
         first = counts is None
         if counts is None:
             if len(self._writes) == _MOST_WRITERS:
@@ -64,18 +64,18 @@ class WriteLog:
             if not self._ticking:
                 self._ticking = True
                 asyncio.get_running_loop().call_later(_PAUSE_S, self._tick)
-            counts = self._writes[who, table] = _Writes()
+            counts = self._writes[client, table] = _Writes()
         counts.requests += 1
         counts.written += written
         counts.deleted += deleted
         counts.refused += failed
         if first:
-            self._line(who, table, counts)
+            self._line(client, table, counts)
 
     def flush(self) -> None:
         before, self._writes = self._writes, {}
-        for (who, table), counts in before.items():
-            self._line(who, table, counts)
+        for (client, table), counts in before.items():
+            self._line(client, table, counts)
 
     def _tick(self) -> None:
         active = [key for key, counts in self._writes.items() if counts.requests]
@@ -85,7 +85,7 @@ class WriteLog:
             self._writes = {key: _Writes() for key in active}
             asyncio.get_running_loop().call_later(_PAUSE_S, self._tick)
 
-    def _line(self, who: str, table: str, counts: _Writes) -> None:
+    def _line(self, client: str, table: str, counts: _Writes) -> None:
         if counts.requests:
-            _log.info("writing rows of %s, by %s: %s", table, who, counts)
+            _log.info("writing rows of %s, by %s: %s", table, client, counts)
             counts.requests = counts.written = counts.deleted = counts.refused = 0

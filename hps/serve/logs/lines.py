@@ -88,20 +88,13 @@ def configure_logging(log_format: LogFormat | None, level: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A warning or an error. *Immutable.*
+    """A warning or an error. *Immutable.*"""
 
-    Attributes:
-        time_s: last occurrence, in seconds since 1970.
-        level: `warning`, `error` or `critical`.
-        text: its message in one line of at most a thousand characters, followed by the exception's text.
-        count: number of occurrences.
-    """
-
-    time_s: float
-    level: str
+    time_s: float  # last occurrence, in seconds since 1970
+    level: str  # `warning`, `error` or `critical`
     logger: str
-    text: str
-    count: int
+    text: str  # a line of at most a thousand characters, with the exception's text
+    count: int  # number of occurrences
 
 
 class RecentProblems(logging.Handler):
@@ -118,7 +111,6 @@ class RecentProblems(logging.Handler):
         self._lock = threading.Lock()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record, and drop the oldest if there are too many."""
         try:
             text = record.getMessage()
             if record.exc_info and record.exc_info[1] is not None:

@@ -11,18 +11,11 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class LookupBreakdown:
-    """Summary of one lookup. *Immutable.*
+    """Summary of one lookup. *Immutable.*"""
 
-    Attributes:
-        hit_rate: share of all keys that embedding caches answered; None without keys.
-        tables: by table, the number of keys and what answered them: the attributes of `tracing.TableAnswers`.
-        us: microseconds per stage, over all tables, in order of their begin; also `queue`, the wait for a thread, and
-            `lookup`, the complete lookup.
-    """
-
-    hit_rate: float | None
-    tables: Mapping[str, Mapping[str, int]]
-    us: Mapping[str, float]
+    hit_rate: float | None  # share of all keys that embedding caches answered; None without keys
+    tables: Mapping[str, Mapping[str, int]]  # attributes of `tracing.TableAnswers`, by table
+    us: Mapping[str, float]  # microseconds by stage, and of `queue` and `lookup`
 
     def nested(self) -> dict[str, Any]:
         return {"hit_rate": self.hit_rate, "tables": self.tables, "us": self.us}
@@ -35,12 +28,7 @@ class LookupBreakdown:
 
 
 def report_of(trace: LookupTrace, queue_ns: int, lookup_ns: int) -> LookupBreakdown:
-    """Summarize a trace.
-
-    Args:
-        queue_ns: wait for a thread.
-        lookup_ns: duration of the lookup.
-    """
+    """Summarize the trace of a lookup that has waited `queue_ns` for a thread and has taken `lookup_ns`."""
     keys = sum(table.keys for table in trace.tables.values())
     hits = sum(table.embedding_cache for table in trace.tables.values())
     spent = {"queue": queue_ns, "lookup": lookup_ns}

@@ -58,40 +58,26 @@ def _level_of(scope: Scope) -> int:
 
 
 class Served:
-    """State of one request. *Used only by its event loop.*
-
-    Attributes:
-        id: printable ASCII, at most 64 characters.
-        logged: whether it is chosen for an access line.
-        traced: whether to trace its lookup, also if the client does not request it.
-        span: its OpenTelemetry span, if any.
-        bytes_in, bytes_out: sizes of the bodies.
-        model, version: as requested, then as answered.
-        keys: number of keys; known if traced.
-        lookup_ns: time from the body to the vectors.
-        trace: trace of its lookup, if traced.
-        queue_ns, infer_ns: wait for a thread, and duration of the lookup.
-        error: text of the error in the answer.
-        who: client that requests a change, and its authorization; empty if it changes nothing.
-        identity: the client's token or certificate, which has a `name`, if any.
-        outlived: whether it started a change that continues without it and logs its own line.
-        unlogged: whether its failed lookup is not logged elsewhere.
-        unready: whether the service, or its model, was not ready.
-    """
+    """State of one request. *Used only by its event loop.*"""
 
     # Defaults are on the class, so that a request pays only for the attributes that it sets.
-    bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0
-    logged = traced = unlogged = outlived = unready = False
-    who = ""
-    identity: Any = None
-    span: RequestSpan | None = None
+    id: bytes  # printable ASCII, at most 64 characters
+    identity: Any = None  # the client's token or certificate, which has a `name`
+    who = ""  # client that requests a change, and its authorization
     model: str | None = None
-    version: str | None = None
-    keys: int | None = None
+    version: str | None = None  # as requested, then as answered
+    bytes_in = bytes_out = 0  # sizes of the bodies
+    error: str | None = None  # text of the error in the answer
+    unready = False  # the service, or its model, was not ready
+    outlived = False  # it has started a change that continues without it and logs its own line
+    logged = False  # it is chosen for an access line
+    unlogged = False  # its failed lookup is not logged elsewhere
+    span: RequestSpan | None = None
+    traced = False  # its lookup is to be traced, also if the client does not request it
     trace: LookupTrace | None = None
-    error: str | None = None
-
-    id: bytes
+    keys: int | None = None  # their number, if traced
+    lookup_ns = 0  # from the body to the vectors
+    queue_ns = infer_ns = 0  # wait for a thread, and duration of the lookup
 
     def failed(self, error: Exception) -> None:
         self.error = str(error)  # the error itself would keep the body alive by its traceback
@@ -140,6 +126,7 @@ class RequestLog:
                 if _access.isEnabledFor(_level_of(scope)):
                     served.logged = served.traced = True
             elif not self._always:
+                # Until then callers skip `start` and `finish`: one comparison is all that logging costs a request.
                 self.quiet_until = self._lines.until
         if self._spans is not None and scope["path"] not in POLLED:
             served.span = span = self._spans.start(scope, headers)

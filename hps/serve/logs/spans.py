@@ -28,30 +28,21 @@ _CLOSE_S: Final = 2.0
 
 
 class RequestSpan:
-    """The span of one request. *Used only by its event loop.*
-
-    Attributes:
-        sampled: whether it is exported, with its stages.
-        trace_id: 32 hexadecimal digits.
-    """
+    """The span of one request. *Used only by its event loop.*"""
 
     __slots__ = ("_clock_ns", "_span", "_spans", "sampled", "trace_id")
 
     def __init__(self, span: "Span", spans: "RequestSpans") -> None:
         self._span = span
         self._spans = spans
+        # Stages are timed by the monotonic clock, spans by the wall clock. The difference is taken once per request, so that a
+        # step of the wall clock cannot tear the stages of a request apart.
         self._clock_ns = time.time_ns() - time.perf_counter_ns()
-        self.sampled = span.is_recording()
-        self.trace_id = b"%032x" % span.get_span_context().trace_id
+        self.sampled = span.is_recording()  # whether it is exported
+        self.trace_id = b"%032x" % span.get_span_context().trace_id  # 32 hexadecimal digits
 
     def end(self, name: str, status: int, attributes: Mapping[str, Any], trace: LookupTrace | None) -> None:
-        """End the span, and add the spans of the stages.
-
-        Args:
-            status: HTTP status of the answer.
-            attributes: further attributes; None values are left out.
-            trace: trace of the lookup, if any.
-        """
+        """End the span with an HTTP status, and add the spans of the stages. Attributes that are None are left out."""
         self._span.update_name(name)
         self._span.set_attributes({key: value for key, value in attributes.items() if value is not None})
         if status >= 500:
@@ -142,6 +133,6 @@ def spans_of(configuration: Configuration) -> RequestSpans | None:
         spans = RequestSpans(configuration)
         return None if spans.disabled else spans
     except ImportError as error:
-        what = "no traces are sent to service.otlp_endpoint"  # the endpoint may contain a password
-        _log.warning("%s: %s; install the exporter: %s", what, error, install_hint("otel"))
+        message = "no traces are sent to service.otlp_endpoint: %s; install the exporter: %s"  # it may contain a password
+        _log.warning(message, error, install_hint("otel"))
         return None

@@ -1,12 +1,12 @@
 // The page at `/docs`: the routes of openapi.json, with their fields and a curl line each.
 
-import { $, Refused, ask, call, h, hasToken, wantToken } from "./dom.js";
+import { $, Refused, request, call, h, hasToken, wantToken } from "./dom.js";
 
 const METHODS = ["get", "post", "put", "delete"];
 
 async function load() {
   try {
-    show(await ask("openapi.json"));
+    show(await request("openapi.json"));
   } catch (error) {
     $("notice").textContent = error instanceof Refused && error.status === 401 && !hasToken() ? "" : `The description cannot be read: ${error.message}`;
     $("notice").hidden = !$("notice").textContent;
@@ -18,7 +18,7 @@ function show(api) {
   const resolve = (schema) => (schema?.$ref ? api.components.schemas[schema.$ref.split("/").at(-1)] : schema);
   const groups = new Map();
   for (const [path, methods] of Object.entries(api.paths)) {
-    for (const method of METHODS.filter((one) => methods[one])) {
+    for (const method of METHODS.filter((known) => methods[known])) {
       const group = methods[method].tags?.[0] ?? "other";
       groups.set(group, [...(groups.get(group) ?? []), [method, path, methods[method]]]);
     }
@@ -35,19 +35,19 @@ function operation(resolve, method, path, it) {
     h("summary", {}, h("code", {}, `${method.toUpperCase()} ${path}`), ` ${it.summary ?? ""}`),
     it.description ? h("p", {}, it.description) : null,
     h("pre", {}, h("code", {}, curl(method, path, body))),
-    it.parameters?.length ? fields("Parameter", it.parameters.map((one) => [one.name, one.required, resolve(one.schema), one.description])) : null,
+    it.parameters?.length ? fields("Parameter", it.parameters.map((field) => [field.name, field.required, resolve(field.schema), field.description])) : null,
     body?.properties ? fields("Request", listed(body)) : null,
     tried(method, path, it, body),
     fields("Answer", answers.map(([status, text]) => [status, true, null, text])),
     ...answers.filter(([status, , schema]) => status < 300 && schema?.properties).map(([, , schema]) => fields("Field of the answer", listed(schema))));
 }
 
-const listed = (schema) => Object.entries(schema.properties).map(([name, one]) => [name, schema.required?.includes(name), one, one.description]);
+const listed = (schema) => Object.entries(schema.properties).map(([name, field]) => [name, schema.required?.includes(name), field, field.description]);
 
 function kind(schema) {
   if (!schema) return "";
   if (schema.$ref) return schema.$ref.split("/").at(-1);
-  if (schema.anyOf) return schema.anyOf.map(kind).filter((one) => one !== "null").join(" or ");
+  if (schema.anyOf) return schema.anyOf.map(kind).filter((type) => type !== "null").join(" or ");
   if (schema.type === "array") return `list of ${kind(schema.items)}`;
   return schema.enum ? schema.enum.join(" | ") : schema.type ?? "";
 }
@@ -67,9 +67,9 @@ function curl(method, path, body) {
 
 // A form that sends the request from this page, and shows the answer.
 function tried(method, path, it, body) {
-  const inputs = (it.parameters ?? []).filter((one) => one.in !== "header").map((one) => {
-    const input = h("input", { name: one.name, required: one.in === "path", autocomplete: "off", placeholder: one.in === "path" ? "" : "not sent" });
-    return [one, input, h("label", {}, one.name, input)];
+  const inputs = (it.parameters ?? []).filter((parameter) => parameter.in !== "header").map((parameter) => {
+    const input = h("input", { name: parameter.name, required: parameter.in === "path", autocomplete: "off", placeholder: parameter.in === "path" ? "" : "not sent" });
+    return [parameter, input, h("label", {}, parameter.name, input)];
   });
   const text = it.requestBody ? h("textarea", { name: "body", rows: 4, spellcheck: false, value: body?.example ? JSON.stringify(body.example, null, 2) : "" }) : null;
   const shown = h("div", { role: "status" });
@@ -80,9 +80,9 @@ function tried(method, path, it, body) {
     event.preventDefault();
     let to = path;
     const query = new URLSearchParams();
-    for (const [one, input] of inputs) {
-      if (one.in === "path") to = to.replace(`{${one.name}}`, encodeURIComponent(input.value));
-      else if (input.value !== "") query.set(one.name, input.value);
+    for (const [parameter, input] of inputs) {
+      if (parameter.in === "path") to = to.replace(`{${parameter.name}}`, encodeURIComponent(input.value));
+      else if (input.value !== "") query.set(parameter.name, input.value);
     }
     const url = `${to.slice(1)}${query.size ? `?${query}` : ""}`;
     shown.replaceChildren(h("p.soft", {}, "waiting for the answer"));
@@ -90,9 +90,9 @@ function tried(method, path, it, body) {
       const began = performance.now(), answer = await call(url, { method: method.toUpperCase(), body: text?.value || undefined });
       const ms = (performance.now() - began).toFixed(0), kind = answer.headers.get("content-type") ?? "";
       const content = /json|text/.test(kind) ? pretty(await answer.text()) : `${(await answer.arrayBuffer()).byteLength} bytes of ${kind}`;
-      const notes = ["x-request-id", "x-deferred-keys"].map((name) => [name, answer.headers.get(name)]).filter(([, value]) => value);
+      const lines = ["x-request-id", "x-deferred-keys"].map((name) => [name, answer.headers.get(name)]).filter(([, value]) => value);
       shown.replaceChildren(h(`p.${answer.ok ? "good" : "bad"}`, {}, `${answer.status} after ${ms} ms`),
-        h("p.soft", {}, notes.map(([name, value]) => `${name}: ${value}`).join(", ")), h("pre", {}, h("code", {}, content)));
+        h("p.soft", {}, lines.map(([name, value]) => `${name}: ${value}`).join(", ")), h("pre", {}, h("code", {}, content)));
       if (answer.status === 401) wantToken(() => form.requestSubmit());
     } catch {
       shown.replaceChildren(h("p.bad", {}, "The server does not answer."));

@@ -1,19 +1,19 @@
 // Shared by both pages: elements made from plain text, requests with the token, the theme.
 
-// An element; strings become text, never markup.
+// Make an element; strings become text, never markup.
 export function h(name, properties = {}, ...children) {
   const [tag, ...classes] = name.split(".");
   const made = document.createElement(tag);
   if (classes.length) made.className = classes.join(" ");
   Object.assign(made, properties);
-  made.append(...children.filter((one) => one !== null && one !== undefined));
+  made.append(...children.filter((child) => child !== null && child !== undefined));
   return made;
 }
 
-// Give an element these children, by changing those that it has: what somebody scrolls, selects or opens stays as it is.
+// Give an element these children by changing the present ones, so that scrolling, selections and open details survive.
 export function show(parent, ...children) {
-  const wanted = children.filter((one) => one !== null && one !== undefined);
-  wanted.forEach((one, i) => (i < parent.childNodes.length ? renew(parent.childNodes[i], one) : parent.append(one)));
+  const wanted = children.filter((child) => child !== null && child !== undefined);
+  wanted.forEach((child, i) => (i < parent.childNodes.length ? renew(parent.childNodes[i], child) : parent.append(child)));
   while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
 }
 
@@ -27,7 +27,7 @@ function renew(old, wanted) {
   for (const name of old.getAttributeNames()) if (name !== "open" && !wanted.hasAttribute(name)) old.removeAttribute(name);
   for (const name of wanted.getAttributeNames()) {
     if (old.getAttribute(name) === wanted.getAttribute(name)) continue;
-    if (name === "style") old.style.cssText = wanted.style.cssText; // as an attribute the policy would refuse it
+    if (name === "style") old.style.cssText = wanted.style.cssText; // the security policy refuses the attribute
     else old.setAttribute(name, wanted.getAttribute(name));
   }
   show(old, ...wanted.childNodes);
@@ -50,7 +50,7 @@ export function call(path, more) {
   return fetch(path, { headers, cache: "no-store", ...more });
 }
 
-export async function ask(path, signal) {
+export async function request(path, signal) {
   const answer = await call(path, { signal });
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(answer.status, body.error || `status ${answer.status}`);

@@ -20,42 +20,42 @@ export function quantile(now, before, share) {
 // Add histograms of the same bounds.
 export function added(all) {
   if (!all.length) return { count: 0, total_s: 0, buckets: [] };
-  return all.slice(1).reduce((sum, one) => ({
-    count: sum.count + one.count,
-    total_s: sum.total_s + one.total_s,
-    buckets: sum.buckets.map(([bound, n], i) => [bound, n + one.buckets[i][1]]),
+  return all.slice(1).reduce((sum, times) => ({
+    count: sum.count + times.count,
+    total_s: sum.total_s + times.total_s,
+    buckets: sum.buckets.map(([bound, n], i) => [bound, n + times.buckets[i][1]]),
   }), all[0]);
 }
 
 const modelsOf = (answer) => answer.server?.models ?? [];
-export const modelIn = (answer, name) => modelsOf(answer).find((one) => one.name === name);
+export const modelIn = (answer, name) => modelsOf(answer).find((model) => model.name === name);
 
 // Figures of one table between two answers; `before` may lack it.
 export function tableFigures(table, before, seconds) {
   const since = (get) => get(table) - (before ? get(before) : 0);
   const rates = {};
   for (const tier of Object.keys(TIERS)) {
-    const sum = (what) => (one) => one.tiers.filter((t) => t.tier === tier).reduce((n, t) => n + (t[what] ?? 0), 0);
+    const sum = (what) => (table) => table.tiers.filter((t) => t.tier === tier).reduce((n, t) => n + (t[what] ?? 0), 0);
     const hits = since(sum("hits")), asked = hits + since(sum("misses"));
     rates[tier] = table.tiers.some((t) => t.tier === tier) && asked > 0 ? hits / asked : null;
   }
-  const keys = since((one) => one.keys);
-  const evictions = since((one) => one.tiers.reduce((n, t) => n + (t.evictions ?? 0), 0));
+  const keys = since((table) => table.keys);
+  const evictions = since((table) => table.tiers.reduce((n, t) => n + (t.evictions ?? 0), 0));
   return { keys, rates, keysPerS: keys / seconds, evictionsPerS: evictions / seconds,
-    defaults: keys > 0 ? since((one) => one.defaults) / keys : null };
+    defaults: keys > 0 ? since((table) => table.defaults) / keys : null };
 }
 
 // Figures of the server between two answers.
 export function overview(now, before, seconds) {
-  const of = (answer) => added(modelsOf(answer).map((one) => one.lookups));
+  const of = (answer) => added(modelsOf(answer).map((model) => model.lookups));
   const latency = of(now), earlier = modelsOf(now).length === modelsOf(before).length ? of(before) : null;
-  const sum = (answer, get) => modelsOf(answer).flatMap((one) => one.tables).reduce((n, one) => n + get(one), 0);
+  const sum = (answer, get) => modelsOf(answer).flatMap((model) => model.tables).reduce((n, table) => n + get(table), 0);
   const cache = (what) => (table) => table.tiers.filter((t) => t.tier === "embedding_cache").reduce((n, t) => n + t[what], 0);
   const since = (get) => Math.max(0, sum(now, get) - sum(before, get));
   const hits = since(cache("hits")), asked = hits + since(cache("misses"));
   return {
     lookups: Math.max(0, latency.count - of(before).count) / seconds,
-    keys: since((one) => one.keys) / seconds,
+    keys: since((table) => table.keys) / seconds,
     p50: quantile(latency, earlier, 0.5), p95: quantile(latency, earlier, 0.95), p99: quantile(latency, earlier, 0.99),
     hitRate: asked > 0 ? hits / asked : null,
   };
@@ -75,15 +75,15 @@ export function spans(answer) {
 }
 
 // What to do about figures of a model that are bad, in the order of their weight; `before` may be missing.
-export function advice(one, before, seconds) {
+export function advice(model, before, seconds) {
   const found = [];
-  const spent = Object.entries(one.stages).map(([name, now]) => [name, now.total_s - (before?.stages[name]?.total_s ?? 0)]);
+  const spent = Object.entries(model.stages).map(([name, now]) => [name, now.total_s - (before?.stages[name]?.total_s ?? 0)]);
   const whole = spent.reduce((sum, [, s]) => sum + s, 0);
   for (const [name, s] of spent) {
     const rule = STAGE_ADVICE[name];
     if (rule && whole > 0 && s / whole >= rule[0]) found.push([s / whole, `${rule[1]} ${percent(s / whole)} of the time: ${rule[2]}`]);
   }
-  for (const table of one.tables) {
+  for (const table of model.tables) {
     const was = before?.tables.find((t) => t.name === table.name) ?? null, f = tableFigures(table, was, seconds);
     for (const tier of table.tiers) if (!tier.available) found.push([2, `${table.name}: ${TIERS[tier.tier]} not read after failures: see the last problems`]);
     if (f.keys < LEAST_KEYS) continue;

@@ -1,37 +1,37 @@
 // The page at `/`: polls GET /v1/stats once a second while visible, and shows the changes.
 
-import { $, Refused, ask, h, hasToken, show, wantToken } from "./dom.js";
+import { $, Refused, h, hasToken, request, show, wantToken } from "./dom.js";
 import { TIERS, advice, bytes, count, modelIn, overview, percent, quantile, spans, tableFigures, time } from "./figures.js";
 
 const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000, PAST_EVERY_S = 15;
 const OWN = /^\/(v1\/stats|v1\/history|page\/.*|docs|openapi.json)?$/; // the routes of this page
-const samples = []; // {at: seconds, answer}, over the last WINDOW_S and one before
+const samples = []; // {at: seconds, answer}, over the last WINDOW_S, and one before
 const history = []; // {at, ...overview}, over the last HISTORY_S
-let past = []; // the same of the server's memory, since its start
-let timer = 0, asking = false, pastAt = -Infinity, whole = false;
+let past = []; // likewise, from the server's history
+let timer = 0, polling = false, pastAt = -Infinity, whole = false;
 
 async function poll() {
   clearTimeout(timer);
-  if (asking) return;
-  asking = true;
-  let again = true;
+  if (polling) return;
+  polling = true;
+  let retry = true;
   try {
-    const answer = await ask("v1/stats", AbortSignal.timeout(ANSWER_MS));
-    if (performance.now() / 1000 - pastAt > PAST_EVERY_S) await remember();
-    take(answer);
-    say("");
+    const answer = await request("v1/stats", AbortSignal.timeout(ANSWER_MS));
+    if (performance.now() / 1000 - pastAt > PAST_EVERY_S) await loadHistory();
+    update(answer);
+    notify("");
   } catch (error) {
-    again = fail(error);
+    retry = fail(error);
   } finally {
-    asking = false;
+    polling = false;
   }
-  if (again && !document.hidden) timer = setTimeout(poll, PERIOD_MS);
+  if (retry && !document.hidden) timer = setTimeout(poll, PERIOD_MS);
 }
 
-async function remember() {
-  const answer = await ask("v1/history", AbortSignal.timeout(ANSWER_MS));
+async function loadHistory() {
+  const answer = await request("v1/history", AbortSignal.timeout(ANSWER_MS));
   pastAt = performance.now() / 1000;
-  past = spans(answer).map((one) => ({ at: pastAt - one.age, ...one }));
+  past = spans(answer).map((sample) => ({ at: pastAt - sample.age, ...sample }));
 }
 
 function fail(error) {
@@ -41,16 +41,16 @@ function fail(error) {
   const old = last ? ` The figures below are ${time(performance.now() / 1000 - last.at)} old.` : "";
   if (error instanceof Refused && error.status === 401) {
     state("locked", "fair");
-    say(hasToken() ? "The server rejects this token." : "");
+    notify(hasToken() ? "The server rejects this token." : "");
     $("main").hidden = true;
     wantToken(() => { $("main").hidden = false; poll(); });
     return false;
   }
-  say(error instanceof Refused ? `The server answers with an error: ${error.message}.${old}` : `The server does not answer.${old}`);
+  notify(error instanceof Refused ? `The server answers with an error: ${error.message}.${old}` : `The server does not answer.${old}`);
   return true;
 }
 
-function say(text) {
+function notify(text) {
   if ($("notice").textContent !== text) $("notice").textContent = text;
   $("notice").hidden = !text;
 }
@@ -60,7 +60,7 @@ function state(text, kind) {
   $("state").className = `badge ${kind}`;
 }
 
-function take(answer) {
+function update(answer) {
   const at = performance.now() / 1000;
   if (samples.length && answer.server?.started !== samples[0].answer.server?.started) { // the server was restarted
     samples.length = 0;
@@ -88,7 +88,7 @@ function take(answer) {
   show($("work"), work(answer));
   show($("http"), http(answer, before, seconds));
   show($("problems"), problems(answer));
-  offer(answer);
+  fillChoices(answer);
 }
 
 // -- charts and bars ------------------------------------------------------------------------------------------------------
@@ -101,17 +101,17 @@ function svg(tag, attributes) {
 
 function chart(names, text, most) {
   const now = performance.now() / 1000, from = whole ? -Infinity : now - HISTORY_S, live = history[0]?.at ?? Infinity;
-  const points = [...past.filter((one) => one.at >= from && one.at < live), ...history];
+  const points = [...past.filter((point) => point.at >= from && point.at < live), ...history];
   const span = Math.max(60, points.length ? now - points[0].at : 0);
-  const values = points.flatMap((one) => names.map((name) => one[name])).filter((value) => value !== null);
+  const values = points.flatMap((point) => names.map((name) => point[name])).filter((value) => value !== null);
   const top = most ?? Math.max(1e-12, ...values);
   const drawn = svg("svg", { class: "chart", viewBox: "0 0 300 50", preserveAspectRatio: "none", "aria-hidden": "true" });
   drawn.append(svg("line", { x1: 0, y1: 49.5, x2: 300, y2: 49.5 }));
   for (const name of names) {
     let path = "", drawing = false;
-    for (const one of points) {
-      if (one[name] === null) { drawing = false; continue; }
-      path += `${drawing ? "L" : "M"}${(300 * (1 - (now - one.at) / span)).toFixed(1)} ${(49 - 47 * one[name] / top).toFixed(1)}`;
+    for (const point of points) {
+      if (point[name] === null) { drawing = false; continue; }
+      path += `${drawing ? "L" : "M"}${(300 * (1 - (now - point.at) / span)).toFixed(1)} ${(49 - 47 * point[name] / top).toFixed(1)}`;
       drawing = true;
     }
     drawn.append(svg("path", { d: path || "M0 0" }));
@@ -153,61 +153,61 @@ const table = (heads, rows) => h("div.scroll", { tabIndex: 0 }, h("table", {},
 function models(answer, before, seconds) {
   if (!answer.models.length) return [h("p.soft", {}, "No model is configured.")];
   return answer.models.map((status) => {
-    const one = modelIn(answer, status.name), earlier = modelIn(before, status.name);
-    const same = one && earlier && one.since === earlier.since ? earlier : null;
+    const model = modelIn(answer, status.name), earlier = modelIn(before, status.name);
+    const same = model && earlier && model.since === earlier.since ? earlier : null;
     const kind = { ready: "good", failed: "bad" }[status.state] ?? "fair";
     const head = h("div.head", {}, h("h3", {}, status.name), h(`span.badge.${kind}`, {}, status.state === "loading" ? `loading, ${status.percent} %` : status.state));
     const card = h("div.card.model", {}, head);
     card.dataset.model = status.name;
-    if (one) {
-      head.append(h("span.soft", {}, `version ${one.version}, for ${time(Date.now() / 1000 - one.since)}`));
-      const others = one.versions.filter(([version]) => version !== one.version);
-      if (one.pinned) head.append(h("span.badge.fair.pinned", {}, one.pinned));
+    if (model) {
+      head.append(h("span.soft", {}, `version ${model.version}, for ${time(Date.now() / 1000 - model.since)}`));
+      const others = model.versions.filter(([version]) => version !== model.version);
+      if (model.pinned) head.append(h("span.badge.fair.pinned", {}, model.pinned));
       if (others.length) head.append(h("span.soft", {}, others.map(([version, is]) => `${version} ${is}`).join(", ")));
-      head.append(h("span.soft", {}, `workspaces ${one.busy_workspaces} of ${one.workspaces} busy`));
+      head.append(h("span.soft", {}, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`));
     }
     if (status.reason) card.append(h("p", {}, status.reason));
     if (status.state === "loading" || status.state === "waiting" || status.state === "failed") card.append(...loads(status));
-    const todo = one ? advice(one, same, seconds) : [];
+    const todo = model ? advice(model, same, seconds) : [];
     if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
-    if (one) card.append(...stages(one, same), tables(one, same, seconds));
+    if (model) card.append(...stages(model, same), tables(model, same, seconds));
     return card;
   });
 }
 
 function loads(status) {
-  return status.tables.map((one) => {
-    const share = one.state === "done" ? 1 : one.rows ? one.rows_done / one.rows : 0;
-    const left = one.seconds_left == null ? "" : `, ${time(one.seconds_left)} left`;
-    const text = one.rows == null ? one.state : `${one.state}, ${count(one.rows_done)} of ${count(one.rows)} rows${left}`;
-    const row = h("div.load", {}, h("div.keys", {}, h("span", {}, one.name), h("span", {}, text)), bar([[one.name, share, text]]));
+  return status.tables.map((table) => {
+    const share = table.state === "done" ? 1 : table.rows ? table.rows_done / table.rows : 0;
+    const left = table.seconds_left == null ? "" : `, ${time(table.seconds_left)} left`;
+    const text = table.rows == null ? table.state : `${table.state}, ${count(table.rows_done)} of ${count(table.rows)} rows${left}`;
+    const row = h("div.load", {}, h("div.keys", {}, h("span", {}, table.name), h("span", {}, text)), bar([[table.name, share, text]]));
     row.dataset.percent = (100 * share).toFixed(1);
     return row;
   });
 }
 
-function stages(one, before) {
-  const spent = Object.entries(one.stages).map(([name, now]) => [name, now.total_s - (before?.stages[name]?.total_s ?? 0)]);
+function stages(model, before) {
+  const spent = Object.entries(model.stages).map(([name, now]) => [name, now.total_s - (before?.stages[name]?.total_s ?? 0)]);
   const whole = spent.reduce((sum, [, s]) => sum + s, 0);
-  const lookups = one.lookups.count - (before?.lookups.count ?? 0);
+  const lookups = model.lookups.count - (before?.lookups.count ?? 0);
   if (whole <= 0 || lookups <= 0) return [];
   const parts = spent.filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1]).slice(0, 6)
     .map(([name, s]) => [TIERS[name] ?? name, s / whole, `${percent(s / whole)}, ${time(s / lookups)} per lookup`]);
-  const latency = [0.5, 0.99].map((share) => time(quantile(one.lookups, before?.lookups, share)));
+  const latency = [0.5, 0.99].map((share) => time(quantile(model.lookups, before?.lookups, share)));
   return [
     h("div.keys", {}, h("span", {}, `p50 ${latency[0]}, p99 ${latency[1]}; the time goes to`), ...parts.map(([name, , text]) => h("span", {}, `${name} ${text}`))),
     bar(parts),
   ];
 }
 
-function tables(one, before, seconds) {
+function tables(model, before, seconds) {
   const sizes = (table, tier) => {
     const found = table.tiers.filter((t) => t.tier === tier);
     if (!found.length) return "";
     if (found.some((t) => !t.available)) return "not read";
     return found.some((t) => t.vector_bytes === null) ? "–" : bytes(found.reduce((n, t) => n + t.vector_bytes + (t.overhead_bytes ?? 0), 0));
   };
-  const rows = one.tables.map((table) => {
+  const rows = model.tables.map((table) => {
     const f = tableFigures(table, before?.tables.find((t) => t.name === table.name) ?? null, seconds);
     const cache = table.tiers.find((t) => t.tier === "embedding_cache");
     const filled = cache?.capacity_rows ? `${count(cache.rows)} of ${count(cache.capacity_rows)}` : "";
@@ -224,15 +224,15 @@ function tables(one, before, seconds) {
 
 function devices(answer) {
   if (!answer.server) return [];
-  const cards = answer.server.devices.map((one) => {
-    const all = one.memory_bytes || 1, used = one.memory_bytes - one.free_bytes;
-    const parts = [["caches", one.cache_bytes / all, bytes(one.cache_bytes)], ["other", Math.max(0, used - one.cache_bytes) / all, bytes(Math.max(0, used - one.cache_bytes))]];
+  const cards = answer.server.devices.map((device) => {
+    const all = device.memory_bytes || 1, used = device.memory_bytes - device.free_bytes;
+    const parts = [["caches", device.cache_bytes / all, bytes(device.cache_bytes)], ["other", Math.max(0, used - device.cache_bytes) / all, bytes(Math.max(0, used - device.cache_bytes))]];
     return h("div.card", {},
-      h("div.head", {}, h("h3", {}, one.device === "cpu" ? "CPU" : `GPU ${one.device}`), h("span.soft", {}, one.name)),
-      one.memory_bytes ? bar(parts) : "",
-      h("div.keys", {}, h("span", {}, `caches ${bytes(one.cache_bytes)}`),
-        one.memory_bytes ? h("span", {}, `free ${bytes(one.free_bytes)} of ${bytes(one.memory_bytes)}`) : null,
-        one.pinned_bytes ? h("span", {}, `pinned ${bytes(one.pinned_bytes)}`) : null));
+      h("div.head", {}, h("h3", {}, device.device === "cpu" ? "CPU" : `GPU ${device.device}`), h("span.soft", {}, device.name)),
+      device.memory_bytes ? bar(parts) : "",
+      h("div.keys", {}, h("span", {}, `caches ${bytes(device.cache_bytes)}`),
+        device.memory_bytes ? h("span", {}, `free ${bytes(device.free_bytes)} of ${bytes(device.memory_bytes)}`) : null,
+        device.pinned_bytes ? h("span", {}, `pinned ${bytes(device.pinned_bytes)}`) : null));
   });
   return [...cards, h("div.card", {}, h("div.head", {}, h("h3", {}, "Process"), h("span.soft", {}, `resident ${bytes(answer.server.memory_bytes)}`)))];
 }
@@ -249,13 +249,13 @@ function work(answer) {
 }
 
 function http(answer, before, seconds) {
-  const earlier = new Map(before.service.requests.map((one) => [one.route, one]));
-  const rows = answer.service.requests.filter((one) => !OWN.test(one.route)).flatMap((one) => {
-    const was = earlier.get(one.route), since = (status) => (one.statuses[status] - (was?.statuses[status] ?? 0)) / seconds;
-    const failing = Object.keys(one.statuses).filter((status) => status >= 400 && since(status) > 0).map((status) => `${status}: ${since(status).toFixed(1)}/s`);
-    const rate = Object.keys(one.statuses).reduce((sum, status) => sum + since(status), 0);
-    return rate === 0 ? [] : h("tr", {}, cell(one.route), cell(count(rate)), cell(time(quantile(one.latency, was?.latency, 0.5))),
-      cell(time(quantile(one.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none"));
+  const earlier = new Map(before.service.requests.map((counted) => [counted.route, counted]));
+  const rows = answer.service.requests.filter((counted) => !OWN.test(counted.route)).flatMap((counted) => {
+    const was = earlier.get(counted.route), since = (status) => (counted.statuses[status] - (was?.statuses[status] ?? 0)) / seconds;
+    const failing = Object.keys(counted.statuses).filter((status) => status >= 400 && since(status) > 0).map((status) => `${status}: ${since(status).toFixed(1)}/s`);
+    const rate = Object.keys(counted.statuses).reduce((sum, status) => sum + since(status), 0);
+    return rate === 0 ? [] : h("tr", {}, cell(counted.route), cell(count(rate)), cell(time(quantile(counted.latency, was?.latency, 0.5))),
+      cell(time(quantile(counted.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none"));
   });
   return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No requests besides this page's in the last seconds.");
 }
@@ -263,24 +263,24 @@ function http(answer, before, seconds) {
 function problems(answer) {
   const { degraded } = answer.service, now = degraded ? [h("p.fair", {}, `Now: ${degraded}`)] : [];
   if (!answer.problems.length) return h(`p.${degraded ? "fair" : "soft"}`, {}, degraded || "None since the start.");
-  return h("div.card", {}, ...now, h("div.scroll", { tabIndex: 0 }, h("table", {}, h("tbody", {}, ...answer.problems.map((one) => h("tr", {},
-    cell(new Date(1000 * one.time_s).toLocaleTimeString()), h(`td.${one.level === "warning" ? "fair" : "bad"}`, {}, one.level),
-    cell(one.count > 1 ? `${one.count} times` : ""), cell(one.text, "text")))))));
+  return h("div.card", {}, ...now, h("div.scroll", { tabIndex: 0 }, h("table", {}, h("tbody", {}, ...answer.problems.map((problem) => h("tr", {},
+    cell(new Date(1000 * problem.time_s).toLocaleTimeString()), h(`td.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level),
+    cell(problem.count > 1 ? `${problem.count} times` : ""), cell(problem.text, "text")))))));
 }
 
 // -- key lookup -----------------------------------------------------------------------------------------------------------
 
 function fill(select, names) {
-  if (names.join("\n") === [...select.options].map((one) => one.value).join("\n")) return;
+  if (names.join("\n") === [...select.options].map((option) => option.value).join("\n")) return;
   const chosen = select.value;
   select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (names.includes(chosen)) select.value = chosen;
 }
 
-function offer(answer) {
+function fillChoices(answer) {
   const known = answer.server?.models ?? [];
-  fill($("find-model"), known.map((one) => one.name));
-  fill($("find-table"), (known.find((one) => one.name === $("find-model").value) ?? { tables: [] }).tables.map((one) => one.name));
+  fill($("find-model"), known.map((model) => model.name));
+  fill($("find-table"), (known.find((model) => model.name === $("find-model").value) ?? { tables: [] }).tables.map((model) => model.name));
 }
 
 function int64(text) { // JavaScript's numbers end at 2^53
@@ -299,7 +299,7 @@ async function find(event) {
   if (key === null) return shown.replaceChildren(h("p.bad", {}, "A key is a 64-bit integer."));
   const [model, table] = [$("find-model").value, $("find-table").value].map(encodeURIComponent);
   try {
-    const row = await ask(`v1/models/${model}/tables/${table}/rows/${key}`, AbortSignal.timeout(ANSWER_MS));
+    const row = await request(`v1/models/${model}/tables/${table}/rows/${key}`, AbortSignal.timeout(ANSWER_MS));
     shown.replaceChildren(answered(row, key));
   } catch (error) {
     shown.replaceChildren(h("p.bad", {}, error instanceof Refused ? error.message : "The server does not answer."));
@@ -331,6 +331,6 @@ $("span").addEventListener("click", () => {
   if (samples.length > 1) show($("tiles"), ...tiles(overview(samples.at(-1).answer, samples[0].answer, Math.max(samples.at(-1).answer.at_s - samples[0].answer.at_s, 1e-9))));
 });
 $("find").addEventListener("submit", find);
-$("find-model").addEventListener("change", () => samples.length && offer(samples.at(-1).answer));
+$("find-model").addEventListener("change", () => samples.length && fillChoices(samples.at(-1).answer));
 document.addEventListener("visibilitychange", () => document.hidden || poll());
 poll();

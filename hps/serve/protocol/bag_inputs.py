@@ -24,45 +24,52 @@ from hps.tensors.bags import Bags, Pooling, pooling_of
 
 
 @dataclass(frozen=True, slots=True)
-class TableBags:
-    """The bags of one table in a request. *Immutable.*
+class KeyRange:
+    """The keys of one table in a request, and the layout of their vectors in the answer. *Immutable.*
 
     Attributes:
         table: index of the table.
         source: position of the input with the keys.
-        start, stop: range within that input, and within that of the weights.
-        count: number of bags.
-        offsets: position of the input with the offsets; None: all bags have the same number of keys.
-        first: begin of the offsets within that input.
+        start, stop: range within that input and within the weights.
+        rows: number of vectors: one for each key or bag.
+        masked: whether their found-mask is requested.
+        step: bytes from the first vector to the first of the next table.
+        strides: of the vectors, in bytes; None if they are contiguous.
+        options: `combiner`, `max_norm` and `padding_key` of bags; None: every key gets a vector.
+        offsets: position of the input with the offsets of bags; None: all bags have the same number of keys.
+        first: start of the offsets within that input.
         weights: position of the input with the weights; None without weights.
-        options: `combiner`, `max_norm` and `padding_key`, if the request has them.
     """
 
     table: int
+    dim: int
     source: int
     start: int
     stop: int
-    count: int
-    offsets: int | None
-    first: int
-    weights: int | None
-    options: Mapping[str, Any]
+    rows: int
+    masked: bool = False
+    step: int = 0
+    strides: tuple[int, int] | None = None
+    options: Mapping[str, Any] | None = None
+    offsets: int | None = None
+    first: int = 0
+    weights: int | None = None
 
     def pooling(self, name: str, inputs: Sequence[np.ndarray]) -> Pooling:
-        """Make the `Pooling` from the values of the request's inputs, checked.
+        """Make the `Pooling` of keys in bags from the values of the request's inputs, checked.
 
         Raises:
             InvalidInputError: offsets, combiner or max_norm do not conform to `hps.Bags`.
         """
         keys, n = inputs[self.source][self.start : self.stop], self.stop - self.start
         weights = None if self.weights is None else inputs[self.weights][self.start : self.stop]
-        offsets = None if self.offsets is None else inputs[self.offsets][self.first : self.first + self.count + 1]
-        shape = (n,) if self.offsets is not None else (self.count, n // max(self.count, 1))
-        return pooling_of(name, Bags(keys, offsets, weights, **self.options), n, shape, on_cuda=False)
+        offsets = None if self.offsets is None else inputs[self.offsets][self.first : self.first + self.rows + 1]
+        shape = (n,) if self.offsets is not None else (self.rows, n // max(self.rows, 1))
+        return pooling_of(name, Bags(keys, offsets, weights, **(self.options or {})), n, shape, on_cuda=False)
 
 
 def states_ends(header: InferenceHeader, model: ModelTables) -> bool:
-    """Return whether `OFFSETS` states each table's number of keys; not if a table is named `KEYS`."""
+    """Return True if `OFFSETS` states each table's number of keys; False if a table is named `KEYS`."""
     return "KEYS" in header.inputs and "OFFSETS" in header.inputs and "KEYS" not in model.indices
 
 
@@ -75,7 +82,7 @@ def ends_of_bags(header: InferenceHeader, inputs: Sequence[np.ndarray], model: M
 
 def read_bags(
     header: InferenceHeader, counts: Sequence[int] | None, model: ModelTables, max_keys: int
-) -> tuple[bool, Sequence[TableBags]] | None:
+) -> tuple[bool, Sequence[KeyRange]] | None:
     """Find the bags of a request.
 
     Args:
@@ -83,8 +90,8 @@ def read_bags(
         max_keys: limit on the keys of all tables together, and on the bags.
 
     Returns:
-        Whether the keys of all tables are concatenated, and the bags of each table; None if there are no bags: the inputs named
-        like offsets or weights are tables.
+        Whether the keys of all tables are concatenated, and the bags of each table; None if the inputs named like offsets or
+        weights are tables.
 
     Raises:
         InvalidInputError, InvalidDtypeError: the inputs do not match; the message says which, and what was expected.
@@ -102,13 +109,12 @@ def read_bags(
         raise InvalidInputError("reading 'parameters': got 'found' for keys in bags, expected it for single keys alone")
     concatenated = "KEYS" in header.inputs and (counts is not None or "KEYS" not in model.indices)
     tables = _concatenated(header, counts, model) if concatenated else _by_table(header, model)
-    specs = [model.tables[bags.table] for bags in tables]
-    check_counts([(table, bags.stop - bags.start) for table, bags in zip(specs, tables, strict=True)], max_keys)
-    check_counts([(table, bags.count) for table, bags in zip(specs, tables, strict=True)], max_keys, "bags")
+    check_counts([(model.tables[keys.table], keys.stop - keys.start) for keys in tables], max_keys)
+    check_counts([(model.tables[keys.table], keys.rows) for keys in tables], max_keys, "bags")
     return concatenated, tables
 
 
-def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: ModelTables) -> Sequence[TableBags]:
+def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: ModelTables) -> Sequence[KeyRange]:
     inputs, places = header.inputs, {name: place for place, name in enumerate(header.inputs)}
     if extra := inputs.keys() - {"KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"}:
         raise InvalidInputError(f"reading 'inputs': got {min(extra)[:120]!r} beside KEYS, expected OFFSETS, WEIGHTS or NUMKEYS")
@@ -126,23 +132,24 @@ def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: 
     tables, start = [], 0
     for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
         tables.append(
-            TableBags(
+            KeyRange(
                 index,
+                table.dim,
                 places["KEYS"],
                 start,
                 start + count,
                 bags,
-                None if offsets is None else places["OFFSETS"],
-                index * (bags + 1),
-                None if weights is None else places["WEIGHTS"],
-                _options(header, table.table_name),
+                options=_options(header, table.table_name),
+                offsets=None if offsets is None else places["OFFSETS"],
+                first=index * (bags + 1),
+                weights=None if weights is None else places["WEIGHTS"],
             )
         )
         start += count
     return tables
 
 
-def _by_table(header: InferenceHeader, model: ModelTables) -> Sequence[TableBags]:
+def _by_table(header: InferenceHeader, model: ModelTables) -> Sequence[KeyRange]:
     inputs, places = header.inputs, {name: place for place, name in enumerate(header.inputs)}
     tables = []
     for source, (name, keys) in enumerate(inputs.items()):
@@ -167,17 +174,18 @@ def _by_table(header: InferenceHeader, model: ModelTables) -> Sequence[TableBags
             _check_combiner(header, name, "combiner" in options)
             bags = _fixed_bags(keys, None, 1)[0]
         _check_weights(weights, keys)
+        index = model.indices[name]
         tables.append(
-            TableBags(
-                model.indices[name],
+            KeyRange(
+                index,
+                model.tables[index].dim,
                 source,
                 0,
                 keys.count,
                 bags,
-                None if offsets is None else places[offsets.name],
-                0,
-                None if weights is None else places[weights.name],
-                options,
+                options=options,
+                offsets=None if offsets is None else places[offsets.name],
+                weights=None if weights is None else places[weights.name],
             )
         )
     return tables

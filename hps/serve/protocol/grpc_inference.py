@@ -1,6 +1,6 @@
-"""`ModelInfer`: the messages of gRPC to and from an inference request in JSON with binary tensors.
+"""`ModelInfer`: messages of gRPC to and from an inference request in JSON with binary tensors.
 
-A request means what the same one means over HTTP (`open_inference`), and takes the same path. No loop is over keys.
+A request takes the same path as over HTTP (`open_inference`). No loop runs over keys.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ _CONTENTS: Final = {  # FP16 has none
 
 
 class InferRequest(NamedTuple):
-    """A `ModelInferRequest` as HTTP has it."""
+    """A `ModelInferRequest` in the form of HTTP."""
 
     model_name: str
-    version: str  # empty: the serving one
+    version: str  # empty: the serving version
     text: bytes  # JSON part
     binary: Sequence[bytes]  # binary part, a piece for each input
 

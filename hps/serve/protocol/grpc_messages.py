@@ -1,6 +1,6 @@
 """The messages and services of gRPC: `protos/services.binpb`, which `make protos` compiles from the `.proto` files beside it.
 
-They are in a pool of their own: clients' libraries register other files with the same names in the global one.
+They are in a separate pool: clients' libraries register other files with the same names in the global pool.
 """
 
 from pathlib import Path

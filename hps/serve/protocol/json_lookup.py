@@ -23,6 +23,7 @@ from hps.serve.protocol.request_checks import (
     kind_of,
     parse_object,
     read_device,
+    read_flag,
 )
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.batch import Batch
@@ -38,10 +39,8 @@ class JSONLookup:
     """A decoded request, with room for its vectors.
 
     Args:
-        batch: arrays of outputs and masks tell their sizes alone until `place`.
-        names: of the tables.
-        device_id: the requested device.
-        wants_report: whether the answer includes a report.
+        batch: arrays of outputs and masks only have their sizes until `place`.
+        names: names of the tables.
 
     Attributes:
         held_bytes: upper bound on vectors, masks and text of the answer, and on additional memory of a lookup of bags.
@@ -111,7 +110,7 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
     if unknown := request.keys() - {"tables", "found", "device", "report"}:
         got = f"got the member {min(unknown)[:120]!r}"
         raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, found, device, report")
-    with_found = _flag(request, "found")
+    with_found = read_flag(request, "found", "reading the request")
     device_id = read_device(request.get("device"), "reading the request: 'device'")
     tables = _by_table(request.get("tables"), "tables", _EXAMPLE)
     named = []
@@ -124,14 +123,7 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
     sizes = [keys.size for keys in flats]
     outs = [np.empty((keys.size, model.tables[index].dim), np.float32) for index, keys in named]
     batch = Batch(indexes, sizes, flats, outs, [np.empty(n, np.bool_) for n in sizes] if with_found else ())
-    return JSONLookup(batch, list(tables), device_id, wants_report=_flag(request, "report"))
-
-
-def _flag(request: dict[str, Any], member: str) -> bool:
-    value = request.get(member, False)
-    if type(value) is not bool:
-        raise InvalidInputError(f"reading the request: {member!r} is {kind_of(value)}, expected true or false")
-    return value
+    return JSONLookup(batch, list(tables), device_id, wants_report=read_flag(request, "report", "reading the request"))
 
 
 def _by_table(value: Any, member: str, example: str) -> dict[str, Any]:
@@ -175,7 +167,7 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
         outs.append(np.empty((poolings[-1].count, model.tables[index].dim), np.float32))
     flats = [keys for _, keys, _ in read]
     batch = Batch([index for index, *_ in read], [keys.size for keys in flats], flats, outs, (), poolings)
-    return JSONLookup(batch, list(tables), device_id, wants_report=_flag(request, "report"))
+    return JSONLookup(batch, list(tables), device_id, wants_report=read_flag(request, "report", "reading the request"))
 
 
 def _option(request: dict[str, Any], option: str, table: str) -> Any:

@@ -9,14 +9,14 @@ import orjson
 from hps.errors import TooManyKeysError
 
 SMALL_JSON_BYTES = 65_536
-"""JSON up to this length is parsed on the event loop, in half a millisecond and a few megabytes at most."""
+"""Maximum length of JSON parsed on the event loop: half a millisecond, and a few megabytes."""
 
 _SCANNED_BYTES = 1 << 18  # per step, to stay in the processor's cache
 _VALUE_BYTES = 64  # a Python value, and its node in the parser's tree
 _TEXT_BYTES = 6  # memory per byte of text: the parser's copy, and four per character of a string
-_MARKS_PER_KEY, _OTHER_MARKS = 3, 65_536  # two per key in a list of its own, as in a shape [n, 1]
+_MARKS_PER_KEY, _OTHER_MARKS = 3, 65_536  # two per key in a list, as in a shape [n, 1]
 _PIECE_ELEMENTS = 16_384  # a millisecond's work
-_WHOLE_BYTES = 1 << 20  # answers estimated up to this size are written at once
+_ONE_PIECE_BYTES = 1 << 20  # answers estimated up to this size are written in one piece
 
 JSON_VECTOR_SHARE, JSON_MASK_SHARE = 5, 7
 """Bytes per byte of a vector or mask in an answer: 4 bytes plus up to 16 of text, or 1 plus 6."""
@@ -46,7 +46,7 @@ def parsed_bytes(text: bytes | memoryview, max_keys: int) -> int:
 
 
 def write_json(value: Any, size: int) -> Iterable[bytes]:
-    return json_pieces(value) if size > _WHOLE_BYTES else (orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY),)
+    return json_pieces(value) if size > _ONE_PIECE_BYTES else (orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY),)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) an
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,7 +27,7 @@ import orjson
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.ground.rows import to_16_bits
 from hps.serve.logs.lookup_report import LookupBreakdown, Number
-from hps.serve.protocol.bag_inputs import TableBags, ends_of_bags, read_bags, states_ends
+from hps.serve.protocol.bag_inputs import KeyRange, ends_of_bags, read_bags, states_ends
 from hps.serve.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.serve.protocol.open_inference_header import (
     FP32,
@@ -45,36 +45,9 @@ _MAX_LENGTH_DIGITS = 12
 _ALIGNMENT = 16  # of vectors in an answer, in bytes
 _DTYPES = {name: np.dtype(dtype) for name, dtype in (("FP32", "<f4"), ("FP16", "<f2"), ("BF16", "<u2"), ("BOOL", "?"))}
 _NARROW = ("FP16", "BF16")
-_DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
+_DEVICE = b'"DeviceID":'  # its quotes would be escaped within a JSON string
 _LONGEST_ID = 2**31 - 1
 _ID_DIGITS = len(str(_LONGEST_ID))
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRange:
-    """The keys of one table in a request. *Immutable.*
-
-    Attributes:
-        table: index of the table.
-        source: position of the input with the keys.
-        start, stop: range within that input.
-        masked: whether their found-mask is requested.
-        rows: number of vectors in the answer.
-        step: bytes from the first vector to the first of the next table.
-        strides: of the vectors, in bytes; None if they are contiguous.
-        bags: bags of the keys; None: every key gets a vector.
-    """
-
-    table: int
-    dim: int
-    source: int
-    start: int
-    stop: int
-    masked: bool
-    rows: int
-    step: int
-    strides: tuple[int, int] | None = None
-    bags: TableBags | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +76,7 @@ class OutputTensor:
 class AnswerLayout:
     """Memory layout of an answer: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
 
-    If an output has 16 bits, the lookup writes float32 behind the answer, and `convert` writes the vectors of the answer.
-
-    Only if every output is binary, the JSON part is in that memory, padded with spaces: the answer is then sent with one write
-    and without a copy. Otherwise the JSON part is written once the vectors are known.
+    It follows from the JSON part of a request and its keys per table, so that frontends cache it.
 
     Args:
         members: members of the JSON part, beside parameters and outputs.
@@ -139,23 +109,26 @@ class AnswerLayout:
         self.wants_report = wants_report
         self._members = members
         self._samples = samples
+        # If every output is binary, the JSON part lies before the vectors, padded with spaces to align them: the answer is sent
+        # with one write and without a copy. Otherwise it is written once the vectors are known. If an output has 16 bits, the
+        # lookup writes float32 behind the answer, and `convert` writes the vectors of the answer.
         looked_up = masks_size = self.scratch_bytes = 0
         for keys in ranges:
             looked_up += 4 * keys.dim * keys.rows
             masks_size += keys.stop - keys.start if keys.masked else 0
-            self.scratch_bytes += 4 * keys.dim * (keys.stop - keys.start) if keys.bags else 0
+            self.scratch_bytes += 4 * keys.dim * (keys.stop - keys.start) if keys.options is not None else 0
         sent = vectors_sent = 0
-        self.converts, whole = False, not wants_report
+        self.converts, is_binary = False, not wants_report
         for output in outputs:
             size = _DTYPES[output.datatype].itemsize * output.size
             sent += size
             vectors_sent += size if output.datatype != "BOOL" else 0
             self.converts |= output.datatype in _NARROW
-            whole &= output.binary
+            is_binary &= output.binary
         self.vectors_size = vectors_sent if self.converts else looked_up
         self.text = b""
         self.device_place = 0
-        if whole and sent == self.vectors_size + masks_size:
+        if is_binary and sent == self.vectors_size + masks_size:
             text = orjson.dumps(self.describe([None] * len(self.outputs), _LONGEST_ID))
             if samples is not None:
                 self.device_place = text.index(_DEVICE) + len(_DEVICE)
@@ -194,7 +167,7 @@ class AnswerLayout:
             if output.is_narrow:
                 to_16_bits(values, target)
             elif output.datatype == "FP32":
-                target.view(np.uint8)[:] = values.view(np.uint8)  # perhaps not aligned
+                target.view(np.uint8)[:] = values.view(np.uint8)  # may be unaligned
 
     def describe(
         self, values: Sequence[FloatArray | BoolArray | None], device: int, report: Mapping[str, Number] = MappingProxyType({})
@@ -214,8 +187,8 @@ class AnswerLayout:
             else:
                 tensor["data"] = data
             outputs.append(tensor)
-        own = {} if self._samples is None else {"NumSample": self._samples, "DeviceID": device}
-        parameters = {"parameters": {**report, **own}} if own or report else {}
+        of_triton = {} if self._samples is None else {"NumSample": self._samples, "DeviceID": device}
+        parameters = {"parameters": {**report, **of_triton}} if of_triton or report else {}
         return {**self._members, **parameters, "outputs": outputs}
 
 
@@ -277,7 +250,7 @@ class Inference:
         return body, len(layout.text)
 
     def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
-        """Encode the other answers, after the lookup has written vectors and masks.
+        """Encode an answer whose outputs are not all binary, after the lookup has written vectors and masks.
 
         Values that JSON cannot express (NaN, infinities) become null; binary outputs keep them.
 
@@ -288,9 +261,7 @@ class Inference:
             The JSON part in pieces, and the binary outputs as views of the lookup's memory.
         """
         layout = self.layout
-        values = [
-            np.require(array, requirements="A") for array in layout.arrays(self._memory)
-        ]  # JSON is written from aligned ones
+        values = [np.require(array, requirements="A") for array in layout.arrays(self._memory)]  # orjson needs aligned arrays
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
         numbers = {} if report is None else report.flat()
         return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
@@ -317,7 +288,7 @@ def parse_header_length(value: bytes | None, body_size: int) -> int | None:
 
 
 class ReadRequest(NamedTuple):
-    """A JSON part that was read, and the layout of the answer; None: it depends on values of an input."""
+    """A JSON part, and the layout of its answer; None: it depends on values of an input."""
 
     header: InferenceHeader
     layout: AnswerLayout | None
@@ -331,7 +302,7 @@ def read_request(text: bytes, counts: tuple[int, ...] | None, model: ModelTables
     """Read the JSON part of an inference request, and lay out its answer.
 
     Args:
-        counts: keys per table, if an input states them and it was read.
+        counts: keys per table, if an input states them and was read.
 
     Raises:
         HPSError: as `decode_inference`.
@@ -356,7 +327,7 @@ def decode_inference(
         UnknownTableError: an input names no table of the model.
         TooManyKeysError: more keys than `max_keys`, or than a table's `max_keys`.
     """
-    text = bytes(body if header_length is None else body[:header_length])  # copies only a bytearray
+    text = bytes(body if header_length is None else body[:header_length])  # no copy of bytes
     header, layout = read(text, None, model, max_keys)
     if len(body) - len(text) != header.binary_size:
         raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
@@ -369,9 +340,7 @@ def decode_inference(
     poolings: list[Pooling] = []
     if header.bags:
         tables = model.tables
-        poolings = [
-            key_range.bags.pooling(tables[key_range.table].table_name, inputs) for key_range in layout.ranges if key_range.bags
-        ]
+        poolings = [keys.pooling(tables[keys.table].table_name, inputs) for keys in layout.ranges if keys.options is not None]
     return Inference(layout, inputs, header.device_id, poolings)
 
 
@@ -403,7 +372,7 @@ def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> 
 
 
 def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
-    """Find the tables of a request, and lay out its answer. `counts` are the keys per table, if an input states them."""
+    """Find the tables of a request, and lay out its answer. counts: keys per table, if an input states them."""
     bags = read_bags(header, counts, model, max_keys) if header.bags else None
     if bags is not None:
         ranges, outputs = _by_bags(header, *bags, model)
@@ -420,7 +389,7 @@ def lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mode
         members["id"] = header.request_id
     samples = None if counts is None else sum(counts) // model.keys_per_sample
     if bags is not None:
-        samples = bags[1][0].count if bags[0] else None
+        samples = bags[1][0].rows if bags[0] else None
     return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
 
 
@@ -442,7 +411,7 @@ def _by_numkeys(
     ranges, start = [], 0
     for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
         step = 4 * count * table.dim
-        ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None, count, step))
+        ranges.append(KeyRange(index, table.dim, source, start, start + count, count, mask_binary is not None, step))
         start += count
     outputs = []
     if wanted is not None:
@@ -465,7 +434,7 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
     for source, (table, count) in enumerate(counted):
         name, dim = table.table_name, table.dim
         wanted, mask_binary = header.vectors(name), header.mask(f"{name}.found")
-        ranges.append(KeyRange(model.indices[name], dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
+        ranges.append(KeyRange(model.indices[name], dim, source, 0, count, count, mask_binary is not None, 4 * count * dim))
         if wanted is not None:
             vectors.append(OutputTensor(name, [*header.inputs[name].shape, dim], floats, count * dim, *wanted))
         floats += count * dim
@@ -476,32 +445,18 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
 
 
 def _by_bags(
-    header: InferenceHeader, concatenated: bool, tables: Sequence[TableBags], model: ModelTables
+    header: InferenceHeader, concatenated: bool, tables: Sequence[KeyRange], model: ModelTables
 ) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
     """Lay out a vector per bag: rows of one output with the tables' columns side by side, or one output per table."""
-    dims = [model.tables[bags.table].dim for bags in tables]
-    width, place = sum(dims), 0
+    width, place = sum([keys.dim for keys in tables]), 0
     ranges, outputs = [], []
-    for bags, dim in zip(tables, dims, strict=True):
-        name, count = model.tables[bags.table].table_name, bags.count
+    for keys in tables:
+        name, dim, count = model.tables[keys.table].table_name, keys.dim, keys.rows
         step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
-        ranges.append(
-            KeyRange(
-                bags.table,
-                dim,
-                bags.source,
-                bags.start,
-                bags.stop,
-                masked=False,
-                rows=count,
-                step=step,
-                strides=strides,
-                bags=bags,
-            )
-        )
+        ranges.append(replace(keys, step=step, strides=strides))
         if not concatenated and (wanted := header.vectors(name)) is not None:
             outputs.append(OutputTensor(name, [count, dim], place, count * dim, *wanted))
         place += count * dim
     if concatenated and (wanted := header.vectors("OUTPUT0")) is not None:
-        outputs.append(OutputTensor("OUTPUT0", [tables[0].count, width], 0, place, *wanted))
+        outputs.append(OutputTensor("OUTPUT0", [tables[0].rows, width], 0, place, *wanted))
     return ranges, outputs

@@ -1,7 +1,7 @@
-"""The JSON part of an inference request, checked on its own before any tensors are read.
+"""The JSON part of an inference request, checked before tensors are read.
 
-With binary tensors it holds only names, datatypes, shapes and options, and clients with constant batch sizes repeat it: a
-frontend caches what follows from it. What is read here is on the path of every other request, so that it takes few calls.
+With binary tensors it has only names, datatypes, shapes and options. Clients with constant batch sizes repeat it, so a frontend
+caches what follows from it. It is on the path of every other request: hence few calls.
 """
 
 from collections.abc import Container, Mapping
@@ -14,7 +14,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.serve.protocol.request_checks import BAG_OPTIONS, check_bag_option, kind_of, parse_object, read_device
+from hps.serve.protocol.request_checks import (
+    BAG_OPTIONS,
+    check_bag_option,
+    kind_of,
+    parse_object,
+    read_device,
+    read_flag,
+    read_id,
+)
 
 MAX_RANK = 8
 CACHED_BYTES = 8192
@@ -29,15 +37,10 @@ _VECTORS: Final = ("FP32", "FP16", "BF16")
 
 
 class RequestedOutput(NamedTuple):
-    """How an output is sent.
-
-    Attributes:
-        binary: whether as binary data.
-        datatype: of vectors; None: that of the request.
-    """
+    """How an output is sent."""
 
     binary: bool
-    datatype: str | None
+    datatype: str | None  # of vectors; None: that of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,8 @@ class InputTensor:
     """An input as described by the header. *Immutable.*
 
     Attributes:
-        name, dtype, shape: as in the request.
         count: product of the shape.
-        start: begin of its bytes in the binary part; -1 if `data` holds its values.
+        start: start of its bytes in the binary part; -1 if `data` has its values.
         data: its values as a flat list, not yet checked.
     """
 
@@ -74,7 +76,7 @@ class InferenceHeader:
         numkeys: position of NUMKEYS among the inputs if KEYS is among them, too; else None.
         device_id: the requested device; None for any.
         bag_options: parameters of bags: `combiner` and the like, or `<table>.combiner`.
-        bags: whether there are any, or inputs named like offsets or weights: unless tables have these names, keys are in bags.
+        bags: whether keys are in bags, unless tables have the names of offsets or weights.
     """
 
     request_id: str | None
@@ -91,33 +93,33 @@ class InferenceHeader:
     bags: bool
 
     def vectors(self, name: str) -> tuple[bool, str] | None:
-        """Return whether this vector output is sent as binary data, and its datatype; None if it is not requested.
+        """Return whether a vector output is sent as binary data, and its datatype; None if it is not requested.
 
         Raises:
             InvalidDtypeError: it is BF16, and not binary.
         """
-        one = RequestedOutput(self.binary, None) if self.requested is None else self.requested.get(name)
-        if one is None:
+        output = RequestedOutput(self.binary, None) if self.requested is None else self.requested.get(name)
+        if output is None:
             return None
-        datatype = one.datatype or self.datatype
-        if datatype == "BF16" and not one.binary:
+        datatype = output.datatype or self.datatype
+        if datatype == "BF16" and not output.binary:
             expected = "expected binary data, or FP16 or FP32, which JSON can have"
             raise InvalidDtypeError(f"reading 'outputs': got datatype 'BF16' for {name[:120]!r} as JSON, {expected}")
-        return one.binary, datatype
+        return output.binary, datatype
 
     def mask(self, name: str) -> bool | None:
-        """Return whether this found-mask is sent as binary data; None if it is not requested.
+        """Return whether a found-mask is sent as binary data; None if it is not requested.
 
         Raises:
-            InvalidDtypeError: a datatype of vectors is asked for it.
+            InvalidDtypeError: the request has a datatype of vectors for it.
         """
-        one = None if self.requested is None else self.requested.get(name)
-        if one is None:
+        output = None if self.requested is None else self.requested.get(name)
+        if output is None:
             return self.binary if self.found else None
-        if one.datatype is not None:
-            got = f"got datatype {one.datatype!r} for the found-mask {name[:120]!r}"
+        if output.datatype is not None:
+            got = f"got datatype {output.datatype!r} for the found-mask {name[:120]!r}"
             raise InvalidDtypeError(f"reading 'outputs': {got}, expected none: it is BOOL")
-        return one.binary
+        return output.binary
 
 
 def read_header(text: bytes) -> InferenceHeader:
@@ -127,13 +129,11 @@ def read_header(text: bytes) -> InferenceHeader:
         InvalidInputError, InvalidDtypeError: it is invalid; the message says where, and what was expected.
     """
     request = parse_object(text)
-    request_id = request.get("id")
-    if request_id is not None and type(request_id) is not str:
-        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    request_id = read_id(request)
     parameters = read_parameters(request, "reading the request")
-    binary = "binary_data_output" in parameters and _flag(parameters, "binary_data_output", "reading 'parameters'")
-    found = "found" in parameters and _flag(parameters, "found", "reading 'parameters'")
-    report = "report" in parameters and _flag(parameters, "report", "reading 'parameters'")
+    binary = "binary_data_output" in parameters and read_flag(parameters, "binary_data_output", "reading 'parameters'")
+    found = "found" in parameters and read_flag(parameters, "found", "reading 'parameters'")
+    report = "report" in parameters and read_flag(parameters, "report", "reading 'parameters'")
     inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = read_outputs(outputs, binary) if (outputs := request.get("outputs")) is not None else None
@@ -182,19 +182,19 @@ def read_inputs(
         raise InvalidInputError("reading the request: 'inputs' is missing or empty, expected a list of tensors")
     inputs: dict[str, InputTensor] = {}
     binary_size = 0
-    for one in given:
-        name = one.get("name") if type(one) is dict else None
+    for tensor in given:
+        name = tensor.get("name") if type(tensor) is dict else None
         if type(name) is not str:
             raise InvalidInputError(f"reading inputs[{len(inputs)}]: expected an object whose 'name' is a string")
         if name in inputs:
             raise InvalidInputError(f"{reading_input(name)}: it is given twice; name each input once")
         weights = name == "WEIGHTS" or name.endswith(".weights")
         expected = datatypes if datatypes is not None else _FLOATS if name in floats else _ANY if weights else _INTEGERS
-        dtype, shape = _dtype(name, one.get("datatype"), expected), _shape(name, one.get("shape"))
+        dtype, shape = _dtype(name, tensor.get("datatype"), expected), _shape(name, tensor.get("shape"))
         count = prod(shape)
-        size = _binary_size(name, one)
+        size = _binary_size(name, tensor)
         if size is None:
-            inputs[name] = InputTensor(name, dtype, shape, count, -1, _flat(name, one.get("data"), shape))
+            inputs[name] = InputTensor(name, dtype, shape, count, -1, _flat(name, tensor.get("data"), shape))
             continue
         if size != count * dtype.itemsize:
             raise InvalidInputError(
@@ -282,7 +282,7 @@ def _bag_options(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_outputs(outputs: Any, binary: bool) -> dict[str, RequestedOutput] | None:
-    """Read the outputs that a request names; None if it names none: then it gets all.
+    """Read the outputs that a request names; None if it names none and so gets all.
 
     Raises:
         InvalidInputError, InvalidDtypeError: they are invalid.
@@ -304,7 +304,9 @@ def read_outputs(outputs: Any, binary: bool) -> dict[str, RequestedOutput] | Non
         parameters = read_parameters(output, what)
         if unsupported := {"classification", "shared_memory_region"} & parameters.keys():
             raise InvalidInputError(f"{what}: the parameter {min(unsupported)!r} is not supported")
-        requested[name] = RequestedOutput(_flag(parameters, "binary_data", what, default=binary), _datatype(parameters, what))
+        requested[name] = RequestedOutput(
+            read_flag(parameters, "binary_data", what, default=binary), _datatype(parameters, what)
+        )
     return requested
 
 
@@ -312,7 +314,7 @@ def read_parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
     """Read the parameters of a request or tensor.
 
     Raises:
-        InvalidInputError: they are no object.
+        InvalidInputError: they are not an object.
     """
     parameters = given.get("parameters")
     if parameters is None:
@@ -320,10 +322,3 @@ def read_parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
     if type(parameters) is not dict:
         raise InvalidInputError(f"{what}: 'parameters' is {kind_of(parameters)}, expected an object")
     return parameters
-
-
-def _flag(parameters: dict[str, Any], name: str, what: str, *, default: bool = False) -> bool:
-    value = parameters.get(name, default)
-    if type(value) is not bool:
-        raise InvalidInputError(f"{what}: {name!r} is {kind_of(value)}, expected true or false")
-    return value

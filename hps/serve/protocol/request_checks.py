@@ -1,4 +1,4 @@
-"""Checks shared by both kinds of request: strict JSON values, the tables of the model, the limits on keys."""
+"""Checks of requests: strict JSON values, the tables of the model, the limits on keys."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +37,10 @@ def parse_object(text: bytes | bytearray) -> dict[str, Any]:
     for member in value.values():
         if type(member) is dict:
             members += len(member)
+    # The parser keeps the last of two members with one name. Counting colons finds repeated names at little cost: if there are
+    # more than members, a name is repeated or a string has a colon, and the slow parser of the standard library decides.
     colons = text.count(b":")
-    if colons != members and colons != _count_members(value):  # the parser keeps the last of a name; or a string has a colon
+    if colons != members and colons != _count_members(value):
         try:
             json.loads(text, object_pairs_hook=_members_named_once)
         except RecursionError as error:
@@ -48,13 +50,13 @@ def parse_object(text: bytes | bytearray) -> dict[str, Any]:
 
 def _count_members(value: Any) -> int:
     """Count the members of an object and its nested objects, as deep as requests go."""
-    members, left = 0, [value]
-    while left:
-        if type(value := left.pop()) is dict:
+    members, pending = 0, [value]
+    while pending:
+        if type(value := pending.pop()) is dict:
             members += len(value)
-            left += value.values()
+            pending += value.values()
         elif type(value) is list and value and type(value[0]) is dict and {dict}.issuperset(map(type, value)):
-            left += value
+            pending += value
     return members
 
 
@@ -90,7 +92,7 @@ def int64_array(values: Any, what: str) -> KeyArray:
 
 
 def float32_array(values: Any, what: str, width: int = 0) -> FloatArray:
-    """Convert a JSON list of numbers, of rows of a `width` if that is given, to float32, rounded to nearest; as `int64_array`.
+    """Convert a JSON list of numbers to float32, rounded to nearest; as `int64_array`. width: of rows, for errors.
 
     Raises:
         InvalidDtypeError: it is not a list, or an element is not a number.
@@ -126,7 +128,7 @@ def flattened(lists: Any, what: str, each: str) -> tuple[list[Any], KeyArray]:
     """Flatten a JSON list of lists. Returns the elements, and the offsets of the lists, including the end.
 
     Raises:
-        InvalidDtypeError: it is something else, expected a list of lists, `each`.
+        InvalidDtypeError: it is not a list of lists. each: description of the lists.
     """
     if type(lists) is not list or not {list}.issuperset(map(type, lists)):
         got = "a list of other things" if type(lists) is list else kind_of(lists)
@@ -152,6 +154,31 @@ def check_bag_option(option: str, value: Any, what: str) -> None:
     raise InvalidInputError(f"{what} is {kind_of(value)}, expected {expected}")
 
 
+def read_flag(members: Mapping[str, Any], name: str, what: str, *, default: bool = False) -> bool:
+    """Read a boolean member. Raises InvalidInputError if it is something else."""
+    value = members.get(name, default)
+    if type(value) is not bool:
+        raise InvalidInputError(f"{what}: {name!r} is {kind_of(value)}, expected true or false")
+    return value
+
+
+def read_id(request: Mapping[str, Any]) -> str | None:
+    """Read the id of a request, if it has one. Raises InvalidInputError if it is not a string."""
+    request_id = request.get("id")
+    if request_id is not None and type(request_id) is not str:
+        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    return request_id
+
+
+def check_total(total: int, max_keys: int, what: str = "keys") -> None:
+    """Raise TooManyKeysError if all tables together have more keys (or bags) than the service allows."""
+    if total > max_keys:
+        raise TooManyKeysError(
+            f"reading the request: got {total} {what}, expected at most {max_keys} (service.max_keys_per_request); "
+            "send fewer at once"
+        )
+
+
 def kind_of(value: Any) -> str:
     """Describe a JSON value in an error: its kind and, for a number, the value."""
     kind = _KINDS.get(type(value), "an integer")
@@ -173,15 +200,14 @@ def read_device(value: Any, what: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedNetwork:
-    """What a front knows of a network. *Immutable*; equal only to itself.
+    """A network as published to frontends. *Immutable*; equal only to itself.
 
     Attributes:
         model: its name.
-        signature: what it needs of a request.
-        max_samples: of a request.
+        max_samples: limit of a request.
         tables: names of the tables.
-        features_by_name: what requests give.
-        lookup_inputs: what inputs of lookups are called.
+        features_by_name: features that requests have.
+        lookup_inputs: names of the inputs of lookups.
     """
 
     model: str
@@ -285,9 +311,5 @@ def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int, what: s
             )
         total += count
         floats += count * table.dim
-    if total > max_keys:
-        raise TooManyKeysError(
-            f"reading the request: got {total} {what}, expected at most {max_keys} (service.max_keys_per_request); "
-            "send fewer at once"
-        )
+    check_total(total, max_keys, what)
     return floats

@@ -25,10 +25,7 @@ def decode_rows(
     """Decode the rows of a write.
 
     Args:
-        body: JSON; or a JSON part, then binary data.
         header_length: bytes of the JSON part; None if the body is only JSON.
-        table: the written table.
-        max_rows: limit per request.
 
     Returns:
         The keys (n,) int64 and vectors (n, dim) float32, aligned copies. Binary vectors may hold any float32.
@@ -63,11 +60,7 @@ def decode_keys(body: bytes | bytearray, header_length: int | None, max_rows: in
 
 
 def check_finite(keys: KeyArray, vectors: FloatArray) -> None:
-    """Refuse vectors with NaN or infinities.
-
-    Raises:
-        InvalidInputError: names the first such row.
-    """
+    """Raise InvalidInputError if a vector has NaN or an infinity."""
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
         row = int(np.argmin(finite))
@@ -108,7 +101,7 @@ def _json_vectors(values: Any, count: int, table: TableSpec) -> FloatArray:
 
 
 def _read_header(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
-    """Read the inputs of a JSON part; all are binary. Returns them, and the bytes of binary data."""
+    """Read the inputs of a JSON part, which must be binary. Return them, and the bytes of binary data."""
     inputs, size = read_inputs(parse_object(text).get("inputs"), floats={"VECTORS"})
     if tuple(sorted(inputs)) != names:
         raise InvalidInputError(f"reading 'inputs': got {str(list(inputs))[:200]}, expected {' and '.join(names)}")

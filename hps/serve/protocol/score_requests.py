@@ -6,8 +6,8 @@ and have `<input>.offsets` INT64 [samples + 1] and perhaps `<input>.weights` FP3
 in microseconds, is how long the scores are of use. With the parameter `vectors: true` a request is a lookup
 (`open_inference.py`), as it is if its inputs are named like those of a lookup, and not all like the network's.
 
-Where a network has free sizes or guards, what can be told of the shapes is checked with the JSON part: requests that are
-refused for it reach no queue. Of others the owner checks the shapes.
+If a network has free sizes or guards, shapes are checked with the JSON part as far as possible, so that invalid requests
+reach no queue. The engine checks the shapes of other networks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,14 @@ from hps.serve.protocol.open_inference_header import (
 )
 from hps.serve.protocol.request_checks import (
     PublishedNetwork,
+    check_total,
     float32_array,
     float64_array,
     int64_array,
     kind_of,
     parse_object,
     read_device,
+    read_id,
 )
 from hps.serve.protocol.schemas import Datatype
 
@@ -62,9 +64,9 @@ class ScoreHeader:
 
     Attributes:
         samples: number of samples.
-        sizes: named sizes, of which shapes of outputs may be.
-        keys: number of keys of all lookups that the inputs have.
-        outputs: those that the answer has, and whether they are binary.
+        sizes: named sizes, which shapes of outputs may use.
+        keys: number of keys of all lookups.
+        outputs: outputs in the answer, and whether they are binary.
         timeout_us: 0: none.
     """
 
@@ -93,7 +95,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
     request = parse_object(text)
     parameters = read_parameters(request, "reading the request")
     given = request.get("inputs")
-    names: list[Any] = [one.get("name") for one in given if type(one) is dict] if type(given) is list else [None]
+    names: list[Any] = [tensor.get("name") for tensor in given if type(tensor) is dict] if type(given) is list else [None]
     if parameters.get("vectors") is True or not all(type(name) is str for name in names):
         return None
     known = {name for feature in network.features_by_name for name in (feature, feature + OFFSETS, feature + WEIGHTS)}
@@ -102,9 +104,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
             return None
         hint = '; vectors of tables are asked with the parameter "vectors": true'
         refuse_unknown(f"scoring with model {network.model!r}", names, network.signature.features, hint)
-    request_id = request.get("id")
-    if request_id is not None and type(request_id) is not str:
-        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    request_id = read_id(request)
     inputs, binary_size = read_inputs(request.get("inputs"), datatypes=DATATYPES)
     binary = parameters.get("binary_data_output") is True
     requested = read_outputs(request.get("outputs"), binary)
@@ -116,7 +116,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
         for output in network.outputs
         if requested is None or output.name in requested
     )
-    if "datatype" in parameters or any(one.datatype for one in (requested or {}).values()):
+    if "datatype" in parameters or any(output.datatype for output in (requested or {}).values()):
         expected = 'expected none: scores have those of the network; vectors are asked with "vectors": true'
         raise InvalidInputError(f"reading the request: got the parameter 'datatype', {expected}")
     timeout = parameters.get("timeout", 0)
@@ -125,7 +125,7 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
             f"reading 'parameters': 'timeout' is {kind_of(timeout)}, expected microseconds, at most an hour"
         )
     device = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
-    shapes = {name: one.shape for name, one in inputs.items()}
+    shapes = {name: tensor.shape for name, tensor in inputs.items()}
     keys = count_keys(shapes, network)
     sizes: Mapping[str, int] = {}
     if network.signature.is_sized:
@@ -137,13 +137,13 @@ def score_header(text: bytes, network: PublishedNetwork) -> ScoreHeader | None:
 
 
 def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
-    """Return the number of samples that an input has, which the owner compares with the others."""
+    """Return the number of samples of an input. The engine compares it with the others."""
     rows = []
-    for name, one in network.features_by_name.items():
-        if name not in shapes or one.first != -1:
+    for name, feature in network.features_by_name.items():
+        if name not in shapes or feature.first != -1:
             continue
         count = shapes[name + OFFSETS][0] - 1 if name + OFFSETS in shapes else shapes[name][0]
-        if not one.per_request:
+        if not feature.per_request:
             rows = [count]
             break
         rows.append(count)
@@ -156,19 +156,19 @@ def _samples(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> 
 
 
 def _read_shapes(inputs: Mapping[str, InputTensor], network: PublishedNetwork) -> ScoreInputs:
-    """Check all that does not depend on values."""
+    """Check shapes without values."""
     blank = {}
-    for name, one in inputs.items():
-        dtype = np.dtype(np.int64) if _is_widened(one, network) else one.dtype
+    for name, tensor in inputs.items():
+        dtype = np.dtype(np.int64) if _is_widened(tensor, network) else tensor.dtype
         try:
-            blank[name] = np.ndarray(one.shape, dtype, _BLANK, 0, (0,) * len(one.shape))
+            blank[name] = np.ndarray(tensor.shape, dtype, _BLANK, 0, (0,) * len(tensor.shape))
         except (ValueError, OverflowError) as error:
-            raise TooManyKeysError(f"{reading_input(name)}: got shape {one.shape}, which is too large") from error
+            raise TooManyKeysError(f"{reading_input(name)}: got shape {tensor.shape}, which is too large") from error
     return read_request(network.signature, blank, network.max_samples, network.model, blank=True)
 
 
 def count_keys(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -> int:
-    """Return the number of keys of all lookups that inputs of these shapes have."""
+    """Return the number of keys of all lookups with inputs of these shapes."""
     features, found = network.signature.features, 0
     for place, column in network.signature.counted:
         if (shape := shapes.get(features[place].name)) is not None:
@@ -176,12 +176,12 @@ def count_keys(shapes: Mapping[str, Sequence[int]], network: PublishedNetwork) -
     return found
 
 
-def _is_widened(one: InputTensor, network: PublishedNetwork) -> bool:
-    """Return whether it has 32 bits where 64 are wanted: keys, offsets of bags, or a feature."""
-    if one.dtype != np.int32:
+def _is_widened(tensor: InputTensor, network: PublishedNetwork) -> bool:
+    """Return True if an input of 32 bits is used as 64: keys, offsets of bags, or a feature."""
+    if tensor.dtype != np.int32:
         return False
-    feature = network.features_by_name.get(one.name)
-    return one.name.endswith(OFFSETS) if feature is None else feature.is_lookup or feature.dtype == "int64"
+    feature = network.features_by_name.get(tensor.name)
+    return tensor.name.endswith(OFFSETS) if feature is None else feature.is_lookup or feature.dtype == "int64"
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +221,7 @@ def decode_scores(
         raise InvalidInputError(
             f"reading the request: got {len(body) - start} bytes of binary data, expected {header.binary_size}"
         )
-    check_keys(header.keys, max_keys)
+    check_total(header.keys, max_keys)
     arrays = {}
     for name, tensor in header.inputs.items():
         values = _values(tensor, body, start)
@@ -229,21 +229,10 @@ def decode_scores(
     return ScoreBody(header, arrays)
 
 
-def is_taken_as_sent(header: ScoreHeader, network: PublishedNetwork) -> bool:
-    """Return whether the network takes all values as they are sent."""
+def needs_no_conversion(header: ScoreHeader, network: PublishedNetwork) -> bool:
+    """Return True if the network takes all values as they are sent."""
     features = network.features_by_name
-    return not any(name not in features or _is_widened(one, network) for name, one in header.inputs.items())
-
-
-def check_keys(keys: int, max_keys: int) -> None:
-    """Check the limit on the keys of a request.
-
-    Raises:
-        TooManyKeysError: there are more.
-    """
-    if keys > max_keys:
-        expected = f"expected at most {max_keys} (service.max_keys_per_request); send fewer at once"
-        raise TooManyKeysError(f"reading the request: got {keys} keys, {expected}")
+    return not any(name not in features or _is_widened(tensor, network) for name, tensor in header.inputs.items())
 
 
 def _values(tensor: InputTensor, body: bytes | bytearray, start: int) -> npt.NDArray[Any]:
@@ -261,7 +250,7 @@ def json_values(data: Any, dtype: "np.dtype[Any]", what: str, count: int = -1) -
         count: expected number of values; -1: any.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: it is no list of values that the dtype has.
+        InvalidInputError, InvalidDtypeError: it is not a list of values of the dtype.
     """
     if dtype.kind == "b":
         if type(data) is not list or not {bool}.issuperset(map(type, data)):
@@ -286,7 +275,7 @@ def json_values(data: Any, dtype: "np.dtype[Any]", what: str, count: int = -1) -
 
 
 class DescribedTensor(NamedTuple):
-    """A tensor of a request or an answer, as clients are told of it; -1 is a free size.
+    """A tensor of a request or an answer as described to clients; -1 is a free size.
 
     Attributes:
         shape: of a sample; of a tensor that does not begin with the samples, its own.
@@ -323,9 +312,9 @@ def described(features: Sequence[Feature], outputs: Sequence[Output]) -> tuple[l
     return inputs, [_described_output(output) for output in outputs]
 
 
-def _described_output(one: Output) -> DescribedTensor:
-    shape = tuple(-1 if isinstance(size, str) else size for size in one.shape)
-    return DescribedTensor(one.name, _NAMES[one.dtype], shape or (1,))
+def _described_output(output: Output) -> DescribedTensor:
+    shape = tuple(-1 if isinstance(size, str) else size for size in output.shape)
+    return DescribedTensor(output.name, _NAMES[output.dtype], shape or (1,))
 
 
 def answer_text(header: ScoreHeader, model: str, version: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,13 +327,13 @@ def answer_text(header: ScoreHeader, model: str, version: str, data: Mapping[str
     if header.request_id is not None:
         members["id"] = header.request_id
     outputs = []
-    for one, binary in header.outputs:
-        shape = header.shape_of(one)
-        tensor: dict[str, Any] = {"name": one.name, "datatype": _NAMES[one.dtype], "shape": shape}
+    for output, binary in header.outputs:
+        shape = header.shape_of(output)
+        tensor: dict[str, Any] = {"name": output.name, "datatype": _NAMES[output.dtype], "shape": shape}
         if binary:
-            tensor["parameters"] = {"binary_data_size": prod(shape) * np.dtype(one.dtype).itemsize}
+            tensor["parameters"] = {"binary_data_size": prod(shape) * np.dtype(output.dtype).itemsize}
         else:
-            tensor["data"] = data[one.name].reshape(-1)
+            tensor["data"] = data[output.name].reshape(-1)
         outputs.append(tensor)
     return {**members, "outputs": outputs}
 
@@ -355,6 +344,6 @@ def text_of(content: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):  # a dtype that orjson does not know, or memory that is not contiguous
+    if isinstance(value, np.ndarray):  # orjson knows no such dtype, or needs contiguous memory
         return np.ascontiguousarray(value, np.float64 if value.dtype.kind == "f" else value.dtype)
     raise HPSError(f"writing an answer: got {type(value).__name__}")

@@ -1,10 +1,10 @@
-"""Requests for scores as JSON rows, for curl: one object has what all samples share, a list what each has of its own.
+"""Requests for scores as JSON rows, for curl: an object with the inputs that all samples share, and a list of the others.
 
     {"user": {"history": [1, 2, 3], "age": 31}, "items": [{"id": 7}, {"id": 9}]}
 
 Inputs of one parameter of a module have names such as `batch.id`, and may be nested: `{"batch": {"id": 7}}`. An input of bags,
-whose offsets are another input, is a list of any length for each sample, and its offsets are left out. Where the offsets are
-given, all of the bags is in `user`, as the network takes it; so is any other input that does not begin with the samples.
+whose offsets are another input, is a list of any length for each sample, without the offsets. If the request has the offsets,
+the bags are in `user` as the network takes them; so is any other input whose first dimension is not the samples.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,16 @@ from hps.errors import InvalidInputError, TooManyKeysError
 from hps.ground.sizes import SizeExpression
 from hps.scoring.features import OFFSETS, meant, read_request
 from hps.scoring.signature import Feature, Signature
-from hps.serve.protocol.request_checks import PublishedNetwork, flattened, int64_array, kind_of, parse_object, read_device
-from hps.serve.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, check_keys, count_keys, json_values
+from hps.serve.protocol.request_checks import (
+    PublishedNetwork,
+    check_total,
+    flattened,
+    int64_array,
+    kind_of,
+    parse_object,
+    read_device,
+)
+from hps.serve.protocol.score_requests import MOST_TIMEOUT_US, ScoreBody, ScoreHeader, count_keys, json_values
 
 _EXAMPLE: Final = '{"user": {"<input>": 1}, "items": [{"<input>": 7}, {"<input>": 9}]}'
 _LONGEST_EXAMPLE: Final = 2000
@@ -57,30 +65,30 @@ def decode_rows(body: bytes | bytearray, network: PublishedNetwork, max_keys: in
     arrays = _Rows(network.signature, user, items).arrays()
     samples = len(items)
     sizes: Mapping[str, int] = {}
-    if network.signature.is_sized:  # of others the owner checks the shapes
+    if network.signature.is_sized:  # the engine checks the shapes of other networks
         read = read_request(network.signature, arrays, network.max_samples, network.model)
         samples, sizes = read.samples, read.sizes
-    keys = count_keys({name: one.shape for name, one in arrays.items()}, network)
+    keys = count_keys({name: array.shape for name, array in arrays.items()}, network)
     outputs = tuple((output, False) for output in network.outputs)
     header = ScoreHeader(None, {}, 0, samples, sizes, keys, outputs, timeout, device)
-    check_keys(header.keys, max_keys)
+    check_total(header.keys, max_keys)
     return ScoreBody(header, arrays, rows=True)
 
 
 def _named(given: Mapping[str, Any], network: PublishedNetwork, where: str) -> Mapping[str, Any]:
-    """Return the inputs that are given by their names: `{"x": {"id": 7}}` and `{"x": [7]}` give `x.id` and `x.0`."""
+    """Return the inputs by name: `{"x": {"id": 7}}` and `{"x": [7]}` are `x.id` and `x.0`."""
     names = network.features_by_name
     if given.keys() <= names.keys():
         return given
     found: dict[str, Any] = {}
     for key, value in given.items():
-        for name, one in _leaves(key, value, names, _prefixes(network)):
+        for name, leaf in _leaves(key, value, names, _prefixes(network)):
             if name not in names:
                 expected = f"expected some of {', '.join(sorted(names))}{meant(name, names)}"
                 raise InvalidInputError(f"reading {where}: got {name[:120]!r}, {expected}")
             if name in found:
                 raise InvalidInputError(f"reading {where}: {name[:120]!r} is given twice, expected it once")
-            found[name] = one
+            found[name] = leaf
     return found
 
 
@@ -88,13 +96,13 @@ def _leaves(name: str, value: Any, names: Mapping[str, Feature], prefixes: froze
     if name in names or name not in prefixes or type(value) not in (dict, list):
         yield name, value
         return
-    for key, one in value.items() if type(value) is dict else enumerate(value):
-        yield from _leaves(f"{name}.{key}", one, names, prefixes)
+    for key, member in value.items() if type(value) is dict else enumerate(value):
+        yield from _leaves(f"{name}.{key}", member, names, prefixes)
 
 
 @lru_cache(16)
 def _prefixes(network: PublishedNetwork) -> frozenset[str]:
-    """Return what nested values may be called: of the input `x.y.0`, `x` and `x.y`."""
+    """Return the names of nested values: of the input `x.y.0`, `x` and `x.y`."""
     parts = [name.split(".") for name in network.features_by_name]
     return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part)))
 
@@ -103,7 +111,7 @@ class _Rows:
     """The inputs of one request. *One request.*
 
     Args:
-        user, items: by name of the input, what all samples share, and what each has.
+        user, items: inputs by name, of all samples and of each.
     """
 
     def __init__(self, signature: Signature, user: Mapping[str, Any], items: list[Mapping[str, Any]]) -> None:
@@ -116,90 +124,90 @@ class _Rows:
             return
         offsets = [feature for feature in self._features if feature.offsets_of >= 0]
         given = [offset for offset in offsets if offset.name in user or bag_ends(offset, len(items)) is None]
-        whole = {self._features[one.offsets_of].first for one in given}
-        self._bags = {self._features[offset.offsets_of].first for offset in offsets} - whole
+        unsplit = {self._features[offset.offsets_of].first for offset in given}
+        self._bags = {self._features[offset.offsets_of].first for offset in offsets} - unsplit
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Make the arrays of all inputs."""
         found: dict[str, npt.NDArray[Any]] = {}
-        later: list[Feature] = []
+        offsets: list[Feature] = []  # known once their bags are read
         for feature in self._features:
             if feature.index:
                 continue
             if feature.first == -1 and feature.offsets_of < 0:
                 _add_rows(found, feature, self._rows(feature))
             elif feature.offsets_of >= 0 and self._features[feature.offsets_of].first in self._bags:
-                later.append(feature)
+                offsets.append(feature)
             elif feature.first in self._bags:
                 found[feature.name] = self._bagged(feature)
             else:
-                found[feature.name] = self._whole(feature)
-        for one in later:
-            ends = self._ends[self._features[one.offsets_of].first]
-            self._refuse_in_items(one, "none: its bags are lists, which say it")
-            kept = ends[: bag_ends(one, len(self._items))]
-            found[one.name] = kept.astype(one.dtype)
+                found[feature.name] = self._unsplit(feature)
+        for offset in offsets:
+            ends = self._ends[self._features[offset.offsets_of].first]
+            self._refuse_in_items(offset, "none: its bags are lists, whose lengths give them")
+            kept = ends[: bag_ends(offset, len(self._items))]
+            found[offset.name] = kept.astype(offset.dtype)
         return found
 
-    def _rows(self, one: Feature) -> list[Any]:
-        """Return the value of each sample; of what is given once, one value."""
-        if one.name in self._user:
-            self._refuse_in_items(one, "it once", ", which 'user' has, too")
-            return [self._user[one.name]] * (1 if one.per_request else len(self._items))
-        values = [item[one.name] for item in self._items if one.name in item]
+    def _rows(self, feature: Feature) -> list[Any]:
+        """Return the value of each sample, or the only value of an input per request."""
+        if feature.name in self._user:
+            self._refuse_in_items(feature, "it once", ", which 'user' has, too")
+            return [self._user[feature.name]] * (1 if feature.per_request else len(self._items))
+        values = [item[feature.name] for item in self._items if feature.name in item]
         if len(values) != len(self._items):
-            first = next(place for place, item in enumerate(self._items) if one.name not in item)
-            raise InvalidInputError(f"reading items[{first}]: {one.name!r} is missing, and 'user' has none")
+            first = next(place for place, item in enumerate(self._items) if feature.name not in item)
+            raise InvalidInputError(f"reading items[{first}]: {feature.name!r} is missing, and 'user' has none")
         return values
 
-    def _bagged(self, one: Feature) -> npt.NDArray[Any]:
-        """Put the bags of all samples together; inputs of one size must have the same."""
-        values, ends = flattened(_lists(self._rows(one)), f"reading {one.name!r}", "one for each sample")
-        known = self._ends.setdefault(one.first, ends)
+    def _bagged(self, feature: Feature) -> npt.NDArray[Any]:
+        """Concatenate the bags of all samples. Inputs that share a size must have bags of the same lengths."""
+        values, ends = flattened(_lists(self._rows(feature)), f"reading {feature.name!r}", "one for each sample")
+        known = self._ends.setdefault(feature.first, ends)
         if not np.array_equal(known, ends):
-            of = next(other.name for other in self._features if other.first == one.first)
-            raise InvalidInputError(f"reading {one.name!r}: got lists of other lengths than those of {of!r}")
-        return _array(one, values)
+            first = next(known.name for known in self._features if known.first == feature.first)
+            raise InvalidInputError(f"reading {feature.name!r}: got lists of other lengths than those of {first!r}")
+        return _array(feature, values)
 
-    def _whole(self, one: Feature) -> npt.NDArray[Any]:
-        """Return an input that does not begin with the samples."""
-        self._refuse_in_items(one, "all of it in 'user'")
-        if one.name not in self._user:
-            raise InvalidInputError(f"reading 'user': {one.name!r} is missing")
-        if type(value := self._user[one.name]) is not list:
-            raise InvalidInputError(f"reading {one.name!r}: got {kind_of(value)}, expected a list")
-        return _array(one, value)
+    def _unsplit(self, feature: Feature) -> npt.NDArray[Any]:
+        """Return an input whose first dimension is not the samples."""
+        self._refuse_in_items(feature, "all of it in 'user'")
+        if feature.name not in self._user:
+            raise InvalidInputError(f"reading 'user': {feature.name!r} is missing")
+        if type(value := self._user[feature.name]) is not list:
+            raise InvalidInputError(f"reading {feature.name!r}: got {kind_of(value)}, expected a list")
+        return _array(feature, value)
 
-    def _refuse_in_items(self, one: Feature, expected: str, why: str = "") -> None:
-        if any(one.name in item for item in self._items):
-            raise InvalidInputError(f"reading items: got {one.name!r}{why}; expected {expected}")
+    def _refuse_in_items(self, feature: Feature, expected: str, why: str = "") -> None:
+        if any(feature.name in item for item in self._items):
+            raise InvalidInputError(f"reading items: got {feature.name!r}{why}; expected {expected}")
 
 
-def bag_ends(one: Feature, samples: int) -> int | None:
-    """Return how many offsets there are of one bag a sample; None if there are as many bags as only the client knows."""
-    if one.first in (-1, SAMPLES):
+def bag_ends(feature: Feature, samples: int) -> int | None:
+    """Return the number of offsets with one bag per sample; None if only the client knows the number of bags."""
+    if feature.first in (-1, SAMPLES):
         return samples
-    first = SizeExpression(str(one.first))
+    first = SizeExpression(str(feature.first))
     return samples + 1 if first.names == (SAMPLES,) and first.value({SAMPLES: samples}) == samples + 1 else None
 
 
-def _add_rows(arrays: dict[str, npt.NDArray[Any]], one: Feature, values: list[Any]) -> None:
-    if one.bags:
-        what = f"reading {one.name!r}"
+def _add_rows(arrays: dict[str, npt.NDArray[Any]], feature: Feature, values: list[Any]) -> None:
+    if feature.bags:
+        what = f"reading {feature.name!r}"
         flat, offsets = flattened(_lists(values), what, "a list of keys for each sample")
-        arrays[one.name], arrays[one.name + OFFSETS] = int64_array(flat, what), offsets
+        arrays[feature.name], arrays[feature.name + OFFSETS] = int64_array(flat, what), offsets
         return
-    arrays[one.name] = _array(one, values)
+    arrays[feature.name] = _array(feature, values)
 
 
-def _array(one: Feature, values: list[Any]) -> npt.NDArray[Any]:
+def _array(feature: Feature, values: list[Any]) -> npt.NDArray[Any]:
     """Make an array of a list of rows."""
-    what = f"reading {one.name!r}"
-    rows, each = len(values), "for each sample" if one.first == -1 else "in a list"
-    shape: tuple[int | str, ...] = one.shape
-    dtype = np.dtype(np.int64 if one.is_lookup else one.dtype)
-    if one.is_lookup:
-        shape = () if one.hotness is None else (one.hotness,)
+    what = f"reading {feature.name!r}"
+    rows, each = len(values), "for each sample" if feature.first == -1 else "in a list"
+    shape: tuple[int | str, ...] = feature.shape
+    dtype = np.dtype(np.int64 if feature.is_lookup else feature.dtype)
+    if feature.is_lookup:
+        shape = () if feature.hotness is None else (feature.hotness,)
     if shape == (1,):
         values = _lists(values)
     widths: list[int] = []
@@ -234,8 +242,8 @@ def example_of(signature: Signature) -> str:
     items: list[dict[str, Any]] = [{} for _ in range(samples)]
     features = signature.features
     offsets = [feature for feature in features if feature.offsets_of >= 0]
-    whole = {features[offset.offsets_of].first for offset in offsets if bag_ends(offset, samples) is None}
-    bags = {features[offset.offsets_of].first for offset in offsets} - whole
+    unsplit = {features[offset.offsets_of].first for offset in offsets if bag_ends(offset, samples) is None}
+    bags = {features[offset.offsets_of].first for offset in offsets} - unsplit
     values = signature.zeros(samples)
     for feature in features:
         name, zeros = feature.name, values[feature.name]
@@ -257,5 +265,6 @@ def example_of(signature: Signature) -> str:
     return text if len(text) <= _LONGEST_EXAMPLE else ""
 
 
-def _value(one: Feature, values: npt.NDArray[Any]) -> Any:
-    return values.tolist() if not one.is_lookup or one.hotness is not None or one.bags else values.reshape(-1)[0].item()
+def _value(feature: Feature, values: npt.NDArray[Any]) -> Any:
+    is_list = not feature.is_lookup or feature.hotness is not None or feature.bags
+    return values.tolist() if is_list else values.reshape(-1)[0].item()

@@ -29,13 +29,7 @@ _OURS = ("hps", "")
 def triton_config(
     model: ModelConfig, network: tuple[Sequence[DescribedTensor], Sequence[DescribedTensor]] | None, *, on_cuda: bool
 ) -> dict[str, Any]:
-    """Describe a model to Triton's clients.
-
-    Args:
-        model: entry of `models`.
-        network: inputs and outputs of its network, if it has one.
-        on_cuda: whether it is served from GPUs.
-    """
+    """Describe a model to Triton's clients. network: its inputs and outputs, if it has a network."""
     entry = model.model_dump(exclude=_ELSEWHERE)
     group = {
         "name": f"{model.model}_0",
@@ -53,10 +47,10 @@ def triton_config(
     batching: dict[str, Any] = {}
     most = model.max_batch_size
     if network is not None and model.dense is not None:
-        if not all(one.sampled for one in network[0]):
+        if not all(tensor.sampled for tensor in network[0]):
             most = 0  # then Triton's clients read sizes as they are, without the samples in front
-        inputs = [_network_tensor(one, most) | ({"optional": True} if one.optional else {}) for one in network[0]]
-        outputs = [_network_tensor(one, most) for one in network[1]]
+        inputs = [_network_tensor(tensor, most) | ({"optional": True} if tensor.optional else {}) for tensor in network[0]]
+        outputs = [_network_tensor(tensor, most) for tensor in network[1]]
         if model.dense.dynamic_batching:
             batching = {"dynamic_batching": {"max_queue_delay_microseconds": model.dense.max_queue_delay_us}}
     return {
@@ -116,15 +110,15 @@ def tensors_of(model: ModelConfig, *, pooled: bool) -> tuple[list[dict[str, Any]
         _tensor(name, "TYPE_FP32", *([] if pooled else [-1]), dim)
         for name, dim in zip(model.embedding_table_names, model.embedding_vecsize_per_table, strict=True)
     ]
-    return [one | {"optional": True} for one in (*concatenated, *named)], [_tensor("OUTPUT0", "TYPE_FP32", -1), *outputs]
+    return [tensor | {"optional": True} for tensor in (*concatenated, *named)], [_tensor("OUTPUT0", "TYPE_FP32", -1), *outputs]
 
 
 def _tensor(name: str, datatype: str, *dims: int) -> dict[str, Any]:
     return {"name": name, "data_type": datatype, "dims": list(dims)}  # after the batch dimension
 
 
-def _network_tensor(one: DescribedTensor, most: int) -> dict[str, Any]:
-    return _tensor(one.name, f"TYPE_{one.datatype}", *(one.shape if most else one.full_shape))
+def _network_tensor(tensor: DescribedTensor, most: int) -> dict[str, Any]:
+    return _tensor(tensor.name, f"TYPE_{tensor.datatype}", *(tensor.shape if most else tensor.full_shape))
 
 
 def _text(value: Any) -> str:

@@ -173,6 +173,8 @@ class TableInPlace(HostTable):
         pins: dict[Pages, PinnedPages] = {}
         with table.writing("making versions of its stripes"):
             table.share()
+        # Pinning takes seconds for some GB, so most of it is done while writers continue. Only memory that they added meanwhile
+        # is pinned with the writer's lock held.
         try:
             _add(pins, table.memory, pinner, progress)
             with table.writing("pinning the memory"):

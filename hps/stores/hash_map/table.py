@@ -236,7 +236,7 @@ class HashMapTable:
                 "write fewer rows at once, or from fewer threads"
             )
         try:
-            self._show_growth()
+            self._show_growth()  # left by a write that an interrupt ended
             yield
         finally:
             try:

@@ -132,6 +132,7 @@ class TableUsers:
 
     def renew(self) -> None:
         """Renew the entries of all used tables. A table that is being dropped is lost; its next call reports that."""
+        # `_USE` does not add an entry of a table that is being dropped, so a late renewal cannot revive it.
         with self._renewing:
             self._nodes.run(
                 [Call(layout.slot, *self._script(_USE, layout, self._lease_ms)) for layout in list(self._used.values())]

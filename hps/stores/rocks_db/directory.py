@@ -207,6 +207,7 @@ def check_room(path: Path, size_bytes: int) -> None:
 
 
 def clear_staging(path: Path) -> None:
+    # On the file system of the database, since RocksDB moves a staged file into it instead of copying.
     staging = path / STAGING
     try:
         if staging.exists():

@@ -39,33 +39,21 @@ ALL_TABLES: Final = "all tables"  # no name of a table has a space
 
 @dataclass(frozen=True, slots=True)
 class SharingForecast:
-    """Predicted hit rate and rate of lookups of one table with one sharing. *Immutable.*
-
-    Attributes:
-        table: name, or `ALL_TABLES`: all tables of the version, weighted by their rates of keys.
-        devices: number of devices.
-        sharing: one of `SHARINGS`.
-        capacity_rows: rows of the cache that all devices form; of `replicate`, of each device's own.
-        size_bytes: memory of the caches on each device.
-        hit_rate: share of the keys that are in some cache.
-        local, neighbour, host: shares of the keys by where their rows are read.
-        keys_per_s: estimated keys per second of each device, when all are under load.
-        certain: whether enough recorded keys fit the smallest cache.
-    """
+    """Predicted hit rate and rate of lookups of one table with one sharing. *Immutable.*"""
 
     model: str
     version: str
-    table: str
+    table: str  # name, or `ALL_TABLES`: all tables of the version, weighted by their rates of keys
     devices: int
-    sharing: str
-    capacity_rows: int
-    size_bytes: int
-    hit_rate: float
-    local: float
-    neighbour: float
-    host: float
-    keys_per_s: float
-    certain: bool
+    sharing: str  # one of `SHARINGS`
+    capacity_rows: int  # rows of the common cache; for `replicate`, of each device's cache
+    size_bytes: int  # memory of the caches on each device
+    hit_rate: float  # share of the keys that are in some cache
+    local: float  # share of the keys whose rows are read in own memory
+    neighbour: float  # in the memory of another device
+    host: float  # in host memory
+    keys_per_s: float  # estimated keys per second of each device, when all are under load
+    certain: bool  # whether enough recorded keys fit the smallest cache
 
 
 def predict_reads(

@@ -19,45 +19,29 @@ CERTAIN_KEYS = 200
 
 @dataclass(frozen=True, slots=True)
 class TableForecast:
-    """Predicted hit rates of one table by cache size. *Immutable.*
-
-    Attributes:
-        rows: rows of the table.
-        alpha: exponent of the power law fitted to its keys.
-        recorded: whether the keys were recorded.
-        keys_per_s: recorded rate of keys; None without a recording.
-        certain_from: capacity in rows from which predictions are within 0.02.
-        curve: one prediction for each of `SHARES`.
-        configured: prediction for the configured size.
-    """
+    """Predicted hit rates of one table by cache size. *Immutable.*"""
 
     model: str
     version: str
     table: str
     rows: int
-    alpha: float
-    recorded: bool
-    keys_per_s: float | None
-    certain_from: int
-    curve: tuple[TablePrediction, ...]
-    configured: TablePrediction
+    alpha: float  # exponent of the power law fitted to its keys
+    recorded: bool  # whether the keys were recorded
+    keys_per_s: float | None  # recorded rate of keys; None without a recording
+    certain_from: int  # capacity in rows from which predictions are within 0.02
+    curve: tuple[TablePrediction, ...]  # one prediction for each of `SHARES`
+    configured: TablePrediction  # for the configured size
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A suggested `gpucacheper` for a goal or a budget. *Immutable.*
-
-    Attributes:
-        gpucacheper: value for the model's entry; None if no cache reaches the goal.
-        hit_rate: predicted for all tables, weighted by their rates of keys.
-        per_table: share of rows with which each table alone reaches the goal; empty for a budget.
-    """
+    """A suggested `gpucacheper` for a goal or a budget. *Immutable.*"""
 
     model: str
     version: str
-    gpucacheper: float | None
-    hit_rate: float
-    per_table: dict[str, float | None]
+    gpucacheper: float | None  # value for the model's entry; None if no cache reaches the goal
+    hit_rate: float  # predicted for all tables, weighted by their rates of keys
+    per_table: dict[str, float | None]  # share of rows with which each table alone reaches the goal; empty for a budget
 
 
 class Forecast:

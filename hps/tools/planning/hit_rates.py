@@ -29,32 +29,20 @@ _WARM_UP = 0.5  # share of the lookups before misses are counted
 
 @dataclass(frozen=True, slots=True)
 class TablePrediction:
-    """Predicted hit rate of one table for one cache size. *Immutable.*
-
-    Attributes:
-        capacity_rows: rows of the cache.
-        hit_rate: hit rate in steady state, duplicates counted.
-        ideal: hit rate of a fully associative LRU cache of as many rows.
-    """
+    """Predicted hit rate of one table for one cache size. *Immutable.*"""
 
     capacity_rows: int
-    hit_rate: float
-    ideal: float
+    hit_rate: float  # in steady state, duplicates counted
+    ideal: float  # hit rate of a fully associative LRU cache of as many rows
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A trace, replayed on a miniature of one cache. *Immutable.*
+    """A trace, replayed on a miniature of one cache. *Immutable.*"""
 
-    Attributes:
-        trace: the keys that the miniature was asked for.
-        missed: (n,) bool: which of them missed.
-        span: first number and count of the lookups.
-    """
-
-    trace: KeyTrace
-    missed: BoolArray
-    span: tuple[int, int]
+    trace: KeyTrace  # the keys of the lookups
+    missed: BoolArray  # (n,) bool: which of them missed
+    span: tuple[int, int]  # first number and count of the lookups
 
     @property
     def misses(self) -> float:

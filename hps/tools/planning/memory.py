@@ -17,7 +17,7 @@ from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.network_files import NetworkFiles
 from hps.models.sources import ModelSources
-from hps.regions.layout import MOST_PAGE_BYTES, SLAB
+from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.stores.base import Database
 from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
@@ -45,18 +45,13 @@ class ServedVersion:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNeed:
-    """Memory that a version needs on one tier; `model` is empty for shared memory. *Immutable.*
-
-    Attributes:
-        tier: `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`.
-        device: id of the GPU.
-    """
+    """Memory that a version needs on one tier; `model` is empty for shared memory. *Immutable.*"""
 
     model: str
     version: str
-    tier: str
+    tier: str  # `embedding_cache`, `network`, `volatile_db`, `persistent_db`, `workspaces`, `process` or `fronts`
     need: Need
-    device: int | None = None
+    device: int | None = None  # id of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +67,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Total memory needed at one place. *Immutable.*
-
-    Attributes:
-        size_bytes: when everything is loaded; for several GPUs, on the fullest.
-        peak_bytes: during the load.
-        free_bytes: free memory; None if unknown.
-    """
+    """Total memory needed at one place. *Immutable.*"""
 
     place: Place
-    size_bytes: int
-    peak_bytes: int
-    free_bytes: int | None
+    size_bytes: int  # when everything is loaded; for several GPUs, on the fullest
+    peak_bytes: int  # during the load
+    free_bytes: int | None  # free memory; None if unknown
 
     @property
     def fits(self) -> bool | None:
@@ -195,7 +184,7 @@ def frontend_needs(settings: ServiceConfig, on_cuda: bool, processors: int | Non
     fronts = processes or 1  # without processes one frontend runs in the engine
     needs = [
         Need("pinned" if on_cuda else "ram", "keys and vectors of lookups", fronts * (SLAB + slab_bytes(settings, fronts))),
-        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_PAGE_BYTES),
+        Need("ram", "requests and answers, at most", fronts * body_bytes(settings, fronts) + MOST_SNAPSHOT_BYTES),
     ]
     if processes:
         needs.insert(0, Need("ram", f"the parent and {processes} frontend processes", (1 + processes) * _FRONT_BYTES))

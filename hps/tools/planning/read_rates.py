@@ -26,17 +26,11 @@ ROWS_PER_S: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Where a device's lookups find their rows, as shares of their keys. *Immutable.*
+    """Where a device's lookups find their rows, as shares of their keys. *Immutable.*"""
 
-    Attributes:
-        local: in its own memory.
-        neighbour: in the memory of another device of the host.
-        host: in no cache.
-    """
-
-    local: float
-    neighbour: float
-    host: float
+    local: float  # in its own memory
+    neighbour: float  # in the memory of another device of the host
+    host: float  # in no cache
 
     @property
     def hit_rate(self) -> float:

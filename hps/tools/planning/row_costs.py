@@ -28,33 +28,22 @@ _FEW_CODES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """The loss of a table's vectors in a format. *Immutable.*
-
-    Attributes:
-        row_bytes: bytes of a stored row; a float32 row has 4 x dim.
-        refused_rows: rows that the format cannot hold.
-        first_refused_key: key of the first of them.
-        error_max, error_rms: of an element.
-        rms_share: error_rms as a share of what the vectors differ by.
-        cosine_mean, cosine_least: of a vector and what is stored; 1 for a zero vector that stays one.
-        least_key: key of the row with the least cosine.
-        findings: for people; empty if the format suits the table.
-    """
+    """The loss of a table's vectors in a format. *Immutable.*"""
 
     table: str
     row_dtype: str
     dim: int
     rows: int
-    row_bytes: int
-    refused_rows: int
-    first_refused_key: int | None
-    error_max: float
-    error_rms: float
-    rms_share: float
-    cosine_mean: float
-    cosine_least: float
-    least_key: int | None
-    findings: tuple[str, ...]
+    row_bytes: int  # bytes of a stored row; a float32 row has 4 x dim
+    refused_rows: int  # rows that the format cannot hold
+    first_refused_key: int | None  # key of the first of them
+    error_max: float  # of an element
+    error_rms: float  # likewise
+    rms_share: float  # error_rms as a share of what the vectors differ by
+    cosine_mean: float  # of a vector and what is stored; 1 for a zero vector that stays one
+    cosine_least: float  # likewise
+    least_key: int | None  # key of the row with the least cosine
+    findings: tuple[str, ...]  # for people; empty if the format suits the table
 
 
 def row_costs(

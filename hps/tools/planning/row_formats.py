@@ -14,20 +14,15 @@ _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 
 @dataclass(frozen=True, slots=True)
 class FormatNeed:
-    """Memory of one table on one tier, by row format. *Immutable.*
-
-    Attributes:
-        row_dtype: the configured format.
-        size_bytes: by format; of an embedding cache, on each device.
-        hit_rates: by format, of an embedding cache with the memory that it takes in the configured format; empty if unknown.
-    """
+    """Memory of one table on one tier, by row format. *Immutable.*"""
 
     model: str
     version: str
     table: str
     tier: str
-    row_dtype: str
-    size_bytes: dict[str, int]
+    row_dtype: str  # the configured format
+    size_bytes: dict[str, int]  # by format; of an embedding cache, on each device
+    # By format, of an embedding cache with the memory that it takes in the configured format; empty if unknown.
     hit_rates: dict[str, float]
 
 

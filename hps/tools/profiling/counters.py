@@ -14,32 +14,21 @@ _INFER = ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/inf
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Times of one stage. *Immutable.*
+    """Times of one stage. *Immutable.*"""
 
-    Attributes:
-        count: timed lookups that had this stage.
-        share: share of the time of complete lookups, or of HTTP requests if these are counted.
-        mean_us, p50_us, p99_us: of the lookups that had this stage.
-    """
-
-    count: int
-    share: float
-    mean_us: float
-    p50_us: float
-    p99_us: float
+    count: int  # timed lookups that had this stage
+    share: float  # share of the time of complete lookups, or of HTTP requests if these are counted
+    mean_us: float  # of the lookups that had this stage
+    p50_us: float  # likewise
+    p99_us: float  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class TierKeys:
-    """Keys that one tier was asked for. *Immutable.*
+    """Lookups of keys in one tier. *Immutable.*"""
 
-    Attributes:
-        hit_rate: share of the asked keys that it had.
-        asked: keys asked for; the databases count a key once per lookup, the embedding cache as often as it was sent.
-    """
-
-    hit_rate: float
-    asked: int
+    hit_rate: float  # share of the requested keys that it had
+    asked: int  # requested keys; the databases count a key once per lookup, the embedding cache as often as it was sent
 
 
 class Counters:

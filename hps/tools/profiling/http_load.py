@@ -34,26 +34,17 @@ _NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 @dataclass
 class LoadResult:
-    """Result of a load. *One thread.*
+    """Result of a load. *One thread.*"""
 
-    Attributes:
-        times: latencies of correct answers.
-        failed: times until each failure was known.
-        failures: number of failures by cause. At a fixed rate, a due request without an answer at the end counts as
-            `no answer`; its wait so far also counts among `times`, so that a stall does not look fast.
-        lateness: delay of each request caused by the generator itself.
-        in_time: correct answers that arrived before the end.
-        seconds: how long requests were due.
-        busy_s: processor time of the generator.
-    """
-
-    times: TimeHistogram = field(default_factory=TimeHistogram)
-    failed: TimeHistogram = field(default_factory=TimeHistogram)
+    times: TimeHistogram = field(default_factory=TimeHistogram)  # latencies of correct answers
+    failed: TimeHistogram = field(default_factory=TimeHistogram)  # times until each failure was known
+    # Number of failures by cause. At a fixed rate, a due request without an answer at the end counts as `no answer`; its wait
+    # so far also counts among `times`, so that a stall does not look fast.
     failures: Counter[str] = field(default_factory=Counter)
-    lateness: TimeHistogram = field(default_factory=TimeHistogram)
-    in_time: int = 0
-    seconds: float = 0.0
-    busy_s: float = 0.0
+    lateness: TimeHistogram = field(default_factory=TimeHistogram)  # delay of each request caused by the generator itself
+    in_time: int = 0  # correct answers that arrived before the end
+    seconds: float = 0.0  # duration for which requests were due
+    busy_s: float = 0.0  # processor time of the generator
 
     def merge(self, others: "Sequence[LoadResult]") -> "LoadResult":
         """Add the results of generators that ran at the same time. Returns itself."""

@@ -23,17 +23,12 @@ MOST_ROWS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Key distribution of a profile. *Immutable.*
-
-    Attributes:
-        alpha: exponent of the power law.
-        hot_share, hot_coverage: share of the keys that are hot, and the share of requests that ask for them.
-    """
+    """Key distribution of a profile. *Immutable.*"""
 
     distribution: Literal["power-law", "hot-keys", "uniform"] = "power-law"
-    alpha: float = 0.99
-    hot_share: float = 0.2
-    hot_coverage: float = 0.8
+    alpha: float = 0.99  # exponent of the power law
+    hot_share: float = 0.2  # share of the keys that are hot
+    hot_coverage: float = 0.8  # share of the requests for hot keys
     seed: int = 1
 
     @property

@@ -38,41 +38,25 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. *Immutable.*
+    """One measurement. *Immutable.*"""
 
-    Attributes:
-        batch: keys of each table per lookup.
-        tables: number of tables per lookup.
-        concurrency: threads or connections.
-        rate: lookups due per second; None: each began when the last one ended.
-        lookups: correct answers.
-        lookups_per_s, keys_per_s: correct answers before the end.
-        latency: of correct answers, and of due lookups without an answer at the end.
-        failures: number by cause. `no answer`: it was due, and had none at the end.
-        failed: latency of failures.
-        default_keys: keys that no tier had.
-        generator_busy: processors that the clients used; near the number of client processes, the clients were the limit.
-        lateness: delay of lookups caused by the client itself.
-        curve: pairs of a share of the lookups and the highest latency among them in milliseconds.
-    """
-
-    batch: int
-    tables: int
-    concurrency: int
-    rate: float | None
+    batch: int  # keys of each table per lookup
+    tables: int  # number of tables per lookup
+    concurrency: int  # threads or connections
+    rate: float | None  # lookups due per second; None: each started when the last one ended
     seconds: float
-    lookups: int
-    lookups_per_s: float
-    keys_per_s: float
-    latency: Latencies
-    failures: dict[str, int]
-    failed: Latencies
+    lookups: int  # correct answers
+    lookups_per_s: float  # correct answers before the end
+    keys_per_s: float  # likewise
+    latency: Latencies  # of correct answers, and of due lookups without an answer at the end
+    failures: dict[str, int]  # number by cause. `no answer`: it was due, and had none at the end
+    failed: Latencies  # latency of failures
     stages: dict[str, StageTimes]
     tiers: dict[str, TierKeys]
-    default_keys: int
-    generator_busy: float
-    lateness: Latencies
-    curve: tuple[tuple[float, float], ...]
+    default_keys: int  # keys that no tier had
+    generator_busy: float  # processors that the clients used; near the number of client processes, the clients were the limit
+    lateness: Latencies  # delay of lookups caused by the client itself
+    curve: tuple[tuple[float, float], ...]  # pairs of a share of the lookups and the highest latency among them in milliseconds
 
     @property
     def failure_share(self) -> float:
@@ -149,17 +133,12 @@ class Bounds:
 
 @dataclass
 class Profile:
-    """All rows of one run of `hps profile`. *One thread.*
-
-    Attributes:
-        about: model, tables, workload and the like.
-        missed: missed bounds, each with its row's number.
-    """
+    """The rows of one run of `hps profile`. *One thread.*"""
 
     target: str
-    about: dict[str, Any]
+    about: dict[str, Any]  # model, tables, workload and others
     rows: list[Row] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)  # missed bounds, each with its row's number
 
     def add(self, row: Row, bounds: Bounds) -> None:
         """Add a row and check it against its bounds."""

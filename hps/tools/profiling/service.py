@@ -36,14 +36,10 @@ _barrier: Any = None  # in a client process
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and how to connect to it. *Immutable*, and picklable.
-
-    Attributes:
-        certificate: PEM file with the certificate and key of this client.
-    """
+    """A server, and how to connect to it. *Immutable*, and picklable."""
 
     url: str
-    certificate: Path | None = None
+    certificate: Path | None = None  # PEM file with the certificate and key of this client
 
     def address(self) -> Address:
         """Read the URL, and for TLS the files of authorities and the certificate."""
@@ -53,21 +49,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The requests of one batch size. *Immutable*, and picklable.
-
-    Attributes:
-        target: the server.
-        start: HTTP head and JSON part, the same in all requests.
-        keys: (n,) int64 by table.
-        batch: keys of each table.
-        answer_bytes: length of an answer's binary part.
-    """
+    """The requests of one batch size. *Immutable*, and picklable."""
 
     target: Target
-    start: bytes
-    keys: dict[str, KeyArray]
-    batch: int
-    answer_bytes: int
+    start: bytes  # HTTP head and JSON part, the same in all requests
+    keys: dict[str, KeyArray]  # (n,) int64 by table
+    batch: int  # keys of each table
+    answer_bytes: int  # length of an answer's binary part
 
     def pool(self) -> Callable[[int], Parts]:
         """Return a function that makes a request from its number."""

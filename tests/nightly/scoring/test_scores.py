@@ -1,4 +1,4 @@
-"""Scores for many clients while versions are swapped and the owner dies: none is of two versions, and none is wrong."""
+"""Scores for many clients while versions are swapped and the engine dies: none is of two versions, and none is wrong."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ def test_no_answer_mixes_versions_while_they_are_swapped(repository: Path, tmp_p
         swapped(served.url, 200)
 
 
-def test_scores_go_on_when_the_owner_is_started_again(repository: Path, tmp_path: Path) -> None:
+def test_scores_go_on_when_the_engine_is_started_again(repository: Path, tmp_path: Path) -> None:
     with ServedProcess(document(repository), tmp_path, 1) as served:
         for _ in range(2):
             with Clients(served.url, 4) as clients:
                 wait_until(lambda clients=clients: clients.answered > 20, "scores are answered")
-                os.kill(served.owner, signal.SIGKILL)
-                wait_until(lambda clients=clients: clients.wrong, "the owner is missed")
+                os.kill(served.engine, signal.SIGKILL)
+                wait_until(lambda clients=clients: clients.wrong, "the engine is missed")
                 failed = len(clients.wrong)
 
                 before = clients.answered

@@ -10,8 +10,8 @@ from tests.ring1.ground import test_http1
 from tests.ring1.regions import test_descriptors
 from tests.ring1.scoring import test_packing
 from tests.ring1.serve import (
-    test_front_lookups,
-    test_front_slots,
+    test_frontend_lookups,
+    test_frontend_slots,
     test_grpc_messages,
     test_inference_protocol_properties,
 )
@@ -23,8 +23,8 @@ MODULES = [
     test_descriptors,
     test_packing,
     test_http1,
-    test_front_lookups,
-    test_front_slots,
+    test_frontend_lookups,
+    test_frontend_slots,
     test_grpc_messages,
     test_inference_protocol_properties,
 ]

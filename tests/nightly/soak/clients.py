@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from hps.types import BoolArray, FloatArray
-from tests.nightly.soak.ledger import OWNERLESS, PROCESSES, STOPPED, TABLES, Bounds, Ledger, Opened, draw
+from tests.nightly.soak.ledger import ENGINELESS, PROCESSES, STOPPED, TABLES, Bounds, Ledger, Opened, draw
 from tests.servers.binary_tensors import request_of, tensors_of
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -194,7 +194,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
             right = text.startswith(b"HTTP/1.1 200")
             if not right and ledger.is_lost(place, opened):
                 ledger.count(lost_with_front=1)
-            elif not ledger.ended(place, OWNERLESS, opened.began_ns):
+            elif not ledger.ended(place, ENGINELESS, opened.began_ns):
                 taken[SCRAPED.format(servers[place])].append((time.monotonic_ns() - opened.began_ns) / 1e9)
                 ledger.count(scrapes=1)
                 if not right:

@@ -45,7 +45,7 @@ COUNTERS = (
 )
 _ACTORS = 64
 _NEVER_NS = 1 << 62
-KILLED, STOPPED, OWNERLESS = range(3)  # a front is killed, a front is stopped, the owner was killed: see `Ledger.during`
+KILLED, STOPPED, ENGINELESS = range(3)  # a front is killed, a front is stopped, the engine was killed: see `Ledger.during`
 _PORTS = 1 << 16
 _MAX_NOTED = 20  # violations of a kind that a process describes; it counts all
 _STOP, _START, _SEQUENCE = range(3)

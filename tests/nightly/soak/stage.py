@@ -24,12 +24,12 @@ from hps.configuration.load import ServiceConfig
 from hps.models.writer import write_sparse_model
 from hps.regions.sharing import body_bytes, slab_bytes
 from tests.nightly.soak.clients import LIVE
-from tests.nightly.soak.ledger import DEFAULT, KILLED, OWNERLESS, PROCESSES, ROWS, STOPPED, TABLES, Ledger, encode
+from tests.nightly.soak.ledger import DEFAULT, ENGINELESS, KILLED, PROCESSES, ROWS, STOPPED, TABLES, Ledger, encode
 from tests.nightly.soak.server import command_socket
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
 from tests.servers.running_service import document_of, model_of
-from tests.servers.service_processes import OWNER, is_gone, left_over, service_processes, socket_inodes, state_of, tcp_sockets
+from tests.servers.service_processes import ENGINE, is_gone, left_over, service_processes, socket_inodes, state_of, tcp_sockets
 
 LASTING = "b"  # is never restarted, so that a slow leak shows
 _START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
@@ -82,7 +82,7 @@ class Stage:
         a, b, self._echo_port = free_ports(3)
         self.ports = (a, b, 0)
         self.nodes: dict[int, subprocess.Popen[str]] = {}
-        self.members: dict[int, dict[int, int]] = {}  # of each process: pids of its fronts by number, and of its OWNER
+        self.members: dict[int, dict[int, int]] = {}  # of each process: pids of its fronts by number, and of its ENGINE
         self.memory: dict[str, Memory] = {}
         self._children = ChildProcesses()
         self._clients: list[subprocess.Popen[str]] = []
@@ -209,7 +209,9 @@ class Stage:
         count = self.fronts if self._has_fronts(process) else 0
         budgets = {PROCESSES[process]: owned + max(count, 1) * (slab + bodies) + count * _FRONT_BYTES}
         for number in self.members[process]:
-            budgets[_member(process, number)] = owned + count * slab if number == OWNER else base + slab + bodies + _FRONT_BYTES
+            budgets[_member(process, number)] = (
+                owned + count * slab if number == ENGINE else base + slab + bodies + _FRONT_BYTES
+            )
         for name, budget in budgets.items():
             memory = self.memory.setdefault(name, Memory())
             memory.budget_bytes = max(memory.budget_bytes, budget)
@@ -379,10 +381,10 @@ def _front_stop(stage: Stage, rng: np.random.Generator) -> None:
 
 
 def _owner_kill(stage: Stage, _: np.random.Generator) -> None:
-    """Connections stay open, and get their answers, or 503, until another owner serves and is a node."""
+    """Connections stay open, and get their answers, or 503, until another engine serves and is a node."""
     process = PROCESSES.index("a")
-    pid = stage.members[process][OWNER]
-    with stage.ledger.during(process, OWNERLESS):
+    pid = stage.members[process][ENGINE]
+    with stage.ledger.during(process, ENGINELESS):
         _signal(pid, signal.SIGKILL, "Z")
         stage.settle(process, pid)
 
@@ -410,7 +412,7 @@ OF_FRONTS = tuple(kind.__name__.removeprefix("_") for kind in _KINDS_OF_FRONTS)
 
 
 def _member(process: int, number: int) -> str:
-    return f"{PROCESSES[process]} {'owner' if number == OWNER else f'front {number}'}"
+    return f"{PROCESSES[process]} {'engine' if number == ENGINE else f'front {number}'}"
 
 
 def _signal(pid: int, number: signal.Signals, state: str) -> None:

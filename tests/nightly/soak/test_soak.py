@@ -43,5 +43,5 @@ def test_a_soak_finds_faults_that_are_made_on_purpose(tmp_path):
     assert status == 1
     found = {(violation["kind"], violation["process"]) for violation in violations if "process" in violation}
     assert {(kind, "a") for kind in wrong} | {(kind, "b") for kind in ("stale", "memory", "health", "dropped")} <= found
-    assert {("memory", name) for name in ("b owner", "b front 0", "b front 1", "b front 2")} <= found
+    assert {("memory", name) for name in ("b engine", "b front 0", "b front 1", "b front 2")} <= found
     assert {violation.get("how") for violation in violations if violation["kind"] in wrong} >= {"json", "binary"}

@@ -11,9 +11,9 @@ import pytest
 from hps.cache.cpu.batches import MOST_KEYS, NumpyBatches
 from hps.cache.cpu.cache import NumpyCache
 from hps.regions import layout
-from hps.regions.board import Board
 from hps.regions.exchange import MALFORMED_COUNT
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, MALFORMED, POOLED, RETIRED, SLAB, TRACED
+from hps.regions.loop_state import LoopState
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.region_front import RegionFront, tables_of
@@ -43,16 +43,18 @@ class Loop:
     def __init__(self, fronts):
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._jobs = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        self.board = Board([front.memory for front in fronts], [front.event for front in fronts], self.event, self._jobs, 0)
-        self.driver = NumpyBatches(self.board)
+        self.loop_state = LoopState(
+            [front.memory for front in fronts], [front.event for front in fronts], self.event, self._jobs, 0
+        )
+        self.driver = NumpyBatches(self.loop_state)
         self.driver.prepare()
-        self.jobs = []
+        self.handed_over = []
         self.caches = []  # as sessions hold them
         self._threads = [threading.Thread(target=one, daemon=True) for one in (self.driver.run, self._work)]
 
     def serve(self, cache, dims=DIMS, **options):
         self.caches.append(cache)
-        return self.board.add(tables_of(*dims, **options), self.driver.resident(cache) if cache is not None else None)
+        return self.loop_state.add(tables_of(*dims, **options), self.driver.resident(cache) if cache is not None else None)
 
     def start(self):
         for thread in self._threads:
@@ -61,17 +63,17 @@ class Loop:
     def _work(self):
         while True:
             os.eventfd_read(self._jobs)
-            if (job := self.board.next_job()) is None:
+            if (job := self.loop_state.next_request()) is None:
                 return
-            self.jobs.append(job)
-            self.board.memories[job.place][job.slot + layout.STATUS] = FAILED
-            self.board.complete(job)
+            self.handed_over.append(job)
+            self.loop_state.memories[job.place][job.slot + layout.STATUS] = FAILED
+            self.loop_state.complete(job)
 
     def wake(self):
         os.eventfd_write(self.event, 1)
 
     def stop(self):
-        self.board.stop()
+        self.loop_state.stop()
         self._threads[0].join(PATIENCE_S)
         assert not self._threads[0].is_alive()
         os.eventfd_write(self._jobs, 1)
@@ -97,7 +99,7 @@ def running(count=1, slab_bytes=1 << 20):
 
 @pytest.fixture
 def served():
-    """A loop, its front, and the serial of a deployment whose keys below ROWS are resident."""
+    """A loop, its front, and the deployment_id of a deployment whose keys below ROWS are resident."""
     with running(slab_bytes=8 << 20) as (loop, front):
         yield loop, front, loop.serve(cache_of(), max_keys=1 << 20)
 
@@ -111,7 +113,7 @@ def ask(loop, front, *requests):
 
 
 def wait_for_epoch(front):
-    wait_until(lambda: front.memory[layout.OWNER_EPOCH] == front.memory[layout.FRONT_EPOCH], "the loop has taken the epoch")
+    wait_until(lambda: front.memory[layout.ENGINE_EPOCH] == front.memory[layout.FRONTEND_EPOCH], "the loop has taken the epoch")
 
 
 def check(request, of=1):
@@ -123,7 +125,7 @@ def check(request, of=1):
 
 
 def test_resident_keys_are_answered_and_no_keys_and_a_new_epoch(served):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     asked = [
         [(2, [7, 0, 7, ROWS - 1], True), (0, range(100), False), (1, [3], True)],
         [(0, [], True), (1, [5], True), (2, [], False)],
@@ -134,18 +136,18 @@ def test_resident_keys_are_answered_and_no_keys_and_a_new_epoch(served):
         if epoch > 1:
             front.begin(epoch)
             loop.wake()
-        requests = [front.write(SLAB + 16384 * nth, serial, DIMS, one) for nth, one in enumerate(asked)]
+        requests = [front.write(SLAB + 16384 * nth, deployment_id, DIMS, one) for nth, one in enumerate(asked)]
         ask(loop, front, *requests)
         for request in requests:
             check(request)
         assert 0 < requests[0].times[0] <= requests[0].times[1]
-    assert loop.jobs == []
+    assert loop.handed_over == []
 
 
 def test_nothing_beside_vectors_masks_and_status_is_written(served):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     front.memory.bytes[SLAB:] = 0x5A
-    request = front.write(SLAB + 4096, serial, DIMS, [(0, [1, 2, 3], True), (2, [9], False), (1, [4], True)])
+    request = front.write(SLAB + 4096, deployment_id, DIMS, [(0, [1, 2, 3], True), (2, [9], False), (1, [4], True)])
     before = front.memory.bytes.copy()
     ask(loop, front, request)
     check(request)
@@ -159,50 +161,50 @@ def test_nothing_beside_vectors_masks_and_status_is_written(served):
 
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_a_request_with_an_absent_key_is_handed_over_whole(served, where):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     segments = [(table, [1, 2, 3], True) for table in range(3)]
     segments[where] = (where, [1, ROWS, 3], True)
-    resident = front.write(SLAB + 8192, serial, DIMS, [(0, [1], False)])
-    request = front.write(SLAB, serial, DIMS, segments)
+    resident = front.write(SLAB + 8192, deployment_id, DIMS, [(0, [1], False)])
+    request = front.write(SLAB, deployment_id, DIMS, segments)
     ask(loop, front, request, resident)
     check(resident)
     assert request.status == FAILED
-    assert [(job.slot, job.status) for job in loop.jobs] == [(SLAB, 0)]
-    assert loop.jobs[0].segments[:, :2].tolist() == [[0, 3], [1, 3], [2, 3]]
-    tables, times, ns = loop.board.tally(serial)
+    assert [(job.slot, job.status) for job in loop.handed_over] == [(SLAB, 0)]
+    assert loop.handed_over[0].segments[:, :2].tolist() == [[0, 3], [1, 3], [2, 3]]
+    tables, times, ns = loop.loop_state.tally(deployment_id)
     assert (tables, sum(times), ns) == ([[1, 1, 0, 0], [0] * 4, [0] * 4], 1, resident.times[1] - resident.times[0])
     assert times[bisect_left(LOOKUP_BOUNDS_NS, ns)] == 1
 
 
 def test_what_needs_python_is_handed_over(served):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     assert NumpyBatches.resident(object.__new__(NumpyBatches), object()) is None  # another kind of cache
     one_key = [(0, [1], False)]
     requests = [front.write(SLAB, loop.serve(None), DIMS, one_key)]
     for nth, flags in enumerate((TRACED, POOLED, TRACED | POOLED, 1 << 40, -1), 1):
-        requests.append(front.write(SLAB + 4096 * nth, serial, DIMS, one_key, flags=flags))
+        requests.append(front.write(SLAB + 4096 * nth, deployment_id, DIMS, one_key, flags=flags))
     ask(loop, front, *requests)
     assert [request.status for request in requests] == [FAILED] * 6
-    assert len(loop.jobs) == 6
+    assert len(loop.handed_over) == 6
 
 
 @pytest.mark.parametrize("n", [MOST_KEYS, MOST_KEYS + 1])
 def test_a_request_of_very_many_keys_is_handed_over(served, n):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     keys = np.arange(n) % ROWS
-    request = front.write(SLAB, serial, DIMS, [(1, keys[: n // 2], False), (1, keys[n // 2 :], True)])
+    request = front.write(SLAB, deployment_id, DIMS, [(1, keys[: n // 2], False), (1, keys[n // 2 :], True)])
     ask(loop, front, request)
     if n == MOST_KEYS:
         check(request)
-    assert len(loop.jobs) == n - MOST_KEYS
+    assert len(loop.handed_over) == n - MOST_KEYS
 
 
 def test_malformed_descriptors_are_refused_and_counted_and_ended_deployments_retired(served):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     other = loop.serve(cache_of())
-    loop.board.end(other)
-    serials = [serial] * 5 + [other, serial + 256, 0, -5]
-    good, *bad = [front.write(SLAB + 4096 * nth, one, DIMS, [(0, [1, 2], True)]) for nth, one in enumerate(serials)]
+    loop.loop_state.retire(other)
+    deployment_ids = [deployment_id] * 5 + [other, deployment_id + 256, 0, -5]
+    good, *bad = [front.write(SLAB + 4096 * nth, one, DIMS, [(0, [1, 2], True)]) for nth, one in enumerate(deployment_ids)]
     first_segment = HEADER_BYTES // 8
     for nth, (word, value) in enumerate([(2, 1 << 40), (first_segment, 3), (first_segment + 1, 1 << 61), (3, 1 << 40)]):
         front.memory.words[bad[nth].slot // 8 + word] = value
@@ -210,7 +212,7 @@ def test_malformed_descriptors_are_refused_and_counted_and_ended_deployments_ret
     check(good)
     assert [one.status for one in bad] == [MALFORMED] * 4 + [RETIRED] * 4
     assert all((one.asked[0][2] == -7.0).all() for one in bad)
-    assert loop.board.regions[0, MALFORMED_COUNT] == 4
+    assert loop.loop_state.regions[0, MALFORMED_COUNT] == 4
 
 
 def test_slots_that_are_none_come_back_and_nothing_is_written_to_them(served):
@@ -222,30 +224,30 @@ def test_slots_that_are_none_come_back_and_nothing_is_written_to_them(served):
         loop.wake()
     assert front.wait(len(slots)) == slots
     assert np.array_equal(front.memory.bytes[layout.FIGURES :], before[layout.FIGURES :])
-    assert loop.board.regions[0, MALFORMED_COUNT] == len(slots)
+    assert loop.loop_state.regions[0, MALFORMED_COUNT] == len(slots)
 
 
 def test_the_counts_are_those_of_the_answers(served):
-    loop, front, serial = served
+    loop, front, deployment_id = served
     asked = [[(0, range(nth), False), (2, range(3 * nth), False)] for nth in range(20)]
-    requests = [front.write(SLAB + 16384 * nth, serial, DIMS, one) for nth, one in enumerate(asked)]
+    requests = [front.write(SLAB + 16384 * nth, deployment_id, DIMS, one) for nth, one in enumerate(asked)]
     ask(loop, front, *requests)
-    tables, times, ns = loop.board.tally(serial)
+    tables, times, ns = loop.loop_state.tally(deployment_id)
     assert (tables, sum(times)) == ([[190, 190, 0, 0], [0, 0, 0, 0], [570, 570, 0, 0]], 20)
     assert ns == sum(request.times[1] - request.times[0] for request in requests)
-    assert loop.board.is_idle(serial)
+    assert loop.loop_state.is_idle(deployment_id)
 
 
-def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}, statuses=(ANSWERED, RETIRED)):
+def client(front, serial_of, rounds, seed, failures, wake, of=lambda deployment_id: {1}, statuses=(ANSWERED, RETIRED)):
     """Post batches of requests for resident keys, and check each answer; `of` says whose vectors there may be."""
     try:
         random = np.random.default_rng(seed)
         wait_for_epoch(front)
         for _ in range(rounds):
-            serial, requests = serial_of(), []
+            deployment_id, requests = serial_of(), []
             for nth in range(int(random.integers(1, 20))):
                 segments = [(table, random.integers(0, ROWS, int(random.integers(0, 30))), True) for table in range(3)]
-                requests.append(front.write(SLAB + 16384 * nth, serial, DIMS, segments))
+                requests.append(front.write(SLAB + 16384 * nth, deployment_id, DIMS, segments))
             if front.post(*[request.slot for request in requests]):
                 wake()
             assert sorted(front.wait(len(requests))) == [request.slot for request in requests]
@@ -253,7 +255,7 @@ def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}
                 assert request.status in statuses
                 if request.status == ANSWERED:
                     for table, keys, out, found in request.asked:
-                        assert any(np.array_equal(out, vectors_of(table, keys, out.shape[1], own)) for own in of(serial))
+                        assert any(np.array_equal(out, vectors_of(table, keys, out.shape[1], own)) for own in of(deployment_id))
                         assert found.all()
     except BaseException as error:  # noqa: BLE001 - raised by the test
         failures.append(error)
@@ -261,19 +263,19 @@ def client(front, serial_of, rounds, seed, failures, wake, of=lambda serial: {1}
 
 def test_a_front_that_posts_garbage_harms_no_other():
     with running(3) as (loop, first, bad, second):
-        serial, failures, ended = loop.serve(cache_of()), [], threading.Event()
+        deployment_id, failures, ended = loop.serve(cache_of()), [], threading.Event()
 
         def throw():
             random = np.random.default_rng(3)
-            edges = np.array([0, -1, 1, 64, 128, 1 << 20, 1 << 40, 1 << 62, -(1 << 63), serial, SLAB, bad.memory.size])
+            edges = np.array([0, -1, 1, 64, 128, 1 << 20, 1 << 40, 1 << 62, -(1 << 63), deployment_id, SLAB, bad.memory.size])
             while not ended.is_set():
                 bad.memory.words[SLAB // 8 : SLAB // 8 + 512] = random.choice(edges, 512)
-                bad.memory.words[SLAB // 8 + random.integers(0, 64) * 8] = serial
+                bad.memory.words[SLAB // 8 + random.integers(0, 64) * 8] = deployment_id
                 bad.memory.words[layout.SUBMISSIONS // 8 : layout.COMPLETIONS // 8] = SLAB + 64 * random.integers(-2, 66, 2048)
                 bad.memory[layout.SUBMITTED] += int(random.integers(-5, 60))
                 bad.memory[layout.COMPLETED] = int(random.choice(edges))
                 if random.random() < 0.05:
-                    bad.memory[layout.FRONT_EPOCH] = int(random.choice(edges))
+                    bad.memory[layout.FRONTEND_EPOCH] = int(random.choice(edges))
                 if random.random() < 0.05:
                     bad.begin(int(random.integers(1, 1 << 40)))
                 loop.wake()
@@ -281,7 +283,7 @@ def test_a_front_that_posts_garbage_harms_no_other():
         thrower = threading.Thread(target=throw, daemon=True)
         clients = []
         for seed, front in enumerate((first, second)):
-            arguments = (front, lambda: serial, 80, seed, failures, loop.wake)
+            arguments = (front, lambda: deployment_id, 80, seed, failures, loop.wake)
             clients.append(threading.Thread(target=client, args=arguments, daemon=True))
         for one in (thrower, *clients):
             one.start()
@@ -291,7 +293,7 @@ def test_a_front_that_posts_garbage_harms_no_other():
         ended.set()
         thrower.join()
         assert failures == []
-        malformed = loop.board.regions[:, MALFORMED_COUNT].tolist()
+        malformed = loop.loop_state.regions[:, MALFORMED_COUNT].tolist()
         assert malformed[1] > 0
         assert [malformed[0], malformed[2]] == [0, 0]
 
@@ -309,7 +311,7 @@ def test_a_deployment_that_ends_under_load_is_never_answered_from_another():
         deploy(1)
         clients = threading.Thread(
             target=client,
-            args=(front, lambda: current[0], 400, 1, failures, loop.wake, lambda serial: {served[serial]}),
+            args=(front, lambda: current[0], 400, 1, failures, loop.wake, lambda deployment_id: {served[deployment_id]}),
             # A request is handed over whose deployment ends between its being taken and being answered.
             kwargs={"statuses": (ANSWERED, RETIRED, FAILED)},
             daemon=True,
@@ -319,12 +321,12 @@ def test_a_deployment_that_ends_under_load_is_never_answered_from_another():
         while clients.is_alive():
             of += 1
             old = current[0]
-            loop.board.end(old)
-            while not loop.board.is_idle(old):
+            loop.loop_state.retire(old)
+            while not loop.loop_state.is_idle(old):
                 pass
             for table in loop.caches.pop().open_tables():
                 table.vectors[:] = -1.0  # as if the memory were another's
-            loop.board.forget(old)
+            loop.loop_state.release(old)
             deploy(of)
         clients.join()
         assert failures == []

@@ -26,7 +26,7 @@ KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20)
 class Recorded(Calls):
     """Keeps the call instead of making it."""
 
-    def _ask(self, call: RemoteCall, timeout_s: float | None) -> RemoteCall:
+    def _request(self, call: RemoteCall, timeout_s: float | None) -> RemoteCall:
         return call
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.batch import Batch
 from hps.testing.readers import reading
@@ -26,7 +26,7 @@ LOST = {"cpu": "an illegal memory access was encountered"}
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Document:
     for device in ("cpu", "cuda"):
-        monkeypatch.setitem(IMPLEMENTATIONS["cache"], device, Ours("tests.fakes.full_device:FullDevice"))
+        monkeypatch.setitem(IMPLEMENTATIONS["cache"], device, BuiltIn("tests.fakes.full_device:FullDevice"))
     monkeypatch.setattr(FullDevice, "broken", False)
     hps.write_sparse_model(tmp_path / "item.model", (KEYS, vectors(KEYS, 0)))
     return model_of("shop", [tmp_path / "item.model"], {"item": DIM}, **CACHED)

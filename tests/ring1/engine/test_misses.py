@@ -12,7 +12,7 @@ import pytest
 
 import hps
 from hps.engine import miss_path, stream_ordered
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.linked_cache import LinkedCache
 from tests.fakes.populating_pinner import PopulatingPinner
@@ -28,13 +28,13 @@ def vectors_of(keys, version=0):
 @pytest.fixture(autouse=True)
 def linked(monkeypatch):
     """Let the device be a `LinkedCache`, and the hash map one that fails on command. Nothing is timed."""
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours("tests.fakes.linked_cache:LinkedCache"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", BuiltIn("tests.fakes.linked_cache:LinkedCache"))
     for kind in ("hash_map", "parallel_hash_map"):
         monkeypatch.setitem(
-            IMPLEMENTATIONS["database"], kind, Ours("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
+            IMPLEMENTATIONS["database"], kind, BuiltIn("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
         )
     monkeypatch.setattr(miss_path, "_keys_per_s", lambda *_: 1.0)
-    monkeypatch.setattr(stream_ordered, "_ASK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stream_ordered, "_POLL_INTERVAL_S", 0.0)
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_undeploying_ends_a_refresh_that_pauses(server):
     deployment = server.model("ranker")
     with ThreadPoolExecutor(1) as pool:
         refreshing = pool.submit(deployment.refresh, 1e-300)  # for ever, nearly
-        wait_until(lambda: deployment.changes.under_way, "the refresh began")
+        wait_until(lambda: deployment.changes.running, "the refresh began")
         try:
             assert deployment.close()
             assert isinstance(refreshing.exception(PATIENCE_S), hps.NotReadyError)

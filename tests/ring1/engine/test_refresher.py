@@ -173,7 +173,7 @@ def running(served: Refreshed, gate: str = "gate_late") -> Iterator[tuple[Thread
 def calls(served: Refreshed, pool: ThreadPoolExecutor, count: int) -> "list[Future[Any]]":
     """Further calls, which have come."""
     came = [pool.submit(served.refresher.refresh) for _ in range(count)]
-    wait_until(lambda: served.calls.under_way == 1 + count, "all calls came")
+    wait_until(lambda: served.calls.running == 1 + count, "all calls came")
     return came
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import hps
 from hps.cache.base import NEAR_SHARE, DeviceSharing
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.stores.base import RowChanges
 from tests.fakes.shared_cache import SharedCache
 from tests.servers.running_service import document_of, model_of
@@ -28,7 +28,7 @@ def vectors(keys: np.ndarray, generation: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Start:
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours("tests.fakes.shared_cache:SharedCache"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", BuiltIn("tests.fakes.shared_cache:SharedCache"))
     SharedCache.forget()
     hps.write_sparse_model(tmp_path / "a", (KEYS, vectors(KEYS)))
 

@@ -115,7 +115,7 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
     wait_until(lambda: persistent() and len(asked) == 4, "it is asked again")
     database.stats = lambda tag: [][0]  # a defect
     clock.now += 15
-    wait_until(lambda: persistent() and "asking databases" in caplog.text, "it is logged")
+    wait_until(lambda: persistent() and "querying databases" in caplog.text, "it is logged")
     database.stats, asked[:] = answer, []
     clock.now += 15
     wait_until(lambda: persistent() and len(asked) == 2, "it is asked again")

@@ -39,7 +39,7 @@ def test_expressions_are_integers_of_sizes(text: str, value: int) -> None:
 def test_conditions_hold_for_some_sizes(text: str, held: list[int]) -> None:
     condition = SizeCondition(text)
     assert condition.names == ("length",)
-    assert [length for length in range(7) if condition.holds({"length": length})] == held
+    assert [length for length in range(7) if condition.is_met({"length": length})] == held
 
 
 @pytest.mark.parametrize(

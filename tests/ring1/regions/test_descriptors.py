@@ -1,27 +1,36 @@
-"""Whatever a front writes as a descriptor, the owner refuses it, or is led to places in that front's slot and nowhere else."""
+"""Whatever a front writes as a descriptor, the engine refuses it, or is led to places in that front's slot and nowhere else."""
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hps.regions.board import Board
-from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_KEYS, H_SEGMENTS, H_SERIAL, HEADER_WORDS, read_job
+from hps.regions.exchange import (
+    H_DEPLOYMENT_ID,
+    H_FLAGS,
+    H_KEYS,
+    H_SCRATCH,
+    H_SCRATCH_BYTES,
+    H_SEGMENTS,
+    HEADER_WORDS,
+    read_handed_over,
+)
 from hps.regions.layout import HEADER_BYTES, MALFORMED, MOST_SEGMENTS, POOLED, RETIRED, SEGMENT_WORDS, SLAB
+from hps.regions.loop_state import LoopState
 from tests.fakes.region_front import RegionFront, tables_of
 
 SLAB_BYTES = 1 << 17
 DIMS, MOST_KEYS = (4, 1, 1 << 40), (1000, 1 << 62, 1 << 62)
 FRONT = RegionFront(SLAB_BYTES, guarded=True)  # a read beside the region ends the process
 END = FRONT.memory.size
-BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
-SERIAL = BOARD.add(
+LOOP_STATE = LoopState([FRONT.memory], [FRONT.event], -1, -1, 0)
+DEPLOYMENT_ID = LOOP_STATE.add(
     [table for dim, most in zip(DIMS, MOST_KEYS, strict=True) for table in tables_of(dim, max_keys=most)],
     resident=None,
 )
-OTHER = BOARD.add(tables_of(1), resident=None)
-ENDED = BOARD.add(tables_of(1, 1, 1, 1), resident=None)
-BOARD.end(ENDED)
+OTHER = LOOP_STATE.add(tables_of(1), resident=None)
+ENDED = LOOP_STATE.add(tables_of(1, 1, 1, 1), resident=None)
+LOOP_STATE.retire(ENDED)
 HEADER, SEGMENTS = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -39,8 +48,8 @@ def descriptors(draw):
         table, n = draw(st.integers(0, 1)), draw(st.integers(0, 12))
         places = [room - 8 * n, room - 4 * n * DIMS[table], draw(st.sampled_from([0, room - n]))]
         rows.append([table, n, *places])
-    aside = draw(st.integers(HEADER_BYTES, 400))
-    header = [draw(serials), draw(st.sampled_from([0, 0, POOLED, 3])), len(rows), aside, room - aside]
+    scratch = draw(st.integers(HEADER_BYTES, 400))
+    header = [draw(deployment_ids), draw(st.sampled_from([0, 0, POOLED, 3])), len(rows), scratch, room - scratch]
     for _ in range(draw(st.integers(0, 2))):
         fields = draw(st.sampled_from([header, *rows]))
         field = draw(st.integers(0, len(fields) - 1))
@@ -49,20 +58,20 @@ def descriptors(draw):
     return draw(st.just(slot) | numbers) if draw(st.integers(0, 9)) == 0 else slot, header, rows
 
 
-serials = st.sampled_from([*[SERIAL] * 8, OTHER, ENDED, 0, -1, SERIAL ^ 256, -(1 << 63), -SERIAL])
+deployment_ids = st.sampled_from([*[DEPLOYMENT_ID] * 8, OTHER, ENDED, 0, -1, DEPLOYMENT_ID ^ 256, -(1 << 63), -DEPLOYMENT_ID])
 
 
 def expected_of(slot, header, rows):
     """Return what the descriptor means, by numbers without a limit: a status, or its segments with offsets in the region."""
-    serial, flags, count, aside, aside_bytes = header
+    deployment_id, flags, count, scratch, scratch_bytes = header
     if not (slot >= SLAB and slot % 64 == 0 and slot + HEADER_BYTES <= END):
         return MALFORMED
     room = END - slot
     if not (0 <= count <= MOST_SEGMENTS and HEADER_BYTES + 40 * count <= room):
         return MALFORMED
-    if not (aside >= HEADER_BYTES and aside_bytes >= 0 and aside + aside_bytes <= room):
+    if not (scratch >= HEADER_BYTES and scratch_bytes >= 0 and scratch + scratch_bytes <= room):
         return MALFORMED
-    known = {SERIAL: (DIMS, MOST_KEYS), OTHER: ((1,), (1000,))}.get(serial)
+    known = {DEPLOYMENT_ID: (DIMS, MOST_KEYS), OTHER: ((1,), (1000,))}.get(deployment_id)
     if known is None:
         return RETIRED
     found_segments = []
@@ -82,7 +91,7 @@ def expected_of(slot, header, rows):
 
 def read(slot):
     HEADER[:], SEGMENTS[:] = 0, 0
-    return read_job(BOARD.regions, 0, slot, BOARD.deployments, BOARD.tables, HEADER, SEGMENTS)
+    return read_handed_over(LOOP_STATE.regions, 0, slot, LOOP_STATE.deployments, LOOP_STATE.tables, HEADER, SEGMENTS)
 
 
 def write(slot, header, rows):
@@ -98,18 +107,18 @@ def write(slot, header, rows):
     return rows[:count] + [[0] * 5] * (count - len(rows)) if 0 <= count <= MOST_SEGMENTS else rows
 
 
-def with_segment(row, flags=0, aside=HEADER_BYTES, aside_bytes=0):
-    return example((SLAB, [SERIAL, flags, 1, aside, aside_bytes], [row]))
+def with_segment(row, flags=0, scratch=HEADER_BYTES, scratch_bytes=0):
+    return example((SLAB, [DEPLOYMENT_ID, flags, 1, scratch, scratch_bytes], [row]))
 
 
 @settings(max_examples=400)
 @given(descriptors())
-@example((END - 64, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
-@example((END - 128, [SERIAL, 0, 0, HEADER_BYTES, 0], []))
+@example((END - 64, [DEPLOYMENT_ID, 0, 0, HEADER_BYTES, 0], []))
+@example((END - 128, [DEPLOYMENT_ID, 0, 0, HEADER_BYTES, 0], []))
 @example((SLAB, [ENDED, 0, 1, HEADER_BYTES, 0], [[99, -1, -1, -1, -1]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, SLAB_BYTES - HEADER_BYTES], [[2, 1 << 24, 256, 256, 0]]))
-@example((SLAB, [SERIAL, 0, 1, HEADER_BYTES, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
-@example((SLAB, [SERIAL, 0, 1, (1 << 63) - 1, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
+@example((SLAB, [DEPLOYMENT_ID, 0, 1, HEADER_BYTES, SLAB_BYTES - HEADER_BYTES], [[2, 1 << 24, 256, 256, 0]]))
+@example((SLAB, [DEPLOYMENT_ID, 0, 1, HEADER_BYTES, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
+@example((SLAB, [DEPLOYMENT_ID, 0, 1, (1 << 63) - 1, (1 << 63) - 1], [[0, 1, 256, 256, 0]]))
 @with_segment([1, 1 << 61, 256, 256, 0])
 @with_segment([1, 5, SLAB_BYTES - 40, SLAB_BYTES, SLAB_BYTES - 5], POOLED)
 @with_segment([1, 5, SLAB_BYTES - 40, SLAB_BYTES - 20, SLAB_BYTES - 5])
@@ -133,8 +142,8 @@ def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
         return
     assert status == 0
     assert SEGMENTS[: len(expected)].tolist() == expected
-    assert HEADER[[H_SERIAL, H_FLAGS, H_SEGMENTS]].tolist() == header[:3]
-    assert HEADER[[H_ASIDE, H_ASIDE_BYTES]].tolist() == [slot + header[3], header[4]]
+    assert HEADER[[H_DEPLOYMENT_ID, H_FLAGS, H_SEGMENTS]].tolist() == header[:3]
+    assert HEADER[[H_SCRATCH, H_SCRATCH_BYTES]].tolist() == [slot + header[3], header[4]]
     assert HEADER[H_KEYS] == sum(one[1] for one in expected)
 
 
@@ -151,5 +160,5 @@ def test_a_descriptor_is_refused_or_lies_in_its_region(descriptor):
     ],
 )
 def test_a_descriptor_has_at_most_so_many_segments_and_ends_with_its_region(slot, segments, status):
-    write(slot, [SERIAL, 0, segments, HEADER_BYTES, 0], [[0, 0, 0, 0, 0]] * segments)
+    write(slot, [DEPLOYMENT_ID, 0, segments, HEADER_BYTES, 0], [[0, 0, 0, 0, 0]] * segments)
     assert read(slot) == status

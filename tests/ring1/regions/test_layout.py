@@ -29,7 +29,7 @@ def memory(descriptor):
 
 
 def test_control_words_and_rings_do_not_overlap():
-    names = "SUBMITTED TAKEN COMPLETED FRONT_SLEEPS OWNER_SLEEPS FRONT_EPOCH OWNER_EPOCH BEGUN_EPOCH FORMAT_AT"
+    names = "SUBMITTED TAKEN COMPLETED FRONTEND_SLEEPS ENGINE_SLEEPS FRONTEND_EPOCH ENGINE_EPOCH STARTED_EPOCH FORMAT_AT"
     words = [getattr(layout, name) for name in names.split()]
     places = [(word, word + 8) for word in words]
     places += [(at, at + 8 * layout.RING) for at in (layout.SUBMISSIONS, layout.COMPLETIONS)]
@@ -102,7 +102,7 @@ def test_text_of_exactly_the_room_is_written_and_read_and_one_byte_more_is_not(m
     memory[at] = 0
     write_text(memory, at, text, room)
     changed = np.flatnonzero(memory.bytes != 0x55)
-    assert at <= changed.min() <= changed.max() < at + layout.PAGE_TEXT + room
+    assert at <= changed.min() <= changed.max() < at + layout.TEXT_AT + room
     with pytest.raises(ValueError, match=f"publishing {room + 1} bytes, expected at most {room}"):
         write_text(memory, at, {"a": "x" * 11}, room)
     assert read_text(memory, at, room)[1] == text
@@ -141,6 +141,6 @@ TEXTS = [b"{", b"[1]", b"3", b"\xff\xfe", b"", b"[" * 4000, b'{"a":' * 800]
 @pytest.mark.parametrize(("size", "text"), [*((size, b"") for size in SIZES), *((len(text), text) for text in TEXTS)])
 def test_text_of_an_impossible_length_or_that_is_no_object_is_not_read(memory, size, text):
     write_text(memory, 0, {"a": 1}, MOST)
-    memory.view[layout.PAGE_TEXT : layout.PAGE_TEXT + len(text)] = text
-    memory[layout.PAGE_BYTES] = size
+    memory.view[layout.TEXT_AT : layout.TEXT_AT + len(text)] = text
+    memory[layout.TEXT_BYTES] = size
     assert read_text(memory, 0, MOST) is None

@@ -54,7 +54,7 @@ def noting(function: Callable[..., Any], found: set[str], names: set[tuple[str, 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found: set[str] = set()
-    for name in ("start_change", "changing", "serve", "withdraw", "failed", "want", "give_up"):
+    for name in ("start_change", "changing", "serve", "withdraw", "record_failure", "expect", "stop_expecting"):
         monkeypatch.setattr(LiveModels, name, noting(getattr(LiveModels, name), found))
     return found
 

@@ -17,13 +17,13 @@ PROOFS = {  # what the source of the answer has, and no other definition
     "Where is the limit of a body's size checked?": ("settings.max_body_bytes", "MOST_OBJECT_BYTES", "row_target("),
     "Which code runs when a Kafka message arrives?": ("self._poll(", "self._accept(", "self._apply_all("),
     "Where do I add a counter to a tier?": ("hits: list[int] = field(", "misses: list[int] = field(", "defaults: int = 0"),
-    "In which order does a lookup handle missing keys?": ("lookup.unique()", "self._insert_later(", "self._fetch_now("),
+    "In which order does a lookup handle missing keys?": ("lookup.unique()", "self._queue_insertion(", "self._fetch_now("),
     "How does a GPU find a key in its cache?": ('extern "C" __global__', " query(const __grid_constant__ Query"),
     "Which HTTP status does an error get?": ("UnknownTableError: 404", "DeadlineError: 504"),
     "Where does a new version take over?": ("self.serving = {**self.serving, name: deployment}",),
     "What keeps an old vector from overwriting a newer one?": ("self.is_current(token)", "yield allowed"),
     "Where do I add a configuration key of a model?": ("sparse_files: ", "gpucacheper: ", "hit_rate_threshold: "),
-    "What happens when the engine process dies?": ("os.waitstatus_to_exitcode(", "OWNER_EPOCH] = 0"),
+    "What happens when the engine process dies?": ("os.waitstatus_to_exitcode(", "ENGINE_EPOCH] = 0"),
 }
 
 

@@ -78,7 +78,7 @@ each_kind = pytest.mark.parametrize("kind", [ArrayNetwork, DeviceNetwork], ids=[
 
 
 def compare(ours: Cut, other: Cut, *given: Arrays) -> None:
-    with other._own:  # it takes the general way
+    with other._in_use:  # it takes the general way
         wanted = other.answers(*given)
     for answer, expected in zip(ours.answers(*given), wanted, strict=True):
         np.testing.assert_array_equal(answer, expected)
@@ -101,7 +101,7 @@ def test_requests_in_shared_memory_are_gathered(kind: type[ArrayNetwork], kept: 
     region = Region(ours.signature)
     for batch in ((2,), (3, 1, 2), (1,)):
         plain = [arrays_of(rng, samples) for samples in batch]
-        with other._own:
+        with other._in_use:
             wanted = other.answers(*plain)
         answers, _ = ours.score([region.pack(arrays, samples) for arrays, samples in zip(plain, batch, strict=True)])
         for answer, expected in zip(answers, wanted, strict=True):

@@ -89,7 +89,7 @@ def read(ours: Scorer, *given: Arrays) -> list[ScoreInputs]:
 
 def compare(ours: Scorer, other: Scorer, *given: Arrays) -> None:
     """Compare the answers with those of a scorer that takes the general way."""
-    with other._own:
+    with other._in_use:
         wanted, _ = other.score(read(other, *given))
     for one, expected in zip(ours.score(read(ours, *given))[0], wanted, strict=True):
         assert isinstance(expected, dict)
@@ -136,7 +136,7 @@ def test_answers_of_requests_in_shared_memory_and_others_are_not_overwritten(way
     batches: list[tuple[int, ...]] = [(1,), (16,), (1,), (17,), (3, 1, 2), (25, 25), (2,) * 25, (1,)]
     for sizes in batches:
         plain = [arrays(rng, n) for n in sizes]
-        with other._own:
+        with other._in_use:
             wanted, _ = other.score(read(other, *plain))
         requests = [region.pack(plain[at], n) if at % 2 == 0 else read(ours, plain[at])[0] for at, n in enumerate(sizes)]
         before += zip(ours.score(requests)[0], wanted, strict=True)
@@ -157,7 +157,7 @@ def test_an_output_that_is_an_input_is_not_overwritten_by_the_next_request(kept:
 def test_beside_a_call_that_uses_the_memory_and_after_a_failure_it_is_used_again(way: Way, kept: list[int | None]) -> None:
     rng, tables = np.random.default_rng(3), FakeTables(4, 2)
     ours, other = way(tables=tables), way(tables=tables)
-    with ours._own:
+    with ours._in_use:
         compare(ours, other, arrays(rng, 2))
     assert kept == []
     tables.fails = hps.DatabaseError("away")
@@ -295,7 +295,7 @@ def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
     ours.warm()
     given = read(ours, arrays(np.random.default_rng(5), 3))
     ours.score(given)
-    with ours._own:  # the general way
+    with ours._in_use:  # the general way
         ours.score(given)
     assert found == {"fixed": {True} if ours._runner.on_device else set(), "take": {True}, "run": {True}}
     assert ours.network_seconds() == {}

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from hps.serve.engine.call_threads import CallThreads
-from hps.serve.http.held_memory import HeldMemory
 from hps.serve.http.http_answer import RequestError
+from hps.serve.http.memory_budget import MemoryBudget
 from hps.testing.waiting import PATIENCE_S, wait_until_async
 from tests.servers.on_loop import beside
 
@@ -18,7 +18,7 @@ from tests.servers.on_loop import beside
 @asynccontextmanager
 async def calls(_, threads=2, timeout_s=PATIENCE_S, max_waiting=100):
     """Threads, which must end, and what ends the calls that wait for it."""
-    made = CallThreads(threads, timeout_s, HeldMemory(1 << 20), max_waiting, "lookup")
+    made = CallThreads(threads, timeout_s, MemoryBudget(1 << 20), max_waiting, "lookup")
     yield made, threading.Event()
     assert await asyncio.to_thread(made.close, PATIENCE_S)
 
@@ -83,10 +83,10 @@ async def test_a_result_does_not_wait_for_a_later_long_call_of_the_same_thread(t
 @beside(calls, threads=1, max_waiting=2)
 async def test_more_calls_than_may_wait_are_refused_and_give_their_memory_back(threads, release, /):
     accepted = await begun(threads, release, 3)
-    threads._memory.held = 7
+    threads._memory.used = 7
     with pytest.raises(RequestError, match="3 lookups run or wait, expected at most 3"):
         await threads.run(len, "", held=7)
-    assert (threads.pending, threads._memory.held) == (3, 0)
+    assert (threads.pending, threads._memory.used) == (3, 0)
     release.set()
     await asyncio.gather(*accepted)
     assert threads.pending == 0
@@ -97,13 +97,13 @@ async def test_more_calls_than_may_wait_are_refused_and_give_their_memory_back(t
 async def test_what_a_call_holds_after_its_timeout_counts_until_it_ends(threads, release, /):
     for _ in range(2):
         release.clear()
-        threads._memory.held = 7
+        threads._memory.used = 7
         with pytest.raises(RequestError, match=r"within 0.1 s \(service.request_timeout_s\)"):
             await threads.run(release.wait, PATIENCE_S, held=7)
-        assert (threads.pending, threads._memory.held) == (1, 7)
+        assert (threads.pending, threads._memory.used) == (1, 7)
         release.set()
         await idle(threads)
-        assert threads._memory.held == 0
+        assert threads._memory.used == 0
 
 
 @beside(calls)
@@ -175,13 +175,13 @@ async def test_a_call_that_timed_out_while_it_waited_never_starts_and_lets_go_of
     await asyncio.to_thread(running.wait, PATIENCE_S)
     buffer = Buffer()
     alive = weakref.ref(buffer)
-    threads._memory.held = 7
+    threads._memory.used = 7
     try:
         await threads.run(lambda buffer: started.append(1), buffer, held=7)
     except RequestError:
         del buffer
     await wait_until_async(lambda: threads.pending == 3, "the call that waited is given up")
-    assert threads._memory.held == 0
+    assert threads._memory.used == 0
     await wait_until_async(lambda: not alive(), "its request is forgotten")
     release.set()
     await asyncio.gather(*long, return_exceptions=True)
@@ -212,7 +212,7 @@ async def test_close_lets_waiting_calls_end_and_says_when_it_could_not(threads, 
 
 
 def test_a_result_after_the_event_loop_ended_is_dropped():
-    threads, release = CallThreads(1, PATIENCE_S, HeldMemory(1 << 20), 10, "lookup"), threading.Event()
+    threads, release = CallThreads(1, PATIENCE_S, MemoryBudget(1 << 20), 10, "lookup"), threading.Event()
 
     async def main():
         (call,) = await begun(threads, release)

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps.serve.frontend import grpc_server
 from hps.serve.frontend.grpc_server import GrpcServer
-from hps.serve.frontend.supervisor import reserve
+from hps.serve.frontend.supervisor import bind
 from hps.testing.waiting import wait_until_async
 from tests.servers.front_service import DIM, vectors_of
 from tests.servers.http2_peer import DATA, HEADERS, PREFACE, RESET, Frame, call_headers, frame, message, settings
@@ -39,14 +39,14 @@ def check(data, keys=range(LARGE)):
 
 
 def is_clean(front):
-    return front.exchange.slots.used == front.memory.held == 0 and not front.grpc._calls and not front.grpc._unknown
+    return front.exchange.slots.used == front.memory.used == 0 and not front.grpc._calls and not front.grpc._unknown
 
 
 @asynccontextmanager
 async def serving(directory):
     """A frontend that serves gRPC, its engine, a channel to it, and its port."""
     async with playing(directory) as (_, front, engine):
-        with reserve("127.0.0.1", 0) as place:
+        with bind("127.0.0.1", 0, shared=True) as place:
             port = place.getsockname()[1]
             front.grpc = GrpcServer(front, place.getsockname())
             await front.grpc.start()
@@ -113,7 +113,7 @@ async def test_the_slot_of_a_call_that_is_given_up_is_free_once_the_engine_has_a
             call.cancel()
         else:
             assert await code_of(call) is CODE.DEADLINE_EXCEEDED
-        await wait_until_async(lambda: front.memory.held == 0, "the message is forgotten")
+        await wait_until_async(lambda: front.memory.used == 0, "the message is forgotten")
         (lookup,) = front.exchange.pending.values()
         assert (lookup.requester, front.exchange.slots.used) == (None, 8192)
         engine.complete(job)
@@ -135,6 +135,7 @@ async def test_a_frontend_is_ready_to_no_client_before_its_engine_answers_lookup
     calls = [(f"{service}ServerReady", b""), (f"{service}ModelReady", model), ("/grpc.health.v1.Health/Check", b"")]
     answers = lambda: asyncio.gather(*(channel.unary_unary(path)(request) for path, request in calls))  # noqa: E731
     assert await answers() == [b"\x08\x01"] * 3  # field 1 is the answer of each
+    await wait_until_async(lambda: front.exchange._check < 0, "no answer of a check is under way")
     front.exchange._answers = False
     assert await answers() == [b"", b"", b"\x08\x02"]
 
@@ -179,7 +180,7 @@ async def test_an_answer_that_is_not_read_is_held_until_its_client_leaves(front,
             engine.complete(await engine.job())
             await caller.next_of(HEADERS)
             await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
-            assert front.memory.held > 4 * DIM * LARGE
+            assert front.memory.used > 4 * DIM * LARGE
             if how == "reset":
                 caller.send(frame(RESET, 0, 1, struct.pack(">I", 8)))
             elif how == "connection":
@@ -224,7 +225,7 @@ async def test_a_stream_holds_no_message_that_is_answered(front, engine, channel
         engine.complete(await engine.job())
         check(pb.ModelStreamInferResponse.FromString(await stream.read()).infer_response.SerializeToString(), keys)
         await wait_until_async(lambda: all(call.waits for call in front.grpc._calls), "it waits for the next message")
-        held.add(front.memory.held)
+        held.add(front.memory.used)
     assert len(held) == 1
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
@@ -254,8 +255,8 @@ async def test_calls_count_by_their_metadata_until_they_end(front, engine, chann
     infer = channel.unary_unary(INFER)
     calls = [infer(body_of([1]), metadata=(("x-more", "y" * 10_000),)) for _ in range(3)]
     jobs = [await engine.job() for _ in calls]
-    assert front.memory.held > 3 * 10_000
-    front.memory.limit_to(front.memory.held)
+    assert front.memory.used > 3 * 10_000
+    front.memory.limit_to(front.memory.used)
     assert await code_of(infer(body_of([1]))) is CODE.UNAVAILABLE
     for job in jobs:
         engine.complete(job)

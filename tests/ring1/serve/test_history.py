@@ -14,7 +14,7 @@ def test_a_history_of_any_length_has_few_points_from_its_start_to_now() -> None:
         clock.now = 5.0 * number
         counters.keys = 10 * number
         counters.hits[0], counters.misses[0] = 3 * number, number
-        history.note()
+        history.record()
         points = history.points()
         assert len(points) <= MOST_POINTS + 1
         assert (points[0].at_s, points[-1].at_s, points[-1].keys) == (0.0, clock.now, 10 * number)
@@ -29,7 +29,7 @@ def test_a_history_of_any_length_has_few_points_from_its_start_to_now() -> None:
 def test_a_history_adds_up_all_models_and_begins_before_there_are_any() -> None:
     clock, opened = Clock(7.0), None
     history = History(lambda: opened, clock)
-    history.note()
+    history.record()
     assert [(point.at_s, point.keys, point.latency.count) for point in history.points()] == [(7.0, 0, 0)] * 2
     opened = metrics = Metrics()
     for number, model in enumerate(("a", "b", "c"), 1):

@@ -1,4 +1,4 @@
-"""Requests that a front passes on: its connections to the owner's application are kept, given back and given up."""
+"""Requests that a front passes on: its connections to the engine's application are kept, given back and given up."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tests.servers.on_loop import beside
 
 
 class Application:
-    """The owner's application, which answers when the test says so.
+    """The engine's application, which answers when the test says so.
 
     Attributes:
         open: its connections, the oldest first.
@@ -73,7 +73,7 @@ def answer(name: bytes, *lines: bytes) -> bytes:
 
 @asynccontextmanager
 async def opened(place: Path) -> AsyncIterator[tuple[Application, EngineConnections]]:
-    application, path = Application(), str(place / "owner.sock")
+    application, path = Application(), str(place / "engine.sock")
     server = await asyncio.start_unix_server(application.serve, path)
     pool = EngineConnections(path, str)
     try:

@@ -281,17 +281,17 @@ def test_inputs_of_a_cut_network_become_arrays_by_name(binary: bool) -> None:
     assert (found.header.samples, found.header.keys) == (2, 4 + 4)
     for name, array in CUT_ARRAYS.items():
         np.testing.assert_array_equal(found.arrays[name], array, strict=True)
-    assert score_requests.is_taken_as_sent(found.header, CUT_NETWORK)
+    assert score_requests.needs_no_conversion(found.header, CUT_NETWORK)
     narrow = decode_cut({name: CUT_ARRAYS[name].astype(np.int32) for name in ("hist", "tags", "ends")}, binary)
     assert {one.dtype for one in map(narrow.arrays.__getitem__, ("hist", "tags", "ends"))} == {np.dtype(np.int64)}
     assert narrow.arrays["starts"].dtype == np.int32
-    assert not score_requests.is_taken_as_sent(narrow.header, CUT_NETWORK)
+    assert not score_requests.needs_no_conversion(narrow.header, CUT_NETWORK)
 
 
 CUT_REFUSED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"hist": np.ones((2, 1), int), "mask": np.ones((2, 1, 2), bool)},
      "input 'hist' of shape [2, 1]: the network needs n >= 2, got 1"),
-    ({"mask": np.ones((2, 3, 2), bool)}, "got input 'mask' of shape [2, 3, 2], expected [samples, n, 2] with n 2, as of"),
+    ({"mask": np.ones((2, 3, 2), bool)}, "got input 'mask' of shape [2, 3, 2], expected [samples, n, 2] with n 2, as for"),
     ({"ends": np.array([0, 1, 3, 4])}, "got input 'ends' of shape [4], expected [samples + 1] with samples + 1 = 3"),
     ({"tags": np.ones(10, int), "weights": np.ones(10, np.float32)}, "input 'tags' of shape [10]: the network needs m <= 9"),
     ({"weights": np.ones(3, np.float32)}, "got input 'weights' of shape [3], expected [m] with m 4, as for another input"),

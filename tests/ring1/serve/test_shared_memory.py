@@ -117,7 +117,7 @@ Shared = tuple[SharedMemoryRegistry, Segments]
 
 @pytest.fixture
 def shared() -> Iterator[Shared]:
-    """The owner's registry, and the segments of a front that follows it."""
+    """The engine's registry, and the segments of a front that follows it."""
     segments = Segments()
     registry = SharedMemoryRegistry(lambda: 1 << 20, lambda: segments.update(registry.published()))
     yield registry, segments

@@ -19,12 +19,16 @@ from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
 
 TERM, INT, HUP, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL
-FRONTS, OWNER = (101, 102), 103
+FRONTS, ENGINE = (101, 102), 103
 DRAIN_S = 50.0
 
 
 def test_a_front_gets_no_connections_before_it_listens() -> None:
-    with supervisor.reserve("127.0.0.1", 0) as place, supervisor.bind_shared(place) as first, supervisor.bind_shared(place):
+    with (
+        supervisor.bind("127.0.0.1", 0, shared=True) as place,
+        supervisor.bind_shared(place) as first,
+        supervisor.bind_shared(place),
+    ):
         first.listen()
         for _ in range(32):  # by their ports, about half would go to the other
             with socket.create_connection(place.getsockname()):
@@ -36,7 +40,7 @@ def test_a_port_is_taken_while_the_system_remembers_connections_of_another_progr
         other.accept()[0].close()
         port = other.getsockname()[1]
         other.close()
-        with supervisor.reserve("127.0.0.1", port) as place, supervisor.bind_shared(place) as front:
+        with supervisor.bind("127.0.0.1", port, shared=True) as place, supervisor.bind_shared(place) as front:
             assert front.getsockname()[1] == port
 
 
@@ -52,12 +56,12 @@ class Parent:
         configuration = load_configuration(document_of(model_of("m", ["nowhere"], {"item": 4}), service=settings))
         self.supervisor = Supervisor(configuration, "127.0.0.1", 0, len(FRONTS))
         self.children = self.supervisor._children
-        self.children.update({child: number for number, child in enumerate(FRONTS)} | {OWNER: -1})
+        self.children.update({child: number for number, child in enumerate(FRONTS)} | {ENGINE: -1})
         self.publish(blocked="")
 
     def publish(self, blocked: str) -> None:
-        page = Memory(self.supervisor.shared.page)
-        layout.write_text(page, 0, {"blocked": blocked, "settings": {"drain_s": DRAIN_S}}, layout.MOST_PAGE_BYTES)
+        page = Memory(self.supervisor.shared.snapshot)
+        layout.write_text(page, 0, {"blocked": blocked, "settings": {"drain_s": DRAIN_S}}, layout.MOST_SNAPSHOT_BYTES)
 
     def signal(self, number: int) -> None:
         self.supervisor._on_signal(number, None)
@@ -81,7 +85,7 @@ class Parent:
     def close(self) -> None:
         self.supervisor._close_reserved()
         shared = self.supervisor.shared
-        for region in (*shared.regions, *shared.events, *shared.loop_events, shared.page):
+        for region in (*shared.regions, *shared.events, *shared.loop_events, shared.snapshot):
             os.close(region)
         self.supervisor._directory.cleanup()
 
@@ -93,11 +97,11 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
     made.close()
 
 
-ALL = [(child, USR1) for child in (*FRONTS, OWNER)]
+ALL = [(child, USR1) for child in (*FRONTS, ENGINE)]
 FRONTS_END = [(child, TERM) for child in FRONTS]
 
 
-def test_a_signal_drains_then_ends_the_fronts_and_after_them_the_owner(parent: Parent) -> None:
+def test_a_signal_drains_then_ends_the_fronts_and_after_them_the_engine(parent: Parent) -> None:
     parent.signal(TERM)
     assert parent.begin() == DRAIN_S
     assert parent.take() == ALL
@@ -106,8 +110,8 @@ def test_a_signal_drains_then_ends_the_fronts_and_after_them_the_owner(parent: P
     for child in FRONTS:
         assert parent.goes_on(1) == [], "it is told once"
         del parent.children[child]
-    assert [parent.goes_on(), parent.goes_on(1)] == [[(OWNER, TERM)], []]
-    del parent.children[OWNER]
+    assert [parent.goes_on(), parent.goes_on(1)] == [[(ENGINE, TERM)], []]
+    del parent.children[ENGINE]
     assert parent.goes_on() == []
 
 
@@ -126,14 +130,14 @@ def test_a_second_signal_hurries(parent: Parent, second: int, begun: bool) -> No
     assert parent.goes_on() == []
 
 
-@pytest.mark.parametrize("why", ["SIGINT", "not ready", "no owner", "no page"])
+@pytest.mark.parametrize("why", ["SIGINT", "not ready", "no engine", "no page"])
 def test_nothing_is_drained_where_nobody_waits_for_it(parent: Parent, why: str) -> None:
     if why == "not ready":
         parent.publish(blocked="the service is starting")
-    elif why == "no owner":
-        del parent.children[OWNER]
+    elif why == "no engine":
+        del parent.children[ENGINE]
     elif why == "no page":
-        Memory(parent.supervisor.shared.page).words[:] = 0
+        Memory(parent.supervisor.shared.snapshot).words[:] = 0
     parent.signal(INT if why == "SIGINT" else TERM)
     assert parent.begin() == 0
     assert parent.goes_on()[-len(FRONTS) :] == FRONTS_END
@@ -145,14 +149,14 @@ def test_those_who_do_not_end_are_killed(parent: Parent) -> None:
     parent.goes_on()
     del parent.children[FRONTS[0]]
     assert parent.goes_on(supervisor._STOP_S) == []
-    assert parent.goes_on(0.1) == [(FRONTS[1], KILL), (OWNER, KILL)]
+    assert parent.goes_on(0.1) == [(FRONTS[1], KILL), (ENGINE, KILL)]
 
 
-def test_a_reload_is_asked_of_the_owner_each_time(parent: Parent) -> None:
+def test_a_reload_is_asked_of_the_engine_each_time(parent: Parent) -> None:
     for _ in range(2):
         parent.signal(HUP)
-        assert parent.take() == [(OWNER, HUP)]
-    del parent.children[OWNER]
+        assert parent.take() == [(ENGINE, HUP)]
+    del parent.children[ENGINE]
     parent.signal(HUP)
     assert (parent.take(), bool(parent.supervisor._stopping)) == ([], False)
 
@@ -170,14 +174,14 @@ def test_a_process_that_dies_again_and_again_is_started_later_and_later(parent: 
     assert parent.supervisor._code == 0
 
 
-def test_the_death_of_the_owner_is_told_to_every_front_and_that_of_a_front_to_none(parent: Parent) -> None:
+def test_the_death_of_the_engine_is_told_to_every_front_and_that_of_a_front_to_none(parent: Parent) -> None:
     shared = parent.supervisor.shared
     parent.supervisor._started |= dict.fromkeys((-1, 0, 1), 0.0)
     for number, told in ((0, False), (-1, True), (1, False), (-1, True)):
         for region in shared.regions:
-            Memory(region)[layout.OWNER_EPOCH] = 7
+            Memory(region)[layout.ENGINE_EPOCH] = 7
         parent.supervisor._restart_time(number, KILL)
-        assert [Memory(region)[layout.OWNER_EPOCH] for region in shared.regions] == [0 if told else 7] * len(FRONTS)
+        assert [Memory(region)[layout.ENGINE_EPOCH] for region in shared.regions] == [0 if told else 7] * len(FRONTS)
         for event in shared.events:
             assert select.select([event], [], [], 0)[0] == ([event] if told else [])
             assert not told or os.eventfd_read(event) == 1
@@ -195,7 +199,9 @@ def test_the_death_of_the_owner_is_told_to_every_front_and_that_of_a_front_to_no
         (True, 0, KILL, 0, True),
     ],
 )
-def test_the_code_is_that_of_the_owner(parent: Parent, stopping: bool, child: int, status: int, code: int, stops: bool) -> None:
+def test_the_code_is_that_of_the_engine(
+    parent: Parent, stopping: bool, child: int, status: int, code: int, stops: bool
+) -> None:
     parent.supervisor._started[child] = 0.0
     if stopping:
         parent.signal(TERM)

@@ -60,7 +60,7 @@ def test_a_new_pair_is_taken_over_and_a_wrong_one_is_not(tmp_path: Path, caplog:
         assert tls._context is not first
     levels = [(record.levelname, record.message.partition(" in ")[0].partition(":")[0]) for record in caplog.records]
     assert levels == [
-        ("ERROR", "new connections go on with the certificate as it was"),
+        ("ERROR", "new connections keep the previous certificate"),
         ("INFO", "new connections use the certificate"),
     ]
 

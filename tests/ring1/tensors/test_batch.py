@@ -96,7 +96,7 @@ def test_batches_are_merged_if_all_have_bags_or_none():
     merged = Batch.merged([rows, masked])
     assert (merged.tables, merged.sizes, merged.founds) == ([1, 0], [2, 2], [None, mask])
     pooling = Pooling(2, None, 1, None, Combiner.SUM, 0.0, None)
-    with pytest.raises(InvalidInputError, match="expected bags alone"):
+    with pytest.raises(InvalidInputError, match="expected bags of all"):
         Batch.merged([rows, Batch.of(0, keys, out, pooling=pooling)])
 
 

@@ -71,12 +71,12 @@ def test_a_layer_goes_on_with_its_version_beneath_two_others(
         with caplog.at_level(logging.WARNING):
             caplog.clear()
             server.deploy("m", version)
-        assert f"version {version} takes over, but layers of this process go on with version 1" in caplog.text
+        assert f"version {version} takes over, but layers of this process still use version 1" in caplog.text
         assert own().tolist() == [1.0] * 4
         assert latest().tolist() == default().tolist() == [float(version)] * 4
     assert settled(server)["1"] == "available"
     server.undeploy("m", "1")
-    with pytest.raises(VersionMismatchError, match="of version 1: that is not in service any more; 3 serves"):
+    with pytest.raises(VersionMismatchError, match="of version 1: that is no longer in service; 3 serves"):
         own()
     assert latest().tolist() == [3.0] * 4
 
@@ -124,7 +124,7 @@ def test_a_converted_module_does_not_mix_versions_and_says_so(tmp_path: Path, ca
         torch.testing.assert_close(converted(KEYS), first(KEYS))
         with caplog.at_level(logging.WARNING):
             again = convert(second, server, "m", repository=tmp_path)
-        assert "version 2 takes over, but layers of this process go on with version 1" in caplog.text
+        assert "version 2 takes over, but layers of this process still use version 1" in caplog.text
         torch.testing.assert_close(converted(KEYS), first(KEYS))
         torch.testing.assert_close(again(KEYS), second(KEYS))
         torch.testing.assert_close(copy.deepcopy(again)(KEYS), second(KEYS))

@@ -11,7 +11,7 @@ import pytest
 import hps
 from hps.errors import ConfigError, InvalidInputError, UnknownTableError, UpdateLogError
 from hps.ground.progress import NoProgress
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.updates.base import Partition
 from hps.updates.framing import Changes, decode, encode
 from hps.updates.publisher import Publisher, Republisher
@@ -253,7 +253,7 @@ def test_changes_are_published_again_with_their_own_sequence(broker: MemoryBroke
 
 @pytest.fixture
 def document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
-    kinds = {**IMPLEMENTATIONS["update_log_writer"], "kafka_message_queue": Ours("tests.fakes.memory_log:MemoryLogWriter")}
+    kinds = {**IMPLEMENTATIONS["update_log_writer"], "kafka_message_queue": BuiltIn("tests.fakes.memory_log:MemoryLogWriter")}
     monkeypatch.setitem(IMPLEMENTATIONS, "update_log_writer", kinds)
     content = document_of(model_of("shop", [tmp_path / "item"], {"item": DIM}))
     return {**content, "update_source": {"type": "kafka_message_queue", "brokers": f"{tmp_path.name.replace('_', '-')}:9092"}}

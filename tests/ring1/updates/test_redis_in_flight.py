@@ -159,8 +159,8 @@ def test_streams_are_looked_at_now_and_then_and_at_once_if_one_is_none(now: Cloc
             streams.log.closing.set()
         return []
 
-    monkeypatch.setattr(streams.reader, "_find", lambda client: None)
-    monkeypatch.setattr(streams.reader, "_look", lambda client: done.append("look"))
+    monkeypatch.setattr(streams.reader, "_find_partitions", lambda client: None)
+    monkeypatch.setattr(streams.reader, "_inspect", lambda client: done.append("look"))
     client: Any = SimpleNamespace(xread=xread)
     streams.reader._serve(client)
     assert done == ["look", "read", "read", "read", "look", "read", "read", "look", "read", "read"]

@@ -15,7 +15,7 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.errors import CapacityError
 from hps.ground.kernels.numba_kernels import declared_kernels
-from hps.ground.registry import IMPLEMENTATIONS, Ours, implementation
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn, implementation
 from hps.models.sources import ModelSources
 from hps.statistics.metrics import Metrics
 from hps.stores.base import RowChanges
@@ -171,7 +171,7 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch, caplog: 
         def unavailable_reason(cls) -> str | None:
             return "no CUDA device"
 
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:NumpyCache"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", BuiltIn(f"{__name__}:NumpyCache"))
     assert (why_unavailable("cuda"), choose_cache("auto").device, caplog.text) == (None, "cpu", "")
     monkeypatch.setattr(f"{__name__}.NumpyCache", Unavailable)
     caplog.set_level(logging.WARNING)
@@ -374,7 +374,7 @@ def test_devices_that_cannot_reach_each_other_cache_by_themselves(monkeypatch: p
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[CheckResult]]:
     """What a check of the machine finds about devices."""
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:Apart"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", BuiltIn(f"{__name__}:Apart"))
 
     def check(sharing: str) -> list[CheckResult]:
         model = sharing_config(sharing)

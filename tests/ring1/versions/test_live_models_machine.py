@@ -125,7 +125,7 @@ class LiveModelsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(doing=st.sampled_from(["deploying", "rolling back", "undeploying"]))
     def change_while_one_retires(self, doing: str) -> None:
-        with pytest.raises(hps.NotReadyError, match="before it still run"), self.live.changing("m", doing):
+        with pytest.raises(hps.NotReadyError, match="previous deployment still run"), self.live.changing("m", doing):
             raise AssertionError("it must not begin")
 
     @rule(by=st.sampled_from(["", "somebody"]))

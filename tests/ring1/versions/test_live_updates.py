@@ -17,7 +17,7 @@ import hps
 from hps.configuration.load import UpdateSourceConfig
 from hps.errors import NotReadyError
 from hps.ground.progress import NoProgress
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.models.writer import write_version
 from hps.statistics.snapshot import UpdateStatus
 from hps.testing.waiting import PATIENCE_S, wait_until
@@ -78,8 +78,8 @@ def opened(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
             redis = stack.enter_context(RedisServer(directory / "streams"))
             settings = {"type": kind, "address": redis.address}
         else:
-            monkeypatch.setitem(IMPLEMENTATIONS["update_log"], kind, Ours("tests.fakes.memory_log:MemoryLog"))
-            monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], kind, Ours("tests.fakes.memory_log:MemoryLogWriter"))
+            monkeypatch.setitem(IMPLEMENTATIONS["update_log"], kind, BuiltIn("tests.fakes.memory_log:MemoryLog"))
+            monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], kind, BuiltIn("tests.fakes.memory_log:MemoryLogWriter"))
             name = f"memory-{next(_names)}"
             settings, memory = {"type": kind, "brokers": name}, MemoryBroker.by_name[name]
         yield stack.enter_context(closing(Log(settings, memory)))
@@ -307,7 +307,7 @@ def test_a_version_does_not_wait_for_a_topic_that_nobody_has_made_and_says_what_
     with hps.HPS(document(ready_lag_s=0.5, ready_wait_s=PATIENCE_S)) as server:
         item, user = server.updates()
         assert (item.lag_s, user.lag_s, user.problem) == (0.0, None, "there is no topic hps_et.ranker.user")
-        awaited = server._updates._awaited
+        awaited = server._updates._waiting_text
         assert awaited([behind]) == "waiting for the updates of m.a (lag 9.5 s, 7 messages behind)"
         assert awaited([failing, behind, unknown]) == "waiting for the updates of m.b and 2 more tables (the disk is full)"
         assert awaited([unknown]) == f"waiting for the update log {log.settings['brokers']} (no answer yet)"

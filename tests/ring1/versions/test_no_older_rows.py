@@ -12,7 +12,7 @@ import pytest
 
 import hps
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.models.writer import write_sparse_model
 from hps.updates.base import Partition
 from hps.updates.feed import UpdateFeed
@@ -44,9 +44,9 @@ class Server:
         patch.setattr("hps.engine.session.queue", SimpleNamespace(SimpleQueue=waiting.SimpleQueue, Empty=queue.Empty))
         patch.setattr("hps.versions.live_models.new_thread", self._new_thread)
         patch.setattr("hps.updates.feed._clock", lambda: 1.0)
-        patch.setattr(UpdateFeed, "start", UpdateFeed._begin)
-        patch.setitem(IMPLEMENTATIONS["update_log"], "memory", Ours("tests.fakes.memory_log:MemoryLog"))
-        patch.setitem(IMPLEMENTATIONS["database"], "memory", Ours("tests.fakes.memory_database:PersistentMemoryDatabase"))
+        patch.setattr(UpdateFeed, "start", UpdateFeed._start_following)
+        patch.setitem(IMPLEMENTATIONS["update_log"], "memory", BuiltIn("tests.fakes.memory_log:MemoryLog"))
+        patch.setitem(IMPLEMENTATIONS["database"], "memory", BuiltIn("tests.fakes.memory_database:PersistentMemoryDatabase"))
         self._broker = MemoryBroker()
         self._broker.create(TOPIC.topic)
         patch.setitem(MemoryBroker.by_name, "here", self._broker)

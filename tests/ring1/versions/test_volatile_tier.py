@@ -116,7 +116,7 @@ def test_a_table_that_lacks_rows_is_left_out_and_filled_in_pieces(
         one.shared.claimed = True
         one.tier.poll()
         assert one.tier.degraded == [
-            f"table {TABLE.tag} in the volatile database: it lost its rows, and another process fills it again"
+            f"table {TABLE.tag} in the volatile database: it lost its rows, and another process refills it"
         ]
         before = one.hits()
         np.testing.assert_array_equal(one.fetch(), vectors_of(KEYS))
@@ -246,7 +246,7 @@ def test_a_database_that_failed_a_deployment_is_taken_in_with_the_tables_that_ca
 def test_many_tables_are_looked_at_in_turn_and_all_once_one_lacks_rows(
     make: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(volatile_tier, "_MOST_LOOKED", 2)
+    monkeypatch.setattr(volatile_tier, "_TABLES_A_POLL", 2)
     one = make()
     tables = [TABLE, *(TableSpec("model", f"t{number}", 4, 0.0, 1) for number in range(4))]
     for table in tables[1:]:

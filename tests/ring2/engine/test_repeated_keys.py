@@ -109,7 +109,7 @@ def test_without_a_database_that_has_the_later_rows_such_files_are_refused(
             check(server, all_there=volatile == "whole" or cache == "static")
         return
     with hps.HPS(document(volatile, cache, persistent=False), deploy_models=False) as server:
-        with pytest.raises(hps.ModelFileError, match=r"\d+ rows have keys that stand in earlier rows.*key -?\d+\. The later"):
+        with pytest.raises(hps.ModelFileError, match=r"\d+ rows have keys of earlier rows.*key -?\d+\. The later"):
             server.deploy(server.config.models[0])
         assert server.models == ()
 

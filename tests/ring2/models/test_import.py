@@ -25,7 +25,7 @@ from hps.errors import (
     ModelFileError,
     ModelFileNotFoundError,
 )
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.models.files import open_sparse_model
 from hps.models.formats.base import ArrayInfo, ArraySource
 from hps.models.importing.checkpoint import list_arrays
@@ -219,7 +219,7 @@ class TextVectors(ArraySource):
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_format_of_another_package_gets_all_files_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(IMPLEMENTATIONS["format"], "text", Ours(f"{__name__}:TextVectors"))
+    monkeypatch.setitem(IMPLEMENTATIONS["format"], "text", BuiltIn(f"{__name__}:TextVectors"))
     (tmp_path / "in").mkdir()
     for i in range(2):
         np.savetxt(tmp_path / "in" / f"{i}.txt", np.full((200, 3), i))

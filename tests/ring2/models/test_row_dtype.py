@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import hps
 from hps.configuration.load import ModelConfig, load_configuration
 from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.ground.rows import decode, encode
 from hps.stores.redis.server_check import check_server
 from hps.stores.rocks_db.database import RocksDatabase
@@ -350,7 +350,7 @@ class TestExactDatabase:
 
 @pytest.fixture
 def broker(monkeypatch, tmp_path):
-    monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", Ours("tests.fakes.memory_log:MemoryLog"))
+    monkeypatch.setitem(IMPLEMENTATIONS["update_log"], "memory", BuiltIn("tests.fakes.memory_log:MemoryLog"))
     broker = MemoryBroker.by_name[str(tmp_path)]
     broker.create(TOPIC.topic)
     return broker
@@ -499,7 +499,7 @@ class TestCommands:
         assert table["row_dtype"] == "int8"
 
     def test_a_dead_letter_that_still_does_not_fit_is_not_published_again(self, tmp_path, broker, monkeypatch):
-        monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], "memory", Ours("tests.fakes.memory_log:MemoryLogWriter"))
+        monkeypatch.setitem(IMPLEMENTATIONS["update_log_writer"], "memory", BuiltIn("tests.fakes.memory_log:MemoryLogWriter"))
         source = {"type": "memory", "brokers": str(tmp_path), "poll_timeout_ms": 5}
         place = Place(tmp_path, "int8", update_source=source, **rocks_db(tmp_path))
         with place.opened() as server:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from hps.ground.kernels.numba_kernels import compile_kernels
-from hps.regions.board import FRONT_KERNELS
+from hps.regions.loop_state import FRONTEND_KERNELS
 
 
 def test_a_service_begins_without_engines_routes_and_fastapi() -> None:
@@ -24,11 +24,11 @@ def test_a_service_begins_without_engines_routes_and_fastapi() -> None:
 
 
 def test_loading_kernels_imports_none_of_what_compiling_needs() -> None:
-    compile_kernels(*FRONT_KERNELS)  # unless it is done
+    compile_kernels(*FRONTEND_KERNELS)  # unless it is done
     code = (
         "import sys; from hps.ground.kernels.numba_kernels import compile_kernels\n"
-        "from hps.regions.board import FRONT_KERNELS\n"
-        "compile_kernels(*FRONT_KERNELS); print(sorted({'numba.np.arrayobj', 'numba.cpython.unicode'} & set(sys.modules)))"
+        "from hps.regions.loop_state import FRONTEND_KERNELS\n"
+        "compile_kernels(*FRONTEND_KERNELS); print(sorted({'numba.np.arrayobj', 'numba.cpython.unicode'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "[]\n"

@@ -202,7 +202,7 @@ class TestErrors:
     ) -> None:
         stub.ModelInfer(request_of([1]))
         before, held = service.posted(), service.figure("hps_http_held_bytes")  # by the request for it
-        with service.paused_owner():
+        with service.paused_engine():
             timeout = 0.3 if how == "too late" else None
             calls = [stub.ModelInfer.future(request_of(np.arange(2000)), timeout=timeout) for _ in range(50)]
             if timeout:
@@ -230,7 +230,7 @@ def test_tokens_are_asked_for_and_short_times_kept(children: ChildProcesses, tmp
             assert stub.ServerReady(pb.ServerReadyRequest(), metadata=given).ready
         given = [("authorization", "Bearer secret")]
         np.testing.assert_array_equal(first_vectors(stub.ModelInfer(request_of([3]), metadata=given)), vectors_of(0, [3]))
-        with service.paused_owner():
+        with service.paused_engine():
             code, details = code_of(stub.ModelInfer, request_of([1]), metadata=given)
         assert (code, "request_timeout_s" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
     assert "secret" not in service.log.read_text()

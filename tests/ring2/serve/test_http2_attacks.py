@@ -138,12 +138,12 @@ def resident_bytes(process: int) -> int:
 
 
 def test_a_stream_that_ends_by_an_error_forgets_the_lookup_under_way(service: FrontedService) -> None:
-    with Peer(service.port) as peer, service.paused_owner():
+    with Peer(service.port) as peer, service.paused_engine():
         peer.send(frame(HEADERS, 4, 1, call_headers("/inference.GRPCInferenceService/ModelStreamInfer")))
         peer.send(frame(DATA, 0, 1, request_of()), reset(1))
 
 
 def test_the_server_itself_ends_calls_at_their_deadlines(service: FrontedService) -> None:
-    with Peer(service.port) as peer, service.paused_owner():
+    with Peer(service.port) as peer, service.paused_engine():
         peer.send(frame(HEADERS, 4, 1, call_headers(grpc_timeout="100m")), frame(DATA, 1, 1, request_of()))
         assert peer.answer(1)[0]["grpc-status"] == "4"

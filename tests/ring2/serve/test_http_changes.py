@@ -17,7 +17,8 @@ import hps
 from hps.configuration.load import load_configuration
 from hps.serve.engine.app import Application
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.server import Server, listen
+from hps.serve.frontend.supervisor import bind
+from hps.serve.server import Server
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.tools.cli.app import app
 from tests.fakes.gated_file_system import Gate, gates
@@ -162,10 +163,10 @@ def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], ga
 
 def test_a_service_that_others_reach_allows_no_change_without_an_admin_token(content: dict[str, Any]) -> None:
     application = Application(Lifecycle(load_configuration(content)))
-    with listen("0.0.0.0", 0) as listener:
+    with bind("0.0.0.0", 0) as listener:
         Server(application, listener)
         assert not application.authorization.loopback, "also for clients that come by 127.0.0.1"
-    with listen("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", 0) as listener:
         Server(application, listener)
         assert application.authorization.loopback
 

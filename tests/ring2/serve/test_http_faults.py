@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from hps.cache.base import EmbeddingCache
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
 from hps.serve.frontend import connection as connections
 from hps.testing.waiting import PATIENCE_S, wait_until
@@ -103,6 +104,13 @@ def test_a_body_that_does_not_come_is_408_also_where_none_is_taken(serving, path
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
 
 
+def test_a_cache_without_a_batch_driver_is_answered_by_the_threads_of_the_engine(serving, fake):
+    fake.cache_class = type("OtherCache", (EmbeddingCache,), {"device": "cpu"})  # of another package, without `BatchAnswers`
+    with serving() as service:
+        assert service.client.post(PATH, content=LOOKUP).status_code == 200
+    assert fake.lookups == 1
+
+
 def test_a_client_that_goes_away_in_mid_body_leaves_nothing(serving, fake):
     piece = b"x" * (BIG // 2)
     chunked = head(Transfer_Encoding="chunked") + b"%x\r\n%s\r\n" % (len(piece), piece)
@@ -182,11 +190,11 @@ def test_requests_share_a_bound_on_memory_that_leaves_room_for_small_ones(servin
     with serving(max_body_bytes=100_000, max_held_bytes=2_000_000) as service:
         memory, body = service.frontend.memory, b"x" * 90_000
         for others, status in ((memory.large_limit // 8, 400), (memory.large_limit - 50_000, 503)):
-            memory.held += others
+            memory.used += others
             answer = service.client.post(PATH, content=body)
             assert answer.status_code == status
             assert service.client.post(PATH, content=LOOKUP).status_code == 200  # small ones go on
-            memory.held -= others
+            memory.used -= others
         says = f"expected at most {memory.large_limit} (from service.max_held_bytes); send the request again"
         assert says in answer.json()["error"]
 

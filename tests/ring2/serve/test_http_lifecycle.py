@@ -15,7 +15,7 @@ import pytest
 import hps
 from hps.ground.threads.workers import THREADS, new_thread
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.server import listen
+from hps.serve.frontend.supervisor import bind
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.fakes.gated_file_system import gates
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples
@@ -116,7 +116,7 @@ def test_a_parameter_server_of_the_callers_stays_open_and_one_of_its_own_is_clos
         assert server.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
     for host, says in (("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")):
         with pytest.raises(hps.ConfigError, match=says):
-            listen(host, 0)
+            bind(host, 0)
 
 
 def test_lookups_go_on_after_signals(document):
@@ -142,7 +142,7 @@ from hps.serve.frontend.frontend import Frontend
 from hps.testing.waiting import PATIENCE_S, wait_until
 start = Frontend.start
 async def late(front, *listeners):
-    wait_until(lambda: "m.item: 100 rows in" in open(sys.argv[2] + ".log").read(), "the owner has loaded")
+    wait_until(lambda: "m.item: 100 rows in" in open(sys.argv[2] + ".log").read(), "the engine has loaded")
     sys.stderr.write("the front listens late\\n")
     await start(front, *listeners)
 Frontend.start = late

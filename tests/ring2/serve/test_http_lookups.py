@@ -230,15 +230,24 @@ def test_devices_answer_in_turn_or_as_named_and_a_lost_one_those_alone_who_name_
             def answering():
                 return sorted(device_of() for _ in range(6))
 
+            def lose(meanwhile, device):
+                meanwhile.setattr(sessions[device], "lost", True)
+                notify(device)
+
+            def notify(device):
+                for changed in sessions[device].on_loss:
+                    changed()
+
             assert answering() == [0, 0, 0, 1, 1, 1]
             assert [device_of(device=named) for named in (0, 1, 1, 0)] == [0, 1, 1, 0]
             for lost, other in ((1, 0), (0, 1)):
                 with monkeypatch.context() as meanwhile:
-                    meanwhile.setattr(sessions[lost], "lost", True)
+                    lose(meanwhile, lost)
                     wait_until(lambda other=other: answering() == [other] * 6, "the fronts know")
                     assert device_of(device=lost) == lost
-                    meanwhile.setattr(sessions[other], "lost", True)
+                    lose(meanwhile, other)
                     wait_until(lambda: answering() == [0, 0, 0, 1, 1, 1], "both are lost")
+                notify(lost)
                 wait_until(lambda: answering() == [0, 0, 0, 1, 1, 1], "both are there")
 
 

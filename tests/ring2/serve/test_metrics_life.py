@@ -227,7 +227,7 @@ def test_tritons_names_say_what_its_statistics_say_where_wanted(metered):
     lifecycle.configuration = wanted
 
 
-def test_fronts_the_loop_of_the_owner_and_default_vectors_are_counted(metered):
+def test_fronts_the_loop_of_the_engine_and_default_vectors_are_counted(metered):
     before = samples(metered)
     metered.client.post("/v1/models/m/lookup", json={"tables": {"item": [-5] * 1000}})  # no tier has it
     after = samples(metered)

@@ -105,7 +105,7 @@ def test_rates_follow_the_lookups_and_a_pin_is_shown_until_it_ends(tab, service)
 
 
 def test_charts_show_what_was_before_the_page_was_opened(tab, service):
-    note = service.app._history.note
+    note = service.app._history.record
     note()
     for _ in range(3):
         service.client.post("/v1/models/ranker/lookup", json={"tables": {"item": [1, 2, 3]}}).raise_for_status()

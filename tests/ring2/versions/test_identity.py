@@ -440,7 +440,7 @@ def no_secret_is_told(children: ChildProcesses, tmp_path: Path, document: dict[s
     )
     wait_until(lambda: "the tokens stay as they are" in service.text, "it has read the file")
     pair.key.write_text(SECRETS["none"])
-    wait_until(lambda: "new connections go on with" in service.text, "it has read the key")
+    wait_until(lambda: "new connections keep the previous certificate" in service.text, "it has read the key")
     for token in (SECRETS["lookup"], SECRETS["other"]):
         seen += [service.ask("GET", path, token, None, context) for path in READ]
     assert {status for status, _, _ in seen} >= {200, 400, 401, 403}

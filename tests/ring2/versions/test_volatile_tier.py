@@ -77,7 +77,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr("hps.versions.volatile_tier.EVERY_S", 0.05)
+    monkeypatch.setattr("hps.versions.volatile_tier.POLL_S", 0.05)
     monkeypatch.setattr("hps.versions.volatile_tier._PIECE_ROWS", 500)
     with ExitStack() as servers:
         yield Fleet(tmp_path, servers)
@@ -200,7 +200,7 @@ def test_writes_while_redis_is_filled_win(fleet: Fleet) -> None:
 
 
 def test_refresh_fills_redis_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.versions.volatile_tier.EVERY_S", 3600.0)
+    monkeypatch.setattr("hps.versions.volatile_tier.POLL_S", 3600.0)
     fleet.redis.start()
     server = fleet.start()
     fleet.empty()

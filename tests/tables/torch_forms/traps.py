@@ -296,12 +296,12 @@ def global_that_is_read(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return self.fc(self.e(hist).sum(1)).squeeze(1) * (2 + len(COUNTED))
 
 
-@trap(refused="differently|another program")
+@trap(refused="differently|different program")
 def python_random(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) * random.random()
 
 
-@trap(refused="differently|another program")
+@trap(refused="differently|different program")
 def numpy_random(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) + torch.from_numpy(np.random.rand(1).astype("f"))  # noqa: NPY002 - the trap
 
@@ -348,7 +348,7 @@ def dropout_of_the_training() -> nn.Module:
     return Dropped()
 
 
-@trap(refused="differently|another program")
+@trap(refused="differently|different program")
 def by_date(self: Any, hist: torch.Tensor) -> torch.Tensor:
     return score(self, hist) * (1 + time.time() % 1)
 

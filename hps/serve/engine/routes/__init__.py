@@ -1,1 +1,1 @@
-"""The HTTP routes beside the lookups."""
+"""HTTP routes of the engine: all but lookups."""

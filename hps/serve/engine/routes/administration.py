@@ -29,12 +29,7 @@ _Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET
 
 
 def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
-    """Make the routes.
-
-    Args:
-        threads: threads that ask databases for their sizes.
-        responses: descriptions of errors by status.
-    """
+    """Make the routes. threads: threads that read the sizes of databases."""
     errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 409, 503, 507)}
     errors[202] = {"model": schemas.ChangeAnswer, "description": "The change is under way."}
     changing: dict[str, Any] = {"responses": errors, "response_model_exclude_none": True}
@@ -59,13 +54,14 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
     async def list_models() -> schemas.ModelList:
         """List all models and versions, their sizes in each tier, and their changes."""
         models, degraded = await threads.run(_models, lifecycle), lifecycle.degraded
-        return schemas.ModelList(models=models, changes=[_answer(one, degraded) for one in lifecycle.live.requested.values()])
+        changes = [_answer(change, degraded) for change in lifecycle.live.requested.values()]
+        return schemas.ModelList(models=models, changes=changes)
 
     @router.get("/updates", responses={status: responses[status] for status in (401, 503)})
     async def list_updates() -> schemas.UpdateList:
         """Report how far each table has followed its update log, in every version in service or about to take over."""
         found = await threads.run(lambda: lifecycle.server.updates())
-        return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(one)) for one in found])
+        return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(table)) for table in found])
 
     @router.get("/debug/check", responses={status: responses[status] for status in (401, 403, 503)})
     async def check_integrity() -> schemas.IntegrityReport:
@@ -160,12 +156,7 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
 
 
 def _configured(name: str, entry: dict[str, Any]) -> ModelConfig:
-    """Check an entry of `models`, which may omit the model's name.
-
-    Raises:
-        ConfigError: the entry is invalid.
-        InvalidInputError: it is of another model.
-    """
+    """Check an entry of `models`, which may omit the model's name. Raises ConfigError or InvalidInputError."""
     if entry.get("model", name) != name:
         raise InvalidInputError(f"reading 'config': got model {str(entry['model'])[:120]!r}, expected {name[:120]!r}")
     return override_model(name, None, entry)
@@ -226,7 +217,7 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     found = []
     for model in lifecycle.states.models():
         devices, versions = [], []
-        with suppress(UnknownModelError):  # it waits, is being loaded, or failed
+        with suppress(UnknownModelError):  # it is waiting, loading or failed
             versions = server.versions(model.name)
             devices = list(server.model(model.name).devices)
         found.append(

@@ -1,4 +1,4 @@
-"""FastAPI's routes beside the lookups: health, metadata, metrics, models; and the OpenAPI document of all routes."""
+"""FastAPI's routes: health, metadata, metrics, models; and the OpenAPI document of all routes."""
 
 import math
 import re
@@ -31,7 +31,7 @@ from hps.statistics.prometheus import expose
 _Responses = dict[int | str, dict[str, Any]]
 
 _ERROR = schemas.ErrorAnswer.__name__
-# By its name: FastAPI would make a validator of the model for each status of each route, which takes as long as all the rest.
+# A reference by name: FastAPI would build a validator of the model for each status of each route, which doubles the start.
 _ERROR_CONTENT = {"application/json": {"schema": {"$ref": f"#/components/schemas/{_ERROR}"}}}
 
 ERRORS: _Responses = {
@@ -93,15 +93,7 @@ def control_app(
     threads: CallThreads,
     routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
-    """Make the FastAPI application of these routes.
-
-    Args:
-        metrics: exposed by `/metrics`, beside the metrics of the models and of the parameter server.
-        statistics: statistics of inferences.
-        error_answer: makes the answer to an error raised while a request was served.
-        threads: the thread that writes the metrics.
-        routers: further routes.
-    """
+    """Make the FastAPI application of these routes and those of `routers`. threads: the thread that writes the metrics."""
 
     async def answer_error(request: Request, error: Exception) -> Response:
         """Answer an error. FastAPI raises unexpected errors again afterwards."""
@@ -113,10 +105,12 @@ def control_app(
             else:
                 error = RequestError(404, f"{got}, which is not served; /openapi.json lists the routes")
         elif isinstance(error, RequestValidationError):
-            problems = (f"{one['loc'][-1]}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
+            problems = (
+                f"{problem['loc'][-1]}: {problem['msg']}, got {str(problem['input'])[:40]!r}" for problem in error.errors()
+            )
             error = InvalidInputError(f"{got}: {'; '.join(problems)}")
         elif isinstance(error, UnknownModelError) and not isinstance(error, UnknownVersionError):
-            error = UnknownModelError(f"Request for unknown model: {error}")  # phrase that Triton's clients look for
+            error = UnknownModelError(f"Request for unknown model: {error}")  # Triton's clients expect this phrase
         answer = error_answer(error, request.scope)
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         return Response(b"".join(answer.chunks), answer.status, headers)

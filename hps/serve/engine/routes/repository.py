@@ -47,7 +47,7 @@ def repository_routes(lifecycle: Lifecycle, responses: dict[int | str, dict[str,
             await change_model(lifecycle.server.live, model, "deploying", request.scope, load)
         except HPSError as error:
             refused = isinstance(error, InvalidInputError | ConfigError | UnknownModelError)
-            phrase = "failed to poll from model repository: " if refused else ""  # which Triton's clients look for
+            phrase = "failed to poll from model repository: " if refused else ""  # Triton's clients expect this phrase
             raise RequestError(status_of(error), f"failed to load {model[:120]!r}, {phrase}{error}") from error
 
     @router.post("/v2/repository/models/{model}/unload", response_class=Response, openapi_extra=described_object(UnloadRequest))
@@ -86,10 +86,13 @@ def _refuse_unless_explicit(lifecycle: Lifecycle) -> None:
 def _index(server: HPS, ready: bool) -> list[IndexedVersion]:
     return [
         IndexedVersion(
-            name=one.model, version=one.version or None, state=cast("IndexState", one.state.upper()), reason=one.reason or None
+            name=entry.model,
+            version=entry.version or None,
+            state=cast("IndexState", entry.state.upper()),
+            reason=entry.reason or None,
         )
-        for one in server.index()
-        if one.state == "ready" or not ready
+        for entry in server.index()
+        if entry.state == "ready" or not ready
     ]
 
 

@@ -1,4 +1,4 @@
-"""Online writes of rows, and reads of single rows: served without FastAPI, as writes come by the thousand."""
+"""Online writes of rows, and reads of single rows. Served without FastAPI, since there may be thousands of writes a second."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -14,8 +14,8 @@ from hps.ground.threads.pacing import paced
 from hps.parameter_server import HPS
 from hps.serve.engine.call_threads import CallThreads
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.http.held_memory import SMALL_BYTES, HeldMemory
 from hps.serve.http.http_answer import JSON, HTTPAnswer, RequestError
+from hps.serve.http.memory_budget import SMALL_BYTES, MemoryBudget
 from hps.serve.http.targets import RowTarget
 from hps.serve.logs.changes import WriteLog
 from hps.serve.protocol.json_size import parsed_bytes
@@ -41,11 +41,11 @@ class RowRoutes:
     """Serves the routes of rows. *One per event loop.*
 
     Args:
-        settings: have the limits, until `configure` changes them.
-        memory: counts large bodies, and what they are decoded to.
+        settings: limits until `configure` changes them.
+        memory: counts large bodies and their decoded rows.
     """
 
-    def __init__(self, lifecycle: Lifecycle, settings: ServiceConfig, memory: HeldMemory) -> None:
+    def __init__(self, lifecycle: Lifecycle, settings: ServiceConfig, memory: MemoryBudget) -> None:
         self._lifecycle = lifecycle
         self._memory = memory
         self._reads, self._writes = (
@@ -99,7 +99,7 @@ class RowRoutes:
         server.model(target.model, request.version).table_index(target.table)  # names from clients are not logged
         try:
             length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
-            held = self._hold(length, body)
+            held = self._reserve(length, body)
             version, rows = await self._writes.run(self._write, server, request, length, body, held=held)
         except BaseException:
             self._log.count(request.who, table, failed=True)
@@ -109,7 +109,7 @@ class RowRoutes:
         answer = {"model": target.model, "version": version, "table": target.table, "rows": rows}
         return HTTPAnswer(200, [JSON], (orjson.dumps(answer),))
 
-    def _hold(self, header_length: int | None, body: bytes | bytearray) -> int:
+    def _reserve(self, header_length: int | None, body: bytes | bytearray) -> int:
         size = len(body)
         if size <= SMALL_BYTES:
             return 0

@@ -16,8 +16,9 @@ def shared_memory_routes(registry: SharedMemoryRegistry, responses: dict[int | s
         check_local(request.client.host if request.client else "", dict(request.scope["headers"]))
 
     def status_of(name: str | None) -> list[RegionStatus]:
-        found = registry.regions(name)
-        return [RegionStatus(name=one.name, key=one.key, offset=one.offset, byte_size=one.byte_size) for one in found]
+        return [
+            RegionStatus(name=it.name, key=it.key, offset=it.offset, byte_size=it.byte_size) for it in registry.regions(name)
+        ]
 
     @router.get("/status")
     async def shared_memory_status(request: Request) -> list[RegionStatus]:

@@ -33,9 +33,11 @@ def statistics_routes(
     async def answer(server: HPS, deployments: list[Deployment]) -> StatisticsAnswer:
         counted = [(deployment, statistics.of(deployment)) for deployment in deployments]
         model = server.statistics.model
-        return await run_in_threadpool(
-            lambda: StatisticsAnswer(model_stats=[_statistics(one, model(one), counts) for one, counts in counted])
-        )
+
+        def read() -> StatisticsAnswer:
+            return StatisticsAnswer(model_stats=[_statistics(served, model(served), counts) for served, counts in counted])
+
+        return await run_in_threadpool(read)
 
     @router.get("/v2/models/stats")
     async def all_statistics() -> StatisticsAnswer:

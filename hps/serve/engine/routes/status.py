@@ -36,15 +36,6 @@ def status_routes(
     threads: CallThreads,
     responses: dict[int | str, dict[str, Any]],
 ) -> APIRouter:
-    """Make the routes.
-
-    Args:
-        metrics: metrics of requests.
-        problems: recent problems.
-        history: counts of the past.
-        threads: the thread that writes the data.
-        responses: descriptions of errors by status.
-    """
     router = APIRouter()
 
     @router.get("/v1/stats", tags=["metrics"], responses={401: responses[401]}, response_class=Response)
@@ -82,7 +73,7 @@ def status_routes(
                 "reason": lifecycle.not_ready_reason,
                 "degraded": lifecycle.degraded,
                 "requests": metrics.requests(),
-                **metrics.held(),
+                **metrics.gauges(),
             },
             "models": [model.model_dump(exclude_none=True) for model in lifecycle.states.models()],
             "problems": [asdict(entry) for entry in problems.entries()],

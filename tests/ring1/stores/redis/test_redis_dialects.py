@@ -59,7 +59,7 @@ def test_a_script_that_is_refused_half_way_leaves_no_mark_where_rows_are_missing
         Catalog(nodes, 4).change([(partition, client.get(partition.mark), Mark("new", "new"))], empty=[True])
     client.acl_deluser("hps")
     assert not client.exists(partition.values)
-    with pytest.raises(UnknownTableError, match="is not what it was"):
+    with pytest.raises(UnknownTableError, match="was lost after it was opened"):
         database.fetch(TAG, KEYS, np.empty((100, 8), np.float32), np.zeros(100, np.bool_))
 
 

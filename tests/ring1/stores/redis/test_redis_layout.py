@@ -156,7 +156,7 @@ def test_lost_rows_are_not_absent(table, client):
     assert not fetched(table, TAG, ~keys, 2)[1].any()
     client.delete(P1, P1[:-1] + b"m")  # as when one node of a cluster comes back empty
     for read in (lambda: fetched(table, TAG, keys, 2), lambda: list(table.scan(TAG, 100))):
-        with pytest.raises(UnknownTableError, match=r"table hps_et\.shop\.item is not what it was"):
+        with pytest.raises(UnknownTableError, match=r"table hps_et\.shop\.item was lost after it was opened"):
             read()
     there = np.concatenate([np.frombuffer(b"".join(client.hkeys(name)), np.int64) for name in (P0, P2, P3)])
     out, found = fetched(table, TAG, there, 2)  # the other partitions still answer

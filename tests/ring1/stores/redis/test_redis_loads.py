@@ -211,7 +211,7 @@ class TestLost:
         return reader
 
     @staticmethod
-    def refuses(reader, reason="is not what it was"):
+    def refuses(reader, reason="was lost after it was opened"):
         """Every call fails, and each time as the first."""
         for _ in range(2):
             for call in (
@@ -454,7 +454,7 @@ def test_lookups_here_fail_while_this_process_loads_a_table_again_with_nothing_b
     assert first.claim_load(TAG, "v1", 600) == 0
     chunk(first, 0, 300)
     for database in (first, second):
-        with pytest.raises(DatabaseError, match=r"is being loaded|is not what it was"):
+        with pytest.raises(DatabaseError, match=r"is being loaded|was lost after it was opened"):
             fetched(database, TAG, KEYS, DIM)
         with pytest.raises(DatabaseError):
             database.insert(TAG, KEYS[:1], VECTORS[:1])

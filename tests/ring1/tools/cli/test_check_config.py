@@ -249,7 +249,7 @@ def test_what_can_be_used_is_good_and_nothing_is_made(tmp_path: Path, content: d
     [
         ("file", {}, "is no directory"),
         ("file/below", {}, "is no directory"),
-        ("gone", {"read_only": True}, "no database is there"),
+        ("gone", {"read_only": True}, "no database exists there"),
         ("damaged", {}, "the file CURRENT is missing"),
     ],
 )

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from hps.configuration.load import load_configuration
 from hps.ground.kernels import machine_code
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.tools.cli.app import app
 from hps.tools.cli.server.compile_kernels import _compile_for_gpu
 from tests.servers.running_service import document_of, model_of
@@ -52,6 +52,6 @@ class Compiler:
     ],
 )
 def test_kernels_for_shared_rows_are_those_of_models_that_share_them(monkeypatch, changes, expected):
-    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours(f"{__name__}:Compiler"))
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", BuiltIn(f"{__name__}:Compiler"))
     model = MODEL | {"gpucache": True} | changes
     assert _compile_for_gpu(load_configuration(CONFIG | {"models": [model]}), "90") == expected

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.ground.registry import IMPLEMENTATIONS, Ours
+from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.models.writer import write_sparse_model, write_version
 from hps.statistics.metrics import Metrics
 from hps.updates import dead_letters
@@ -35,7 +35,7 @@ def rows_of(keys: np.ndarray, dim: int, plus: float = 0.0) -> dict[int, bytes]:
 @pytest.fixture
 def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
     for kind, name in (("update_log", "MemoryLog"), ("update_log_writer", "MemoryLogWriter")):
-        ours = {**IMPLEMENTATIONS[kind], "kafka_message_queue": Ours(f"tests.fakes.memory_log:{name}")}
+        ours = {**IMPLEMENTATIONS[kind], "kafka_message_queue": BuiltIn(f"tests.fakes.memory_log:{name}")}
         monkeypatch.setitem(IMPLEMENTATIONS, kind, ours)
     return MemoryBroker.by_name[f"{tmp_path.name.replace('_', '-')}:9092"]
 

@@ -66,7 +66,7 @@ def killed() -> None:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Requests]:
     monkeypatch.setattr("hps.models.loading.table_load._CLAIM_WAIT_S", 0.02)
-    monkeypatch.setattr("hps.stores.redis.load_leases._LOOK_S", 0.005)
+    monkeypatch.setattr("hps.stores.redis.load_leases._POLL_S", 0.005)
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 30 * (8 + 4 * DIM))
     watched: list[Requests] = []
     run = RedisNodes.run

@@ -118,7 +118,7 @@ def test_an_object_store_that_refuses_the_listing_is_reported(
         content["models"] = [model_of("shop", [place], {"user": 4})]
         content["model_source"] = {"s3_endpoint_url": store.url, "max_attempts": 1}
         code, found = findings(written(tmp_path, content), "--connect")
-        assert (code, found[place.rpartition("/")[0]]) == (0, [("good", "may be listed; it holds 1 entries")])
+        assert (code, found[place.rpartition("/")[0]]) == (0, [("good", "can be listed; it has 1 entries")])
         store.kill()
         code, found = findings(written(tmp_path, content), "--connect", "--no-files")
         assert (code, found[place.rpartition("/")[0]][0][0]) == (1, "unreachable")

@@ -79,7 +79,7 @@ def test_a_front_can_write_to_its_own_region_alone(service):
     for number, pid in service.all_processes().items():
         shared = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:hps-" in line]
         writable = {words[5].partition(":")[2] for words in shared if "w" in words[1]}
-        assert writable == ({f"hps-front-{number}"} if number >= 0 else {"hps-front-0", "hps-front-1", "hps-page"})
+        assert writable == ({f"hps-frontend-{number}"} if number >= 0 else {"hps-frontend-0", "hps-frontend-1", "hps-snapshot"})
 
 
 def raw_request(keys, *headers):
@@ -132,7 +132,7 @@ def test_a_killed_front_costs_its_own_connections_and_is_replaced(service):
         assert connection.look_up(KEYS) == 200
 
 
-def test_a_killed_owner_costs_no_connection_and_no_answer_is_wrong(service):
+def test_a_killed_engine_costs_no_connection_and_no_answer_is_wrong(service):
     connections = [one for ones in service.connections(3).values() for one in ones]
     with load(service) as clients:
         pid = service.kill(-1)

@@ -1,4 +1,4 @@
-"""What one loop of the owner works on: the fronts' regions, the deployments that they may name, and the jobs for Python."""
+"""State of one loop of the engine: regions of frontends, deployments that they may name, and requests handed to Python."""
 
 import os
 import threading
@@ -16,22 +16,22 @@ from hps.regions.exchange import (
     BATCHES,
     BOUND_COUNT,
     BOUNDS,
+    D_DRIVER,
     D_FIRST,
+    D_ID,
     D_IN_FLIGHT,
     D_NS,
-    D_OWN,
     D_RESIDENT,
-    D_SERIAL,
     D_TABLES,
     D_TIMES,
     DEPLOYMENT_COLUMNS,
     EPOCH,
     EVENT,
+    HANDED_OVER_COUNT,
+    HANDED_OVER_EVENT,
     HEAD,
     HEADER_WORDS,
     IN_FLIGHT,
-    JOBS_EVENT,
-    JOBS_HEAD,
     LENGTH,
     LOOP_EVENT,
     MALFORMED_COUNT,
@@ -44,64 +44,63 @@ from hps.regions.exchange import (
     STOP,
     T_ABSENT,
     T_DIM,
+    T_DRIVER,
     T_KEYS,
     T_MAX_KEYS,
-    T_OWN,
     TABLE_COLUMNS,
     TAIL,
     WAKES,
     arm,
-    complete_job,
+    complete_handed_over,
     completions,
     post,
-    read_job,
+    read_handed_over,
     store_word,
 )
-from hps.regions.layout import BEGUN_EPOCH, COMPLETED, FRONT_EPOCH, MOST_SEGMENTS, RING, SEGMENT_WORDS, SUBMITTED, TAKEN, Memory
+from hps.regions.layout import (
+    COMPLETED,
+    FRONTEND_EPOCH,
+    MOST_SEGMENTS,
+    RING,
+    SEGMENT_WORDS,
+    STARTED_EPOCH,
+    SUBMITTED,
+    TAKEN,
+    Memory,
+)
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from hps.types import IndexArray, TableSpec
 
-FRONT_KERNELS: Final = (post, completions, arm, store_word, to_float16, to_bfloat16)
-OWNER_KERNELS: Final = (read_job, complete_job, store_word)
+FRONTEND_KERNELS: Final = (post, completions, arm, store_word, to_float16, to_bfloat16)
+ENGINE_KERNELS: Final = (read_handed_over, complete_handed_over, store_word)
 _MOST_TABLES = 1 << 14
 _READINGS = 20  # of a region that is checked while its loop runs
 
 
 class Tally(NamedTuple):
-    """What a loop answered of one deployment since the last tally.
+    """Counts of one deployment since the last tally."""
 
-    Attributes:
-        tables: by table: keys, resident, linked and absent ones.
-        times: number of requests, by the buckets of `LookupTimes`.
-        ns: how long all took together.
-    """
-
-    tables: list[list[int]]
-    times: list[int]
-    ns: int
+    tables: list[list[int]]  # by table: numbers of keys, resident, linked and absent
+    times: list[int]  # number of requests, by the buckets of `LookupTimes`
+    ns: int  # total duration
 
 
-class Resident(NamedTuple):
-    """What a driver's loop needs to know of a deployment.
+class DriverWords(NamedTuple):
+    """Words of a deployment that only the loop of one driver understands, after the common columns of `exchange`."""
 
-    Attributes:
-        tables: by table: words after the common ones of `exchange`.
-        deployment: the same of the deployment.
-    """
-
-    tables: Sequence[Sequence[int]]
+    tables: Sequence[Sequence[int]]  # by table
     deployment: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request that a loop has left to Python. *Immutable*; the arrays are the job's own.
+class HandedOverRequest:
+    """A request that a loop handed over to Python. *Immutable.*
 
     Attributes:
-        place, slot: where it lies.
+        place, slot: its region and slot.
         status: 0, or why its descriptor is refused.
-        header: (HEADER_WORDS,) int64.
-        segments: (n, SEGMENT_WORDS) int64.
+        header: (HEADER_WORDS,) int64, a copy.
+        segments: (n, SEGMENT_WORDS) int64, a copy.
     """
 
     place: int
@@ -111,19 +110,19 @@ class Job:
     segments: IndexArray
 
 
-class Board:
-    """The arrays of one loop of the owner. *Thread-safe.*
+class LoopState:
+    """Arrays of one loop of the engine. *Thread-safe.*
 
     Args:
-        memories: regions of the fronts that it serves.
-        events: of each, the event that wakes the front.
-        loop_event: the event that wakes the loop.
-        jobs_event: a semaphore that the loop raises for each job.
-        spin_ns: how long it spins before it sleeps.
-        serials: what the serials count from. Those of another owner must differ: fronts post again what it did not answer.
+        memories: regions of the frontends that it serves.
+        events: by frontend, the event that wakes it.
+        loop_event: event that wakes the loop.
+        handed_over_event: semaphore that the loop raises for each request it hands over.
+        spin_ns: duration that it spins before it sleeps.
+        last_id: ids of deployments count from here.
 
     Attributes:
-        regions, deployments, tables, state, jobs: see `exchange`.
+        regions, deployments, tables, state, handed_over: see `exchange`.
     """
 
     def __init__(
@@ -131,41 +130,42 @@ class Board:
         memories: Sequence[Memory],
         events: Sequence[int],
         loop_event: int,
-        jobs_event: int,
+        handed_over_event: int,
         spin_ns: int,
-        serials: int = 0,
+        last_id: int = 0,
     ) -> None:
         self.memories = tuple(memories)
         self.regions = np.zeros((len(memories), REGION_COLUMNS), np.int64)
         self.deployments = np.zeros((MOST_DEPLOYMENTS, DEPLOYMENT_COLUMNS), np.int64)
         self.tables = np.zeros((_MOST_TABLES, TABLE_COLUMNS), np.int64)
         self.state = np.zeros(STATE_WORDS, np.int64)
-        self.jobs = np.zeros((RING * max(1, len(memories)), 2), np.int64)
+        self.handed_over = np.zeros((RING * max(1, len(memories)), 2), np.int64)
         self._loop_event = loop_event
-        self.state[SPIN_NS], self.state[JOBS_EVENT], self.state[LOOP_EVENT] = spin_ns, jobs_event, loop_event
+        self.state[SPIN_NS], self.state[HANDED_OVER_EVENT], self.state[LOOP_EVENT] = spin_ns, handed_over_event, loop_event
         self.state[BOUND_COUNT] = len(LOOKUP_BOUNDS_NS)
         self.state[BOUNDS : BOUNDS + len(LOOKUP_BOUNDS_NS)] = LOOKUP_BOUNDS_NS
         for place, (memory, event) in enumerate(zip(memories, events, strict=True)):
             self.regions[place, LENGTH], self.regions[place, EVENT] = memory.size, event
-            self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[BEGUN_EPOCH]
+            self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[STARTED_EPOCH]
         self._lock = threading.Lock()
-        self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # of each deployment: its tables
+        self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # by deployment, its rows of `tables`
         self._resident = [False] * MOST_DEPLOYMENTS
-        self._left_to_python = False
-        self._serials = serials
-        self._taken = 0  # jobs
-        self._seen = np.zeros_like(self.deployments), np.zeros_like(self.tables)  # counters, as they were tallied last
+        self._hands_over_all = False
+        # Frontends post again what a dead engine left unanswered. The same id must not name another deployment by then, so each
+        # engine counts from a number of its own.
+        self._last_id = last_id
+        self._taken = 0  # handed-over requests
+        self._seen = np.zeros_like(self.deployments), np.zeros_like(self.tables)  # counters at the last tally
 
     def shift(self, place: int, by: int) -> None:
-        """Tell the loop where a device has a region: at its address plus `by`."""
+        """Set the address of a region on a device: that of the region plus `by`."""
         self.regions[place, SHIFT] = by
 
-    def add(self, tables: Sequence[TableSpec], resident: Resident | None) -> int:
-        """Let fronts name a deployment, and return its serial.
+    def add(self, tables: Sequence[TableSpec], resident: DriverWords | None) -> int:
+        """Make a deployment known to frontends, and return its id.
 
         Args:
-            resident: what the driver of the cache knows of it, for requests that it answers without Python; None: Python
-                answers all.
+            resident: words of the cache's driver, which answers requests of resident keys; None: Python answers all.
 
         Raises:
             HPSError: there are too many deployments or tables.
@@ -174,60 +174,61 @@ class Board:
             row = next((row for row, tables_of in enumerate(self._rows) if tables_of is None), -1)
             first = self._room_for(len(tables))
             if row < 0 or first < 0:
-                raise HPSError(f"serving model {tables[0].model_name!r}: fronts know at most {MOST_DEPLOYMENTS} deployments")
+                raise HPSError(f"serving model {tables[0].model_name!r}: frontends know at most {MOST_DEPLOYMENTS} deployments")
             self._rows[row] = range(first, first + len(tables))
             for nth, spec in enumerate(tables):
                 words = self.tables[first + nth]
                 words[:] = self._seen[1][first + nth] = 0
                 words[T_DIM], words[T_MAX_KEYS] = spec.dim, spec.max_keys
                 if resident is not None:
-                    own = resident.tables[nth]
-                    words[T_OWN : T_OWN + len(own)] = own
-            self._serials += 1
-            serial = self._serials << 8 | row
+                    driver_words = resident.tables[nth]
+                    words[T_DRIVER : T_DRIVER + len(driver_words)] = driver_words
+            self._last_id += 1
+            deployment_id = self._last_id << 8 | row
             deployment = self.deployments[row]
-            deployment[D_OWN:] = self._seen[0][row] = 0  # D_IN_FLIGHT stays: the loop may be leaving the one before
+            # D_IN_FLIGHT is not reset: a loop that compared the previous id may still raise and lower it.
+            deployment[D_DRIVER:] = self._seen[0][row] = 0
             deployment[D_NS] = 0
             deployment[D_TABLES], deployment[D_FIRST] = len(tables), first
             self._resident[row] = resident is not None
-            deployment[D_RESIDENT] = int(self._resident[row] and not self._left_to_python)
+            deployment[D_RESIDENT] = int(self._resident[row] and not self._hands_over_all)
             if resident is not None:
-                deployment[D_OWN : D_OWN + len(resident.deployment)] = resident.deployment
-            store_word(deployment.ctypes.data + 8 * D_SERIAL, serial)
-            return serial
+                deployment[D_DRIVER : D_DRIVER + len(resident.deployment)] = resident.deployment
+            store_word(deployment.ctypes.data + 8 * D_ID, deployment_id)
+            return deployment_id
 
-    def _room_for(self, tables: int) -> int:
+    def _room_for(self, count: int) -> int:
         start = 0
-        for taken in sorted((row for row in self._rows if row is not None), key=lambda one: one.start):
-            if taken.start - start >= tables:
+        for taken in sorted((tables for tables in self._rows if tables is not None), key=lambda tables: tables.start):
+            if taken.start - start >= count:
                 return start
             start = taken.stop
-        return start if start + tables <= _MOST_TABLES else -1
+        return start if start + count <= _MOST_TABLES else -1
 
-    def leave_all(self, to_python: bool) -> None:
-        """Leave all requests to Python from now on, or only those that the driver's loop cannot answer."""
+    def hand_over_all(self, enabled: bool) -> None:
+        """Hand over every request to Python from now on, or only those that the driver's loop cannot answer."""
         with self._lock:
-            self._left_to_python = to_python
-            self.deployments[:, D_RESIDENT] = np.array(self._resident) & (not to_python)
+            self._hands_over_all = enabled
+            self.deployments[:, D_RESIDENT] = np.array(self._resident) & (not enabled)
 
-    def end(self, serial: int) -> None:
+    def retire(self, deployment_id: int) -> None:
         """Refuse requests of a deployment from now on; those that were taken are answered."""
-        row = serial & (MOST_DEPLOYMENTS - 1)
-        if self.deployments[row, D_SERIAL] == serial:
-            store_word(self.deployments[row].ctypes.data + 8 * D_SERIAL, 0)
+        row = deployment_id & (MOST_DEPLOYMENTS - 1)
+        if self.deployments[row, D_ID] == deployment_id:
+            store_word(self.deployments[row].ctypes.data + 8 * D_ID, 0)
 
-    def is_idle(self, serial: int) -> bool:
-        """Whether the loop answers nothing of a deployment that has ended. Asked again while it is False."""
-        return int(self.deployments[serial & (MOST_DEPLOYMENTS - 1), D_IN_FLIGHT]) == 0
+    def is_idle(self, deployment_id: int) -> bool:
+        """Return True if the loop answers no request of a retired deployment."""
+        return int(self.deployments[deployment_id & (MOST_DEPLOYMENTS - 1), D_IN_FLIGHT]) == 0
 
-    def forget(self, serial: int) -> None:
-        """Give the place of a deployment to others, once it is idle."""
+    def release(self, deployment_id: int) -> None:
+        """Free the row and tables of a retired deployment that is idle."""
         with self._lock:
-            self._rows[serial & (MOST_DEPLOYMENTS - 1)] = None
+            self._rows[deployment_id & (MOST_DEPLOYMENTS - 1)] = None
 
-    def tally(self, serial: int) -> Tally:
-        """Return what was answered of a deployment since the last call. One caller at a time."""
-        row = serial & (MOST_DEPLOYMENTS - 1)
+    def tally(self, deployment_id: int) -> Tally:
+        """Return the counts of a deployment since the last call. One caller at a time."""
+        row = deployment_id & (MOST_DEPLOYMENTS - 1)
         tables_of = self._rows[row] or range(0)
         tables = _since(self.tables, self._seen[1], slice(tables_of.start, tables_of.stop), slice(T_KEYS, T_ABSENT + 1))
         last = D_TIMES + len(LOOKUP_BOUNDS_NS)
@@ -235,20 +236,20 @@ class Board:
         [[ns]] = _since(self.deployments, self._seen[0], slice(row, row + 1), slice(D_NS, D_NS + 1))
         return Tally(tables, times, ns)
 
-    def next_job(self) -> Job | None:
-        """Take the next request that the loop has left to Python."""
+    def next_request(self) -> HandedOverRequest | None:
+        """Take the next request that the loop handed over; None if there is none."""
         with self._lock:
-            if self._taken == self.state[JOBS_HEAD]:
+            if self._taken == self.state[HANDED_OVER_COUNT]:
                 return None
-            place, slot = self.jobs[self._taken % len(self.jobs)].tolist()
+            place, slot = self.handed_over[self._taken % len(self.handed_over)].tolist()
             self._taken += 1
         header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
-        status = read_job(self.regions, place, slot, self.deployments, self.tables, header, segments)
-        return Job(place, slot, status, header, segments[: int(header[2])] if status == 0 else segments[:0])
+        status = read_handed_over(self.regions, place, slot, self.deployments, self.tables, header, segments)
+        return HandedOverRequest(place, slot, status, header, segments[: int(header[2])] if status == 0 else segments[:0])
 
-    def complete(self, job: Job) -> None:
-        """Hand the slot of a job back to its front, whose answer stands in it."""
-        event = complete_job(self.regions, job.place, job.slot)
+    def complete(self, request: HandedOverRequest) -> None:
+        """Return the slot of a request to its frontend. The answer is in the slot."""
+        event = complete_handed_over(self.regions, request.place, request.slot)
         if event >= 0:
             os.eventfd_write(event, 1)
 
@@ -262,18 +263,18 @@ class Board:
                 if tables.start < end:
                     findings.append(f"deployment {row}: its tables overlap those of another")
                 end = tables.stop
-                if words[D_SERIAL] and (words[D_FIRST], words[D_TABLES]) != (tables.start, len(tables)):
+                if words[D_ID] and (words[D_FIRST], words[D_TABLES]) != (tables.start, len(tables)):
                     findings.append(f"deployment {row}: its tables are {tables}, but descriptors are checked by others")
         return findings + [finding for place in range(len(self.memories)) if (finding := self._region_finding(place))]
 
     def _region_finding(self, place: int) -> str:
-        # The loop counts while these words are read, so that they may not fit together: a finding is one that stays.
+        # The loop changes these words while they are read, one after the other: only a finding that persists counts.
         finding = ""
         for _ in range(_READINGS):
             words, memory = self.regions[place], self.memories[place]
             completed, taken, under_way = int(words[HEAD]), int(words[TAIL]), int(words[IN_FLIGHT])
             posted = memory[SUBMITTED] - taken
-            if words[EPOCH] == 0 or words[EPOCH] != memory[FRONT_EPOCH]:
+            if words[EPOCH] == 0 or words[EPOCH] != memory[FRONTEND_EPOCH]:
                 return ""
             if not 0 <= under_way <= RING or taken - completed != under_way:
                 finding = f"{taken} slots were taken and {completed} completed, but {under_way} are under way"
@@ -295,17 +296,17 @@ class Board:
 
     @property
     def figures(self) -> dict[str, int]:
-        """Counts of the loop since it began: batches, requests left to Python, malformed descriptors, and wakes from sleep."""
+        """Counts of the loop since its start: batches, requests handed over, malformed descriptors, and wakes from sleep."""
         return {
             "batches": int(self.state[BATCHES]),
-            "handed_over": int(self.state[JOBS_HEAD]),
+            "handed_over": int(self.state[HANDED_OVER_COUNT]),
             "malformed": int(self.regions[:, MALFORMED_COUNT].sum()),
             "wakes": int(self.state[WAKES]),
         }
 
 
 def _since(words: IndexArray, seen: IndexArray, rows: slice, columns: slice) -> list[list[int]]:
-    """Read counters that a loop adds to, and return by how much they have grown since they were seen last."""
+    """Return by how much counters have grown since the last call."""
     now = words[rows, columns].copy()
     grown: list[list[int]] = (now - seen[rows, columns]).tolist()
     seen[rows, columns] = now

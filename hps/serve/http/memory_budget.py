@@ -6,7 +6,7 @@ SMALL_BYTES = 65_536
 """Requests up to this size may use the entire budget, larger ones three quarters, so that small ones still get answers."""
 
 
-class HeldMemory:
+class MemoryBudget:
     """Counts the memory of requests and answers. *One per event loop*; only the loop changes it.
 
     Counted are received bytes until they are answered, their decompressed and parsed forms, and answers until they are sent.
@@ -15,13 +15,13 @@ class HeldMemory:
         limit_bytes: the budget.
 
     Attributes:
-        held: bytes held now. Small amounts are added and subtracted directly.
+        used: bytes counted now. Small amounts are added and subtracted directly.
         kept: bytes that connections keep between requests, as of the last count.
         limit, large_limit: bounds on the sum of both, for a small and for a larger request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.held = self.kept = 0
+        self.used = self.kept = 0
         self.limit_to(limit_bytes)
 
     def limit_to(self, limit_bytes: int) -> None:
@@ -30,7 +30,7 @@ class HeldMemory:
         self.large_limit = limit_bytes * 3 // 4
 
     def reserve(self, size: int, what: str, *, spare: bool = False) -> int:
-        """Count further bytes, and return their number, which the caller subtracts from `held` in the end.
+        """Count further bytes, and return their number, which the caller subtracts from `used` in the end.
 
         Args:
             what: purpose, for errors.
@@ -40,15 +40,13 @@ class HeldMemory:
             RequestError: 413, they exceed the budget by themselves.
             OverloadedError: they do not fit now.
         """
+        # Large requests leave a quarter to small ones, which would otherwise be refused whenever a few large ones are served.
         limit = self.limit if size <= SMALL_BYTES and not spare else self.large_limit
         if size > limit:
             limits = f"expected at most {limit} (from service.max_held_bytes)"
             raise RequestError(413, f"{what}: it takes up to {size} bytes of memory, {limits}; send fewer keys at once")
-        if self.held + self.kept + size > limit:
-            raise self.full(what, limit)
-        self.held += size
+        if self.used + self.kept + size > limit:
+            held = f"other requests hold {self.used + self.kept} bytes, expected at most {limit} (from service.max_held_bytes)"
+            raise OverloadedError("memory", f"{what}: {held}; send the request again later")
+        self.used += size
         return size
-
-    def full(self, what: str, limit: int) -> OverloadedError:
-        held = f"other requests hold {self.held + self.kept} bytes, expected at most {limit} (from service.max_held_bytes)"
-        return OverloadedError("memory", f"{what}: {held}; send the request again later")

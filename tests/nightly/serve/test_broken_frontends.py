@@ -9,7 +9,7 @@ import numpy as np
 
 from hps.regions import layout
 from hps.testing.waiting import wait_until
-from tests.ring2.serve.test_fronts import KEYS, load, running, service, stopped
+from tests.ring2.serve.test_frontends import KEYS, load, running, service, stopped
 from tests.servers.front_service import ROWS
 
 __all__ = ["running", "service"]
@@ -29,14 +29,14 @@ def test_a_front_that_writes_garbage_harms_only_itself(service):
             region.words[at : at + 512] = random.choice(edges, 512)
             region.words[layout.SUBMISSIONS // 8 : layout.COMPLETIONS // 8] = layout.SLAB + 64 * random.integers(-2, 500, 2048)
             region[layout.SUBMITTED] += int(random.integers(-2, 60))
-            for word in random.choice([layout.FRONT_SLEEPS, layout.OWNER_SLEEPS, layout.COMPLETED, layout.TAKEN], 2):
+            for word in random.choice([layout.FRONTEND_SLEEPS, layout.ENGINE_SLEEPS, layout.COMPLETED, layout.TAKEN], 2):
                 region[int(word)] = int(random.choice(edges))
             if random.random() < 0.1:
-                region[layout.FRONT_EPOCH] = int(random.choice(edges))
+                region[layout.FRONTEND_EPOCH] = int(random.choice(edges))
             text = figures[int(random.integers(len(figures)))]
-            start = layout.FIGURES + layout.PAGE_TEXT
+            start = layout.FIGURES + layout.TEXT_AT
             region.view[start : start + len(text)] = text
-            region[layout.FIGURES + layout.PAGE_BYTES] = len(text)
+            region[layout.FIGURES + layout.TEXT_BYTES] = len(text)
             region[layout.FIGURES] = 2 * int(random.integers(1, 1000))
 
     with stopped(pid):  # the front itself does nothing meanwhile, so that all that is written stays

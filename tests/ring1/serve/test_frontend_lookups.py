@@ -1,4 +1,4 @@
-"""Requests in slots: the owner accepts every descriptor, no parts overlap, and both ways to an answer give its bytes."""
+"""Requests in slots: the engine accepts every descriptor, no parts overlap, and both ways to an answer give its bytes."""
 
 import itertools
 import json
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hps.errors import NotReadyError, UnknownDeviceError
 from hps.regions import layout
-from hps.regions.board import Board
-from hps.regions.exchange import H_ASIDE, H_ASIDE_BYTES, H_FLAGS, H_SEGMENTS, HEADER_WORDS, read_job
+from hps.regions.exchange import H_FLAGS, H_SCRATCH, H_SCRATCH_BYTES, H_SEGMENTS, HEADER_WORDS, read_handed_over
 from hps.regions.layout import HEADER_BYTES, MOST_SEGMENTS, POOLED, SEGMENT_WORDS, SLAB, TRACED
+from hps.regions.loop_state import LoopState
 from hps.serve.engine.batches import _batch_of
 from hps.serve.frontend.answers import HEAD_BYTES, SCRATCH_BYTES
 from hps.serve.frontend.lookups import TRACE_BYTES, Placed, read_cached
@@ -35,14 +35,14 @@ NAMES = ("user", "item", "word")
 TABLES = tuple(TableSpec("m", name, dim, 0.0, MOST_KEYS) for name, dim in zip(NAMES, DIMS, strict=True))
 MODEL = ModelTables("m", TABLES)
 FRONT = RegionFront(4 << 20)
-BOARD = Board([FRONT.memory], [FRONT.event], -1, -1, 0)
-SERIAL = BOARD.add(TABLES, None)
+LOOP_STATE = LoopState([FRONT.memory], [FRONT.event], -1, -1, 0)
+DEPLOYMENT_ID = LOOP_STATE.add(TABLES, None)
 DEPLOYMENT = SimpleNamespace(dims=DIMS, tables=TABLES)
 SLOT = SLAB + 8192
 
 
 def vectors_of(table, keys):
-    """What the owner answers here: each element says its table, key and column."""
+    """What the engine answers here: each element says its table, key and column."""
     dim = DIMS[table]
     return (10_000 * table + 7 * keys[:, None] + np.arange(dim) / 8).astype(np.float32)
 
@@ -52,17 +52,17 @@ def found_of(keys):
 
 
 def read(slot=SLOT):
-    """Read a descriptor as the owner does; return its header and segments."""
+    """Read a descriptor as the engine does; return its header and segments."""
     header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
-    assert read_job(BOARD.regions, 0, slot, BOARD.deployments, BOARD.tables, header, segments) == 0
+    assert read_handed_over(LOOP_STATE.regions, 0, slot, LOOP_STATE.deployments, LOOP_STATE.tables, header, segments) == 0
     return header, segments[: header[H_SEGMENTS]].tolist()
 
 
 def assert_parts(size, slot=SLOT):
-    """The parts of a request lie within its slot and do not overlap: descriptor, aside, keys, HTTP head, vectors, masks."""
+    """The parts of a request lie within its slot and do not overlap: descriptor, scratch, keys, HTTP head, vectors, masks."""
     header, segments = read(slot)
     parts = [(slot, slot + HEADER_BYTES + 8 * SEGMENT_WORDS * len(segments))]
-    parts.append((header[H_ASIDE], header[H_ASIDE] + header[H_ASIDE_BYTES]))
+    parts.append((header[H_SCRATCH], header[H_SCRATCH] + header[H_SCRATCH_BYTES]))
     for table, n, keys, out, found in segments:
         if n:
             parts.append((keys, keys + 8 * n))
@@ -77,10 +77,10 @@ def assert_parts(size, slot=SLOT):
 
 
 def place(request, traced=False):
-    """Write a request into its slot, and nothing else; return it and what the owner reads."""
+    """Write a request into its slot, and nothing else; return it and what the engine reads."""
     FRONT.memory.bytes[SLAB:] = 0x5A
     placed = Placed(request, traced)
-    placed.write(FRONT.memory, SLOT, SERIAL)
+    placed.write(FRONT.memory, SLOT, DEPLOYMENT_ID)
     assert (FRONT.memory.bytes[SLAB:SLOT] == 0x5A).all()
     return placed, *assert_parts(placed.size)
 
@@ -91,7 +91,7 @@ def assert_untouched(size):
 
 
 def answer(segments):
-    """Answer a request in the region, as the owner does."""
+    """Answer a request in the region, as the engine does."""
     memory = FRONT.memory
     for table, n, keys_at, out_at, found_at in segments:
         keys = memory.bytes[keys_at : keys_at + 8 * n].view(np.int64)
@@ -170,10 +170,10 @@ def test_planned_and_placed_requests_are_answered_as_those_in_process(request):
         return
     memory.bytes[SLAB:] = 0x5A
     memory.view[SLOT : SLOT + len(plan.descriptor)] = plan.descriptor
-    memory[SLOT] = SERIAL
+    memory[SLOT] = DEPLOYMENT_ID
     memory.view[SLOT + plan.keys_at : SLOT + plan.keys_at + plan.keys_bytes] = binary
     header, segments = assert_parts(plan.size)
-    assert (header[H_FLAGS], header[H_ASIDE_BYTES], plan.keys_bytes) == (0, SCRATCH_BYTES, len(binary))
+    assert (header[H_FLAGS], header[H_SCRATCH_BYTES], plan.keys_bytes) == (0, SCRATCH_BYTES, len(binary))
     begin = SLOT + plan.vectors_at - len(plan.text)
     assert SLOT + plan.keys_at + plan.keys_bytes <= begin - HEAD_BYTES  # for the HTTP head and the JSON part
     answer(segments)
@@ -219,8 +219,8 @@ def test_lookups_as_json_are_placed_and_answered(tables, found, device):
 def test_a_traced_request_has_room_for_its_trace():
     for traced, flag, room in ((False, 0, SCRATCH_BYTES), (True, TRACED, TRACE_BYTES)):
         _, header, _ = place(decode_lookup(b'{"tables": {"user": [1], "item": []}}', MODEL, 1000), traced)
-        assert (header[H_FLAGS], header[H_ASIDE_BYTES]) == (flag, room)
-        assert (FRONT.memory[SLOT + layout.SERIAL], FRONT.memory[SLOT + layout.SEGMENTS]) == (SERIAL, 2)
+        assert (header[H_FLAGS], header[H_SCRATCH_BYTES]) == (flag, room)
+        assert (FRONT.memory[SLOT + layout.DEPLOYMENT_ID], FRONT.memory[SLOT + layout.SEGMENTS]) == (DEPLOYMENT_ID, 2)
 
 
 bags = st.dictionaries(st.sampled_from(NAMES), st.lists(st.lists(st.integers(-9, 99), max_size=4), max_size=6), min_size=1)
@@ -229,17 +229,17 @@ options = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for 
 
 
 def owned_tables(slot=SLOT):
-    """The tables as the owner makes them of a pooled request."""
+    """The tables as the engine makes them of a pooled request."""
     header, words = read(slot)
     assert header[H_FLAGS] & POOLED
-    start = int(header[H_ASIDE])
-    text = bytes(FRONT.memory.view[start : start + int(header[H_ASIDE_BYTES])]).partition(b"\0")[0]
+    start = int(header[H_SCRATCH])
+    text = bytes(FRONT.memory.view[start : start + int(header[H_SCRATCH_BYTES])]).partition(b"\0")[0]
     each = zip(words, json.loads(text), strict=True)
     return by_table(Batch.merged([_batch_of(DEPLOYMENT, FRONT.memory, slot, one, bag) for one, bag in each]))
 
 
 def assert_same(own, given):
-    """The owner has the bags of the request, and writes to the request's memory."""
+    """The engine has the bags of the request, and writes to the request's memory."""
     for mine, its in zip(own, given, strict=True):
         assert mine.table == its.table
         assert np.array_equal(mine.keys, its.keys)
@@ -257,7 +257,7 @@ def assert_same(own, given):
 
 
 @given(bags, options, st.booleans())
-def test_bags_as_json_reach_the_owner(tables, more, weighted):
+def test_bags_as_json_reach_the_engine(tables, more, weighted):
     request = {"bags": tables, **more}
     if weighted:
         request["weights"] = {name: [[key / 2 for key in bag] for bag in lists] for name, lists in tables.items()}
@@ -268,7 +268,7 @@ def test_bags_as_json_reach_the_owner(tables, more, weighted):
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), flags, flags, flags, options, st.sampled_from(["FP32", "FP16"]))
-def test_bags_of_all_tables_in_one_output_reach_the_owner(sizes, offsets, weighted, binary, more, wanted):
+def test_bags_of_all_tables_in_one_output_reach_the_engine(sizes, offsets, weighted, binary, more, wanted):
     """All tables beside each other in the rows of one output: the vectors of each have strides."""
     count = len(sizes)
     if offsets:
@@ -316,7 +316,7 @@ hostile_bags = st.fixed_dictionaries(
 @example(1, 3, 0, SLOT, {"strides": [4, 4]})
 @example(1, 3, 0, SLOT, {"strides": [22, 4]})
 @example(1, 3, 0, SLOT, {"strides": [20, 8]})
-def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, described):
+def test_no_bags_lead_the_engine_out_of_the_region(table, n, spare, slot, described):
     memory = FRONT.memory
     memory.bytes[SLAB:] = 0
     memory.words[slot // 8 : slot // 8 + 300] = np.arange(300) % 4
@@ -324,7 +324,7 @@ def test_no_bags_lead_the_owner_out_of_the_region(table, n, spare, slot, describ
     plain = {"combiner": "sum", "max_norm": None, "padding_key": None, "strides": None, "count": n, "hotness": 1}
     try:
         batch = _batch_of(DEPLOYMENT, memory, slot, words, plain | described)
-    except Exception:  # noqa: BLE001 - whatever it is, the owner answers it
+    except Exception:  # noqa: BLE001 - whatever it is, the engine answers it
         return
     out, width = batch.outs[0], 4 * DIMS[table]
     if out.size:
@@ -350,6 +350,6 @@ def test_devices_take_turns_unless_one_is_named_and_lost_ones_have_none_while_th
         assert [version.device(device) for device in (3, 0, 3)] == [3, 0, 3]
         with pytest.raises(UnknownDeviceError, match=r"got device 7, expected one of its deployed_device_list \[0, 3, 4\]"):
             version.device(7)
-    for device in (None, 0):  # the owner has no room for it
+    for device in (None, 0):  # the engine has no room for it
         with pytest.raises(NotReadyError, match="model 'm' is not ready"):
             FrontendVersion(MODEL, {}, InferenceCounts()).device(device)

@@ -1,4 +1,4 @@
-"""A front on this event loop, with an owner that the test plays: connections stay in step, and slots have one user."""
+"""A front on this event loop, with an engine that the test plays: connections stay in step, and slots have one user."""
 
 import asyncio
 import json
@@ -23,32 +23,32 @@ WHOLE = 800  # keys whose request takes the whole slab
 POST = b"POST /v1/models/m/lookup HTTP/1.1\r\n"
 
 
-async def ask(scene, owner, keys=range(LARGE), client=None):
-    """Send a request; return its client, and the job that the owner has now."""
+async def ask(scene, engine, keys=range(LARGE), client=None):
+    """Send a request; return its client, and the job that the engine has now."""
     client = client or await scene.connect()
     client.send(*request(keys))
-    return client, await owner.job()
+    return client, await engine.job()
 
 
-async def finish(owner, client, job):
-    owner.complete(job)
-    await client.checked(owner.keys(job))
+async def finish(engine, client, job):
+    engine.complete(job)
+    await client.checked(engine.keys(job))
 
 
-async def served(scene, owner, client, *requests):
+async def served(scene, engine, client, *requests):
     for keys in requests:
-        _, job = await ask(scene, owner, keys, client)
-        assert owner.keys(job).tolist() == [*keys]
-        await finish(owner, client, job)
+        _, job = await ask(scene, engine, keys, client)
+        assert engine.keys(job).tolist() == [*keys]
+        await finish(engine, client, job)
 
 
-async def fill(scene, owner, count=8):
-    """Take slots, all by default, by requests that the owner keeps; return these jobs, and their clients."""
+async def fill(scene, engine, count=8):
+    """Take slots, all by default, by requests that the engine keeps; return these handed_over, and their clients."""
     clients = [await scene.connect() for _ in range(count)]
     for nth, one in enumerate(clients):
         one.send(*request(range(nth, nth + LARGE)))
-    jobs = [await owner.job() for _ in clients]
-    return jobs, clients
+    handed_over = [await engine.job() for _ in clients]
+    return handed_over, clients
 
 
 def clock_of(monkeypatch):
@@ -68,22 +68,22 @@ async def refused(client):
 
 async def clean(front, *, connections=None):
     """Wait until no slot and no memory is taken, and so many connections are left."""
-    await wait_until_async(lambda: front.exchange.slots.used == front.memory.held == 0, "all is given back")
+    await wait_until_async(lambda: front.exchange.slots.used == front.memory.used == 0, "all is given back")
     assert front.exchange.check_integrity() == []
     if connections is not None:
         await wait_until_async(lambda: len(front.connections.order) == connections, "the connections have ended")
 
 
 @beside(playing)
-async def test_requests_that_begin_alike_have_the_ids_they_name_and_count_for_their_tokens(scene, front, owner, /):
+async def test_requests_that_begin_alike_have_the_ids_they_name_and_count_for_their_tokens(scene, front, engine, /):
     trace, client = "4bf92f3577b34da6a3ce929d0e0e4736", await scene.connect()
     given = {"X-Request-Id: a": "a", f"traceparent: 00-{trace}-00f067aa0ba902b7-01": trace, "Authorization: Bearer b": None}
     for line, named in given.items():
         if named is None:
-            owner.publish(settings={**SETTINGS, "bearer_token": "b"}, m=owner.deploy())
+            engine.publish(settings={**SETTINGS, "bearer_token": "b"}, m=engine.deploy())
         for _ in range(2):
             client.send(*request([1], line))
-            owner.complete(await owner.job())
+            engine.complete(await engine.job())
             assert named in (None, (await client.answer())[1]["x-request-id"])
     assert front.metrics.figures()["who"] == {"200 bearer token": 2}
 
@@ -91,45 +91,45 @@ async def test_requests_that_begin_alike_have_the_ids_they_name_and_count_for_th
 @pytest.mark.parametrize("arrived", [0, 40, 8 * WHOLE])
 @pytest.mark.parametrize("again", [False, True])  # a connection remembers how its last request began
 @beside(playing, slot_wait_s=0.05)
-async def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(scene, front, owner, /, arrived, again):
+async def test_keys_of_a_request_that_finds_no_slot_are_not_read_as_the_next_request(scene, front, engine, /, arrived, again):
     """Keys may spell a request: a client that is refused must not have it answered."""
     evil = (b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 0\r\n\r\n" * 120)[: 8 * WHOLE]
     client = await scene.connect()
     if again:
-        await served(scene, owner, client, range(WHOLE))
-    (job,), (other,) = await fill(scene, owner, 1)
+        await served(scene, engine, client, range(WHOLE))
+    (job,), (other,) = await fill(scene, engine, 1)
     head, body = request(np.frombuffer(evil, np.int64))
     cut = len(body) - 8 * WHOLE + arrived
     client.send(head, body[:cut])
     await refused(client)
     client.send(body[cut:])
-    await finish(owner, other, job)
-    await served(scene, owner, client, range(7, 7 + WHOLE), [7])
+    await finish(engine, other, job)
+    await served(scene, engine, client, range(7, 7 + WHOLE), [7])
     assert front.exchange.slots.used == 0
 
 
 @beside(playing)
-async def test_requests_wait_for_slots_and_get_them_in_their_order(scene, front, owner, /):
+async def test_requests_wait_for_slots_and_get_them_in_their_order(scene, front, engine, /):
     """A small one does not overtake a large one that waits."""
-    jobs, clients = await fill(scene, owner)
+    handed_over, clients = await fill(scene, engine)
     waiting = [(await scene.connect(), nth, size) for nth, size in enumerate((LARGE, LARGE, 400, 3, LARGE, 3))]
     for client, nth, size in waiting:
         client.send(*(request(range(nth, nth + size)) if nth % 2 else [json_request([*range(nth, nth + size)])]))
         await wait_until_async(lambda nth=nth: len(front.exchange._waiting) == nth + 1)
-    for job, client in zip(jobs, clients, strict=True):
-        await finish(owner, client, job)
+    for job, client in zip(handed_over, clients, strict=True):
+        await finish(engine, client, job)
     for client, nth, size in waiting:
-        job = await owner.job()
-        assert owner.keys(job).tolist() == [*range(nth, nth + size)]
-        owner.complete(job)
+        job = await engine.job()
+        assert engine.keys(job).tolist() == [*range(nth, nth + size)]
+        engine.complete(job)
         assert await client.status() == 200
     assert front.exchange.slots.used == 0
 
 
 @beside(playing, slot_wait_s=0.1)
-async def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(scene, front, owner, /):
+async def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(scene, front, engine, /):
     """Each slot that becomes free is too small for the first; those behind it must be served or refused, too."""
-    jobs, clients = await fill(scene, owner)
+    handed_over, clients = await fill(scene, engine)
     large = await scene.connect()
     large.send(*request(range(400)))  # half of the slab
     await wait_until_async(lambda: len(front.exchange._waiting) == 1)
@@ -137,38 +137,38 @@ async def test_a_request_that_waits_in_vain_does_not_keep_its_place_for_ever(sce
     while not statuses.done():  # others come and go all the time
         dues |= {lookup.slot_due for lookup, _ in front.exchange._waiting}
         client = clients.pop(0)
-        await finish(owner, client, jobs.pop(0))
+        await finish(engine, client, handed_over.pop(0))
         clients.append(client)
-        jobs.append((await ask(scene, owner, client=client))[1])
+        handed_over.append((await ask(scene, engine, client=client))[1])
     assert await statuses == 503
     assert len(dues) == 1
 
 
 @beside(playing)
-async def test_a_request_that_no_slot_holds_is_refused_and_the_next_is_answered(scene, front, owner, /):
-    owner.publish(m=owner.deploy(), wide=owner.deploy("wide", [SLAB_BYTES]))
+async def test_a_request_that_no_slot_holds_is_refused_and_the_next_is_answered(scene, front, engine, /):
+    engine.publish(m=engine.deploy(), wide=engine.deploy("wide", [SLAB_BYTES]))
     client = await scene.connect()
     client.send(*request([5], model="wide"), *request([1, 2]), *request([6], model="wide"), *request([3]))
     for keys in ([1, 2], [3]):
         assert await client.status() == 413
-        owner.complete(await owner.job())
+        engine.complete(await engine.job())
         await client.checked(keys)
 
 
 @beside(playing)
-async def test_the_rest_of_a_large_request_that_no_slot_holds_is_not_read_as_another(scene, front, owner, /):
+async def test_the_rest_of_a_large_request_that_no_slot_holds_is_not_read_as_another(scene, front, engine, /):
     client = await scene.connect()
     client.send(*request(range(2000)), *request([1, 2]))
     status, headers, _ = await client.answer()
     assert (status, headers["connection"]) == (413, "close")
     assert await client.reader.read() == b""
-    assert owner.board.next_job() is None
+    assert engine.loop_state.next_request() is None
 
 
 @pytest.mark.parametrize("reset", [True, False])
 @beside(playing)
-async def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(scene, front, owner, /, reset):
-    client, job = await ask(scene, owner)
+async def test_a_client_that_leaves_does_not_free_the_slot_that_the_engine_has(scene, front, engine, /, reset):
+    client, job = await ask(scene, engine)
     if reset:
         client.reset()
         await wait_until_async(lambda: not front.connections.order)
@@ -177,23 +177,23 @@ async def test_a_client_that_leaves_does_not_free_the_slot_that_the_owner_has(sc
         client.writer.close()
         await wait_until_async(lambda: connection._eof, "the front has noticed")
     assert front.exchange.slots.used == 8192
-    owner.complete(job)
+    engine.complete(job)
     await clean(front, connections=0)
 
 
 @beside(playing)
-async def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(scene, front, owner, /):
-    """What is pipelined fills the buffer while the owner is asked: nothing more is read until there is room again."""
+async def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(scene, front, engine, /):
+    """What is pipelined fills the buffer while the engine is asked: nothing more is read until there is room again."""
     for _ in range(10):
         client = await scene.connect()
         client.send(*[json_request([nth]) for nth in range(3)], json_request([3], spaces=500_000))
         for nth in range(4):
-            job = await owner.job()
+            job = await engine.job()
             if nth == 0:
                 (connection,) = front.connections.order
                 await wait_until_async(lambda connection=connection: connection._reading_paused)
-            assert owner.keys(job).tolist() == [nth]
-            owner.complete(job)
+            assert engine.keys(job).tolist() == [nth]
+            engine.complete(job)
             assert await client.status() == 200
         client.writer.close()
         await clean(front, connections=0)
@@ -201,11 +201,11 @@ async def test_a_buffer_that_is_full_behind_a_request_is_read_on_after_it(scene,
 
 @pytest.mark.parametrize("again", [False, True])
 @beside(playing)
-async def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(scene, front, owner, /, again):
+async def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(scene, front, engine, /, again):
     clients = [await scene.connect() for _ in range(12)]
     if again:  # what follows begins like the request before it
         for client in clients:
-            await served(scene, owner, client, range(LARGE))
+            await served(scene, engine, client, range(LARGE))
     bodies = []
     for nth, client in enumerate(clients):
         head, body = request(range(nth, nth + LARGE))
@@ -213,22 +213,22 @@ async def test_bodies_that_come_slowly_take_no_more_than_half_of_the_slots(scene
         bodies.append(body)
         await wait_until_async(lambda nth=nth: front.exchange.slots.used == 8192 * min(nth + 1, 5))
         await wait_until_async(lambda nth=nth: sum(bool(one._fill) for one in front.connections.order) == nth + 1)
-    await served(scene, owner, await scene.connect(), [3, 4])
+    await served(scene, engine, await scene.connect(), [3, 4])
     for nth, (client, body) in enumerate(zip(clients, bodies, strict=True)):
         client.send(body[-8:])
-        owner.complete(await owner.job())
+        engine.complete(await engine.job())
         await client.checked(range(nth, nth + LARGE))
     await clean(front)
     clients[0].send(head, body[:-8])
     await wait_until_async(lambda: front.exchange.slots.used == 8192)
     clients[0].writer.close()  # with half of its keys
     await clean(front)
-    assert owner.board.next_job() is None
+    assert engine.loop_state.next_request() is None
 
 
 @pytest.mark.parametrize("as_json", [True, False])
 @beside(playing)
-async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and_memory(scene, front, owner, /, as_json):
+async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and_memory(scene, front, engine, /, as_json):
     for _ in range(2):
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -237,10 +237,10 @@ async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and
             (connection,) = front.connections.order
             connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
             raw.sendall(json_request([*range(WHOLE)]) if as_json else b"".join(request(range(WHOLE))))
-            owner.complete(await owner.job())
+            engine.complete(await engine.job())
             await wait_until_async(lambda: connection._stalled, "the client does not read")  # noqa: B023
             assert front.exchange.slots.used > 0
-            assert (front.memory.held > 0) is as_json
+            assert (front.memory.used > 0) is as_json
         await clean(front, connections=0)
 
 
@@ -252,47 +252,47 @@ async def test_a_client_that_leaves_before_it_has_read_its_answer_frees_slot_and
     ],
 )
 @beside(playing)
-async def test_a_body_is_held_until_its_request_ends(scene, front, owner, /, head, part, rest, held):
+async def test_a_body_is_held_until_its_request_ends(scene, front, engine, /, head, part, rest, held):
     """By an answer, or by a client that leaves; each counts once, however often it is tried."""
 
     async def begin():
         client.send(POST + head + b"\r\n\r\n" + part)
-        await wait_until_async(lambda: front.memory.held == held, "a part is held")
+        await wait_until_async(lambda: front.memory.used == held, "a part is held")
 
     client = await scene.connect()
     for _ in range(2):
         await begin()
         client.send(rest)
         assert await client.status() == 400
-        assert front.memory.held == 0
+        assert front.memory.used == 0
         whole = json_request([*range(LARGE)])
         client.send(whole)
-        job = await owner.job()
-        assert front.memory.held > len(whole.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
-        owner.complete(job)
+        job = await engine.job()
+        assert front.memory.used > len(whole.partition(b"\r\n\r\n")[2]) + 4 * DIM * LARGE, "its answer, too"
+        engine.complete(job)
         assert await client.status() == 200
-        assert front.memory.held == 0
+        assert front.memory.used == 0
     await begin()
     client.writer.close()
     await clean(front, connections=0)
 
 
 @beside(playing, slot_wait_s=0.05)
-async def test_so_many_lookups_are_under_way_and_one_more_when_one_has_ended(scene, front, owner, /, monkeypatch):
+async def test_so_many_lookups_are_under_way_and_one_more_when_one_has_ended(scene, front, engine, /, monkeypatch):
     monkeypatch.setattr(exchange, "MOST_PENDING", 4)
-    jobs, clients = await fill(scene, owner, 4)
+    handed_over, clients = await fill(scene, engine, 4)
     late = await scene.connect()
     late.send(json_request([1]))
     status, _, body = await late.answer()
     assert (status, json.loads(body)["error"].partition(",")[0]) == (503, "4 lookups are under way")
-    for client, job in zip(clients, jobs, strict=True):
-        await finish(owner, client, job)
-    await fill(scene, owner, 4)
+    for client, job in zip(clients, handed_over, strict=True):
+        await finish(engine, client, job)
+    await fill(scene, engine, 4)
 
 
 @pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"])
 @beside(playing)
-async def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it(scene, front, owner, /, part):
+async def test_a_client_that_leaves_ends_what_the_engines_application_does_for_it(scene, front, engine, /, part):
     closed = []
 
     async def serve(reader, writer):
@@ -313,7 +313,7 @@ async def test_a_client_that_leaves_ends_what_the_owners_application_does_for_it
 
 
 @beside(playing)
-async def test_only_the_head_of_a_relayed_answer_is_told_that_it_is_the_last(scene, front, owner, /, monkeypatch):
+async def test_only_the_head_of_a_relayed_answer_is_told_that_it_is_the_last(scene, front, engine, /, monkeypatch):
     """Its other pieces may have lines, too."""
 
     def ask(client, *_, **__):
@@ -330,54 +330,54 @@ async def test_only_the_head_of_a_relayed_answer_is_told_that_it_is_the_last(sce
 
 
 @beside(playing)
-async def test_clients_of_http_1_0_that_ask_for_it_keep_their_connection_and_are_told(scene, front, owner, /):
+async def test_clients_of_http_1_0_that_ask_for_it_keep_their_connection_and_are_told(scene, front, engine, /):
     """Whatever is answered: a lookup from its plan, again, by JSON, an error."""
     client = await scene.connect()
     planned = b"".join(request([1, 2])).replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: Keep-Alive\r\n")
     as_json = json_request([3]).replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: Keep-Alive\r\n")
     for sent in (planned, planned, as_json, planned):
         client.send(sent)
-        owner.complete(await owner.job())
+        engine.complete(await engine.job())
         status, headers, _ = await client.answer()
         assert (status, headers.get_all("connection")) == (200, ["keep-alive"])
     client.send(as_json.replace(b"POST", b"PUT", 1))
     status, headers, _ = await client.answer()
     assert (status, headers.get_all("connection")) == (405, ["keep-alive"])
     client.send(planned.replace(b"Connection: Keep-Alive\r\n", b""))
-    owner.complete(await owner.job())
+    engine.complete(await engine.job())
     status, headers, _ = await client.answer()
     assert (status, headers.get_all("connection"), await client.reader.read()) == (200, ["close"], b"")
 
 
 @beside(playing)
-async def test_counts_of_versions_that_are_gone_are_forgotten_but_not_while_an_owner_starts(scene, front, owner, /):
+async def test_counts_of_versions_that_are_gone_are_forgotten_but_not_while_an_engine_starts(scene, front, engine, /):
     for _ in range(2):
         known = set(front.published.counts)
-        owner.publish(blocked="the service is starting")
+        engine.publish(blocked="the service is starting")
         await wait_until_async(lambda: front.published.blocked, "nothing is answered")
         assert set(front.published.counts) == known
-        owner.publish(m=owner.deploy())
+        engine.publish(m=engine.deploy())
         await wait_until_async(lambda: not front.published.blocked, "another deployment answers")
         assert len(front.published.counts) == 1
 
 
 @beside(playing)
-async def test_a_lookup_that_takes_too_long_is_refused_and_its_slot_comes_back_later(scene, front, owner, /, monkeypatch):
+async def test_a_lookup_that_takes_too_long_is_refused_and_its_slot_comes_back_later(scene, front, engine, /, monkeypatch):
     clock = clock_of(monkeypatch)
-    client, job = await ask(scene, owner)
+    client, job = await ask(scene, engine)
     clock.now += SETTINGS["request_timeout_s"] + 1
     assert await client.status() == 504
     assert front.exchange.slots.used == 8192
-    _, other = await ask(scene, owner, [5], client)
+    _, other = await ask(scene, engine, [5], client)
     assert other.slot != job.slot
-    await finish(owner, client, other)
-    owner.complete(job)
+    await finish(engine, client, other)
+    engine.complete(job)
     await clean(front)
 
 
 @beside(playing)
-async def test_a_front_does_not_pass_the_question_on_before_its_owner_has_answered_it(scene, front, owner, /, monkeypatch):
-    """The owner's application would say that it is ready."""
+async def test_a_front_does_not_pass_the_question_on_before_its_engine_has_answered_it(scene, front, engine, /, monkeypatch):
+    """The engine's application would say that it is ready."""
 
     def asked(client, *_, **__):
         client.relay(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
@@ -393,33 +393,33 @@ async def test_a_front_does_not_pass_the_question_on_before_its_owner_has_answer
 
     paths = "/v2/health/ready", "/v2/models/m/ready", "/v2/models/m/versions/1/ready"
     for first in (1000, 2000):
-        await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+        await wait_until_async(lambda: front.exchange._answers, "the engine has answered")
         assert [await answer(path) for path in paths] == [(200, "")] * 3
-        owner = scene.another_owner(first)  # whose loop does not run yet
+        engine = scene.another_engine(first)  # whose loop does not run yet
         assert (await answer())[0] == 503
-        owner.publish(m=owner.deploy())
+        engine.publish(m=engine.deploy())
         for path in paths:
             status, said = await answer(path)
             assert (status, "is being started again" in said) == (503, True)
         assert (await answer("/v1/models"))[0] == 200
-        owner.publish(blocked="compiling kernels, 42 %")
+        engine.publish(blocked="compiling kernels, 42 %")
         client.send(*request([1]))
         status, _, body = await client.answer()
         assert (status, "the parameter server is not ready: compiling kernels, 42 %" in json.loads(body)["error"]) == (
             503,
             True,
         )
-        owner.publish(m=owner.deploy())
-        owner.start()
-    await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+        engine.publish(m=engine.deploy())
+        engine.start()
+    await wait_until_async(lambda: front.exchange._answers, "the engine has answered")
     assert front.exchange.slots.used == 0
 
 
 @beside(playing)
-async def test_a_front_is_not_ready_while_its_owner_answers_nothing(scene, front, owner, /, monkeypatch):
-    await wait_until_async(lambda: front.exchange._answers, "the owner has answered")
+async def test_a_front_is_not_ready_while_its_engine_answers_nothing(scene, front, engine, /, monkeypatch):
+    await wait_until_async(lambda: front.exchange._answers, "the engine has answered")
     clock = clock_of(monkeypatch)
-    owner.stop()  # its loop alone: it hangs
+    engine.stop()  # its loop alone: it hangs
     for _ in range(2):
         front.check_ready("/v2/health/ready")
         clock.now += SETTINGS["request_timeout_s"]
@@ -432,14 +432,14 @@ async def test_a_front_is_not_ready_while_its_owner_answers_nothing(scene, front
 
 
 @beside(playing)
-async def test_an_error_of_the_owner_reaches_the_client(scene, front, owner, /):
-    client, job = await ask(scene, owner, [1])
-    owner.complete(job, FAILED, json.dumps({"status": 503, "message": "no database", "reason": ""}).encode())
+async def test_an_error_of_the_engine_reaches_the_client(scene, front, engine, /):
+    client, job = await ask(scene, engine, [1])
+    engine.complete(job, FAILED, json.dumps({"status": 503, "message": "no database", "reason": ""}).encode())
     status, headers, body = await client.answer()
     assert (status, headers["retry-after"], json.loads(body)["error"]) == (503, "1", "no database")
     for status, said in ((layout.MALFORMED, "the engine refused"), (FAILED, "internal error; the log")):
-        _, job = await ask(scene, owner, [2], client)
-        owner.complete(job, status)
+        _, job = await ask(scene, engine, [2], client)
+        engine.complete(job, status)
         status, _, body = await client.answer()
         assert (status, json.loads(body)["error"][: len(said)]) == (500, said)
     assert front.exchange.slots.used == 0
@@ -447,41 +447,41 @@ async def test_an_error_of_the_owner_reaches_the_client(scene, front, owner, /):
 
 @pytest.mark.parametrize("as_json", [True, False])
 @beside(playing)
-async def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(scene, front, owner, /, as_json):
+async def test_a_retired_lookup_is_posted_again_for_the_version_that_took_over(scene, front, engine, /, as_json):
     client = await scene.connect()
     client.send(json_request([8, 9]) if as_json else b"".join(request([8, 9])))
-    job = await owner.job()
-    other = owner.deploy()
-    owner.publish(m=other)
-    owner.complete(job, RETIRED)
-    job = await owner.job()
-    assert (job.header[0], owner.keys(job).tolist()) == (other[0], [8, 9])
-    owner.complete(job)
+    job = await engine.job()
+    other = engine.deploy()
+    engine.publish(m=other)
+    engine.complete(job, RETIRED)
+    job = await engine.job()
+    assert (job.header[0], engine.keys(job).tolist()) == (other[0], [8, 9])
+    engine.complete(job)
     assert await client.status() == 200
     assert front.exchange.slots.used == 0
 
 
 @beside(playing)
-async def test_a_lookup_is_not_retired_for_ever(scene, front, owner, /, monkeypatch):
+async def test_a_lookup_is_not_retired_for_ever(scene, front, engine, /, monkeypatch):
     clock = clock_of(monkeypatch)
-    client, job = await ask(scene, owner, [8])
+    client, job = await ask(scene, engine, [8])
     dues = set()
     for _ in range(5):
         dues |= {lookup.due for lookup in front.exchange.pending.values()}
-        owner.complete(job, RETIRED)
-        job = await owner.job()
+        engine.complete(job, RETIRED)
+        job = await engine.job()
     clock.now += SETTINGS["request_timeout_s"] + 1
-    owner.complete(job, RETIRED)
+    engine.complete(job, RETIRED)
     assert await client.status() in (503, 504)
     assert len(dues) == 1
     await clean(front)
-    assert owner.board.next_job() is None
+    assert engine.loop_state.next_request() is None
 
 
 @beside(playing)
-async def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are_written(scene, front, owner, /):
+async def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are_written(scene, front, engine, /):
     """They would land in the keys of its first requests."""
-    _, job = await ask(scene, owner)
+    _, job = await ask(scene, engine)
     await front.stop(0)
     front.close()
     scene.fronts.remove(front)
@@ -491,30 +491,30 @@ async def test_a_front_takes_no_slot_before_the_answers_of_the_one_before_it_are
         client.send(*request([1]))
         await refused(client)
         assert second.exchange.slots.used == 0
-    owner.complete(job)
+    engine.complete(job)
     await scene.connected(second)
-    await served(scene, owner, client, [1])
+    await served(scene, engine, client, [1])
 
 
 @beside(playing)
-async def test_slots_of_clients_that_left_come_back_when_the_owner_has_died(scene, front, owner, /):
+async def test_slots_of_clients_that_left_come_back_when_the_engine_has_died(scene, front, engine, /):
     for first in (1000, 2000):
-        client, _ = await ask(scene, scene.owner)
+        client, _ = await ask(scene, scene.engine)
         client.reset()
         await wait_until_async(lambda: not front.connections.order, "the client has gone")
         assert front.exchange.slots.used == 8192
-        later = scene.another_owner(first)
+        later = scene.another_engine(first)
         later.begin()
         await clean(front)
-        assert later.board.next_job() is None
+        assert later.loop_state.next_request() is None
         assert not front.exchange.pending
 
 
 @pytest.mark.parametrize("arrived", [0, 8, 8 * LARGE])
 @beside(playing)
-async def test_connections_stay_open_while_there_is_no_owner(scene, front, owner, /, arrived):
+async def test_connections_stay_open_while_there_is_no_engine(scene, front, engine, /, arrived):
     client = await scene.connect()
-    later = scene.another_owner(1000)
+    later = scene.another_engine(1000)
     await wait_until_async(lambda: not front.exchange._connected)
     head, body = request(range(LARGE))
     cut = len(body) - 8 * LARGE + arrived
@@ -527,15 +527,15 @@ async def test_connections_stay_open_while_there_is_no_owner(scene, front, owner
 
 
 @beside(playing)
-async def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_of_the_next_one(scene, front, owner, /):
-    """The next owner gives other numbers to its deployments. Keys and JSON alike reach it again."""
+async def test_what_a_dead_engine_did_not_answer_is_looked_up_in_the_same_model_of_the_next_one(scene, front, engine, /):
+    """The next engine gives other numbers to its deployments. Keys and JSON alike reach it again."""
     keys, as_json, done = [await scene.connect() for _ in range(3)]
     keys.send(*request([1, 2]))
-    await owner.job()
+    await engine.job()
     as_json.send(json_request([3]))
-    await owner.job()
-    await served(scene, owner, done, [4])
-    later = scene.another_owner(1000)
+    await engine.job()
+    await served(scene, engine, done, [4])
+    later = scene.another_engine(1000)
     other, mine = later.deploy("other"), later.deploy()
     later.publish(other=other, m=mine)
     later.start()
@@ -549,52 +549,52 @@ async def test_what_a_dead_owner_did_not_answer_is_looked_up_in_the_same_model_o
 
 
 @beside(playing)
-async def test_a_front_that_did_not_notice_the_death_of_an_owner_begins_anew(scene, front, owner, /):
+async def test_a_front_that_did_not_notice_the_death_of_an_engine_begins_anew(scene, front, engine, /):
     """As one that was stopped meanwhile: nothing of its old ring is answered again."""
     client = await scene.connect()
-    await served(scene, owner, client, *([nth] for nth in range(20)), [], [ROWS - 1])
-    later = scene.another_owner(1000)  # no turn of the event loop from here
+    await served(scene, engine, client, *([nth] for nth in range(20)), [], [ROWS - 1])
+    later = scene.another_engine(1000)  # no turn of the event loop from here
     later.begin()
-    wait_until(lambda: front.exchange.region[layout.OWNER_SLEEPS], "the owner has looked, and sleeps")
-    assert later.board.next_job() is None
-    assert front.exchange.region[layout.OWNER_EPOCH] == 0
-    await wait_until_async(lambda: front.exchange.region[layout.OWNER_EPOCH] != 0 and front.exchange._connected)
+    wait_until(lambda: front.exchange.region[layout.ENGINE_SLEEPS], "the engine has looked, and sleeps")
+    assert later.loop_state.next_request() is None
+    assert front.exchange.region[layout.ENGINE_EPOCH] == 0
+    await wait_until_async(lambda: front.exchange.region[layout.ENGINE_EPOCH] != 0 and front.exchange._connected)
     await served(scene, later, client, [99])
-    assert later.board.next_job() is None
+    assert later.loop_state.next_request() is None
 
 
 @pytest.mark.parametrize(
     ("size", "line", "kept"), [(1 << 20, "", True), ((1 << 20) + 1, "", False), (9, "Expect: 100-continue\r\n", False)]
 )
 @beside(playing)
-async def test_a_refused_body_is_skipped_up_to_a_mebibyte_unless_it_may_never_come(scene, front, owner, /, size, line, kept):
+async def test_a_refused_body_is_skipped_up_to_a_mebibyte_unless_it_may_never_come(scene, front, engine, /, size, line, kept):
     client = await scene.connect()
-    front.memory.held += front.memory.limit
+    front.memory.used += front.memory.limit
     client.send(POST, f"{line}Content-Length: {size}\r\n\r\n".encode())
     if line:
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     headers = await refused(client)
-    front.memory.held -= front.memory.limit
+    front.memory.used -= front.memory.limit
     assert headers["connection"] == (None if kept else "close")
     if kept:
         client.send(bytes(size))
-        await served(scene, owner, client, [6])
+        await served(scene, engine, client, [6])
     else:
         client.writer.write_eof()
         assert await client.reader.read() == b""
 
 
 @beside(playing)
-async def test_json_above_64_kib_is_refused_if_its_parsing_takes_too_much_memory(scene, front, owner, /):
+async def test_json_above_64_kib_is_refused_if_its_parsing_takes_too_much_memory(scene, front, engine, /):
     client = await scene.connect()
     front.memory.limit_to(1 << 19)
     for size, expected in ((SMALL_JSON_BYTES, 200), (SMALL_JSON_BYTES + 1, 413), (SMALL_JSON_BYTES, 200)):
         client.send(json_request([6], spaces=size - len(json.dumps({"tables": {"item": [6]}}))))
         if expected == 200:
-            owner.complete(await owner.job())
+            engine.complete(await engine.job())
         status, _, body = await client.answer()
         assert (status, b"parsing the request" in body) == (expected, expected != 200)
-        assert front.memory.held == 0
+        assert front.memory.used == 0
 
 
 # -- what a connection keeps ----------------------------------------------------------------------------------------------
@@ -614,32 +614,32 @@ def connection_of(front):
     ("size", "held"), [(8000, 0), (8200, 3 * 8192), (32_700, 3 * 8192), (33_000, 65_536), (65_536, 65_536)]
 )
 @beside(playing)
-async def test_room_for_a_head_is_held_until_its_answer(scene, front, owner, /, size, held):
+async def test_room_for_a_head_is_held_until_its_answer(scene, front, engine, /, size, held):
     client = await scene.connect()
     for _ in range(2):
         head = head_of(size)
         client.send(head[:-1])
         await wait_until_async(lambda: front.connections.order and connection_of(front)._have == size - 1, "the head is there")
-        assert front.memory.held == held
+        assert front.memory.used == held
         client.send(head[-1:])
         assert await client.status() == 200
-        assert (front.memory.held, len(connection_of(front)._buffer)) == (0, 8192)
+        assert (front.memory.used, len(connection_of(front)._buffer)) == (0, 8192)
     client.send(head_of(size)[:-1])
     await wait_until_async(lambda: connection_of(front)._have == size - 1, "the head is there")
     client.reset()
     await wait_until_async(lambda: not front.connections.order, "the connection is closed")
-    assert front.memory.held == 0
+    assert front.memory.used == 0
 
 
 @beside(playing)
-async def test_a_large_head_is_refused_without_memory_and_spares_the_last_quarter(scene, front, owner, /):
+async def test_a_large_head_is_refused_without_memory_and_spares_the_last_quarter(scene, front, engine, /):
     front.memory.limit_to(4 * 3 * 8192)
     for held, status in ((2 * 3 * 8192, 200), (2 * 3 * 8192 + 1, 503)):
-        front.memory.held = held
+        front.memory.used = held
         client = await scene.connect()
         client.send(head_of(20_000))
         assert await client.status() == status
-        assert front.memory.held == held
+        assert front.memory.used == held
     assert await client.reader.read() == b""  # nobody knows where the next request begins
     small = await scene.connect()
     small.send(head_of(1000))
@@ -647,26 +647,26 @@ async def test_a_large_head_is_refused_without_memory_and_spares_the_last_quarte
 
 
 @beside(playing)
-async def test_requests_behind_one_that_is_under_way_get_no_more_room(scene, front, owner, /):
-    client, job = await ask(scene, owner)
+async def test_requests_behind_one_that_is_under_way_get_no_more_room(scene, front, engine, /):
+    client, job = await ask(scene, engine)
     requests = [request(range(LARGE + nth)) for nth in range(8)]
     client.send(*[piece for one in requests for piece in one], head_of(60_000))
     connection = connection_of(front)
     await wait_until_async(lambda: connection._reading_paused, "the buffer is full")
-    assert (front.memory.held, len(connection._buffer)) == (0, 8192)
-    await finish(owner, client, job)
+    assert (front.memory.used, len(connection._buffer)) == (0, 8192)
+    await finish(engine, client, job)
     for nth in range(len(requests)):
-        job = await owner.job()
-        assert len(owner.keys(job)) == LARGE + nth
-        await finish(owner, client, job)
+        job = await engine.job()
+        assert len(engine.keys(job)) == LARGE + nth
+        await finish(engine, client, job)
     assert await client.status() == 200
-    assert (front.memory.held, len(connection._buffer)) == (0, 8192)
+    assert (front.memory.used, len(connection._buffer)) == (0, 8192)
 
 
 @beside(playing)
-async def test_an_idle_connection_keeps_nothing_of_its_requests(scene, front, owner, /):
+async def test_an_idle_connection_keeps_nothing_of_its_requests(scene, front, engine, /):
     client = await scene.connect()
-    await served(scene, owner, client, range(LARGE), range(7, 7 + LARGE))
+    await served(scene, engine, client, range(LARGE), range(7, 7 + LARGE))
     connection = connection_of(front)
     assert connection._last is not None
     assert (connection._raw, len(connection._buffer)) == (b"", 8192)
@@ -674,20 +674,20 @@ async def test_an_idle_connection_keeps_nothing_of_its_requests(scene, front, ow
     assert connection._last is not None
     connection.poll(connection._idle_since + 1.1, 30, 30, 75)
     assert connection._last is None
-    await served(scene, owner, client, range(LARGE))
+    await served(scene, engine, client, range(LARGE))
 
 
 @beside(playing)
-async def test_a_long_head_is_not_kept_for_the_next_request(scene, front, owner, /):
+async def test_a_long_head_is_not_kept_for_the_next_request(scene, front, engine, /):
     client = await scene.connect()
     head, body = request(range(LARGE), "x: " + "y" * 3000)
     client.send(head, body)
-    await finish(owner, client, await owner.job())
+    await finish(engine, client, await engine.job())
     assert connection_of(front)._last is None
 
 
 @beside(playing)
-async def test_idle_connections_that_keep_more_than_half_of_the_budget_are_closed(scene, front, owner, /):
+async def test_idle_connections_that_keep_more_than_half_of_the_budget_are_closed(scene, front, engine, /):
     clients = [await scene.connect() for _ in range(3)]
     await wait_until_async(lambda: len(front.connections.order) == 3, "they are connected")
     first, second, third = front.connections.order

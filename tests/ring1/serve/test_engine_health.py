@@ -1,4 +1,4 @@
-"""Whether the owner is ready, for all that watch it: one poll for them all, and none without them."""
+"""Whether the engine is ready, for all that watch it: one poll for them all, and none without them."""
 
 import asyncio
 from contextlib import aclosing
@@ -13,8 +13,8 @@ from hps.testing.waiting import wait_until_async
 from tests.servers.on_loop import beside
 
 
-class Owner:
-    """The connections to an owner.
+class Engine:
+    """The connections to an engine.
 
     Attributes:
         ready: None: nobody is there.
@@ -61,16 +61,16 @@ class Watcher:
 @beside()
 async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_health, "_POLL_S", 0.001)
-    owner = Owner()
-    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    engine = Engine()
+    health = EngineHealth(engine, engine.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(500)]
     wanted = []
     for ready in (True, False, None, True):
-        owner.ready = ready
+        engine.ready = ready
         if bool(ready) not in wanted[-1:]:
             wanted.append(bool(ready))
-        asked = owner.asked
-        await wait_until_async(lambda: owner.asked > asked + 2, "it is asked")  # noqa: B023
+        asked = engine.asked
+        await wait_until_async(lambda: engine.asked > asked + 2, "it is asked")  # noqa: B023
         assert all(watcher.seen == wanted for watcher in watchers)
     assert health.watchers == 500
     for watcher in watchers:
@@ -81,40 +81,40 @@ async def test_all_watchers_see_each_change_once_by_the_polls_of_one(monkeypatch
 @beside()
 async def test_many_that_come_at_once_take_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_health, "_POLL_S", 1000)
-    owner = Owner()
-    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    engine = Engine()
+    health = EngineHealth(engine, engine.check_ready)  # type: ignore[arg-type]
     watchers = [Watcher(health) for _ in range(4000)]
     await wait_until_async(lambda: all(watcher.seen == [True] for watcher in watchers), "all know it")
     late = Watcher(health)
     await wait_until_async(lambda: late.seen == [True], "the late one knows it, too")
-    assert owner.asked == 1
+    assert engine.asked == 1
     for watcher in [*watchers, late]:
         await watcher.end()
-    owner.ready = False
+    engine.ready = False
     again = Watcher(health)  # nobody has polled meanwhile
     await wait_until_async(lambda: again.seen == [False], "it is asked again")
-    assert owner.asked == 2
+    assert engine.asked == 2
     await again.end()
 
 
 @beside()
-async def test_the_owner_is_asked_by_nobody_once_the_last_watcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_is_asked_by_nobody_once_the_last_watcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_health, "_POLL_S", 0.001)
-    owner = Owner()
-    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+    engine = Engine()
+    health = EngineHealth(engine, engine.check_ready)  # type: ignore[arg-type]
     before = len(asyncio.all_tasks())
     watcher = Watcher(health)
-    await wait_until_async(lambda: owner.asked > 1, "it is asked")
+    await wait_until_async(lambda: engine.asked > 1, "it is asked")
     await watcher.end()
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == before
 
 
 @beside()
-async def test_an_owner_that_answers_no_lookups_of_this_front_is_not_ready() -> None:
-    owner = Owner()
-    health = EngineHealth(owner, owner.check_ready)  # type: ignore[arg-type]
+async def test_an_engine_that_answers_no_lookups_of_this_front_is_not_ready() -> None:
+    engine = Engine()
+    health = EngineHealth(engine, engine.check_ready)  # type: ignore[arg-type]
     assert await health.is_ready()
-    owner.answers = False
+    engine.answers = False
     assert not await health.is_ready()
-    assert owner.asked == 1
+    assert engine.asked == 1

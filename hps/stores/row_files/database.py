@@ -84,7 +84,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
             if not read_only:
                 self._files.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DatabaseError(f"opening the database {path}: {error}; expected a directory that this process may use") from error
+            raise DatabaseError(f"opening the database {path}: {error}; expected a directory that it may write") from error
         self._changes = RocksDatabase(
             self.path / "changes",
             num_threads=num_threads,
@@ -145,8 +145,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
     def _check_width(self, tag: str, held: int, dim: int) -> None:
         if held != dim:
             raise TableWidthError(
-                f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. Correct the configured "
-                f"width, or load other rows: {LOAD_ADVICE}"
+                f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. Correct the "
+                f"configured width, or load other rows: {LOAD_ADVICE}"
             )
 
     def _table(self, tag: str) -> RowTable:
@@ -184,7 +184,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         if not self._calls.close(self._close_timeout_s):
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
-                f"{self._calls.under_way}; close it again when they have ended"
+                f"{self._calls.running}; close it again when they have ended"
             )
         with self._tables_lock:
             self._tables.clear()

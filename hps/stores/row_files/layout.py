@@ -43,7 +43,7 @@ _HEAD = struct.Struct("<8sII")
 _SUM = struct.Struct("<Q")
 
 _void: Any = types.void
-_KEYS = read_only(int64[::1])
+_KEYS: Any = read_only(int64[::1])
 _RECORDS, _STARTS, _FINGERPRINTS = read_only(uint32[:, ::1]), read_only(uint32[::1]), read_only(uint8[::1])
 _SUMS = read_only(uint64[::1])
 
@@ -151,6 +151,16 @@ def _first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def
 
 
 @njit(inline="always")
+def _fingerprint(hashed):  # type: ignore[no-untyped-def]
+    return np.uint8(hashed & np.uint64(255))
+
+
+@njit(inline="always")
+def _fingerprint_of(key):  # type: ignore[no-untyped-def]
+    return _fingerprint(mix(key))
+
+
+@njit(inline="always")
 def _holds_key(records, row, key):  # type: ignore[no-untyped-def]
     word = np.uint64(key)
     return records[row, 0] == np.uint32(word & _LOW) and records[row, 1] == np.uint32(word >> np.uint64(32))
@@ -176,14 +186,14 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
         count = min(_BLOCK, keys.size - begin)
         for i in range(count):
             first[i] = scale(mix(keys[begin + i]), buckets)
-            prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))
+            prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
             bucket = first[i]
             first[i] = _first_record(starts, bucket, rows, buckets)
             last[i] = _first_record(starts, bucket + 1, rows, buckets)
-            prefetch(at_prints + np.uint64(first[i]))
+            prefetch(at_prints + np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
-            print_ = np.uint8(mix(keys[begin + i]) & np.uint64(255))
+            print_ = _fingerprint_of(keys[begin + i])
             row = first[i]
             while row < last[i] and fingerprints[row] != print_:
                 row += 1
@@ -192,10 +202,10 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
                 at = at_records + np.uint64(row) * record_bytes
                 ahead = np.uint64(0)
                 while ahead < record_bytes and ahead < _AHEAD_BYTES:
-                    prefetch(at + ahead)
+                    prefetch(at + ahead)  # type: ignore[arg-type]
                     ahead += _LINE
         for i in range(count):
-            print_ = np.uint8(mix(keys[begin + i]) & np.uint64(255))
+            print_ = _fingerprint_of(keys[begin + i])
             row = candidate[i]
             while row < last[i] and not (fingerprints[row] == print_ and _holds_key(records, row, keys[begin + i])):
                 row += 1
@@ -351,7 +361,7 @@ def index_records(hashes, first, bucket, stop, buckets, starts, fingerprints):  
         while bucket <= at:
             starts[bucket] = np.uint32(np.uint64(first + i) & _LOW)
             bucket += 1
-        fingerprints[first + i] = np.uint8(hashes[i] & np.uint64(255))
+        fingerprints[first + i] = _fingerprint(hashes[i])
     while bucket < stop:
         starts[bucket] = np.uint32(np.uint64(first + hashes.size) & _LOW)
         bucket += 1

@@ -129,7 +129,7 @@ class RowFile:
         if page >= 0:
             at = self.head.records_at + page * PAGE_BYTES
             raise DatabaseCorruptError(
-                f"reading the row file {self.path}: the page at byte {at:,} is damaged: its checksum is not that of its content. "
+                f"reading the row file {self.path}: the page at byte {at:,} is damaged: it contradicts its checksum. "
                 f"{LOAD_ADVICE}"
             )
 

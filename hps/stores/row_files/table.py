@@ -1,11 +1,12 @@
 """One table: a sealed row file, and its changes in RocksDB.
 
-**What a lookup reads.** A set in memory has the keys that were changed since the file was sealed, deleted ones included. Their
-rows are RocksDB's; all others are the file's. A writer adds a key to the set when its row is in RocksDB, before it acknowledges.
+**What a lookup reads.** A set in memory has the keys that were changed since the file was sealed, deleted ones included. Rows
+of these are RocksDB's, all others are the file's. A writer adds a key to the set once its row is in RocksDB, before it
+acknowledges.
 
 **A state** is a file and its set. A new file and its set replace both at once; only then the changes that the file has are
-removed from RocksDB. So a reader that finds a changed key nowhere in RocksDB knows that it was deleted if the state is still the
-current one, and reads again if it is not.
+removed from RocksDB. So a reader that finds a changed key nowhere in RocksDB knows that it was deleted if the state is still
+the current one, and reads again if it is not.
 """
 
 import json
@@ -28,7 +29,7 @@ from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, Row
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
-from hps.tensors.array_checks import check_fetch, check_rows
+from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ class RowTable:
         doing = f"deleting from table {self.tag}"
         with self._alone(doing):
             self._mark_modified()
-            distinct = np.unique(keys)
+            distinct = np.unique(check_keys(doing, keys))
             count = int(self._present(distinct).sum())
             with self._noting(distinct):
                 self._changes.delete(self.tag, distinct)
@@ -320,7 +321,7 @@ class RowTable:
         return self._load.record if self._load else self._record.load
 
     def load_chunk(self, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
-        """Gather rows of a load; `finish_load` makes them a file. Without rows the record alone is stored, durably on return."""
+        """Gather rows of a load for `finish_load`. Without rows the record alone is stored, durably on return."""
         doing = f"loading table {self.tag}"
         keys, vectors = check_rows(doing, keys, vectors, self.width)
         with self._alone(doing):

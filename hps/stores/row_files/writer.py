@@ -175,7 +175,9 @@ def _write(file: int, tag: str, width: int, runs: Sequence[Run], source: str, pr
         memory[: rest.size] = rest
         records = memory[rest.size :].view(np.uint32).reshape(-1, words)
 
-        def copy(first: int, last: int, slices: list[Any] = slices, shifts: Any = shifts, records: Any = records) -> None:
+        def copy(
+            first: int, last: int, slices: list[Any] = slices, shifts: Any = shifts, records: Any = records, rows: int = rows
+        ) -> None:
             for i in range(first, last):
                 piece = slices[i]
                 merge.copy(piece, int(shifts[i]), records)
@@ -217,7 +219,7 @@ def _write_pages(file: int, pages: npt.NDArray[np.uint8], at: int) -> npt.NDArra
 
 
 def _write_all(file: int, content: npt.NDArray[np.uint8], at: int) -> None:
-    view = memoryview(content)
+    view = content.data
     while view:
         written = os.pwrite(file, view, at)
         view, at = view[written:], at + written

@@ -440,6 +440,10 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             if view:
                 view.cleanup()
 
+    def is_written_by_others(self) -> bool:
+        """Return whether another process has it open for writing."""
+        return _writer_of(self.path) not in (0, os.getpid())
+
     def release_table(self, tag: str) -> None:
         if self.read_only:  # the next opening may then show a later state
             with self._tables_lock:

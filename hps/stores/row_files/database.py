@@ -4,27 +4,44 @@
 its file (`layout.py`), if any; `changes/` a RocksDB database of what was written online (`stores/rocks_db`). Tags are
 percent-encoded.
 
-**Loads** are gathered in memory and become a file at once, by `finish_load`: a load that is interrupted starts over.
+**Loads** are gathered in memory, what does not fit there in temporary files, and become a file by `finish_load`: a load that is
+interrupted starts over. A loaded file is served at once, and becomes durable in the background.
+
+**Seals.** Once many rows of a table have changed, a thread makes a new file of the old one and the changes, at a pace that
+leaves half of the time to lookups.
 """
 
+import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, TableWidthError, UnknownTableError
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseTimeoutError,
+    NotReadyError,
+    ReadOnlyError,
+    TableWidthError,
+    UnknownTableError,
+)
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, check_fits
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
+from hps.ground.threads.pacing import paced
+from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.stores.base import (
     LOAD_ADVICE,
     LoadRecord,
     LogPosition,
+    MergesRows,
     OrderedWrites,
     Partition,
     PersistentDatabase,
@@ -34,13 +51,20 @@ from hps.stores.base import (
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.layout import Head, buckets_for
 from hps.stores.row_files.row_file import read_kernels
-from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
+from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, SealCounts, TableRecord, file_name, tag_of
 from hps.stores.row_files.writer import TEMPORARY, write_kernels
 from hps.tensors.array_checks import check_positive
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, RowArray, stored_text
+
+_log = logging.getLogger(__name__)
+
+_SEAL_EVERY_S: Final = 1.0  # between two looks at the numbers of changed rows
+_SEAL_AGAIN_S: Final = 60.0  # after a failure
+_MOST_PAUSE_S: Final = 0.1
+_LOAD_POLL_S: Final = 0.02
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites):
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -50,6 +74,11 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         verify: compare each page of a row with its checksum before the row is answered.
         write_timeout_s: how long a write waits for another write or a slow disk.
         close_timeout_s: how long `close` waits for running calls.
+        load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
+        seal_share: share of a file's rows that may change before a new one is made; 0 to make none.
+        least_sealed_rows: fewer changed rows are not sealed.
+        most_changed_bytes: changes of a table in bytes that are sealed at any share.
+        most_load_bytes: memory for the rows of a load or a seal; by default a quarter of what is free.
 
     Raises:
         DatabaseLockedError: another process has it open for writing.
@@ -57,7 +86,6 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
     """
 
     kind = "row_files"
-    load_bytes = 128 << 20
 
     def __init__(
         self,
@@ -69,12 +97,20 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         verify: bool = False,
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
+        load_timeout_s: float = 10.0,
+        seal_share: float = 0.1,
+        least_sealed_rows: int = 65_536,
+        most_changed_bytes: int = 1 << 30,
+        most_load_bytes: int | None = None,
     ) -> None:
         self.path = self.directory = Path(path).absolute()
         self.read_only = read_only
         self._verify = verify
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._seal_when = (seal_share, least_sealed_rows, most_changed_bytes)
+        self._most_load_bytes = most_load_bytes
         self._calls = OpenCalls(f"the database {self.path}")
         self._tables_lock = threading.Lock()
         self._tables: dict[str, RowTable] = {}
@@ -92,10 +128,15 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
             max_batch_size=max_batch_size,
             write_timeout_s=write_timeout_s,
             close_timeout_s=close_timeout_s,
+            load_timeout_s=load_timeout_s,
             beside_files=True,
         )
+        self._sealer: PeriodicTask | None = None
+        self._retry_at: dict[str, float] = {}  # when a table is sealed again after a failure
         if not read_only:
             self._remove_the_rest()
+            if seal_share:
+                self._sealer = PeriodicTask("sealer", self.seal_due, _SEAL_EVERY_S, what=f"sealing tables of {self.path}")
         disown_in_children(self)
 
     def _remove_the_rest(self) -> None:
@@ -133,14 +174,41 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
                 self._check_width(tag, self._tables[tag].width, dim)
                 return
             path = self._files / (file_name(tag) + RECORD_SUFFIX)
-            record = TableRecord.read(path)
+            record = self._loaded_record(tag) if self.read_only else TableRecord.read(path)
             if record is None:
                 record = TableRecord(dim)
                 record.write(path)
             self._check_width(tag, record.width, dim)
             self._tables[tag] = RowTable(
-                self._files, self._changes, tag, record, verify=self._verify, write_timeout_s=self._write_timeout_s
+                self._files,
+                self._changes,
+                tag,
+                record,
+                verify=self._verify,
+                write_timeout_s=self._write_timeout_s,
+                most_load_bytes=self._most_load_bytes,
             )
+
+    def _loaded_record(self, tag: str) -> TableRecord:
+        """Wait until a table that another process is loading is complete; return its record."""
+        doing, deadline = f"opening table {tag} in {self.path} with read_only", time.monotonic() + self._load_timeout_s
+        while True:
+            record = TableRecord.read(self._files / (file_name(tag) + RECORD_SUFFIX))
+            if record and (record.load is None or record.load.complete):
+                return record
+            if not self._changes.is_written_by_others():
+                if record is None:
+                    tables = ", ".join(self._recorded()) or "none"
+                    raise ReadOnlyError(
+                        f"{doing}: it does not exist; existing tables: {tables}. Load it first, without read_only"
+                    )
+                raise DatabaseError(f"{doing}: its load was interrupted. Complete it with `hps load`")
+            if time.monotonic() >= deadline:
+                raise DatabaseTimeoutError(
+                    f"{doing}: another process writes there, and the table was not complete and durable within "
+                    f"{self._load_timeout_s:g} s. Try again when it is"
+                )
+            time.sleep(_LOAD_POLL_S)
 
     def _check_width(self, tag: str, held: int, dim: int) -> None:
         if held != dim:
@@ -175,12 +243,20 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
             if (table := self._tables.get(tag)) is not None:
                 table.retire()
                 del self._tables[tag]
+            self._retry_at.pop(tag, None)
             name = file_name(tag)
             for suffix in (RECORD_SUFFIX, ROWS_SUFFIX):  # the record first: what is left without one goes at the next start
                 (self._files / (name + suffix)).unlink(missing_ok=True)
             self._changes.drop_table(tag)
 
     def close(self) -> None:
+        """As `Database.close`. Waits until loaded files are durable, and ends a seal, which the next start repeats."""
+        if self._sealer:
+            self._sealer.stop.set()  # a seal that runs ends at its next step
+        for table in list(self._tables.values()):
+            table.wait_until_durable()
+        if self._sealer:
+            self._sealer.join(self._close_timeout_s)
         if not self._calls.close(self._close_timeout_s):
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
@@ -193,6 +269,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
     def disown(self) -> None:
         """In a forked child: leave the files to the parent."""
         self._tables_lock = threading.Lock()
+        self._sealer = None
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -259,6 +336,41 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         with self._calls:
             return self._table(tag).seal()
 
+    def wait_until_durable(self, tag: str) -> None:
+        """Wait until the last load of a table is on the disk, or has failed to get there."""
+        with self._calls:
+            self._table(tag).wait_until_durable()
+
+    def seal_due(self) -> None:
+        """Seal the tables of which many rows have changed, at a pace; called periodically.
+
+        Raises:
+            DatabaseError: a table could not be sealed; the others were. It is tried again after a while.
+        """
+        failure: DatabaseError | None = None
+        for tag, table in list(self._tables.items()):
+            if not table.is_due(*self._seal_when) or time.monotonic() < self._retry_at.get(tag, 0.0):
+                continue
+            try:
+                with paced():
+                    rows = table.seal(_Pace(self._sealer.stop if self._sealer else None))
+                _log.info("Table: %s; sealed %d changed rows.", tag, rows)
+            except (NotReadyError, UnknownTableError):  # closed or dropped meanwhile
+                continue
+            except DatabaseError as error:
+                self._retry_at[tag] = time.monotonic() + _SEAL_AGAIN_S
+                failure = failure or error
+        if failure:
+            raise failure
+
+    def seal_counts(self, tag: str) -> SealCounts:
+        """Return what sealing did for a table since it was opened."""
+        return self._table(tag).counts
+
+    def changed_rows(self, tag: str) -> int:
+        """Return how many rows of a table have changed since its file was made."""
+        return self._table(tag).changed_rows
+
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         check_positive(f"scanning table {tag}", "chunk_rows", chunk_rows)
         with self._calls:
@@ -304,9 +416,32 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         with self._calls:
             self._table(tag).load_chunk(keys, vectors, record)
 
+    def keeps_changes(self, tag: str) -> bool:
+        with self._calls:
+            return self._table(tag).keeps_changes
+
+    def load_merged(
+        self, tag: str, base_tag: str, changes: Iterable[tuple[KeyArray, RowArray | None]], rows: int, record: LoadRecord
+    ) -> bool:
+        with self._calls:
+            return self._table(tag).merge(self._table(base_tag), changes, rows, record)
+
     def finish_load(self, tag: str) -> None:
         with self._calls:
             self._table(tag).finish_load()
+
+
+class _Pace:
+    """Pauses after each step for as long as it took, so that lookups get half of the time. *One thread.*"""
+
+    def __init__(self, stop: Stop | None) -> None:
+        self._stop = stop
+        self._since = time.monotonic()
+
+    def __call__(self, rows: int) -> None:
+        if self._stop and self._stop.wait(min(_MOST_PAUSE_S, time.monotonic() - self._since)):
+            raise NotReadyError("sealing: the database is being closed")
+        self._since = time.monotonic()
 
 
 def _file_bytes(tag: str, dim: int, rows: int) -> int:

@@ -33,12 +33,14 @@ from hps.errors import (
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, check_fits
+from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.ground.threads.pacing import paced
 from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.stores.base import (
     LOAD_ADVICE,
+    DatabaseReport,
     LoadRecord,
     LogPosition,
     MergesRows,
@@ -48,13 +50,14 @@ from hps.stores.base import (
     RowChanges,
     TableStats,
 )
-from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.rocks_db.database import RocksDatabase, writer_of
+from hps.stores.row_files.inspection import CHANGES, FILES, inspect, is_directory_of_row_files
 from hps.stores.row_files.layout import Head, buckets_for
-from hps.stores.row_files.row_file import read_kernels
+from hps.stores.row_files.row_file import RowFile, read_kernels
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, SealCounts, TableRecord, file_name, tag_of
 from hps.stores.row_files.writer import TEMPORARY, write_kernels
 from hps.tensors.array_checks import check_positive
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, RowArray, stored_text
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, stored_text
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         self._calls = OpenCalls(f"the database {self.path}")
         self._tables_lock = threading.Lock()
         self._tables: dict[str, RowTable] = {}
-        self._files = self.path / "tables"
+        self._files = self.path / FILES
         compile_kernels(*self.kernels(None))
         try:
             if not read_only:
@@ -122,7 +125,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         except OSError as error:
             raise DatabaseError(f"opening the database {path}: {error}; expected a directory that it may write") from error
         self._changes = RocksDatabase(
-            self.path / "changes",
+            self.path / CHANGES,
             num_threads=num_threads,
             read_only=read_only,
             max_batch_size=max_batch_size,
@@ -159,7 +162,50 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
             num_threads=config.num_threads,
             read_only=config.read_only,
             max_batch_size=config.max_batch_size,
+            verify=config.verify,
+            seal_share=config.seal_share,
         )
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        path, where = Path(config.path).absolute(), "persistent_db.path"
+        place = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not place.is_dir():
+            return [CheckResult("wrong", where, f"{place} is no directory; give another path")]
+        if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
+            return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
+        if path == place and not is_directory_of_row_files(path) and any(path.iterdir()):
+            return [CheckResult("wrong", where, f"{path} holds other files; give the path of an empty directory")]
+        present = {tag_of(record) for record in (path / FILES).glob(f"*{RECORD_SUFFIX}")}
+        loads, replaced = config.initialize_after_startup, set()
+        try:
+            for spec in tables:
+                record = TableRecord.read(path / FILES / (file_name(spec.tag) + RECORD_SUFFIX))
+                if record and record.width != spec.width and not (loads and record.load):
+                    raise TableWidthError(f"{path}: table {spec.tag} holds rows of {record.width} words, expected {spec.width}")
+                if record and record.width != spec.width:
+                    replaced.add(spec.tag)
+                elif (rows := path / FILES / (file_name(spec.tag) + ROWS_SUFFIX)).exists():
+                    RowFile(rows)
+        except DatabaseError as error:
+            return [CheckResult("wrong", where, str(error))]
+        found = sum(spec.tag in present for spec in tables)
+        state = f"{path} holds {found} of {len(tables)} tables" if present else f"{path} would be created"
+        if replaced:
+            state += f", of which a start drops {len(replaced)} of another width, with its online writes, to load it anew"
+        if not config.read_only and (writer := writer_of(path / CHANGES)):
+            locked = f"{state}; process {writer} has it open, and only one may write to it: stop that process first"
+            return [CheckResult("unreachable", where, locked)]
+        needed = sum(size for spec, size in tables.items() if spec.tag not in present - replaced) if loads else 0
+        free = shutil.disk_usage(place).free
+        room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
+        if needed > free:
+            return [CheckResult("wrong", where, f"{state}; {room}: free some, or give a path on a larger disk")]
+        return [CheckResult("good", where, f"{state}; {room}")]
+
+    @classmethod
+    def inspect(cls, path: Path) -> DatabaseReport:
+        return inspect(Path(path).absolute())
 
     @classmethod
     def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:

@@ -35,7 +35,7 @@ from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, Row
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.collector import RowCollector
 from hps.stores.row_files.row_file import RowFile
-from hps.stores.row_files.writer import Run, build_row_file, sync_directory, sync_file, write_row_file
+from hps.stores.row_files.writer import TEMPORARY, Run, build_row_file, sync_directory, sync_file, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
-_FORGET_ROWS: Final = 4096  # writers wait while these are removed
+_FORGET_ROWS: Final = 16_384  # writers wait while these are removed
 _FILE_TIMEOUT_S: Final = 600.0  # for another load or seal of the table
 _SLOWEST_DISK: Final = 20 << 20  # bytes a second, to bound waiting for it
 _CHANGE_BYTES: Final = 64  # of a changed row in memory and in RocksDB, beside its vector
@@ -59,7 +59,7 @@ class TableRecord:
 
     def write(self, path: Path) -> None:
         """Replace the record of a table, durably on return."""
-        fresh = path.with_name(f"{path.name}.tmp")
+        fresh = path.with_name(f"{path.name}{TEMPORARY}")
         try:
             with open(fresh, "w") as file:
                 json.dump(asdict(self), file)
@@ -68,6 +68,8 @@ class TableRecord:
             fresh.replace(path)
             sync_directory(path.parent)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink()
             raise DatabaseError(f"writing {path}: {error}") from error
 
     @classmethod
@@ -171,6 +173,7 @@ class RowTable:
         self._dropped = False
         self._recent: _Recent | None = None  # while a new file is made
         self._settling: _Settling | None = None  # until its file is durable
+        self._leftover = False  # whether RocksDB has changes that are not in the set, since a seal failed
         self.counts = SealCounts()
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
@@ -420,7 +423,8 @@ class RowTable:
 
     def _forget_older(self, keys: KeyArray) -> None:
         """Forget the changes of loaded rows, which are later."""
-        older = np.unique(keys[self._state.changed.contains(keys)])
+        changed = self._changes.are_changed(self.tag, keys) if self._leftover else self._state.changed.contains(keys)
+        older = np.unique(keys[changed])
         if older.size:
             self._changes.forget(self.tag, older)
             self._state = _State(self._state.file, self._changed())
@@ -433,9 +437,11 @@ class RowTable:
             if self._load is None:
                 return
             file = self._state.file
-            runs = [*self._load.rows.runs(), *([Run(file.records)] if file else [])]
-            self._load_file(runs, self._load.record, doing)
-            self._load = None
+            try:
+                runs = [*self._load.rows.runs(), *([Run(file.records)] if file else [])]
+                self._load_file(runs, self._load.record, doing)
+            finally:
+                self._load = None  # after a failure the durable record counts, which says that nothing is loaded
 
     def merge(
         self, base: "RowTable", changes: Iterable[tuple[KeyArray, FloatArray | None]], rows: int, record: LoadRecord
@@ -465,6 +471,8 @@ class RowTable:
             if modified:
                 self._write_ended(record)
             self._replace(RowFile(fresh), self._state.changed)
+            if self._settling:  # one that failed
+                self._settling.file.unlink(missing_ok=True)
             self._record, self._settling = replace(self._record, load=record), settling
         new_thread(f"settle-{file_name(self.tag)[:40]}", partial(self._settle, settling), lasting=False).start()
 
@@ -497,8 +505,8 @@ class RowTable:
             limit = self._write_timeout_s + settling.size_bytes / _SLOWEST_DISK
             if not settling.done.wait(limit):
                 raise DatabaseTimeoutError(
-                    f"writing table {self.tag} to the disk: {settling.size_bytes:,} bytes were not durable after {limit:.0f} s; "
-                    "its rows are served, and a start would load them again"
+                    f"writing table {self.tag} to the disk: {settling.size_bytes:,} bytes were not durable after {limit:.0f} s;"
+                    " its rows are served, and a start would load them again"
                 )
 
     def _settle(self, settling: _Settling) -> None:
@@ -616,8 +624,11 @@ class RowTable:
                 if progress:
                     progress(piece.size)
         except BaseException:
-            with self._writing:  # what RocksDB has is a change, also for the next start, so that a load forgets it
-                self._add(keys[start:])
+            with self._writing:  # what RocksDB still has is a change, as for the next start
+                self._leftover = True
+                with suppress(DatabaseError):
+                    self._add(keys[start:][self._changes.are_changed(self.tag, keys[start:])])
+                    self._leftover = False
             raise
 
     def retire(self) -> None:

@@ -163,6 +163,23 @@ class DatabaseReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SealStats:
+    """Changes of a table beside its sealed file. *Immutable.*
+
+    Attributes:
+        changed_rows: rows that changed since the file was made.
+        seals, sealed_rows, seal_seconds: new files since the table was opened, the changes that they took, and their duration.
+        seal_failures: seals that failed, and loads that could not be made durable.
+    """
+
+    changed_rows: int
+    seals: int
+    sealed_rows: int
+    seal_seconds: float
+    seal_failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class TableStats:
     """Size of one table. *Immutable.*
 
@@ -171,6 +188,7 @@ class TableStats:
         overhead_bytes: memory or disk space of everything else; -1 if unknown.
         capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
         evictions: rows evicted by this process since it opened the table; None if not counted.
+        sealing: its changes beside a sealed file; None if it has no such file.
     """
 
     rows: int
@@ -178,6 +196,7 @@ class TableStats:
     overhead_bytes: int
     capacity_rows: int = UNBOUNDED_ROWS
     evictions: int | None = None
+    sealing: SealStats | None = None
 
 
 class Database(ABC):

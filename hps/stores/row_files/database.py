@@ -48,13 +48,14 @@ from hps.stores.base import (
     Partition,
     PersistentDatabase,
     RowChanges,
+    SealStats,
     TableStats,
 )
 from hps.stores.rocks_db.database import RocksDatabase, writer_of
 from hps.stores.row_files.inspection import CHANGES, FILES, inspect, is_directory_of_row_files
 from hps.stores.row_files.layout import Head, buckets_for
 from hps.stores.row_files.row_file import RowFile, read_kernels
-from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, SealCounts, TableRecord, file_name, tag_of
+from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
 from hps.stores.row_files.writer import TEMPORARY, write_kernels
 from hps.tensors.array_checks import check_positive
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, stored_text
@@ -409,10 +410,6 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         if failure:
             raise failure
 
-    def seal_counts(self, tag: str) -> SealCounts:
-        """Return what sealing did for a table since it was opened."""
-        return self._table(tag).counts
-
     def changed_rows(self, tag: str) -> int:
         """Return how many rows of a table have changed since its file was made."""
         return self._table(tag).changed_rows
@@ -436,7 +433,9 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
             table = self._table(tag)
             rows = table.size()
             vector_bytes = rows * table.width * 4
-            return TableStats(rows, vector_bytes, max(0, table.disk_bytes() - vector_bytes))
+            counts = table.counts
+            sealing = SealStats(table.changed_rows, counts.seals, counts.rows, counts.seconds, counts.failures)
+            return TableStats(rows, vector_bytes, max(0, table.disk_bytes() - vector_bytes), sealing=sealing)
 
     def size(self, tag: str) -> int:
         with self._calls:

@@ -1,7 +1,6 @@
 """Writes sparse model files: atomically on a local disk, elsewhere so that an incomplete model is never loaded."""
 
 import ctypes
-import json
 import os
 import secrets
 import shutil
@@ -140,10 +139,7 @@ def write_version(
             if not filesystem.is_local:
                 undo.callback(_delete, filesystem, [f"{target}/{name}"])
         manifest = blank.model_copy(update={"files": files})
-        described = manifest.model_dump(mode="json", exclude={"dense", *(() if step is not None else ("step",))})
-        if dense is not None:
-            described["dense"] = dense.model_dump(mode="json", exclude_defaults=True)  # older servers know fewer keys
-        write_file(filesystem, f"{target}/{MANIFEST}", json.dumps(described, indent=1).encode())
+        write_file(filesystem, f"{target}/{MANIFEST}", manifest.encoded())
         if filesystem.is_local:
             for directory in {str(parent) for name in files for parent in PurePosixPath(name).parents}:
                 sync_directory(local_path(f"{target}/{directory}"))

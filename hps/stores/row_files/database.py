@@ -8,10 +8,11 @@ percent-encoded.
 """
 
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,15 +24,19 @@ from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
     LOAD_ADVICE,
+    Adoption,
+    AdoptsRowFiles,
     LoadRecord,
     LogPosition,
     OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
+    RowFileSource,
     TableStats,
 )
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files import adoption
 from hps.stores.row_files.layout import Head, buckets_for
 from hps.stores.row_files.row_file import read_kernels
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
@@ -40,7 +45,7 @@ from hps.tensors.array_checks import check_positive
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites):
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -307,6 +312,29 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
     def finish_load(self, tag: str) -> None:
         with self._calls:
             self._table(tag).finish_load()
+
+    def copies(self, file: RowFileSource) -> bool:
+        return not adoption.may_link(file, self._files)
+
+    def adopt(
+        self, tag: str, file: RowFileSource, record: LoadRecord, progress: Callable[[int], None] = lambda rows: None
+    ) -> Adoption:
+        with self._calls:
+            table = self._table(tag)
+            head = adoption.checked_head(file, tag, table.width)
+            if file.path is None or not table.can_adopt(head):
+                return "refused"
+        fresh = self._files / f"{file_name(tag)}.{secrets.token_hex(4)}{TEMPORARY}"
+        how: Adoption = "linked"
+        try:
+            if not adoption.link(file, fresh):
+                how = "copied"
+                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes))
+            with self._calls:
+                return how if table.adopt(fresh, record) else "refused"
+        finally:
+            with suppress(OSError):
+                fresh.unlink()
 
 
 def _file_bytes(tag: str, dim: int, rows: int) -> int:

@@ -27,10 +27,11 @@ from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.key_sets import KeySet
 from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +101,20 @@ class _Load:
     runs: list[Run] = field(default_factory=list)  # the latest first
 
 
+def check_belongs(head: Head, place: object, tag: str, width: int) -> None:
+    """Check that a file has rows of a table; those of model versions name none.
+
+    Raises:
+        DatabaseCorruptError: it has others.
+    """
+    expected = (tag, width, row_dtype_of(tag))
+    if (head.tag or tag, head.width, head.row_dtype) != expected:
+        raise DatabaseCorruptError(
+            f"opening table {tag}: {place} holds rows of {head.width} words ({head.row_dtype}) of table {head.tag or 'any'}, "
+            f"expected {width} ({row_dtype_of(tag)}). {LOAD_ADVICE}"
+        )
+
+
 class RowTable:
     """Rows of one table. *Thread-safe.* One lock serialises writers; readers never take it."""
 
@@ -133,11 +148,7 @@ class RowTable:
                 )
             return None
         file = RowFile(self._rows_path)
-        if (file.head.tag, file.head.width) != (self.tag, self.width):
-            raise DatabaseCorruptError(
-                f"opening table {self.tag}: {self._rows_path} holds rows of {file.head.width} words of table {file.head.tag}, "
-                f"expected {self.width}. {LOAD_ADVICE}"
-            )
+        check_belongs(file.head, self._rows_path, self.tag, self.width)
         return file
 
     def _changed(self) -> KeySet:
@@ -379,8 +390,10 @@ class RowTable:
                     self._changes.fetch(self.tag, keys, rows, there)
                     runs.insert(0, sorted_run(keys, rows, ~there))
                     snapshot.append(keys)
-                source = file.head.source if file else ""
-                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, progress=progress)
+                source, facts = "", RowFacts(row_dtype_of(self.tag))
+                if file:  # what is written online may have any key, and is not counted
+                    source, facts = file.head.source, facts._replace(dim=file.head.dim)
+                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
                 with self._alone(doing):
                     changed = KeySet()
                     for keys in self._changes.changed_keys(self.tag):
@@ -394,6 +407,34 @@ class RowTable:
                 return sum(keys.size for keys in snapshot)
             finally:
                 self._recent = None
+
+    def can_adopt(self, head: Head) -> bool:
+        """Return whether a file may become that of the table: it has none, or this one."""
+        file = self._state.file
+        return self._load is None and (file is None or (bool(file.head.content) and file.head.content == head.content))
+
+    def adopt(self, fresh: Path, record: LoadRecord) -> bool:
+        """Make a complete file under another name that of the table, as a load would; return False if it has another."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, before = RowFile(fresh), self._record.load
+            check_belongs(file.head, fresh, self.tag, self.width)
+            if not self.can_adopt(file.head):
+                return False
+            same = before is not None and before.fingerprint == record.fingerprint
+            if not same:
+                self._changes.forget_log(self.tag)
+                self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
+            fresh.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            changed = self._state.changed
+            if not same and len(changed):  # the loaded rows are later than rows of unknown origin
+                for keys in self._changes.changed_keys(self.tag):
+                    self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
+                changed = self._changed()
+            self._replace(changed)
+            modified = same and before is not None and before.modified
+            self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
+            return True
 
     def retire(self) -> None:
         """Refuse writes from now on."""

@@ -60,7 +60,7 @@ def write_sparse_model(
     _check_names(place, names, overwrite)
     # Without a rename, an old `key` is removed first and the new one appears last: a reader that comes meanwhile finds no
     # `key`, and refuses the directory.
-    written = _write_files(filesystem, place, chunks, outdated=[name for name in ("key", "meta") if name in names])
+    written = _write_files(filesystem, place, chunks, outdated=[name for name in ("key", "meta", "rows") if name in names])
     return written["key"].size_bytes // 8
 
 
@@ -244,7 +244,7 @@ def _check_target(target: str, overwrite: bool) -> None:
 def _check_names(target: str, names: list[str], overwrite: bool) -> None:
     if names and not overwrite:
         raise ModelFileError(f"writing sparse model {target}: it exists; choose another directory or ask to overwrite it")
-    foreign = sorted(set(names) - {"key", "emb_vector", "meta"})
+    foreign = sorted(set(names) - {"key", "emb_vector", "meta", "rows"})
     if foreign:
         raise ModelFileError(
             f"writing sparse model {target}: it holds {', '.join(foreign[:8])}, which is not part of a sparse model; "

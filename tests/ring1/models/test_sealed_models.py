@@ -20,7 +20,7 @@ from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model, write_version
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.row_files.database import RowFilesDatabase
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import TableSpec
 from tests.tables.table_loads import DIM, FILES, KEYS, NEW_KEY, TABLE, TAG, VECTORS, content, write_files
 
 SOURCES = ModelSources()
@@ -68,7 +68,9 @@ def model(tmp_path: Path) -> Path:
     write_version(model / "1", {"item": (KEYS, VECTORS)})
     changed = np.append(KEYS[:1], NEW_KEY)
     rows = np.full((2, DIM), 77, np.float32)
-    write_version(model / "2", {"item": (changed, rows)}, delta_of="1", deleted={"item": KEYS[1:2]}, updates={"item": {"0": "9"}})
+    write_version(
+        model / "2", {"item": (changed, rows)}, delta_of="1", deleted={"item": KEYS[1:2]}, updates={"item": {"0": "9"}}
+    )
     return model
 
 
@@ -112,7 +114,8 @@ def test_the_last_row_of_a_key_and_rows_that_are_not_finite_are_sealed(tmp_path:
     write_sparse_model(tmp_path / "item", (keys, vectors))
     seal_version(tmp_path / "item")
     sealed = opened(str(tmp_path / "item"))
-    assert isinstance(sealed, SealedModel) and sealed.head.nonfinite_rows == 3
+    assert isinstance(sealed, SealedModel)
+    assert sealed.head.nonfinite_rows == 3
     assert rows_in(sealed) == content(keys, vectors)
 
 
@@ -120,11 +123,13 @@ def test_the_last_row_of_a_key_and_rows_that_are_not_finite_are_sealed(tmp_path:
 def test_rows_in_fewer_bits_are_those_that_a_tier_would_store(source: str, row_dtype: str) -> None:
     seal_version(source, row_dtype=row_dtype)
     sealed = opened(source)
-    assert isinstance(sealed, SealedModel) and sealed.head.row_dtype == row_dtype
+    assert isinstance(sealed, SealedModel)
+    assert sealed.head.row_dtype == row_dtype
     expected = decode(encode("", VECTORS, row_dtype), DIM, row_dtype)
     assert rows_in(sealed) == content(KEYS, expected)
     [again] = seal_version(source)  # from the sparse files, not from rounded rows
-    assert again.row_dtype == "float32" and rows_in(opened(source)) == FILES
+    assert again.row_dtype == "float32"
+    assert rows_in(opened(source)) == FILES
 
 
 def test_a_seal_spills_runs_when_memory_is_short(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +144,8 @@ def test_a_seal_spills_runs_when_memory_is_short(source: str, monkeypatch: pytes
 def test_a_delta_is_sealed_with_its_base(model: Path) -> None:
     seal_version(model / "2")
     sealed = opened(sources_of(model, "2"))
-    assert isinstance(sealed, SealedModel) and rows_in(sealed) == AFTER
+    assert isinstance(sealed, SealedModel)
+    assert rows_in(sealed) == AFTER
 
 
 def test_a_replaced_delta_needs_no_base_and_keeps_its_position(model: Path) -> None:
@@ -147,21 +153,24 @@ def test_a_replaced_delta_needs_no_base_and_keeps_its_position(model: Path) -> N
     assert os.listdir(model / "2" / "item") == ["rows"]
     os.rename(model / "1", model / "gone")
     found = sources_of(model, "2")
-    assert found.base is None and found.log_start == {"0": "9"}
+    assert found.base is None
+    assert found.log_start == {"0": "9"}
     assert rows_in(opened(found)) == AFTER
 
 
 def test_a_delta_of_a_sealed_version_is_merged_with_its_file(model: Path) -> None:
     seal_version(model / "1", replace=True)
     merged = opened(sources_of(model, "2"))
-    assert isinstance(merged, DeltaModel) and isinstance(merged.base, SealedModel)
+    assert isinstance(merged, DeltaModel)
+    assert isinstance(merged.base, SealedModel)
     assert rows_in(merged) == AFTER
 
 
 def test_a_version_lists_its_row_files_with_size_and_checksum(model: Path) -> None:
     [table] = seal_version(model / "1")
     files = json.loads((model / "1" / "version.json").read_text())["files"]
-    assert files["item/rows"]["size_bytes"] == table.size_bytes and len(files["item/rows"]["crc32"]) == 8
+    assert files["item/rows"]["size_bytes"] == table.size_bytes
+    assert len(files["item/rows"]["crc32"]) == 8
     assert list(list_versions(str(model), SOURCES)) == ["1", "2"]
 
 
@@ -208,7 +217,7 @@ def parts_of(path: str) -> dict[str, int]:
 def test_a_flipped_bit_in_rows_is_never_read(source: str, part: str) -> None:
     seal_version(source, replace=True)
     damage(Path(source) / "rows", parts_of(source)[part])
-    with pytest.raises(ModelFileError, match="damaged|contradict"):
+    with pytest.raises(ModelFileError, match=r"damaged|contradict"):
         rows_in(opened(source))
 
 
@@ -258,12 +267,15 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(source: str) -> No
 def test_a_database_links_the_file_and_keeps_it(source: str, database: RowFilesDatabase) -> None:
     seal_version(source, replace=True)
     report = load(database, source)
-    assert report.complete and held(database) == FILES
+    assert report.complete
+    assert held(database) == FILES
     assert os.path.samefile(Path(source) / "rows", rows_path(database))
     os.unlink(Path(source) / "rows")
     assert held(database) == FILES
     record = database.load_record(TAG)
-    assert record is not None and record.complete and record.fingerprint == report.fingerprint
+    assert record is not None
+    assert record.complete
+    assert record.fingerprint == report.fingerprint
 
 
 def test_a_file_that_others_may_write_to_is_copied(source: str, database: RowFilesDatabase) -> None:
@@ -280,7 +292,8 @@ def test_a_copy_of_the_files_elsewhere_is_the_same_model(source: str, database: 
     database.insert(TAG, NEW_KEY, np.full((1, DIM), 5, np.float32))
     os.rename(source, tmp_path / "moved")
     report = load(database, str(tmp_path / "moved"))
-    assert report.loads[0].rows == 0 and report.differs
+    assert report.loads[0].rows == 0
+    assert report.differs
     assert held(database) == FILES | content(NEW_KEY, np.full((1, DIM), 5, np.float32))
 
 
@@ -296,7 +309,8 @@ def test_the_table_survives_a_restart_and_online_writes(source: str, tmp_path: P
     database.open_table(TAG, DIM)
     assert held(database) == expected
     database.seal(TAG)
-    assert held(database) == expected and rows_in(opened(source)) == FILES  # the version's file is as it was
+    assert held(database) == expected
+    assert rows_in(opened(source)) == FILES
     database.close()
 
 
@@ -352,5 +366,3 @@ def test_a_hash_map_is_loaded_from_the_file(source: str) -> None:
 def test_without_a_manifest_sparse_files_alone_are_read(source: str) -> None:
     assert find_sealed_model(source, DIM, sources=SOURCES, checks={}) is None
     assert isinstance(opened(source), SparseModel)
-
-

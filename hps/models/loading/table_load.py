@@ -167,6 +167,7 @@ class TableLoad:
         self._targets = targets
         self._progress = progress or NoProgress()
         self._nonfinite = NonfiniteRows()
+        self._adopted = False  # by the database with every row
         self._open_for_writing = False  # so the files may change without another version
         self._authority = next(
             (database for database in (*targets.load, *targets.keep) if isinstance(database, PersistentDatabase)), None
@@ -253,7 +254,7 @@ class TableLoad:
             self._check_for_caches()
         complete = authority or self._complete(loads)
         source: WarmUpSource = self._model
-        if complete and isinstance(self._model, DeltaModel):
+        if complete and (isinstance(self._model, DeltaModel) or self._adopted):
             source = DatabaseRows(complete, self._table)
         seconds = time.monotonic() - started
         return LoadReport(
@@ -344,6 +345,8 @@ class TableLoad:
     def _differs(self, authority: PersistentDatabase) -> bool:
         """Return True if the persistent database, once loaded or kept, has other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
+        if record is not None and record.modified and record.fingerprint == self._model.fingerprint and self._adopter(authority):
+            return True  # also before its file is complete
         if record is None or not self._is_complete(record):
             return kept
         return record.modified and (kept or not self._targets.force)
@@ -453,7 +456,8 @@ class TableLoad:
         how = adopter.adopt(self._tag_in(database), model.source, record, partial(self._progress.advance, self._tag))
         self._progress.finish(self._tag)
         _log.info("Table: %s; its row file %s: %s.", self._tag, model.file.path, how)
-        return how != "refused"
+        self._adopted = how != "refused"
+        return self._adopted
 
     def _stream_into(self, model: SparseModel | SealedModel, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
         first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)

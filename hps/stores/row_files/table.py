@@ -25,8 +25,9 @@ import numpy as np
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
 from hps.ground.key_sets import KeySet
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.download import Download
 from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
@@ -133,6 +134,7 @@ class RowTable:
         self._record = record
         self._load: _Load | None = None
         self._dropped = False
+        self._download: Download | None = None  # of the file that lookups read meanwhile
         self._recent: KeySet | None = None  # keys written while a new file is made
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
@@ -263,7 +265,7 @@ class RowTable:
         with self._alone(doing):
             self._mark_modified()
             distinct = np.unique(check_keys(doing, keys))
-            count = int(self._present(distinct).sum())
+            count = int(self._present(distinct).sum()) if self._download is None else -1
             with self._noting(distinct):
                 self._changes.delete(self.tag, distinct)
             return count
@@ -311,7 +313,7 @@ class RowTable:
         state = self._state
         if self._recent is not None:
             self._recent.add(keys)
-        if state.file:
+        if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
         state.changed.add(keys)
@@ -379,7 +381,7 @@ class RowTable:
         doing = f"sealing table {self.tag}"
         with self._sealing:
             with self._alone(doing):
-                if self._load is not None or not len(self._state.changed):
+                if self._load is not None or self._download is not None or not len(self._state.changed):
                     return 0
                 self._recent = KeySet()
                 file = self._state.file
@@ -436,7 +438,55 @@ class RowTable:
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True
 
+    def download(self, file: RowFileSource, head: Head, record: LoadRecord) -> Download | None:
+        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
+        doing = f"adopting {file.place} for table {self.tag}"
+        with self._sealing:
+            if self._download is not None:
+                return self._download if self._download.head.content == head.content else None
+            before = self._record.load
+            same = before is not None and before.fingerprint == record.fingerprint
+            if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
+                return None
+            name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
+            download = Download(file, head, name, lambda: self._finish_download(download))
+            try:
+                state = _State(RowFile(download.partial, download), self._state.changed)
+                with self._alone(doing):
+                    if not same:
+                        self._changes.forget_log(self.tag)
+                    modified = same and before is not None and before.modified
+                    self._put(replace(record, rows_done=0, checksum="", modified=modified))
+                    self._state, self._download, self._shadowed = state, download, 0
+            except BaseException:
+                download.stop(self._write_timeout_s)
+                raise
+            return download
+
+    def _finish_download(self, download: Download) -> None:
+        """Make the complete file that of the table."""
+        with self._sealing, self._alone(f"completing the download of table {self.tag}"):
+            load = self._record.load
+            if self._download is not download or load is None:
+                raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
+            download.partial.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            self._replace(self._state.changed)
+            self._download = None
+            self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
+
+    def download_progress(self) -> tuple[int, int] | None:
+        """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""
+        download = self._download
+        return None if download is None else (download.bytes_there, download.head.size_bytes)
+
+    def stop_download(self) -> None:
+        """End a download, which a later one of the same file continues."""
+        if (download := self._download) is not None:
+            download.stop(self._write_timeout_s)
+
     def retire(self) -> None:
         """Refuse writes from now on."""
         with self._sealing, self._alone(f"dropping table {self.tag}"):
             self._dropped = True
+        self.stop_download()

@@ -182,7 +182,7 @@ def _padded(size: int) -> int:
 
 
 @njit(inline="always")
-def _first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
+def first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
     """Return the number of the first record of a bucket. Its upper bits follow from where the bucket is expected."""
     expected = np.int64(bucket * (rows / buckets))
     near = np.int64(starts[bucket]) - (expected & np.int64(0xFFFFFFFF))
@@ -199,12 +199,12 @@ def _fingerprint(hashed):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _fingerprint_of(key):  # type: ignore[no-untyped-def]
+def fingerprint_of(key):  # type: ignore[no-untyped-def]
     return _fingerprint(mix(key))
 
 
 @njit(inline="always")
-def _holds_key(records, row, key):  # type: ignore[no-untyped-def]
+def holds_key(records, row, key):  # type: ignore[no-untyped-def]
     word = np.uint64(key)
     return records[row, 0] == np.uint32(word & _LOW) and records[row, 1] == np.uint32(word >> np.uint64(32))
 
@@ -232,11 +232,11 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
             prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
             bucket = first[i]
-            first[i] = _first_record(starts, bucket, rows, buckets)
-            last[i] = _first_record(starts, bucket + 1, rows, buckets)
+            first[i] = first_record(starts, bucket, rows, buckets)
+            last[i] = first_record(starts, bucket + 1, rows, buckets)
             prefetch(at_prints + np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
-            print_ = _fingerprint_of(keys[begin + i])
+            print_ = fingerprint_of(keys[begin + i])
             row = first[i]
             while row < last[i] and fingerprints[row] != print_:
                 row += 1
@@ -248,9 +248,9 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
                     prefetch(at + ahead)  # type: ignore[arg-type]
                     ahead += _LINE
         for i in range(count):
-            print_ = _fingerprint_of(keys[begin + i])
+            print_ = fingerprint_of(keys[begin + i])
             row = candidate[i]
-            while row < last[i] and not (fingerprints[row] == print_ and _holds_key(records, row, keys[begin + i])):
+            while row < last[i] and not (fingerprints[row] == print_ and holds_key(records, row, keys[begin + i])):
                 row += 1
             numbers[begin + i] = row if row < last[i] else -1
 
@@ -292,7 +292,7 @@ def _rotated(value, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _sum_of(words, start, stop):  # type: ignore[no-untyped-def]
+def sum_of(words, start, stop):  # type: ignore[no-untyped-def]
     """Return the checksum of words [start, stop), a multiple of four: four chains of multiply and rotate, then mixed."""
     a, b, c, d = _PRIME, _PRIME + np.uint64(1), _PRIME + np.uint64(2), _PRIME + np.uint64(3)
     for i in range(start, stop, _LANES):
@@ -307,14 +307,14 @@ def _sum_of(words, start, stop):  # type: ignore[no-untyped-def]
 def sum_pages(words, sums):  # type: ignore[no-untyped-def]
     """Compute the checksum of each page of 512 words."""
     for page in range(sums.size):
-        sums[page] = _sum_of(words, 512 * page, 512 * page + 512)
+        sums[page] = sum_of(words, 512 * page, 512 * page + 512)
 
 
 @kernel(int64, _SUMS, _SUMS, int64, int64)
 def damaged_page(words, sums, start, stop):  # type: ignore[no-untyped-def]
     """Return the first of pages [start, stop) whose checksum is wrong, or -1."""
     for page in range(start, stop):
-        if _sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
+        if sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
             return page
     return -1
 
@@ -326,7 +326,7 @@ def damaged_record(words, sums, numbers, record_bytes):  # type: ignore[no-untyp
         if numbers[i] >= 0:
             first = numbers[i] * record_bytes
             for page in range(first // 4096, (first + record_bytes - 1) // 4096 + 1):
-                if _sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
+                if sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
                     return page
     return -1
 

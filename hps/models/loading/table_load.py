@@ -345,7 +345,12 @@ class TableLoad:
     def _differs(self, authority: PersistentDatabase) -> bool:
         """Return True if the persistent database, once loaded or kept, has other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
-        if record is not None and record.modified and record.fingerprint == self._model.fingerprint and self._adopter(authority):
+        if (
+            record is not None
+            and record.modified
+            and record.fingerprint == self._model.fingerprint
+            and self._adopter(authority)
+        ):
             return True  # also before its file is complete
         if record is None or not self._is_complete(record):
             return kept

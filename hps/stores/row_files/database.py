@@ -45,7 +45,6 @@ from hps.stores.row_files.writer import TEMPORARY, write_kernels
 from hps.tensors.array_checks import check_positive
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
 
-
 _PROGRESS_S: Final = 0.5
 
 
@@ -193,7 +192,12 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles):
                 table.retire()
                 del self._tables[tag]
             name = file_name(tag)
-            for suffix in (RECORD_SUFFIX, ROWS_SUFFIX, PARTIAL_SUFFIX, EXTENTS_SUFFIX):  # the record first: what is left without one goes at the next start
+            for suffix in (
+                RECORD_SUFFIX,
+                ROWS_SUFFIX,
+                PARTIAL_SUFFIX,
+                EXTENTS_SUFFIX,
+            ):  # the record first: what is left without one goes at the next start
                 (self._files / (name + suffix)).unlink(missing_ok=True)
             self._changes.drop_table(tag)
 
@@ -352,10 +356,11 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles):
             with suppress(OSError):
                 fresh.unlink()
 
-
     def _download(
         self, table: RowTable, file: RowFileSource, head: Head, record: LoadRecord, progress: Callable[[int], None]
     ) -> Adoption:
+        if table.has_adopted(head, record):
+            return "copied"
         download = table.download(file, head, record)
         if download is None:
             return "refused"

@@ -24,7 +24,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, HPSError, ModelFileChangedError, ModelFileError
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseTimeoutError,
+    HPSError,
+    ModelFileChangedError,
+    ModelFileError,
+)
 from hps.ground.threads.workers import new_thread
 from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
@@ -46,7 +53,7 @@ _WAIT_S: Final = 60.0  # for blocks that a lookup needs
 _PAUSE_S: Final = 1.0  # between attempts of the background, doubled up to the longest
 _LONGEST_PAUSE_S: Final = 30.0
 _RECORDED_S: Final = 5.0  # between records of what is durable
-_MISSING, _IN_FLIGHT, _THERE = 0, 1, 2
+_MISSING, _AHEAD, _ASKED, _THERE = 0, 1, 2, 3  # being read in the background, or for a lookup
 
 
 class Download(Presence):
@@ -111,11 +118,9 @@ class Download(Presence):
                 if known is not None and there.st_size == self.head.size_bytes:
                     self._blocks[known] = _THERE
                     self.resumed_bytes = self.bytes_there
-                free = shutil.disk_usage(self.partial.parent).free
-                if self.head.size_bytes - self.resumed_bytes > free:
-                    raise DatabaseError(
-                        f"{doing}: it needs {self.head.size_bytes - self.resumed_bytes:,} bytes, and {free:,} are free; make room"
-                    )
+                free, needed = shutil.disk_usage(self.partial.parent).free, self.head.size_bytes - self.resumed_bytes
+                if needed > free:
+                    raise DatabaseError(f"{doing}: it needs {needed:,} bytes, and {free:,} are free; make room")
                 os.ftruncate(descriptor, self.head.size_bytes)
             except BaseException:
                 os.close(descriptor)
@@ -159,11 +164,9 @@ class Download(Presence):
     def _read_sums(self) -> npt.NDArray[np.uint64]:
         """Read the checksums of all pages, two thousandths of the file, and compare them with the head."""
         sums = np.empty(self.head.pages, np.uint64)
-        view, step = memoryview(sums.view(np.uint8)), self._file.part_bytes
+        view, step = sums.view(np.uint8).data, self._file.part_bytes
         with ThreadPoolExecutor(self._file.parallel_reads, thread_name_prefix="hps-row-file-range") as pool:
-            parts = [
-                pool.submit(self._read, self.head.sums_at + at, view[at : at + step]) for at in range(0, len(view), step)
-            ]
+            parts = [pool.submit(self._read, self.head.sums_at + at, view[at : at + step]) for at in range(0, len(view), step)]
             for part in parts:
                 part.result(_WAIT_S)
         if layout.checksum(sums.view(np.uint8)) != self.head.sums or (
@@ -175,7 +178,7 @@ class Download(Presence):
     def _write_start(self) -> None:
         """Write the head and the checksums, which are known, so that the file can be opened."""
         self._write(np.frombuffer(self.head.packed(), np.uint8).data, 0)
-        self._write(memoryview(self._sums.view(np.uint8)), self.head.sums_at)
+        self._write(self._sums.view(np.uint8).data, self.head.sums_at)
 
     def _write(self, content: memoryview, at: int) -> None:
         try:
@@ -187,12 +190,12 @@ class Download(Presence):
                 f"downloading {self._file.place} to {self.partial}: {error.strerror or error}; make room, or use another volume"
             ) from error
 
-    def _bring(self, first: int, last: int) -> None:
-        """Read blocks [first, last), which are in flight, and mark them."""
+    def _bring(self, state: int, first: int, last: int) -> None:
+        """Read blocks [first, last), which were claimed with a state, and mark them."""
         try:
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.head.size_bytes)
             words = np.empty(-(-(stop - start) // PAGE_BYTES) * (PAGE_BYTES // 8), np.uint64)
-            content = memoryview(words.view(np.uint8))[: stop - start]
+            content = words.view(np.uint8).data[: stop - start]
             for tried in range(1, _TRIES + 1):
                 self._read(start, content)
                 if (page := self._damaged_page(words, start, stop)) < 0:
@@ -204,9 +207,11 @@ class Download(Presence):
             if low < high:
                 self._write(content[low - start : high - start], low)
         except BaseException:
-            self._mark(first, last, _MISSING)
+            self._give_up(state, first, last)
             raise
-        self._mark(first, last, _THERE)
+        with self._changed:
+            self._blocks[first:last] = _THERE
+            self._changed.notify_all()
 
     def _damaged_page(self, words: npt.NDArray[np.uint64], start: int, stop: int) -> int:
         """Return the first damaged page of bytes [start, stop), or -1."""
@@ -222,14 +227,19 @@ class Download(Presence):
             f"reading the row file {self._file.place}, which is not complete here: {why}; write it again with `hps seal`"
         )
 
-    def _mark(self, first: int, last: int, state: int) -> None:
+    def _give_up(self, state: int, first: int, last: int) -> None:
+        """Leave blocks to others that were claimed with a state."""
         with self._changed:
-            self._blocks[first:last] = state
+            blocks = self._blocks[first:last]
+            blocks[blocks == state] = _MISSING
             self._changed.notify_all()
 
-    def _claim(self, blocks: IndexArray) -> list[tuple[int, int]]:
-        """Take the missing ones of these blocks, ascending, and short gaps between them, as ranges. The lock is held."""
-        missing = blocks[self._blocks[blocks] == _MISSING]
+    def _claim(self, state: int, blocks: IndexArray) -> list[tuple[int, int]]:
+        """Take the missing ones of these blocks, ascending, and short gaps between them, as ranges. The lock is held.
+
+        Lookups also read what the background is reading: it may take long, or be stuck.
+        """
+        missing = blocks[self._blocks[blocks] < state]
         if not missing.size:
             return []
         most = max(1, self._file.part_bytes // BLOCK_BYTES)
@@ -241,11 +251,11 @@ class Download(Presence):
             begin = end + 1
             if ranges and first - ranges[-1][1] <= _GAP_BLOCKS and last - ranges[-1][0] <= most:
                 gap = self._blocks[ranges[-1][1] : first]
-                if (gap == _MISSING).all():
+                if (gap < state).all():
                     first = ranges.pop()[0]
             ranges += [(at, min(at + most, last)) for at in range(first, last, most)]
         for first, last in ranges:
-            self._blocks[first:last] = _IN_FLIGHT
+            self._blocks[first:last] = state
         return ranges
 
     # -- lookups ------------------------------------------------------------------------------------------------------
@@ -268,35 +278,35 @@ class Download(Presence):
                 if not lacks.size:
                     return missing
                 missing = missing or int(lacks.size) * _BLOCK_PAGES
-                ranges = self._claim(lacks)
+                ranges = self._claim(_ASKED, lacks)
                 if not ranges:  # others bring them
                     if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                        raise DatabaseTimeoutError(
-                            f"reading the row file {self._file.place}, which is not complete here: parts did not arrive within "
-                            f"{_WAIT_S:g} s"
-                        )
+                        raise self._late()
                     continue
             self._bring_all(ranges, deadline)
 
     def _bring_all(self, ranges: list[tuple[int, int]], deadline: float) -> None:
         if len(ranges) == 1:
-            self._bring(*ranges[0])
+            self._bring(_ASKED, *ranges[0])
             return
         running: list[Future[None]] = []
         for i, piece in enumerate(ranges):
             try:
-                running.append(self._asked.submit(self._bring, *piece))
+                running.append(self._asked.submit(self._bring, _ASKED, *piece))
             except RuntimeError as error:  # it is closing
                 for left in ranges[i:]:
-                    self._mark(*left, _MISSING)
+                    self._give_up(_ASKED, *left)
                 raise DatabaseError(f"reading the row file {self._file.place}: its download was stopped") from error
         done, late = wait(running, max(0.0, deadline - time.monotonic()))
         for future in done:
             future.result()
         if late:
-            raise DatabaseTimeoutError(
-                f"reading the row file {self._file.place}, which is not complete here: parts did not arrive within {_WAIT_S:g} s"
-            )
+            raise self._late()
+
+    def _late(self) -> DatabaseTimeoutError:
+        return DatabaseTimeoutError(
+            f"reading the row file {self._file.place}, which is not complete here: parts did not arrive within {_WAIT_S:g} s"
+        )
 
     # -- in the background --------------------------------------------------------------------------------------------
 
@@ -312,12 +322,10 @@ class Download(Presence):
         pause = _PAUSE_S
         while not self._stopped:
             try:
-                self._bring_rest()
-                with suppress(OSError):
-                    self._record()
-                if self._stopped:
-                    return
-                self._finish()
+                if self._bring_rest():
+                    with suppress(OSError):
+                        self._record()
+                    self._finish()
                 return
             except (HPSError, OSError) as error:
                 self.error = error if isinstance(error, DatabaseError) else DatabaseError(str(error))
@@ -342,18 +350,18 @@ class Download(Presence):
                 self._changed.wait_for(lambda: self._stopped, pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _bring_rest(self) -> None:
-        """Read all missing blocks, several ranges at a time."""
+    def _bring_rest(self) -> bool:
+        """Read all missing blocks, several ranges at a time; return False if that is to end before."""
         running: set[Future[None]] = set()
         recorded = time.monotonic()
         try:
             for first, last in self._order():
                 with self._changed:
                     if self._stopped:
-                        return
-                    ranges = self._claim(np.arange(first, last))
+                        return False
+                    ranges = self._claim(_AHEAD, np.arange(first, last))
                 for piece in ranges:
-                    running.add(self._ahead.submit(self._bring, *piece))
+                    running.add(self._ahead.submit(self._bring, _AHEAD, *piece))
                 while len(running) >= self._file.parallel_reads:
                     running = self._collect(running)
                 if time.monotonic() - recorded > _RECORDED_S:
@@ -367,10 +375,13 @@ class Download(Presence):
                 with suppress(Exception):
                     future.result(_WAIT_S)
         with self._changed:  # blocks that lookups are bringing
-            if not self._changed.wait_for(lambda: self._stopped or not (self._blocks == _IN_FLIGHT).any(), _WAIT_S):
+            if not self._changed.wait_for(lambda: self._stopped or not (self._blocks == _ASKED).any(), _WAIT_S):
                 raise DatabaseTimeoutError(f"downloading {self._file.place}: parts did not arrive within {_WAIT_S:g} s")
-            if not self._stopped and (self._blocks != _THERE).any():
+            if self._stopped:
+                return False
+            if (self._blocks != _THERE).any():
                 raise DatabaseError(f"downloading {self._file.place}: a lookup could not read a part of it")
+            return True
 
     @staticmethod
     def _collect(running: set[Future[None]]) -> set[Future[None]]:

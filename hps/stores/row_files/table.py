@@ -472,8 +472,20 @@ class RowTable:
             download.partial.replace(self._rows_path)
             sync_directory(self._rows_path.parent)
             self._replace(self._state.changed)
-            self._download = None
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
+            self._download = None
+
+    def has_adopted(self, head: Head, record: LoadRecord) -> bool:
+        """Return whether the table has a complete file of this content already, which was adopted with this record."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, load = self._state.file, self._record.load
+            if file is None or self._download is not None or load is None or load.fingerprint != record.fingerprint:
+                return False
+            if not head.content or file.head.content != head.content:
+                return False
+            if not load.complete:  # the process ended between the file's name and the record
+                self._put(replace(record, modified=load.modified, loaded_at_us=time.time_ns() // 1000))
+            return True
 
     def download_progress(self) -> tuple[int, int] | None:
         """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""

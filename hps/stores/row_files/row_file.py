@@ -32,6 +32,7 @@ class RowFile:
     Attributes:
         head: what the file says of itself.
         records: (rows, 2 + width) uint32, mapped, read only.
+        starts, fingerprints: the other parts that a lookup reads, likewise; see `layout.py`.
 
     Raises:
         DatabaseCorruptError: it is no row file, of another version of the format, cut short, or its head is damaged.
@@ -58,13 +59,24 @@ class RowFile:
             raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_ADVICE}") from error
         head = self.head
         self.records: Records = self._part(np.uint32, head.records_at, head.rows * (2 + head.width)).reshape(head.rows, -1)
-        self._starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
-        self._fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
+        self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
+        self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
         self._words = self._part(np.uint64, head.records_at, head.pages * PAGE_BYTES // 8)
 
     def _part(self, dtype: Any, start: int, count: int) -> Any:
         return np.frombuffer(self._memory, dtype, count, start) if count else np.empty(0, dtype)
+
+    @property
+    def readable_bytes(self) -> npt.NDArray[np.uint8]:
+        """All parts that a lookup reads, whole pages, as bytes."""
+        found: npt.NDArray[np.uint8] = self._part(np.uint8, self.head.records_at, self.head.sums_at - self.head.records_at)
+        return found
+
+    @property
+    def readable(self) -> tuple[int, int]:
+        """Address and size of `readable_bytes`."""
+        return self.readable_bytes.ctypes.data, self.head.sums_at - self.head.records_at
 
     def numbers(self, keys: KeyArray) -> IndexArray:
         """Return the number of each key's record, (n,) int64; -1 for absent keys."""
@@ -73,7 +85,7 @@ class RowFile:
         return numbers
 
     def _find(self, keys: KeyArray, numbers: IndexArray) -> None:
-        layout.find_records(keys, self.records, self._starts, self._fingerprints, numbers, np.empty(96, np.int64))
+        layout.find_records(keys, self.records, self.starts, self.fingerprints, numbers, np.empty(96, np.int64))
 
     def fetch(
         self,

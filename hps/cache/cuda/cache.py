@@ -227,7 +227,10 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
                 if not runtime.deviceGetAttribute(_READS_HOST_POINTERS, self.device_id):
                     return f"CUDA device {self.device_id} does not read registered host memory by the host's addresses"
                 host.pin(CudaPinner(self.device_id), progress)
-                compile_all(self.device_id, [*self._kernels.for_links(), *([kernels.MIRROR_KERNEL] if index else [])])
+                compile_all(
+                    self.device_id,
+                    [*self._kernels.for_links(host.has_files), *([kernels.MIRROR_KERNEL] if index or host.has_files else [])],
+                )
                 self.detach(table)
                 self._links[table] = AttachedTable(self.device_id, host, authoritative=authoritative, index=index)
         except (DatabaseError, DeviceError, InvalidInputError, *CUDA_ERRORS) as error:

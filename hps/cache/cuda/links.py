@@ -24,11 +24,20 @@ from hps.cache.cuda.device import (
     on_device,
 )
 from hps.errors import DeviceError
-from hps.ground.memory.host_tables import BUCKET_BYTES, DENSE_ROWS_AT, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
+from hps.ground.memory.host_tables import (
+    BUCKET_BYTES,
+    DENSE_ROWS_AT,
+    SEGMENTS_AT,
+    BucketChanges,
+    FileLayout,
+    HostLayout,
+    HostTable,
+)
 
 _log = logging.getLogger(__name__)
 
 _SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
 _EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
 
 
@@ -38,11 +47,12 @@ class CudaPinner:
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
 
-    def pin(self, address: int, size_bytes: int) -> None:
+    def pin(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
         """Pin and map memory at its own address."""
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped | (_READ_ONLY if read_only else 0)
         try:
             with on_device(self._device_id):
-                runtime.hostRegister(address, size_bytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
+                runtime.hostRegister(address, size_bytes, flags)
         except CUDA_ERRORS as error:
             raise DeviceError(
                 f"pinning {size_bytes:,} bytes of host memory: {error}; raise the limit on locked memory (ulimit -l, or "
@@ -129,6 +139,36 @@ class Mirror:
         return np.stack([buckets, self._segments[place] + (buckets - self._starts[place])], axis=1)
 
 
+class FileIndex:
+    """Starts and fingerprints of a row file in device memory; where that has no room, in host memory. *Immutable.*
+
+    Attributes:
+        where: addresses of both.
+    """
+
+    __slots__ = ("_file", "_memory", "where")
+
+    def __init__(self, file: FileLayout, stream: Any) -> None:
+        self._file = file
+        self._memory: Any = None
+        self.where = file.starts, file.fingerprints
+        start_bytes, print_bytes = 4 * (file.buckets + 1), -(-file.rows // 4) * 4  # which kernels read by 4
+        prints_at = -(-start_bytes // 256) * 256
+        try:
+            self._memory = cupy.cuda.Memory(prints_at + print_bytes)
+        except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+            _log.warning("the device has no room for the index of a row file: %s; misses take longer", error)
+            return
+        at = int(self._memory.ptr)
+        copy_to_device(at, file.starts, start_bytes, stream.ptr)
+        copy_to_device(at + prints_at, file.fingerprints, print_bytes, stream.ptr)
+        stream.synchronize()
+        self.where = at, at + prints_at
+
+    def is_of(self, file: FileLayout) -> bool:
+        return self._file is file
+
+
 class DeviceLayout:
     """A layout in device memory. *Immutable* but for its mirror. Keeps the memory that it references in place.
 
@@ -136,19 +176,33 @@ class DeviceLayout:
         where: address of its first word, which holds its own address.
         bins_per_row: how the misses of a lookup are ordered; see `kernels.bins_per_row`.
         mirror: copy of its buckets; None without one.
+        index: that of its row file; None without one.
     """
 
-    __slots__ = ("_memory", "bins_per_row", "host", "mirror", "where")
+    __slots__ = ("_memory", "bins_per_row", "host", "index", "mirror", "where")
 
-    def __init__(self, host: HostLayout, mirror: Mirror | None, stream: Any) -> None:
+    def __init__(self, host: HostLayout, mirror: Mirror | None, before: "DeviceLayout | None", stream: Any) -> None:
         self.host = host
         self.mirror = mirror
+        self.index: FileIndex | None = None
+        if (file := host.file) is not None:
+            kept = None if before is None else before.index
+            self.index = kept if kept is not None and kept.is_of(file) else FileIndex(file, stream)
         slabs = np.ascontiguousarray(host.slabs)
         self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
         self.where = int(self._memory.ptr)
         self.bins_per_row = kernels.bins_per_row(host.words.tolist())
-        copied = (0, ()) if mirror is None else (mirror.where, mirror.segments)
-        head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size, *copied)
+        head = kernels.host_layout(
+            host.words.tolist(),
+            self.where,
+            self.where + _SLABS_AT,
+            slabs.size,
+            mirrored=0 if mirror is None else mirror.where,
+            mirrors=() if mirror is None else mirror.segments,
+            file=host.file,
+            index=self.index.where if self.index else (0, 0),
+            number=host.number,
+        )
         packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
         copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)
         stream.synchronize()
@@ -160,6 +214,7 @@ class AttachedTable:
     Attributes:
         authoritative: keys that it lacks are absent.
         present: current layout of the table; a lookup keeps a reference while its kernels read. None while it cannot be read.
+        has_files: see `HostTable`.
         where: address of the state that all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
         unread_at: address of its counter of keys that could not be read.
     """
@@ -171,7 +226,8 @@ class AttachedTable:
             index: keep a copy of its buckets in device memory.
         """
         self.authoritative = authoritative
-        self._index = index
+        self.has_files = host.has_files
+        self._index = index = index or host.has_files  # changed rows are few, and so are their buckets
         self._device_id = device_id
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._memory = cupy.cuda.Memory(structs.LINK.size)
@@ -245,7 +301,7 @@ class AttachedTable:
             before, self.present = self.present, None
             try:
                 if host is not None:
-                    self.present = DeviceLayout(host, self._mirror_of(host, before), self._stream)
+                    self.present = DeviceLayout(host, self._mirror_of(host, before), before, self._stream)
                     if self._layouts is not None:
                         self._layouts.append(self.present)
                 self._write(0, 0 if self.present is None else self.present.where)
@@ -255,7 +311,7 @@ class AttachedTable:
 
     def _mirror_of(self, host: HostLayout, before: DeviceLayout | None) -> Mirror | None:
         """Allocate the copy of a layout's buckets if it is wanted and fits. Dense tables need none."""
-        if not self._index or host.words[DENSE_ROWS_AT]:
+        if not self._index or host.words[DENSE_ROWS_AT] or host.words.size == SEGMENTS_AT:
             return None
         try:
             return Mirror(host, None if before is None else before.mirror, self._stream)

@@ -57,7 +57,7 @@ QUERY_TAIL = KernelStruct(
 QUERY_OF_ONE = KernelStruct(f"{SEGMENT.fields} {QUERY_TAIL.fields}")
 HOST_LAYOUT = KernelStruct(
     "own:Q slabs:Q versions:Q slab_count:I slab_shift:I row_bytes:I segment_bits:I segments:32Q dense_rows:Q mirrored:Q "
-    "mirrors:16Q"
+    "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I"
 )
 MIRROR = KernelStruct("copies:Q n:Q")
 LINK = KernelStruct("current:Q epoch:Q counters:4Q")

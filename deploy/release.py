@@ -91,7 +91,7 @@ def document() -> dict[str, object]:
         "max_batch_size": 10,
         "gpucacheper": 1.0,
     }
-    databases = {"volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "rocks_db", "path": "rocksdb"}}
+    databases = {"persistent_db": {"type": "row_files", "path": "rows"}}
     return {"supportlonglong": True, "device": "cpu", "models": [model], **databases}
 
 

@@ -449,6 +449,9 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
         return "gpucache is false"
     if volatile is None or resident:  # these have their own hash map
         return ""
+    persistent = others.get("persistent_db")
+    if volatile.type == "disabled" and persistent is not None and persistent.type == "row_files":
+        return ""
     if volatile.type in ("disabled", "redis_cluster"):
         return f"volatile_db is {volatile.type}, not a hash map in this process"
     if volatile.overflow_margin < UINT64_MAX and volatile.overflow_policy != "evict_random":
@@ -520,6 +523,14 @@ class Configuration(Section):
     def unlogged(self) -> list[tuple[int, str]]:
         """Level and text of each notice that is not logged yet."""
         return self._unlogged
+
+    @model_validator(mode="before")
+    @classmethod
+    def _omit_hash_map(cls, value: Any) -> Any:
+        """Disable the default volatile database above row files, whose page cache takes its place."""
+        if not isinstance(value, dict) or "volatile_db" in value or not isinstance(below := value.get("persistent_db"), dict):
+            return value
+        return {**value, "volatile_db": {"type": "disabled"}} if below.get("type") == "row_files" else value
 
     @field_validator("update_source")
     @classmethod

@@ -77,19 +77,19 @@ Options: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_options), F
 """Settings of another package's database; its `from_config` checks them."""
 
 
-def _used_when(key: str, value: str | bool, check: Callable[[str], str]) -> AfterValidator:
-    """Check a setting only if `key`, an earlier field, has the `value` that uses the setting.
+def _used_when(key: str, values: tuple[str | bool, ...], check: Callable[[str], str]) -> AfterValidator:
+    """Check a setting only if `key`, an earlier field, has one of the `values` that use the setting.
 
     HugeCTR's users have files in which unused settings are empty.
     """
 
     def check_if_used(setting: str, info: ValidationInfo) -> str:
-        return check(setting) if info.data.get(key) == value else setting
+        return check(setting) if info.data.get(key) in values else setting
 
     return AfterValidator(check_if_used)
 
 
-TlsFile: TypeAlias = Annotated[str, _used_when("enable_tls", True, check_place)]
+TlsFile: TypeAlias = Annotated[str, _used_when("enable_tls", (True,), check_place)]
 OverflowPolicy: TypeAlias = Annotated[
     Literal["evict_random", "evict_least_used", "evict_oldest"],
     choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
@@ -157,7 +157,7 @@ class VolatileDbConfig(Section):
     older_keys = frozenset({"max_get_batch_size", "max_set_batch_size", "refresh_time_after_fetch"})
 
     type: VolatileDbType = "disabled"
-    address: Annotated[str, _used_when("type", "redis_cluster", check_redis_addresses)] = "127.0.0.1:7000"
+    address: Annotated[str, _used_when("type", ("redis_cluster",), check_redis_addresses)] = "127.0.0.1:7000"
     user_name: str = "default"
     password: Secret = ""
     password_path: str = ""
@@ -213,8 +213,8 @@ class PersistentDbConfig(Section):
 
     backend: Older[PersistentDbType] = None
     type: PersistentDbType = Field(default_factory=lambda data: data["backend"] or "disabled")
-    path: Annotated[str, _used_when("type", "rocks_db", check_place)] = Field(
-        default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb"))
+    path: Annotated[str, _used_when("type", ("rocks_db", "row_files"), check_place)] = Field(
+        default_factory=lambda data: str(Path(tempfile.gettempdir(), "rows" if data["type"] == "row_files" else "rocksdb"))
     )
     num_threads: Annotated[Integer, Field(ge=1, le=1024)] = 16
     read_only: Flag = False
@@ -222,6 +222,8 @@ class PersistentDbConfig(Section):
     max_set_batch_size: Older[Positive] = None
     max_batch_size: Positive = Field(default_factory=_batch_size)
     initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
+    seal_share: Annotated[Real, Field(gt=0, le=1)] = 0.1
+    verify: Flag = False
     row_dtype: ExactRows | None = None
     update_filters: ListOf[Expression] = ("^hps_.+$",)
     options: Options = {}
@@ -262,7 +264,7 @@ class UpdateSourceConfig(Section):
     model_config = ConfigDict(title="update_source")
 
     type: UpdateSourceType = "null"
-    brokers: Annotated[str, _used_when("type", "kafka_message_queue", check_addresses)] = "127.0.0.1:9092"
+    brokers: Annotated[str, _used_when("type", ("kafka_message_queue",), check_addresses)] = "127.0.0.1:9092"
     metadata_refresh_interval_ms: Annotated[Integer, Field(ge=10, le=INT32_MAX)] = 30_000
     receive_buffer_size: Annotated[Integer, Field(ge=1024, le=INT32_MAX)] = 262_144
     poll_timeout_ms: Positive = 500
@@ -271,7 +273,7 @@ class UpdateSourceConfig(Section):
     max_commit_interval: Positive = 32
 
     config: Annotated[dict[str, str | int | float | bool], Field(repr=False)] = {}
-    address: Annotated[str, _used_when("type", "redis_stream", check_addresses)] = "127.0.0.1:6379"
+    address: Annotated[str, _used_when("type", ("redis_stream",), check_addresses)] = "127.0.0.1:6379"
     user_name: str = "default"
     password: Secret = ""
     enable_tls: Flag = False

@@ -57,6 +57,7 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         ),
         "redis_cluster": BuiltIn("hps.stores.redis.database:RedisDatabase", _CORE, "volatile_db", ("redis",)),
         "rocks_db": BuiltIn("hps.stores.rocks_db.database:RocksDatabase", _CORE, "persistent_db", ("rocksdb", "rocks")),
+        "row_files": BuiltIn("hps.stores.row_files.database:RowFilesDatabase", _CORE, "persistent_db"),
     },
     "filesystem": {
         "": BuiltIn("hps.filesystems.local:LocalFileSystem"),

@@ -69,7 +69,7 @@ def test_reference_json_and_minimal_json_are_valid_and_give_no_notice() -> None:
     reference = read_configuration(ROOT / "configs" / "reference.json")
     minimal = read_configuration(ROOT / "configs" / "minimal.json")
     assert reference.models[0].tables[1].max_keys == 51200
-    assert minimal.persistent_db.type == "rocks_db"
+    assert minimal.persistent_db.type == "row_files"
     assert [*reference.unlogged, *minimal.unlogged] == []
 
 

@@ -216,7 +216,7 @@ def test_the_chart_decides_places_and_nothing_else():
     more = ("--set", "config.service.port=1,config.service.max_keys_per_request=7,config.persistent_db.path=/x")
     document = configuration_of(rendered(*ENOUGH, *more))
     assert document["service"] == {"host": "0.0.0.0", "port": 8000, "max_keys_per_request": 7}
-    assert document["persistent_db"] == {"type": "rocks_db", "path": "/var/lib/hps/rocksdb"}
+    assert document["persistent_db"] == {"type": "row_files", "path": "/var/lib/hps/rows"}
 
 
 WRONG = [

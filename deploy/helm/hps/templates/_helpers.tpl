@@ -38,9 +38,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.tls.clientCA }}{{ $_ := set $service "tls_client_ca_path" "/run/hps/tls/ca.crt" }}{{ end }}
 {{- end }}
 {{- $_ := set $config "service" (mergeOverwrite (dict) (default (dict) $config.service) $service) }}
-{{- if and $config.persistent_db (eq (default "" $config.persistent_db.type) "rocks_db") }}
-{{- if not .Values.persistence.enabled }}{{ fail "config.persistent_db.type is rocks_db, so each replica needs a volume: set persistence.enabled, or take persistent_db out" }}{{ end }}
-{{- $_ := set $config.persistent_db "path" "/var/lib/hps/rocksdb" }}
+{{- if and $config.persistent_db (has (default "" $config.persistent_db.type) (list "rocks_db" "row_files")) }}
+{{- if not .Values.persistence.enabled }}{{ fail "config.persistent_db is on disk, so each replica needs a volume: set persistence.enabled, or take persistent_db out" }}{{ end }}
+{{- $_ := set $config.persistent_db "path" (ternary "/var/lib/hps/rows" "/var/lib/hps/rocksdb" (eq $config.persistent_db.type "row_files")) }}
 {{- end }}
 {{- if .Values.redis.existingSecret }}
 {{- if not $config.volatile_db }}{{ fail "redis.existingSecret is set, and config.volatile_db names no Redis" }}{{ end }}

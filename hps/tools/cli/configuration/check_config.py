@@ -273,7 +273,7 @@ def _doubtful_settings(configuration: "Configuration") -> dict[str, str]:
     if volatile.type == "redis_cluster" and "num_partitions" not in volatile.model_fields_set:
         text = f"{volatile.num_partitions} on this machine; set it explicitly, since all processes must use the same number"
         warnings["volatile_db.num_partitions"] = text
-    if persistent.type == "rocks_db" and "path" not in persistent.model_fields_set:
+    if persistent.type in ("rocks_db", "row_files") and "path" not in persistent.model_fields_set:
         warnings["persistent_db.path"] = (
             f"{persistent.path}, in {tempfile.gettempdir()}, which systems clean up; set a permanent path"
         )
@@ -304,7 +304,7 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
     names = ("model", "version", "table", "id")
     console.screen(120).print(console.table(names, ("rows", "dim", "MB", "cached rows"), rows))
     persistent, service = configuration.persistent_db, configuration.service
-    where = f" at {persistent.path}" if persistent.type == "rocks_db" else ""
+    where = f" at {persistent.path}" if persistent.type in ("rocks_db", "row_files") else ""
     typer.echo(
         f"device {configuration.device}, volatile_db {configuration.volatile_db.type}, persistent_db {persistent.type}{where}"
     )

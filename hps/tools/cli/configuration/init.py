@@ -17,7 +17,7 @@ from hps.tools.cli import console
 if TYPE_CHECKING:
     from hps.models.importing.discovery import Discovery, FoundModel
 
-EXAMPLE = "Example: `hps init models/ --persistent rocks_db && hps serve ps.json`"
+EXAMPLE = "Example: `hps init models/ --persistent row_files && hps serve ps.json`"
 _ROW_BYTES = 24  # upper bound of a hash map's row without its vector
 _PARTITIONS = 16
 _Line: TypeAlias = tuple[str, str]  # of the ps.json, and its reason
@@ -49,14 +49,16 @@ def init_command(
     ),
     volatile: Annotated[
         Literal["hash_map", "redis_cluster", "disabled"] | None,
-        typer.Option(help="The tier in memory. Default: hash_map, or redis_cluster with --redis."),
+        typer.Option(help="The tier in memory. Default: hash_map above rocks_db, redis_cluster with --redis, else disabled."),
     ] = None,
     persistent: Annotated[
-        Literal["rocks_db", "disabled"] | None,
-        typer.Option(help="The tier on disk. Default: rocks_db if the vectors would take more than half of the free memory."),
+        Literal["row_files", "rocks_db", "disabled"] | None,
+        typer.Option(
+            help="The tier on disk. Default: row_files, or disabled below a tier in memory that has room for every row."
+        ),
     ] = None,
     path: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of rocks_db. Default: rocksdb beside the configuration.")
+        str | None, typer.Option(metavar="DIR", help="Its directory. Default: rows, or rocksdb, beside the configuration.")
     ] = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="Where embedding caches are.")] = "auto",
     redis: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The server, or nodes of the cluster.")] = None,
@@ -106,14 +108,15 @@ def _prompt(choices: _Choices) -> None:
         raise errors.InvalidInputError("--ask needs a terminal; give the options instead")
     from rich.prompt import FloatPrompt, Prompt
 
+    if choices.persistent is None:
+        kinds = ["row_files", "rocks_db", "disabled"]
+        choices.persistent = Prompt.ask("The tier on disk (persistent_db)", choices=kinds, default=kinds[0])
     if choices.volatile is None:
         kinds = ["hash_map", "redis_cluster", "disabled"]
-        choices.volatile = Prompt.ask("The tier in memory (volatile_db)", choices=kinds, default=kinds[0])
+        default = kinds[-1 if choices.persistent == "row_files" else 0]
+        choices.volatile = Prompt.ask("The tier in memory (volatile_db)", choices=kinds, default=default)
     if choices.volatile == "redis_cluster" and choices.redis is None:
         choices.redis = Prompt.ask("Redis, HOST:PORT", default="127.0.0.1:6379")
-    if choices.persistent is None:
-        kinds = ["rocks_db", "disabled"]
-        choices.persistent = Prompt.ask("The tier on disk (persistent_db)", choices=kinds, default=kinds[0])
     if choices.gpucacheper is None:
         choices.gpucacheper = FloatPrompt.ask("Share of the rows in the embedding cache, 0 to 1", default=0.5)
 
@@ -200,12 +203,15 @@ def _tiers(
     half = available_memory()[0] // 2
     fits = needed <= half
     size = f"{size_text(needed)} of rows, and half of the free memory is {size_text(half)}"
-    volatile_type = choices.volatile or ("redis_cluster" if choices.redis else "hash_map")
-    persistent_type = choices.persistent or ("disabled" if fits and volatile_type != "disabled" else "rocks_db")
+    below = "disabled" if choices.persistent in (None, "row_files") else "hash_map"
+    volatile_type = choices.volatile or ("redis_cluster" if choices.redis else below)
+    persistent_type = choices.persistent or ("disabled" if fits and volatile_type != "disabled" else "row_files")
     if volatile_type == persistent_type == "disabled":
         raise errors.InvalidInputError("choosing the tiers: both are disabled, expected a type for --volatile or --persistent")
     volatile: dict[str, Any] = {"type": volatile_type}
     kinds = {"hash_map": "in this process' memory", "redis_cluster": "shared by all servers", "disabled": "no tier in memory"}
+    if persistent_type == "row_files":
+        kinds["disabled"] = "the page cache has the rows that are read, for all processes"
     why = {"type": kinds[volatile_type]}
     if volatile_type == "redis_cluster":
         volatile |= {"address": choices.redis or "127.0.0.1:6379", "num_partitions": _PARTITIONS}
@@ -213,7 +219,7 @@ def _tiers(
             "address": "a server, or nodes of a cluster; HPS_REDIS_PASSWORD holds the password",
             "num_partitions": "hashes per table; the same in every server, and never changed",
         }
-    elif volatile_type == "hash_map" and not fits and persistent_type == "rocks_db":
+    elif volatile_type == "hash_map" and not fits and persistent_type != "disabled":
         each = sum(4 * table.dim + _ROW_BYTES for table in shapes)
         volatile |= {"num_partitions": _PARTITIONS, "overflow_margin": max(1, half // max(each, 1) // _PARTITIONS)}
         volatile |= {"overflow_policy": "evict_oldest", "cache_missed_embeddings": True}
@@ -226,12 +232,15 @@ def _tiers(
     content["volatile_db"] = volatile
     reasons |= {("volatile_db", key): text for key, text in why.items()}
     persistent: dict[str, Any] = {"type": persistent_type}
-    on_disk = "holds every row, so that restarts load nothing"
-    reasons["persistent_db", "type"] = on_disk if persistent_type == "rocks_db" else "no tier on disk"
-    if choices.persistent is None and shapes:
-        reasons["persistent_db", "type"] += f": {size}"
-    if persistent_type == "rocks_db":
-        persistent["path"] = os.path.abspath(choices.path) if choices.path else str(output.absolute().parent / "rocksdb")
+    kinds = {
+        "row_files": "a sorted file of each table, read in place; restarts load nothing",
+        "rocks_db": "holds every row, so that restarts load nothing",
+        "disabled": f"no tier on disk: {size}" if choices.persistent is None and shapes else "no tier on disk",
+    }
+    reasons["persistent_db", "type"] = kinds[persistent_type]
+    if persistent_type != "disabled":
+        name = "rows" if persistent_type == "row_files" else "rocksdb"
+        persistent["path"] = os.path.abspath(choices.path) if choices.path else str(output.absolute().parent / name)
         reasons["persistent_db", "path"] = "one process writes there; use a permanent disk"
     content["persistent_db"] = persistent
 

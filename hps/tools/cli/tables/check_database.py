@@ -8,7 +8,7 @@ import typer
 from hps import errors
 from hps.tools.cli import console
 
-EXAMPLE = "Example: `hps check-database /var/lib/hps/rocksdb`"
+EXAMPLE = "Example: `hps check-database /var/lib/hps/rows`"
 
 
 def check_database_command(
@@ -23,7 +23,8 @@ def check_database_command(
         from hps.types import row_dtype_of, stored_text
 
         try:
-            report = implementation("database", "rocks_db").inspect(path)
+            kind = "row_files" if (path / "tables").is_dir() else "rocks_db"
+            report = implementation("database", kind).inspect(path)
         except errors.DatabaseError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from error

@@ -134,20 +134,22 @@ def test_a_checkpoint_is_imported_beside_the_configuration(tmp_path: Path, targe
 @pytest.mark.parametrize(
     ("options", "volatile", "persistent"),
     [
-        ((), {"type": "hash_map"}, "disabled"),
-        (("--persistent", "rocks_db"), {"type": "hash_map"}, "rocks_db"),
-        (("--volatile", "disabled"), {"type": "disabled"}, "rocks_db"),
-        (("--redis", "r1:7000"), {"type": "redis_cluster", "address": "r1:7000", "num_partitions": 16}, "disabled"),
+        ((), {"type": "disabled"}, {"type": "row_files", "path": "rows"}),
+        (("--persistent", "row_files"), {"type": "disabled"}, {"type": "row_files", "path": "rows"}),
+        (("--persistent", "rocks_db"), {"type": "hash_map"}, {"type": "rocks_db", "path": "rocksdb"}),
+        (("--volatile", "disabled"), {"type": "disabled"}, {"type": "row_files", "path": "rows"}),
+        (("--volatile", "hash_map"), {"type": "hash_map"}, {"type": "disabled"}),
+        (("--redis", "r1:7000"), {"type": "redis_cluster", "address": "r1:7000", "num_partitions": 16}, {"type": "disabled"}),
     ],
 )
 def test_tiers_are_chosen(
-    tmp_path: Path, target: Path, options: tuple[str, ...], volatile: dict[str, Any], persistent: str
+    tmp_path: Path, target: Path, options: tuple[str, ...], volatile: dict[str, Any], persistent: dict[str, Any]
 ) -> None:
     table(tmp_path / "item", 2)
     content = initialised(target, tmp_path / "item", *options)
-    assert (content["volatile_db"], content["persistent_db"]["type"]) == (volatile, persistent)
-    if persistent == "rocks_db":
-        assert content["persistent_db"]["path"] == str(target.parent / "rocksdb")
+    if "path" in persistent:
+        persistent = {**persistent, "path": str(target.parent / persistent["path"])}
+    assert (content["volatile_db"], content["persistent_db"]) == (volatile, persistent)
 
 
 def test_what_does_not_fit_in_memory_gets_a_disk_and_a_bounded_map(
@@ -157,8 +159,8 @@ def test_what_does_not_fit_in_memory_gets_a_disk_and_a_bounded_map(
     monkeypatch.setattr(
         "hps.ground.memory.capacity.available_memory", lambda: (16_000 * 64, "here")
     )  # half of what the rows take
-    content = initialised(target, tmp_path / "item")
-    assert content["persistent_db"]["type"] == "rocks_db"
+    content = initialised(target, tmp_path / "item", "--volatile", "hash_map")
+    assert content["persistent_db"]["type"] == "row_files"
     assert content["volatile_db"]["overflow_margin"] * content["volatile_db"]["num_partitions"] == 8_000
     assert content["volatile_db"]["cache_missed_embeddings"]
 

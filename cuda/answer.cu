@@ -560,6 +560,16 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     __shared__ u32 positions[WARPS][READ_AT_ONCE];
     __shared__ Admissions counts[WARPS];
     u32* const to = positions[threadIdx.x / 32];
+#if HPS_ROW_FILES
+    __shared__ u64* running;
+    if (threadIdx.x == 0) {
+        running = nullptr;
+        for (u32 s = 0; s < request.segment_count && running == nullptr; ++s) {  // all links of a cache have the same
+            if (request.segments[s].link != nullptr) running = enter_readers(request.segments[s].link->readers);
+        }
+    }
+    __syncthreads();
+#endif
     if (misses <= request.few) {
         answer_few(request, parts, to, counts[threadIdx.x / 32]);
     } else {
@@ -569,6 +579,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
+#if HPS_ROW_FILES
+        if (running != nullptr) leave_readers(running);
+#endif
         __threadfence();
         last = atomicAdd(&request.progress->finished, 1) == min(gridDim.x, parts.total) - 1;
         __threadfence();

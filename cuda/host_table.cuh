@@ -69,11 +69,18 @@ struct HostLayout {
     RowFile file;                     // row_file.cuh; of other tables all 0
 };
 
+// Counts the blocks that read layouts of a cache's row files, in device memory: those that began in an even and in an odd phase.
+struct Readers {
+    u64 phase;
+    u64 running[2];
+};
+
 // What lookups of one attached table share, in device memory.
 struct Link {
     const HostLayout* current;  // for captured lookups; null: it cannot be read any more
     u64 epoch;                  // odd while the table is modified; two more after each modification
     u64 counters[4];            // of lookups that nobody waits for: keys missed, linked, absent, unread
+    Readers* readers;           // of row files
 };
 
 // What became of a key.

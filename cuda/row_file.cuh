@@ -18,6 +18,21 @@
 constexpr u64 NO_RECORD = ~0ull;
 constexpr u32 RECORD = 1;    // beside an address: it is one of a record, whose row follows its key
 constexpr u32 KEY_WORDS = 2;
+constexpr u32 LINE_PARTS = 8;  // of 128 bytes, the most that is read of the host's memory at once
+
+// Count this block among those that read layouts, before it reads one, or no longer; by one thread. The host frees a layout that
+// was replaced once it has found each of the counts 0: a block that it did not see reads the layout that replaced it.
+__device__ __forceinline__ u64* enter_readers(Readers* readers) {
+    u64* const running = readers->running + (load_word(&readers->phase) & 1);
+    atomicAdd(running, 1ull);
+    __threadfence();
+    return running;
+}
+
+__device__ __forceinline__ void leave_readers(u64* running) {
+    __threadfence();
+    atomicAdd(running, ~0ull);
+}
 
 // The records that may have the tiles' keys.
 struct Candidates {
@@ -80,13 +95,20 @@ __device__ __forceinline__ uint4 words_from(u32 skipped, const uint4& part, u32 
                           : make_uint4(part.w, x, y, z);
 }
 
+// How many parts of a row the first load of a turn reads. Of a long row, those up to the end of a line, so that no line is asked for
+// twice.
+__device__ __forceinline__ u32 early_parts(u64 source) {
+    return HPS_LONG_PARTS ? HPS_PART_LANES - static_cast<u32>(source) / 16 % LINE_PARTS : HPS_PART_LANES;
+}
+
 // Read rows in parts of 16 bytes, as copy_parts does, of records together with their keys. `source` is that of the tile's row, or of
 // its record and RECORD; `key` is the one that a record is to have. Where it has another one, nothing is stored, and the tile's bit
 // of `matched` is 0.
 template <typename Store>
 __device__ __forceinline__ u32 copy_records(u64 source, i64 key, u32 width, u32& matched, Store store) {
     constexpr u32 LANES = HPS_PART_LANES, ROWS_AT_ONCE = 32 / LANES, TURNS = READ_AT_ONCE / ROWS_AT_ONCE;
-    constexpr u32 OWNED = HPS_LONG_PARTS ? 2 * LANES - 1 : LANES;  // of a long row, the last part is only handed on
+    static_assert(!HPS_LONG_PARTS || LANES == 32, "a line is less than half of what a row's lanes read");
+    constexpr u32 OWNED = HPS_LONG_PARTS ? 2 * LANES - LINE_PARTS : LANES;  // parts of a turn; the next one is handed on
     const u32 lane = threadIdx.x % 32, member = lane % LANES, group = lane / LANES;
     u32 copied = 0;
     matched = 0;
@@ -101,12 +123,12 @@ __device__ __forceinline__ u32 copy_records(u64 source, i64 key, u32 width, u32&
             from[t] = __shfl_sync(FULL_WARP, source, 4 * tile);
             if (HPS_LONG_PARTS && first != 0 && !(matched >> tile & 1)) from[t] = 0;
             const u32 skipped = static_cast<u32>(from[t]) / 4 % 4 + (from[t] & RECORD ? KEY_WORDS : 0), end = skipped + width;
-            const u32 part = first + member;
+            const u32 early = early_parts(from[t]), part = first + member;
             data[t] = make_uint4(0, 0, 0, 0);
-            if (from[t] && 4 * part < end) data[t] = load_host_part((from[t] & ~15ull) + 16 * part);
+            if (from[t] && member < early && 4 * part < end) data[t] = load_host_part((from[t] & ~15ull) + 16 * part);
             if (HPS_LONG_PARTS) {
                 more[t] = make_uint4(0, 0, 0, 0);
-                if (from[t] && 4 * (part + LANES) < end) more[t] = load_host_part((from[t] & ~15ull) + 16 * (part + LANES));
+                if (from[t] && 4 * (part + early) < end) more[t] = load_host_part((from[t] & ~15ull) + 16 * (part + early));
                 last[t] = 0;
                 if (OCCURS<INT8> && from[t]) last[t] = load_host_half((from[t] & ~15ull) + 4 * (end - 1));
             }
@@ -115,8 +137,9 @@ __device__ __forceinline__ u32 copy_records(u64 source, i64 key, u32 width, u32&
         for (u32 t = 0; t < TURNS; ++t) {
             const u32 tile = t * ROWS_AT_ONCE + group;
             const uint4 d = data[t], m = more[HPS_LONG_PARTS ? t : 0];
-            const bool wraps = HPS_LONG_PARTS && member == 0;  // the last lane's next part is the first one's second
-            const u32 beside = group * LANES + (member + 1) % LANES;
+            const u32 early = early_parts(from[t]);
+            const bool wraps = HPS_LONG_PARTS && member == 0;  // what follows the last early part is the first lane's other one
+            const u32 beside = group * LANES + (member + 1 < early ? member + 1 : 0);
             const u32 x = __shfl_sync(FULL_WARP, wraps ? m.x : d.x, beside), y = __shfl_sync(FULL_WARP, wraps ? m.y : d.y, beside),
                       z = __shfl_sync(FULL_WARP, wraps ? m.z : d.z, beside);
             copied |= d.x | (HPS_LONG_PARTS ? m.x | last[t] : 0);
@@ -136,12 +159,12 @@ __device__ __forceinline__ u32 copy_records(u64 source, i64 key, u32 width, u32&
             }
             const bool stores = matched >> tile & 1;
             const u32 part = first + member - skipped / 4;  // of the row; before the first one it is larger than any
-            if (stores && part < (width + 3) / 4) store(tile, part, words_from(skipped % 4, d, x, y, z), last[t]);
+            if (stores && member < early && part < (width + 3) / 4) store(tile, part, words_from(skipped % 4, d, x, y, z), last[t]);
             if (HPS_LONG_PARTS) {
                 const u32 x2 = __shfl_down_sync(FULL_WARP, m.x, 1), y2 = __shfl_down_sync(FULL_WARP, m.y, 1),
                           z2 = __shfl_down_sync(FULL_WARP, m.z, 1);
-                if (stores && member < LANES - 1 && part + LANES < (width + 3) / 4) {
-                    store(tile, part + LANES, words_from(skipped % 4, m, x2, y2, z2), last[t]);
+                if (stores && member + early < OWNED && part + early < (width + 3) / 4) {
+                    store(tile, part + early, words_from(skipped % 4, m, x2, y2, z2), last[t]);
                 }
             }
         }

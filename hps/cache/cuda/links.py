@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 _SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
-_EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
+_EPOCH_AT, _COUNTERS_AT, _READERS_AT = (structs.LINK.offsets[name] for name in ("epoch", "counters", "readers"))
 
 
 class CudaPinner:
@@ -208,6 +208,44 @@ class DeviceLayout:
         stream.synchronize()
 
 
+class LayoutReaders:
+    """Finds when no kernel reads a layout any more that was replaced: `Readers` in `cuda/host_table.cuh`. *Thread-safe.*
+
+    Attributes:
+        where: its address, that all links of a cache share.
+    """
+
+    def __init__(self) -> None:
+        self._memory = cupy.cuda.Memory(structs.READERS.size)
+        self.where = int(self._memory.ptr)
+        self._lock = threading.Lock()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._phase: np.ndarray = np.zeros(1, np.uint64)
+        self._seen = np.zeros(2, np.uint64)  # for each count, how often it was found 0
+        runtime.memsetAsync(self.where, 0, structs.READERS.size, self._stream.ptr)
+        self._stream.synchronize()
+
+    def poll(self) -> tuple[int, int]:
+        """Return how often each count was found 0 so far: a layout that was replaced is free once both have risen."""
+        values = np.zeros(3, np.uint64)
+        with self._lock:
+            copy_to_host(values, self.where, int(self._stream.ptr))
+            self._seen += values[1:] == 0
+            # Blocks that begin now use the other count, so that this one comes to 0 also under load.
+            self._phase[0] += 1
+            copy_to_device(self.where, self._phase.ctypes.data, 8, int(self._stream.ptr))
+            self._stream.synchronize()
+            even, odd = self._seen.tolist()
+            return even, odd
+
+
+class _Replaced(NamedTuple):
+    """A layout that kernels may still read, and how often each count of readers had been 0 when it was replaced."""
+
+    layout: DeviceLayout
+    seen: tuple[int, int]
+
+
 class AttachedTable:
     """A table in host memory that lookups of one cache read in place. *Thread-safe.*
 
@@ -219,12 +257,17 @@ class AttachedTable:
         unread_at: address of its counter of keys that could not be read.
     """
 
-    def __init__(self, device_id: int, host: HostTable, *, authoritative: bool, index: bool = False) -> None:
+    def __init__(
+        self, device_id: int, host: HostTable, *, authoritative: bool, index: bool = False, readers: LayoutReaders | None = None
+    ) -> None:
         """Watch a table that is pinned.
 
         Args:
             index: keep a copy of its buckets in device memory.
+            readers: those of all tables of the cache; row files need them.
         """
+        self._readers = readers
+        self._replaced: list[_Replaced] = []
         self.authoritative = authoritative
         self.has_files = host.has_files
         self._index = index = index or host.has_files  # changed rows are few, and so are their buckets
@@ -245,6 +288,7 @@ class AttachedTable:
         with self._lock:
             for offset in range(0, structs.LINK.size, 8):
                 self._write(offset, 0)
+            self._write(_READERS_AT, readers.where if readers else 0)
         self._end_watch = host.watch(self._publish)
         shown: HostLayout | None = None
         while (now := host.layout()) is not shown:  # the table may grow meanwhile
@@ -254,10 +298,19 @@ class AttachedTable:
             self._end_mirror = host.mirror(self._copy_changes)
 
     def keep_layouts(self) -> None:
-        """Keep every layout from now on, for graphs that may be replayed at any time."""
-        with self._lock:
+        """Keep every layout, for graphs that may be replayed at any time; those of row files until no kernel reads them."""
+        if self._layouts is not None and not self._replaced:
+            return
+        with self._lock, on_device(self._device_id):
             if self._layouts is None:
                 self._layouts = [self.present]
+            self._free_replaced()
+
+    def _free_replaced(self) -> None:
+        """Drop layouts of row files that no kernel reads any more: their files would else stay in memory."""
+        if self._replaced and self._readers is not None:
+            even, odd = self._readers.poll()
+            self._replaced = [one for one in self._replaced if even <= one.seen[0] or odd <= one.seen[1]]
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -302,9 +355,13 @@ class AttachedTable:
             try:
                 if host is not None:
                     self.present = DeviceLayout(host, self._mirror_of(host, before), before, self._stream)
-                    if self._layouts is not None:
+                    if self._layouts is not None and not self.has_files:
                         self._layouts.append(self.present)
                 self._write(0, 0 if self.present is None else self.present.where)
+                if self._layouts is not None and self.has_files and before is not None and self._readers is not None:
+                    self._layouts = []
+                    self._replaced.append(_Replaced(before, self._readers.poll()))
+                    self._free_replaced()
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
                 _log.warning("the device cannot read a table in host memory any more: %s", error)
                 self.present = None
@@ -330,6 +387,7 @@ class AttachedTable:
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:  # stripes that changed are read in host memory
                 _log.warning("the index of a table in host memory is not up to date on the device: %s", error)
             with suppress(*CUDA_ERRORS):
+                self._free_replaced()
                 self._stream.synchronize()  # also after an error, before the pinned memory is used again
                 self._changed.reset()
 

@@ -60,7 +60,8 @@ HOST_LAYOUT = KernelStruct(
     "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I"
 )
 MIRROR = KernelStruct("copies:Q n:Q")
-LINK = KernelStruct("current:Q epoch:Q counters:4Q")
+LINK = KernelStruct("current:Q epoch:Q counters:4Q readers:Q")
+READERS = KernelStruct("phase:Q running:2Q")
 ANSWER_SEGMENT = KernelStruct(
     f"{TABLE.fields} layout:Q link:Q out:Q found:Q staged:Q missing:I index:I units:I staged_rows:I default_value:f "
     "authoritative:I bins_per_row:f _:4x"

@@ -243,7 +243,7 @@ class DatabaseChain:
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
         # `take_in` changes neither: a database that was away is above another one, and no device reads it in place.
-        first, authority = volatile or persistent, persistent or volatile
+        authority = persistent or volatile
         self._in_place: DeviceReadable | None = None
         for database in (persistent, volatile):  # of both, the first one
             self._in_place = database if isinstance(database, DeviceReadable) else self._in_place

@@ -20,12 +20,14 @@ from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, check_fits
+from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
     LOAD_ADVICE,
     Adoption,
     AdoptsRowFiles,
+    DeviceReadable,
     LoadRecord,
     LogPosition,
     OrderedWrites,
@@ -48,7 +50,7 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
 _PROGRESS_S: Final = 0.5
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles):
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, DeviceReadable):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -210,6 +212,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles):
         with self._tables_lock:
             for table in self._tables.values():
                 table.stop_download()
+                table.in_place.close()
             self._tables.clear()
             self._changes.close()
 
@@ -281,6 +284,14 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles):
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
         with self._calls:
             return self._table(tag).seal()
+
+    def host_table(self, tag: str) -> HostTable:
+        with self._calls:
+            return self._table(tag).in_place
+
+    @classmethod
+    def index_bytes(cls, rows: int) -> int:
+        return rows + 4 * (buckets_for(rows) + 1)
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         check_positive(f"scanning table {tag}", "chunk_rows", chunk_rows)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -28,6 +28,7 @@ from hps.ground.key_sets import KeySet
 from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.download import Download
+from hps.stores.row_files.in_place import RowFileInPlace
 from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
 _SEAL_ROWS: Final = 65_536  # changes read at a time for a new file
+_KEEP_TIMEOUT_S: Final = 600.0
 _FORGET_ROWS: Final = 16_384  # writers wait while these are removed
 
 
@@ -139,6 +141,7 @@ class RowTable:
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
         self._shadowed = self._count_shadowed(self._state)
+        self.in_place = RowFileInPlace(tag, self)
 
     def _opened(self) -> RowFile | None:
         if not self._rows_path.exists():
@@ -317,11 +320,48 @@ class RowTable:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
         state.changed.add(keys)
+        self.in_place.changed(keys)
 
     def _mark_modified(self) -> None:
         load = self._record.load
         if load is not None and not load.modified:
             self._put(replace(load, modified=True))
+
+    # -- for devices --------------------------------------------------------------------------------------------------
+
+    @property
+    def file(self) -> RowFile | None:
+        return self._state.file
+
+    def changed_keys(self) -> Iterator[KeyArray]:
+        """Yield the keys of all changes, perhaps with some that the file has."""
+        return self._changes.changed_keys(self.tag)
+
+    def changes_of(self, keys: KeyArray) -> tuple[BoolArray, FloatArray, BoolArray]:
+        """Read the changes of keys, (n,), as the writer.
+
+        Returns:
+            (n,) bool, which keys were changed since the file was sealed; of these, (m, width) rows, and (m,) which have one.
+        """
+        is_changed = self._state.changed.contains(keys)
+        some = keys[is_changed]
+        rows, there = np.zeros((some.size, self.width), np.float32), np.zeros(some.size, np.bool_)
+        self._changes.fetch(self.tag, some, rows, there)
+        return is_changed, rows, there
+
+    def alone(self, doing: str) -> AbstractContextManager[None]:
+        """Let no other thread write."""
+        return self._alone(doing)
+
+    @contextmanager
+    def keeping_file(self, doing: str) -> Iterator[None]:
+        """Keep the file from being replaced."""
+        if not self._sealing.acquire(timeout=_KEEP_TIMEOUT_S):
+            raise DatabaseTimeoutError(f"{doing}: the table was loaded or sealed for all of {_KEEP_TIMEOUT_S:g} s; try again")
+        try:
+            yield
+        finally:
+            self._sealing.release()
 
     def _put(self, load: LoadRecord | None) -> None:
         record = replace(self._record, load=load)
@@ -359,6 +399,7 @@ class RowTable:
             if older.size:  # the loaded rows are later
                 self._changes.forget(self.tag, older)
                 self._state = _State(self._state.file, self._changed())
+                self.in_place.changed(older)
 
     def finish_load(self) -> None:
         with self._sealing, self._alone(f"finishing the load of table {self.tag}"):
@@ -368,13 +409,14 @@ class RowTable:
             runs = [*self._load.runs, *([Run(file.records)] if file else [])]
             record = self._load.record
             write_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
-            self._replace(self._state.changed)
+            self._replace(RowFile(self._rows_path), self._state.changed)
             self._put(replace(record, loaded_at_us=time.time_ns() // 1000))
             self._load = None
 
-    def _replace(self, changed: KeySet) -> None:
-        state = _State(RowFile(self._rows_path), changed)
+    def _replace(self, file: RowFile, changed: KeySet) -> None:
+        state = _State(file, changed)
         self._state, self._shadowed = state, self._count_shadowed(state)
+        self.in_place.replaced()
 
     def seal(self, progress: Callable[[int], None] | None = None) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
@@ -396,11 +438,13 @@ class RowTable:
                 if file:  # what is written online may have any key, and is not counted
                     source, facts = file.head.source, facts._replace(dim=file.head.dim)
                 write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
+                fresh = RowFile(self._rows_path)
+                self.in_place.prepare(fresh)
                 with self._alone(doing):
                     changed = KeySet()
                     for keys in self._changes.changed_keys(self.tag):
                         changed.add(keys[self._recent.contains(keys)])
-                    self._replace(changed)
+                    self._replace(fresh, changed)
                 for keys in snapshot:
                     for start in range(0, keys.size, _FORGET_ROWS):
                         piece = keys[start : start + _FORGET_ROWS]
@@ -433,7 +477,7 @@ class RowTable:
                 for keys in self._changes.changed_keys(self.tag):
                     self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
                 changed = self._changed()
-            self._replace(changed)
+            self._replace(RowFile(self._rows_path), changed)
             modified = same and before is not None and before.modified
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True
@@ -471,7 +515,7 @@ class RowTable:
                 raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
             download.partial.replace(self._rows_path)
             sync_directory(self._rows_path.parent)
-            self._replace(self._state.changed)
+            self._replace(RowFile(self._rows_path), self._state.changed)
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
             self._download = None
 
@@ -501,4 +545,5 @@ class RowTable:
         """Refuse writes from now on."""
         with self._sealing, self._alone(f"dropping table {self.tag}"):
             self._dropped = True
+            self.in_place.close()
         self.stop_download()

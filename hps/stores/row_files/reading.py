@@ -216,7 +216,7 @@ def candidate_ranges(keys, ranges, fingerprints, candidates):  # type: ignore[no
 
 @kernel(int64, read_only(int64[:, ::1]), int64, int64, int64[::1])
 def range_pages(ranges, at, item_bytes, pages):  # type: ignore[no-untyped-def]
-    """Write the pages of ranges of items, the first of which begins at byte `at`; return how many, also if `pages` is full."""
+    """Write the pages of ranges of items, the first at byte `at`; return how many, even if `pages` is too short."""
     count = 0
     for i in range(ranges.shape[0]):
         if ranges[i, 0] < ranges[i, 1]:

@@ -53,7 +53,9 @@ class RowFile:
 
     Attributes:
         head: what the file says of itself.
+        is_complete: all of it is here, so that devices may read it.
         records: (rows, 2 + width) uint32, mapped, read only, for walks in order: a fault reads ahead.
+        starts, fingerprints: the other parts that a lookup reads, likewise; see `layout.py`.
 
     Raises:
         DatabaseCorruptError: it is no row file, of another version of the format, cut short, or its head is damaged.
@@ -86,11 +88,12 @@ class RowFile:
         self._mapped = np.frombuffer(looked_up, np.uint8)
         advise_random(self._mapped[: head.starts_at])
         advise_needed(self._mapped[head.starts_at :])  # two bytes a row, which every lookup reads
+        self.is_complete = presence is None
         self.presence = presence or PageCache(self._mapped, owned=owned)
         self.records: Records = self._records_in(walked)
         self._records = self._records_in(looked_up)
-        self._starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
-        self._fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
+        self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
+        self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
         self._words = self._part(np.uint64, head.records_at, head.pages * PAGE_BYTES // 8)
 
@@ -101,6 +104,17 @@ class RowFile:
     def _part(self, dtype: Any, start: int, count: int) -> Any:
         return self._mapped[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
+    @property
+    def readable_bytes(self) -> npt.NDArray[np.uint8]:
+        """All parts that a lookup reads, whole pages, as bytes."""
+        found: npt.NDArray[np.uint8] = self._part(np.uint8, self.head.records_at, self.head.sums_at - self.head.records_at)
+        return found
+
+    @property
+    def readable(self) -> tuple[int, int]:
+        """Address and size of `readable_bytes`."""
+        return self.readable_bytes.ctypes.data, self.head.sums_at - self.head.records_at
+
     def numbers(self, keys: KeyArray) -> IndexArray:
         """Return the number of each key's record, (n,) int64; -1 for absent keys."""
         numbers: IndexArray = np.empty(keys.size, np.int64)
@@ -110,7 +124,7 @@ class RowFile:
             if self.presence.doubtful:
                 self._require(keys[piece], np.zeros(keys[piece].size, np.bool_), verify=False)
             layout.find_records(
-                keys[piece], self._records, self._starts, self._fingerprints, numbers[piece], np.empty(96, np.int64)
+                keys[piece], self._records, self.starts, self.fingerprints, numbers[piece], np.empty(96, np.int64)
             )
         return numbers
 
@@ -150,8 +164,8 @@ class RowFile:
                 reading.fetch_records(
                     keys[piece],
                     self._records,
-                    self._starts,
-                    self._fingerprints,
+                    self.starts,
+                    self.fingerprints,
                     words[piece],
                     found[piece],
                     self._words if verify else self._words[:0],
@@ -181,10 +195,10 @@ class RowFile:
         pages: IndexArray = np.empty(2 * keys.size, np.int64)
         missing = self._require_pages(pages[: reading.start_pages(keys, found, head.buckets, head.starts_at, pages)], verify)
         ranges = np.empty((keys.size, 2), np.int64)
-        most = reading.record_ranges(keys, found, head.rows, self._starts, ranges)
+        most = reading.record_ranges(keys, found, head.rows, self.starts, ranges)
         missing += self._require_ranges(ranges, head.fingerprints_at, 1, verify)
         candidates = np.empty((most, 2), np.int64)
-        count = reading.candidate_ranges(keys, ranges, self._fingerprints, candidates)
+        count = reading.candidate_ranges(keys, ranges, self.fingerprints, candidates)
         return missing + self._require_ranges(candidates[:count], head.records_at, head.record_bytes, verify)
 
     def _require_ranges(self, ranges: npt.NDArray[np.int64], at: int, item_bytes: int, verify: bool) -> int:

@@ -1,6 +1,6 @@
-"""Row files beside RocksDB: loads, starts, and lookups whose rows are in memory, absent, changed online, or on the disk.
+"""Row files beside RocksDB and the hash map: loads, starts, and lookups of rows in memory, absent, changed, or on the disk.
 
-Both answer in turn with the same keys, so that whatever disturbs the machine meets both; every answer is checked. Rates of one
+All answer in turn with the same keys, so that whatever disturbs the machine meets all; every answer is checked. Rates of one
 thread are by processor time, which other processes disturb less, all others by the clock. `ratio` compares medians; above 1,
 row files are faster. `cold` drops the records from the page cache before each lookup; its peers are RocksDB with a multi-get
 in one thread, and with the threads that it uses once it has found its rows cold.
@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import hps
 from benchmarks.harness import Report, memory_bytes, require, scratch, seconds_of, take_turns
 from hps.ground.threads.thread_pool import DISK_POOL, POOL
 
-KINDS = ("row_files", "rocks_db")
+KINDS = ("row_files", "rocks_db", "hash_map")
 BATCHES = (1_000, 10_000, 100_000)
 _LIMIT_S = 1800
 _CHANGED = 100  # one row of so many
@@ -70,7 +70,10 @@ def document(directory: Path, kind: str, rows: Rows) -> dict[str, Any]:
         "max_batch_size": 1 << 20,
         "gpucache": False,
     }
+    (directory / kind).mkdir(exist_ok=True)
     tiers = {"volatile_db": {"type": "disabled"}, "persistent_db": {"type": kind, "path": str(directory / kind)}}
+    if kind == "hash_map":
+        tiers = {"volatile_db": {"type": kind}, "persistent_db": {"type": "disabled"}}
     return {"supportlonglong": True, "device": "cpu", **tiers, "models": [model]}
 
 
@@ -121,7 +124,7 @@ def _load(report: Report, directory: Path, rows: Rows, axes: dict[str, Any], rou
             require(np.array_equal(server.lookup(probe, "m", "t"), rows.of(probe)))
     sizes = {kind: sum(file.stat().st_size for file in (directory / kind).rglob("*") if file.is_file()) for kind in KINDS}
     result = {f"{kind}_rows_per_s": rows.keys.size / seconds for kind, seconds in taken.items()}
-    result |= {f"{kind}_bytes_a_row": size / rows.keys.size for kind, size in sizes.items()}
+    result |= {f"{kind}_bytes_a_row": size / rows.keys.size for kind, size in sizes.items() if size}
     report.add({"what": "load", **axes}, {**result, "ratio_to_rocks_db": taken["rocks_db"] / taken["row_files"]})
 
 
@@ -141,11 +144,8 @@ def _start(report: Report, directory: Path, rows: Rows, axes: dict[str, Any], ro
 
 @contextmanager
 def servers(directory: Path, rows: Rows) -> Iterator[dict[str, Any]]:
-    with (
-        hps.HPS(document(directory, "row_files", rows)) as first,
-        hps.HPS({**document(directory, "rocks_db", rows)}) as second,
-    ):
-        yield {"row_files": first, "rocks_db": second}
+    with ExitStack() as stack:
+        yield {kind: stack.enter_context(hps.HPS(document(directory, kind, rows))) for kind in KINDS}
 
 
 def _lookups(report: Report, directory: Path, rows: Rows, axes: dict[str, Any], rounds: int) -> None:

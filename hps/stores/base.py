@@ -12,6 +12,7 @@ test with `isinstance` once, when they are built.
     OrderedWrites              keeps the order of changes, so that a log of updates can be followed (all three engines)
     MergesRows                 loads a table from another one and changes (row files)
     DeviceReadable             devices read its tables in place (the hash map)
+    AdoptsRowFiles             takes row files of model versions as they are (row files)
 """
 
 import secrets
@@ -28,6 +29,7 @@ import numpy as np
 from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
+from hps.statistics.snapshot import FileStatistics
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec
 
 CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
@@ -189,6 +191,7 @@ class TableStats:
         capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
         evictions: rows evicted by this process since it opened the table; None if not counted.
         sealing: its changes beside a sealed file; None if it has no such file.
+        file: of a table in a row file.
     """
 
     rows: int
@@ -197,6 +200,7 @@ class TableStats:
     capacity_rows: int = UNBOUNDED_ROWS
     evictions: int | None = None
     sealing: SealStats | None = None
+    file: FileStatistics | None = None
 
 
 class Database(ABC):
@@ -415,6 +419,59 @@ class OrderedWrites(ABC):
         Raises:
             DatabaseError: each row has its old or its new state, with the matching sequence.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class RowFileSource:
+    """A row file of a model version, opened at one version. *Immutable, thread-safe.*
+
+    Attributes:
+        place: path or URI.
+        version: changes when the file is replaced.
+        path: local path; None if the file is elsewhere.
+        read: fills a buffer from a byte on; raises `ModelFileError`, also if the file has another version by now.
+        parallel_reads: number of ranges to read at a time.
+        part_bytes: largest range to read at once.
+    """
+
+    place: str
+    version: str
+    size_bytes: int
+    path: Path | None
+    read: Callable[[int, memoryview], None] = field(repr=False, compare=False)
+    parallel_reads: int = 8
+    part_bytes: int = 4 << 20
+
+
+Adoption: TypeAlias = Literal["refused", "linked", "copied", "downloading"]
+"""How a database took a row file; `refused`: it has rows that the file would have to be merged with."""
+
+
+class AdoptsRowFiles(ABC):
+    """Takes a row file of a model version as it is, instead of loading its rows."""
+
+    @abstractmethod
+    def adopt(
+        self, tag: str, file: RowFileSource, record: LoadRecord, progress: Callable[[int], None] = lambda rows: None
+    ) -> Adoption:
+        """Make a row file the rows of an open table that has none but online changes, or a part of this very file.
+
+        A file on the same file system that nobody else may write to is linked: no byte is copied, and it survives the deletion
+        of its source. Any other is copied, each page compared with its checksum. A file elsewhere is served at once while it
+        is copied in the background, unless the database waits for it. Later changes of other origin stay.
+
+        Args:
+            record: of the complete load.
+            progress: called with the number of further rows, if any are copied.
+
+        Raises:
+            ModelFileError: the file is damaged, of another table or cannot be read. The table has no row of it.
+            DatabaseError: the database failed.
+        """
+
+    @abstractmethod
+    def copies(self, file: RowFileSource) -> bool:
+        """Return whether adopting a file takes disk space for another copy."""
 
 
 class DeviceReadable(ABC):

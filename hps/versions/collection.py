@@ -273,6 +273,7 @@ class StatisticsCollector:
                 evictions=None if stats is None else stats.evictions,
                 available=state.read,
                 age_s=age,
+                file=None if stats is None else stats.file,
                 **({} if stats is None or stats.sealing is None else asdict(stats.sealing)),
             )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from hps.errors import ModelFileError
 from hps.models.files import SparseModel, extend_checksum, join_checksums
+from hps.models.sealed import SealedModel
 from hps.types import FloatArray, KeyArray
 
 _READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
@@ -28,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def read_ahead(
-    model: SparseModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty
+    model: SparseModel | SealedModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
 
@@ -46,7 +47,7 @@ def read_ahead(
 
 
 def read_chunks(
-    model: SparseModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty, *, sums: bool = False
+    model: SparseModel | SealedModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty, *, sums: bool = False
 ) -> Generator[Chunk, None, None]:
     """As `read_ahead`; with `sums`, the reading threads compute the checksum of each chunk, too.
 
@@ -99,12 +100,12 @@ def _checksum(reading: Sequence[Future[None]], keys: KeyArray, vectors: FloatArr
     return extend_checksum("", keys, vectors)
 
 
-def chunk_ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, int]]:
+def chunk_ranges(model: SparseModel | SealedModel, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Cut the rows [first, last) into chunks."""
     return ((start, min(start + model.chunk_rows, last)) for start in range(first, last, model.chunk_rows))
 
 
-def read_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
+def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
     """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:

@@ -13,11 +13,13 @@ leaves half of the time to lookups.
 
 import logging
 import os
+import re
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -32,7 +34,8 @@ from hps.errors import (
 )
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
-from hps.ground.memory.capacity import Need, check_fits
+from hps.ground.memory.capacity import Need, available_memory, check_fits
+from hps.ground.memory.host_tables import HostTable
 from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
@@ -40,7 +43,10 @@ from hps.ground.threads.pacing import paced
 from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.stores.base import (
     LOAD_ADVICE,
+    Adoption,
+    AdoptsRowFiles,
     DatabaseReport,
+    DeviceReadable,
     LoadRecord,
     LogPosition,
     MergesRows,
@@ -48,10 +54,13 @@ from hps.stores.base import (
     Partition,
     PersistentDatabase,
     RowChanges,
+    RowFileSource,
     SealStats,
     TableStats,
 )
 from hps.stores.rocks_db.database import RocksDatabase, writer_of
+from hps.stores.row_files import adoption
+from hps.stores.row_files.download import EXTENTS_SUFFIX, PARTIAL_SUFFIX
 from hps.stores.row_files.inspection import CHANGES, FILES, inspect, is_directory_of_row_files
 from hps.stores.row_files.layout import Head, buckets_for
 from hps.stores.row_files.row_file import RowFile, read_kernels
@@ -67,8 +76,10 @@ _SEAL_AGAIN_S: Final = 60.0  # after a failure
 _MOST_PAUSE_S: Final = 0.1
 _LOAD_POLL_S: Final = 0.02
 
+_PROGRESS_S: Final = 0.5
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
+
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowFiles, DeviceReadable):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -76,6 +87,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         num_threads: of RocksDB, which holds what is written online.
         read_only: write nothing.
         verify: compare each page of a row with its checksum before the row is answered.
+        resident: regular expressions; the files of tables whose tag one of them matches are read at once and locked in memory.
+        wait_for_download: serve a file from elsewhere only once it is complete here, not at once.
         write_timeout_s: how long a write waits for another write or a slow disk.
         close_timeout_s: how long `close` waits for running calls.
         load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
@@ -99,6 +112,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         read_only: bool = False,
         max_batch_size: int = 65_536,
         verify: bool = False,
+        resident: Sequence[str] = (),
+        wait_for_download: bool = False,
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
         load_timeout_s: float = 10.0,
@@ -110,6 +125,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         self.path = self.directory = Path(path).absolute()
         self.read_only = read_only
         self._verify = verify
+        self._resident = [re.compile(expression) for expression in resident]
+        self._wait_for_download = wait_for_download
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
         self._load_timeout_s = load_timeout_s
@@ -147,7 +164,12 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         """Complete interrupted drops, and remove what interrupted loads wrote."""
         records = set(self._recorded())
         for path in self._files.iterdir():
-            if path.name.endswith(TEMPORARY) or (path.suffix == ROWS_SUFFIX and tag_of(path) not in records):
+            unfinished = path.suffix in (PARTIAL_SUFFIX, EXTENTS_SUFFIX)
+            if (
+                path.name.endswith(TEMPORARY)
+                or (path.suffix in (ROWS_SUFFIX, PARTIAL_SUFFIX, EXTENTS_SUFFIX) and tag_of(path) not in records)
+                or (unfinished and path.with_name(path.name.removesuffix(path.suffix) + ROWS_SUFFIX).exists())
+            ):
                 path.unlink()
         for tag in self._changes.tags():
             if tag not in records:
@@ -165,6 +187,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
             max_batch_size=config.max_batch_size,
             verify=config.verify,
             seal_share=config.seal_share,
+            resident=config.resident,
         )
 
     @classmethod
@@ -232,9 +255,13 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
                 tag,
                 record,
                 verify=self._verify,
+                resident=self._is_resident(tag),
                 write_timeout_s=self._write_timeout_s,
                 most_load_bytes=self._most_load_bytes,
             )
+
+    def _is_resident(self, tag: str) -> bool:
+        return any(expression.search(tag) for expression in self._resident)
 
     def _loaded_record(self, tag: str) -> TableRecord:
         """Wait until a table that another process is loading is complete; return its record."""
@@ -292,7 +319,12 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
                 del self._tables[tag]
             self._retry_at.pop(tag, None)
             name = file_name(tag)
-            for suffix in (RECORD_SUFFIX, ROWS_SUFFIX):  # the record first: what is left without one goes at the next start
+            for suffix in (
+                RECORD_SUFFIX,
+                ROWS_SUFFIX,
+                PARTIAL_SUFFIX,
+                EXTENTS_SUFFIX,
+            ):  # the record first: what is left without one goes at the next start
                 (self._files / (name + suffix)).unlink(missing_ok=True)
             self._changes.drop_table(tag)
 
@@ -310,6 +342,9 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
                 f"{self._calls.running}; close it again when they have ended"
             )
         with self._tables_lock:
+            for table in self._tables.values():
+                table.stop_download()
+                table.in_place.close()
             self._tables.clear()
             self._changes.close()
 
@@ -323,8 +358,14 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
         sizes = [(tag, dim, rows, _file_bytes(tag, dim, rows)) for tag, dim, rows in tables]
+        held = [re.compile(expression) for expression in config.resident]
         needs = [
             Need("disk", f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})", size, tag) for tag, dim, rows, size in sizes
+        ]
+        needs += [
+            Need("ram", f"{rows:,} resident rows of table {tag} ({stored_text(tag, dim)})", size, tag)
+            for tag, dim, rows, size in sizes
+            if any(expression.search(tag) for expression in held)
         ]
         return [*needs, *RocksDatabase.room_for(config, [])]
 
@@ -343,6 +384,17 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
             shutil.disk_usage(self.path).free,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
+        )
+        resident = {
+            f"{rows:,} resident rows of table {tag} ({stored_text(tag, dim)})": _file_bytes(tag, dim, rows)
+            for tag, dim, rows in tables
+            if rows and tag not in self._tables and self._is_resident(tag)
+        }
+        check_fits(
+            f"holding resident tables of {self.path} in memory",
+            resident,
+            *available_memory(),
+            "give the process (or its container, where page cache counts) more memory, or leave them out of `resident`",
         )
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -414,6 +466,14 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
         """Return how many rows of a table have changed since its file was made."""
         return self._table(tag).changed_rows
 
+    def host_table(self, tag: str) -> HostTable:
+        with self._calls:
+            return self._table(tag).in_place
+
+    @classmethod
+    def index_bytes(cls, rows: int) -> int:
+        return rows + 4 * (buckets_for(rows) + 1)
+
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         check_positive(f"scanning table {tag}", "chunk_rows", chunk_rows)
         with self._calls:
@@ -435,7 +495,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
             vector_bytes = rows * table.width * 4
             counts = table.counts
             sealing = SealStats(table.changed_rows, counts.seals, counts.rows, counts.seconds, counts.failures)
-            return TableStats(rows, vector_bytes, max(0, table.disk_bytes() - vector_bytes), sealing=sealing)
+            overhead_bytes = max(0, table.disk_bytes() - vector_bytes)
+            return TableStats(rows, vector_bytes, overhead_bytes, sealing=sealing, file=table.file_statistics())
 
     def size(self, tag: str) -> int:
         with self._calls:
@@ -474,6 +535,52 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows):
     def finish_load(self, tag: str) -> None:
         with self._calls:
             self._table(tag).finish_load()
+
+    def copies(self, file: RowFileSource) -> bool:
+        return not adoption.may_link(file, self._files)
+
+    def adopt(
+        self, tag: str, file: RowFileSource, record: LoadRecord, progress: Callable[[int], None] = lambda rows: None
+    ) -> Adoption:
+        with self._calls:
+            table = self._table(tag)
+            head = adoption.checked_head(file, tag, table.width)
+        if file.path is None:
+            return self._download(table, file, head, record, progress)
+        if not table.can_adopt(head):
+            return "refused"
+        fresh = self._files / f"{file_name(tag)}.{secrets.token_hex(4)}{TEMPORARY}"
+        how: Adoption = "linked"
+        try:
+            if not adoption.link(file, fresh):
+                how = "copied"
+                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes))
+            with self._calls:
+                return how if table.adopt(fresh, record) else "refused"
+        finally:
+            with suppress(OSError):
+                fresh.unlink()
+
+    def _download(
+        self, table: RowTable, file: RowFileSource, head: Head, record: LoadRecord, progress: Callable[[int], None]
+    ) -> Adoption:
+        if table.has_adopted(head, record):
+            return "copied"
+        download = table.download(file, head, record)
+        if download is None:
+            return "refused"
+        done = 0
+        while self._wait_for_download and not download.wait(_PROGRESS_S):
+            there = download.bytes_there // head.record_bytes
+            progress(max(0, there - done))
+            done = max(done, there)
+        return "downloading"
+
+    def downloads(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes that are here, and all, of each file that is being downloaded, by table."""
+        with self._calls:
+            found = {tag: table.download_progress() for tag, table in list(self._tables.items())}
+        return {tag: progress for tag, progress in found.items() if progress is not None}
 
 
 class _Pace:

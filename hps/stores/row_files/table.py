@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,19 +30,29 @@ import numpy as np
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
 from hps.ground.key_sets import KeySet
+from hps.ground.log_limits import LineLimit
+from hps.ground.progress import size_text
 from hps.ground.threads.workers import new_thread
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, exclusive
+from hps.statistics.snapshot import FileStatistics
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.changed_rows import ChangedRows
+from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.collector import RowCollector
+from hps.stores.row_files.download import Download
+from hps.stores.row_files.in_place import RowFileInPlace
+from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import TEMPORARY, Run, build_row_file, sync_directory, sync_file, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
 _log = logging.getLogger(__name__)
 
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
+_LOG_S: Final = 5.0
+_KEEP_TIMEOUT_S: Final = 600.0
 _FORGET_ROWS: Final = 16_384  # writers wait while these are removed
 _FILE_TIMEOUT_S: Final = 600.0  # for another load or seal of the table
 _SLOWEST_DISK: Final = 20 << 20  # bytes a second, to bound waiting for it
@@ -101,7 +111,7 @@ class _State:
     """A file, if any, and the keys of changes that it lacks."""
 
     file: RowFile | None
-    changed: KeySet
+    changed: ChangedRows
 
 
 @dataclass(slots=True)
@@ -144,6 +154,20 @@ class SealCounts:
     failures: int = 0  # of seals, and of loads that could not be made durable
 
 
+def check_belongs(head: Head, place: object, tag: str, width: int) -> None:
+    """Check that a file has rows of a table; those of model versions name none.
+
+    Raises:
+        DatabaseCorruptError: it has others.
+    """
+    expected = (tag, width, row_dtype_of(tag))
+    if (head.tag or tag, head.width, head.row_dtype) != expected:
+        raise DatabaseCorruptError(
+            f"opening table {tag}: {place} holds rows of {head.width} words ({head.row_dtype}) of table {head.tag or 'any'}, "
+            f"expected {width} ({row_dtype_of(tag)}). {LOAD_ADVICE}"
+        )
+
+
 class RowTable:
     """Rows of one table. *Thread-safe.* One lock serialises writers; readers never take it."""
 
@@ -155,6 +179,7 @@ class RowTable:
         record: TableRecord,
         *,
         verify: bool,
+        resident: bool,
         write_timeout_s: float,
         most_load_bytes: int | None = None,
     ) -> None:
@@ -164,6 +189,8 @@ class RowTable:
         self._record_path = directory / (file_name(tag) + RECORD_SUFFIX)
         self._changes = changes
         self._verify = verify
+        self._resident = resident
+        self._cold_reads = ColdReads()
         self._write_timeout_s = write_timeout_s
         self._most_load_bytes = most_load_bytes
         self._writing = threading.Lock()
@@ -175,9 +202,11 @@ class RowTable:
         self._settling: _Settling | None = None  # until its file is durable
         self._leftover = False  # whether RocksDB has changes that are not in the set, since a seal failed
         self.counts = SealCounts()
+        self._download: Download | None = None  # of the file that lookups read meanwhile
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
         self._shadowed = self._count_shadowed(self._state)
+        self.in_place = RowFileInPlace(tag, self)
 
     def _opened(self) -> RowFile | None:
         if not self._rows_path.exists():
@@ -188,16 +217,34 @@ class RowTable:
                     f"{LOAD_ADVICE}"
                 )
             return None
-        file = RowFile(self._rows_path)
-        if (file.head.tag, file.head.width) != (self.tag, self.width):
-            raise DatabaseCorruptError(
-                f"opening table {self.tag}: {self._rows_path} holds rows of {file.head.width} words of table {file.head.tag}, "
-                f"expected {self.width}. {LOAD_ADVICE}"
-            )
+        file = self._open_file()
+        check_belongs(file.head, self._rows_path, self.tag, self.width)
+        if self._resident:
+            file.hold(required=True, progress=self._holding())
         return file
 
-    def _changed(self) -> KeySet:
-        changed = KeySet()
+    def _open_file(self, path: Path | None = None) -> RowFile:
+        return RowFile(path or self._rows_path, cold_reads=self._cold_reads)
+
+    def _replacement(self, path: Path | None = None) -> RowFile:
+        """Open a new file, held in memory if the table is resident and that is possible."""
+        file = self._open_file(path)
+        if self._resident:
+            file.hold(required=False, progress=self._holding())
+        return file
+
+    def _holding(self) -> Callable[[int, int], None]:
+        lines = LineLimit(1, _LOG_S)
+        lines.take()  # nothing is logged in the first seconds
+
+        def advance(done: int, total: int) -> None:
+            if lines.take():
+                _log.info("%s: %s of %s held in memory", self.tag, size_text(done), size_text(total))
+
+        return advance
+
+    def _changed(self) -> ChangedRows:
+        changed = ChangedRows(self.width)
         for keys in self._changes.changed_keys(self.tag):
             changed.add(keys)
         return changed
@@ -220,22 +267,23 @@ class RowTable:
         filled = 0
         while True:
             state = self._state
-            changed = state.changed.contains(keys) if len(state.changed) else None
-            if changed is None or not changed.any():
-                return filled + (state.file.fetch(keys, out, found, verify=self._verify) if state.file else 0)
-            rows = np.flatnonzero(changed & ~found)
+            left: BoolArray | None = None
+            if state.file is None:
+                left = state.changed.contains(keys)
+            elif not len(state.changed):
+                return filled + state.file.fetch(keys, out, found, verify=self._verify)
+            else:
+                left = np.zeros(keys.size, np.bool_)
+                filled += state.file.fetch(keys, out, found, verify=self._verify, changes=state.changed.view, left=left)
+            rows = np.flatnonzero(left & ~found)
+            if not rows.size:
+                return filled
             vectors, there = np.empty((rows.size, self.width), np.float32), np.zeros(rows.size, np.bool_)
             filled += self._changes.fetch(self.tag, keys[rows], vectors, there)
             out[rows[there]] = vectors[there]
             found[rows[there]] = True
             if there.all() or state is self._state:
-                break
-        if state.file:
-            skipped = found | changed
-            before = skipped.copy()
-            filled += state.file.fetch(keys, out, skipped, verify=self._verify)
-            found |= skipped & ~before
-        return filled
+                return filled
 
     def _present(self, keys: KeyArray) -> BoolArray:
         """Return which keys have a row. No writer may run."""
@@ -277,6 +325,13 @@ class RowTable:
         rows = state.file.head.rows if state.file else 0
         return rows - self._shadowed + (self._changes.size(self.tag) if len(state.changed) else 0)
 
+    def file_statistics(self) -> FileStatistics | None:
+        """Describe its file, if any; some milliseconds."""
+        file, cold = self._state.file, self._cold_reads.counts()
+        if file is None:
+            return None
+        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold)
+
     def disk_bytes(self) -> int:
         """Return the size of its file and of its changes."""
         state, changes = self._state, self._changes.stats(self.tag)
@@ -300,7 +355,7 @@ class RowTable:
         keys, vectors = check_rows(doing, keys, vectors, self.width)
         with self._alone(doing):
             self._mark_modified()
-            with self._noting(keys):
+            with self._noting(keys, vectors):
                 self._changes.insert(self.tag, keys, vectors)
 
     def delete(self, keys: KeyArray) -> int:
@@ -308,8 +363,8 @@ class RowTable:
         with self._alone(doing):
             self._mark_modified()
             distinct = np.unique(check_keys(doing, keys))
-            count = int(self._present(distinct).sum())
-            with self._noting(distinct):
+            count = int(self._present(distinct).sum()) if self._download is None else -1
+            with self._noting(distinct, None):
                 self._changes.delete(self.tag, distinct)
             return count
 
@@ -319,7 +374,8 @@ class RowTable:
         with self._alone(doing):
             if changes.keys.size:
                 self._mark_modified()
-            with self._noting(changes.keys) as made:
+            present = None if changes.deleted is None else ~changes.deleted
+            with self._noting(changes.keys, changes.vectors, present) as made:
                 made[:] = applied = self._changes.apply(self.tag, changes, positions)
             return applied
 
@@ -340,8 +396,12 @@ class RowTable:
             self._writing.release()
 
     @contextmanager
-    def _noting(self, keys: KeyArray) -> Iterator[BoolArray]:
-        """Add the keys that a write changed, all unless the block clears its mask, (n,); also after a failed write."""
+    def _noting(self, keys: KeyArray, rows: FloatArray | None, present: BoolArray | None = None) -> Iterator[BoolArray]:
+        """Add the keys that a write changed, all unless the block clears its mask, (n,); also after a failed write.
+
+        Args:
+            rows, present: see `ChangedRows.add`.
+        """
         made: BoolArray = np.ones(keys.size, np.bool_)
         try:
             yield made
@@ -350,16 +410,20 @@ class RowTable:
                 made[:] = self._changes.are_changed(self.tag, keys)
                 self._add(keys[made])
             raise
-        self._add(keys[made])
+        if made.all():
+            self._add(keys, rows, present)
+        else:
+            self._add(keys[made], None if rows is None else rows[made], None if present is None else present[made])
 
-    def _add(self, keys: KeyArray) -> None:
+    def _add(self, keys: KeyArray, rows: FloatArray | None = None, present: BoolArray | None = None) -> None:
         state = self._state
         if self._recent is not None:
             self._recent.add(keys)
-        if state.file:
+        if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
-        state.changed.add(keys)
+        state.changed.add(keys, rows, present)
+        self.in_place.changed(keys)
 
     def _mark_modified(self) -> None:
         load = self._record.load
@@ -370,6 +434,42 @@ class RowTable:
                 self._record = replace(self._record, load=modified)
             else:
                 self._put(modified)
+
+    # -- for devices --------------------------------------------------------------------------------------------------
+
+    @property
+    def file(self) -> RowFile | None:
+        return self._state.file
+
+    def changed_keys(self) -> Iterator[KeyArray]:
+        """Yield the keys of all changes, perhaps with some that the file has."""
+        return self._changes.changed_keys(self.tag)
+
+    def changes_of(self, keys: KeyArray) -> tuple[BoolArray, FloatArray, BoolArray]:
+        """Read the changes of keys, (n,), as the writer.
+
+        Returns:
+            (n,) bool, which keys were changed since the file was sealed; of these, (m, width) rows, and (m,) which have one.
+        """
+        is_changed = self._state.changed.contains(keys)
+        some = keys[is_changed]
+        rows, there = np.zeros((some.size, self.width), np.float32), np.zeros(some.size, np.bool_)
+        self._changes.fetch(self.tag, some, rows, there)
+        return is_changed, rows, there
+
+    def alone(self, doing: str) -> AbstractContextManager[None]:
+        """Let no other thread write."""
+        return self._alone(doing)
+
+    @contextmanager
+    def keeping_file(self, doing: str) -> Iterator[None]:
+        """Keep the file from being replaced."""
+        if not self._sealing.acquire(timeout=_KEEP_TIMEOUT_S):
+            raise DatabaseTimeoutError(f"{doing}: the table was loaded or sealed for all of {_KEEP_TIMEOUT_S:g} s; try again")
+        try:
+            yield
+        finally:
+            self._sealing.release()
 
     def _put(self, load: LoadRecord | None) -> None:
         same = load is not None and self._record.load is not None and self._record.load.fingerprint == load.fingerprint
@@ -429,6 +529,7 @@ class RowTable:
             self._changes.forget(self.tag, older)
             self._state = _State(self._state.file, self._changed())
             self._shadowed = self._count_shadowed(self._state)
+            self.in_place.changed(older)
 
     def finish_load(self) -> None:
         """Make a file of the loaded rows, and serve it. A thread then makes it durable; writers wait for short pieces only."""
@@ -464,13 +565,16 @@ class RowTable:
     def _load_file(self, runs: list[Run], record: LoadRecord, doing: str) -> None:
         fresh, head = build_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
         settling = _Settling(fresh, head.size_bytes, record.fingerprint)
+        with self._removed_on_failure(fresh):
+            file = self._replacement(fresh)
+            self.in_place.prepare(file)
         with self._removed_on_failure(fresh), self._alone(doing):
             stored = self._record.load
             modified = record.modified or bool(stored and stored.fingerprint == record.fingerprint and stored.modified)
             record = replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000)
             if modified:
                 self._write_ended(record)
-            self._replace(RowFile(fresh), self._state.changed)
+            self._replace(file, self._state.changed)
             if self._settling:  # one that failed
                 self._settling.file.unlink(missing_ok=True)
             self._record, self._settling = replace(self._record, load=record), settling
@@ -568,11 +672,14 @@ class RowTable:
         enough = changed > share * (file.head.rows if file else 0) or self.changed_bytes > most_bytes
         return changed >= least_rows and enough and self._load is None
 
-    def _replace(self, file: RowFile, changed: KeySet, parts: list[KeyArray] | None = None) -> None:
+    def _replace(self, file: RowFile, changed: ChangedRows, parts: list[KeyArray] | None = None) -> None:
         """Serve a file; `parts` are the changed keys, by default all that RocksDB has."""
         state = _State(file, changed)
         shadowed = self._count_shadowed(state) if parts is None else sum(int((file.numbers(keys) >= 0).sum()) for keys in parts)
-        self._state, self._shadowed = state, shadowed
+        before, self._state, self._shadowed = self._state.file, state, shadowed
+        self.in_place.replaced()
+        if before:
+            before.release()
 
     def seal(self, progress: Callable[[int], None] | None = None) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait.
@@ -583,7 +690,7 @@ class RowTable:
         doing, started = f"sealing table {self.tag}", time.monotonic()
         with self._making_a_file(doing):
             with self._alone(doing):
-                if self._load is not None or self._settling or not self.changed_rows:
+                if self._load is not None or self._settling or self._download is not None or not self.changed_rows:
                     return 0
                 self._recent = _Recent()
                 file = self._state.file
@@ -597,10 +704,17 @@ class RowTable:
                     if progress:
                         progress(keys.size)
                 runs = [*rows.runs(), *([Run(file.records)] if file else [])]
-                source = file.head.source if file else ""
-                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, progress=progress)
+                source, facts = "", RowFacts(row_dtype_of(self.tag))
+                if file:  # what is written online may have any key, and is not counted
+                    source, facts = file.head.source, facts._replace(dim=file.head.dim)
+                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
+                fresh = self._replacement()
+                self.in_place.prepare(fresh)
                 with self._alone(doing):
-                    self._replace(RowFile(self._rows_path), self._recent.keys, self._recent.parts)
+                    changed, parts = ChangedRows(self.width), self._recent.parts
+                    for keys in parts:
+                        changed.add(keys, *self._state.changed.known(keys))
+                    self._replace(fresh, changed, parts)
                     self._recent = None
                 self._forget(sealed, doing, progress)
             except BaseException:
@@ -631,6 +745,93 @@ class RowTable:
                     self._leftover = False
             raise
 
+    def can_adopt(self, head: Head) -> bool:
+        """Return whether a file may become that of the table: it has none, or this one."""
+        file = self._state.file
+        return self._load is None and (file is None or (bool(file.head.content) and file.head.content == head.content))
+
+    def adopt(self, fresh: Path, record: LoadRecord) -> bool:
+        """Make a complete file under another name that of the table, as a load would; return False if it has another."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, before = RowFile(fresh), self._record.load
+            check_belongs(file.head, fresh, self.tag, self.width)
+            if not self.can_adopt(file.head):
+                return False
+            same = before is not None and before.fingerprint == record.fingerprint
+            if not same:
+                self._changes.forget_log(self.tag)
+                self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
+            fresh.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            changed = self._state.changed
+            if not same and len(changed):  # the loaded rows are later than rows of unknown origin
+                for keys in self._changes.changed_keys(self.tag):
+                    self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
+                changed = self._changed()
+            self._replace(self._replacement(), changed)
+            modified = same and before is not None and before.modified
+            self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
+            return True
+
+    def download(self, file: RowFileSource, head: Head, record: LoadRecord) -> Download | None:
+        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
+        doing = f"adopting {file.place} for table {self.tag}"
+        with self._sealing:
+            if self._download is not None:
+                return self._download if self._download.head.content == head.content else None
+            before = self._record.load
+            same = before is not None and before.fingerprint == record.fingerprint
+            if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
+                return None
+            name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
+            download = Download(file, head, name, lambda: self._finish_download(download))
+            try:
+                state = _State(RowFile(download.partial, download, self._cold_reads), self._state.changed)
+                with self._alone(doing):
+                    if not same:
+                        self._changes.forget_log(self.tag)
+                    modified = same and before is not None and before.modified
+                    self._put(replace(record, rows_done=0, checksum="", modified=modified))
+                    self._state, self._download, self._shadowed = state, download, 0
+            except BaseException:
+                download.stop(self._write_timeout_s)
+                raise
+            return download
+
+    def _finish_download(self, download: Download) -> None:
+        """Make the complete file that of the table."""
+        with self._sealing, self._alone(f"completing the download of table {self.tag}"):
+            load = self._record.load
+            if self._download is not download or load is None:
+                raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
+            download.partial.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            self._replace(self._replacement(), self._state.changed)
+            self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
+            self._download = None
+
+    def has_adopted(self, head: Head, record: LoadRecord) -> bool:
+        """Return whether the table has a complete file of this content already, which was adopted with this record."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, load = self._state.file, self._record.load
+            if file is None or self._download is not None or load is None or load.fingerprint != record.fingerprint:
+                return False
+            if not head.content or file.head.content != head.content:
+                return False
+            if not load.complete:  # the process ended between the file's name and the record
+                self._put(replace(record, modified=load.modified, loaded_at_us=time.time_ns() // 1000))
+            return True
+
+    def download_progress(self) -> tuple[int, int] | None:
+        """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""
+        download = self._download
+        return None if download is None else (download.bytes_there, download.head.size_bytes)
+
+    def stop_download(self) -> None:
+        """End a download, which a later one of the same file continues."""
+        if (download := self._download) is not None:
+            download.stop(self._write_timeout_s)
+
     def retire(self) -> None:
         """Refuse writes from now on, and remove a file that is not durable yet."""
         doing = f"dropping table {self.tag}"
@@ -639,3 +840,7 @@ class RowTable:
             self._dropped = True
             if self._settling:
                 self._settling.file.unlink(missing_ok=True)
+            self.in_place.close()
+            if self._state.file:
+                self._state.file.release()
+        self.stop_download()

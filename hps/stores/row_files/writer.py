@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,10 +15,10 @@ import numpy.typing as npt
 from hps.errors import DatabaseError
 from hps.ground.threads.thread_pool import POOL, available_threads
 from hps.stores.row_files import layout
-from hps.stores.row_files.layout import PAGE_BYTES, Head, buckets_for, lowest_hash
+from hps.stores.row_files.layout import PAGE_BYTES, Head, RowFacts, buckets_for, content_fingerprint, lowest_hash
 from hps.stores.row_files.row_file import Records
 from hps.stores.row_files.sorting import Hashes, append_rows, gather_records, sort_kernels, sorted_order
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
 TEMPORARY: Final = ".building"
 """Suffix of files that are not complete; a start removes them."""
@@ -147,6 +148,7 @@ def write_row_file(
     runs: Sequence[Run],
     *,
     source: str = "",
+    facts: RowFacts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Head:
     """Merge runs into a row file, which replaces one of this name. It is complete and durable, or not there.
@@ -156,12 +158,13 @@ def write_row_file(
     Args:
         runs: the latest first; records may be those of mapped files.
         source: identifies what the rows came from.
+        facts: what is known of the rows; by default their format, by the tag.
         progress: called after each step with the number of records written.
 
     Raises:
         DatabaseError: the file cannot be written; what was written is removed.
     """
-    fresh, head = build_row_file(path, tag, width, runs, source=source, progress=progress)
+    fresh, head = build_row_file(path, tag, width, runs, source=source, facts=facts, progress=progress)
     publish_row_file(fresh, path)
     return head
 
@@ -173,6 +176,7 @@ def build_row_file(
     runs: Sequence[Run],
     *,
     source: str = "",
+    facts: RowFacts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Path, Head]:
     """Write a row file under a temporary name beside `path`, for `publish_row_file`. It can be read, but is not durable.
@@ -184,7 +188,7 @@ def build_row_file(
     with _or_removed(fresh, f"writing the row file {path}"):
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
-            return fresh, _write(file, tag, width, runs, source, progress)
+            return fresh, _write(file, tag, width, runs, source, facts or RowFacts(row_dtype_of(tag)), progress)
         finally:
             os.close(file)
 
@@ -213,7 +217,15 @@ def _or_removed(fresh: Path, doing: str) -> Iterator[None]:
         raise
 
 
-def _write(file: int, tag: str, width: int, runs: Sequence[Run], source: str, progress: Callable[[int], None] | None) -> Head:
+def _write(
+    file: int,
+    tag: str,
+    width: int,
+    runs: Sequence[Run],
+    source: str,
+    facts: RowFacts,
+    progress: Callable[[int], None] | None,
+) -> Head:
     most = sum(run.rows for run in runs)
     buckets = buckets_for(most)
     starts, fingerprints = np.zeros(buckets + 1, np.uint32), np.empty(most, np.uint8)
@@ -262,7 +274,8 @@ def _write(file: int, tag: str, width: int, runs: Sequence[Run], source: str, pr
             pages.pad()
         total = pages.end()
     _write_all(file, total.view(np.uint8), pages.at)
-    head = Head(tag, width, rows, buckets, source, layout.checksum(total.view(np.uint8)))
+    head = Head(tag, width, rows, buckets, source, layout.checksum(total.view(np.uint8)), **facts._asdict())
+    head = replace(head, content=content_fingerprint(head, total))
     _write_all(file, np.frombuffer(head.packed(), np.uint8), 0)
     return head
 

@@ -403,7 +403,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             return "it does not exist"
         record = self._records.get(tag)
         if record is None:
-            return "it has no rows, and no load of it is recorded" if self._is_empty(tag) else ""
+            return "it has no rows, and no load of it is recorded" if not self._beside_files and self._is_empty(tag) else ""
         if not record.complete:
             return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
         if record.rows_total and not record.modified and self._is_empty(tag):

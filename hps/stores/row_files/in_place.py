@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 1 << 30
 _COPY_BYTES: Final = 16 << 20
+_QUICK_BYTES: Final = 256 << 20  # of a file that is unpinned in milliseconds
 _NUMBER_SHIFT: Final = 33  # of a version, above the bits that count writes; see `version_without_map` in `cuda/row_file.cuh`
 _NO_MAP: Final = np.zeros(SEGMENTS_AT, np.uint64)
 _NO_SLABS: Final = np.empty(0, np.uint64)
@@ -115,7 +116,6 @@ class PinnedFile:
             file.head.rows,
             file.head.buckets,
             file.head.record_bytes,
-            self,
         )
 
     def _pin(self, address: int, progress: Callable[[int, int], None], *, read_only: bool) -> None:
@@ -149,12 +149,22 @@ class PinnedFile:
         return self._file is file
 
     def undo(self) -> None:
-        while self._pieces:
-            self._pinner.unpin(self._pieces.pop())
+        _unpin(self._pinner, self._pieces, self._file, self._copy)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # as for `PinnedPages`
+        if is_finalizing() or not self._pieces:  # as for `PinnedPages`
+            return
+        if self.size_bytes < _QUICK_BYTES:
             self.undo()
+        else:  # the last reference may be that of a lookup, which is not to wait
+            memory = (self._pinner, self._pieces, self._file, self._copy)
+            threading.Thread(target=_unpin, args=memory, name="hps-unpin", daemon=True).start()
+
+
+def _unpin(pinner: Pinner, pieces: list[int], *_memory: object) -> None:
+    """Unpin memory, which the caller keeps mapped by passing it."""
+    while pieces:
+        pinner.unpin(pieces.pop())
 
 
 class RowFileInPlace(HostTable):

@@ -58,7 +58,9 @@ class RowFile:
         except (ValueError, TypeError) as error:
             raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_ADVICE}") from error
         head = self.head
-        self.records: Records = self._part(np.uint32, head.records_at, head.rows * (2 + head.width)).reshape(head.rows, -1)
+        self.records: Records = self._part(np.uint32, head.records_at, head.rows * (2 + head.width)).reshape(
+            head.rows, 2 + head.width
+        )
         self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)

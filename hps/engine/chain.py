@@ -414,6 +414,11 @@ class DatabaseChain:
         return tier.database.host_table(table.tag)
 
     @property
+    def linked_tier(self) -> int:
+        """The place in `TIERS` of the database of `host_table`."""
+        return self._in_place.index if self._in_place else TIERS.index("volatile_db")
+
+    @property
     def in_place(self) -> Database | None:
         """The database of `host_table`."""
         return self._in_place.database if self._in_place else None

@@ -89,7 +89,7 @@ class PinnedFile:
         self._file, self._pinner = file, pinner
         self._pieces: list[int] = []
         self._copy: Pages | None = None
-        address, self.size_bytes = file.readable
+        head, address, self.size_bytes = file.head, file.content.ctypes.data, file.content.size
         self._check_room("pinning it")
         try:
             self._pin(address, progress, read_only=True)
@@ -108,15 +108,9 @@ class PinnedFile:
         except BaseException:
             self.undo()
             raise
-        moved = (self._copy.address if self._copy else address) - address
-        self.layout = FileLayout(
-            file.records.ctypes.data + moved,
-            file.starts.ctypes.data + moved,
-            file.fingerprints.ctypes.data + moved,
-            file.head.rows,
-            file.head.buckets,
-            file.head.record_bytes,
-        )
+        start = (self._copy.address if self._copy else address) - head.records_at  # of the file, if it began there
+        parts = (start + at for at in (head.records_at, head.starts_at, head.fingerprints_at))
+        self.layout = FileLayout(*parts, head.rows, head.buckets, head.record_bytes)
 
     def _pin(self, address: int, progress: Callable[[int, int], None], *, read_only: bool) -> None:
         for start in range(0, self.size_bytes, _PIECE_BYTES):
@@ -126,7 +120,7 @@ class PinnedFile:
             progress(start + size_bytes, self.size_bytes)
 
     def _copied(self) -> Pages:
-        source = self._file.readable_bytes
+        source = self._file.content
         pages = Pages(source.size, f"a copy of {self._file.path}", huge=True)
         target = pages.words().view(np.uint8)
 
@@ -216,6 +210,8 @@ class RowFileInPlace(HostTable):
                 kernels.insert, kernels.delete, kernels.rehash, kernels.retire, kernels.count_by_hash, kernels.show_all_holes
             )
             file = self._table.file
+            if file and not file.is_complete:
+                raise self._refused("its file is still being downloaded")
             pinned = PinnedFile(file, pinner, progress or (lambda done, total: None)) if file and file.head.rows else None
             try:
                 with self._table.alone(doing):

@@ -25,13 +25,15 @@ import numpy as np
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
 from hps.ground.key_sets import KeySet
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.download import Download
 from hps.stores.row_files.in_place import RowFileInPlace
+from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +104,20 @@ class _Load:
     runs: list[Run] = field(default_factory=list)  # the latest first
 
 
+def check_belongs(head: Head, place: object, tag: str, width: int) -> None:
+    """Check that a file has rows of a table; those of model versions name none.
+
+    Raises:
+        DatabaseCorruptError: it has others.
+    """
+    expected = (tag, width, row_dtype_of(tag))
+    if (head.tag or tag, head.width, head.row_dtype) != expected:
+        raise DatabaseCorruptError(
+            f"opening table {tag}: {place} holds rows of {head.width} words ({head.row_dtype}) of table {head.tag or 'any'}, "
+            f"expected {width} ({row_dtype_of(tag)}). {LOAD_ADVICE}"
+        )
+
+
 class RowTable:
     """Rows of one table. *Thread-safe.* One lock serialises writers; readers never take it."""
 
@@ -120,6 +136,7 @@ class RowTable:
         self._record = record
         self._load: _Load | None = None
         self._dropped = False
+        self._download: Download | None = None  # of the file that lookups read meanwhile
         self._recent: KeySet | None = None  # keys written while a new file is made
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
@@ -136,11 +153,7 @@ class RowTable:
                 )
             return None
         file = RowFile(self._rows_path)
-        if (file.head.tag, file.head.width) != (self.tag, self.width):
-            raise DatabaseCorruptError(
-                f"opening table {self.tag}: {self._rows_path} holds rows of {file.head.width} words of table {file.head.tag}, "
-                f"expected {self.width}. {LOAD_ADVICE}"
-            )
+        check_belongs(file.head, self._rows_path, self.tag, self.width)
         return file
 
     def _changed(self) -> KeySet:
@@ -255,7 +268,7 @@ class RowTable:
         with self._alone(doing):
             self._mark_modified()
             distinct = np.unique(check_keys(doing, keys))
-            count = int(self._present(distinct).sum())
+            count = int(self._present(distinct).sum()) if self._download is None else -1
             with self._noting(distinct):
                 self._changes.delete(self.tag, distinct)
             return count
@@ -303,7 +316,7 @@ class RowTable:
         state = self._state
         if self._recent is not None:
             self._recent.add(keys)
-        if state.file:
+        if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
         state.changed.add(keys)
@@ -410,7 +423,7 @@ class RowTable:
         doing = f"sealing table {self.tag}"
         with self._sealing:
             with self._alone(doing):
-                if self._load is not None or not len(self._state.changed):
+                if self._load is not None or self._download is not None or not len(self._state.changed):
                     return 0
                 self._recent = KeySet()
                 file = self._state.file
@@ -421,8 +434,10 @@ class RowTable:
                     self._changes.fetch(self.tag, keys, rows, there)
                     runs.insert(0, sorted_run(keys, rows, ~there))
                     snapshot.append(keys)
-                source = file.head.source if file else ""
-                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, progress=progress)
+                source, facts = "", RowFacts(row_dtype_of(self.tag))
+                if file:  # what is written online may have any key, and is not counted
+                    source, facts = file.head.source, facts._replace(dim=file.head.dim)
+                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
                 fresh = RowFile(self._rows_path)
                 self.in_place.prepare(fresh)
                 with self._alone(doing):
@@ -439,8 +454,97 @@ class RowTable:
             finally:
                 self._recent = None
 
+    def can_adopt(self, head: Head) -> bool:
+        """Return whether a file may become that of the table: it has none, or this one."""
+        file = self._state.file
+        return self._load is None and (file is None or (bool(file.head.content) and file.head.content == head.content))
+
+    def adopt(self, fresh: Path, record: LoadRecord) -> bool:
+        """Make a complete file under another name that of the table, as a load would; return False if it has another."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, before = RowFile(fresh), self._record.load
+            check_belongs(file.head, fresh, self.tag, self.width)
+            if not self.can_adopt(file.head):
+                return False
+            same = before is not None and before.fingerprint == record.fingerprint
+            if not same:
+                self._changes.forget_log(self.tag)
+                self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
+            fresh.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            changed = self._state.changed
+            if not same and len(changed):  # the loaded rows are later than rows of unknown origin
+                for keys in self._changes.changed_keys(self.tag):
+                    self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
+                changed = self._changed()
+            self._replace(RowFile(self._rows_path), changed)
+            modified = same and before is not None and before.modified
+            self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
+            return True
+
+    def download(self, file: RowFileSource, head: Head, record: LoadRecord) -> Download | None:
+        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
+        doing = f"adopting {file.place} for table {self.tag}"
+        with self._sealing:
+            if self._download is not None:
+                return self._download if self._download.head.content == head.content else None
+            before = self._record.load
+            same = before is not None and before.fingerprint == record.fingerprint
+            if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
+                return None
+            name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
+            download = Download(file, head, name, lambda: self._finish_download(download))
+            try:
+                state = _State(RowFile(download.partial, download), self._state.changed)
+                with self._alone(doing):
+                    if not same:
+                        self._changes.forget_log(self.tag)
+                    modified = same and before is not None and before.modified
+                    self._put(replace(record, rows_done=0, checksum="", modified=modified))
+                    self._state, self._download, self._shadowed = state, download, 0
+                    self.in_place.close()  # what is not here yet cannot be pinned
+            except BaseException:
+                download.stop(self._write_timeout_s)
+                raise
+            return download
+
+    def _finish_download(self, download: Download) -> None:
+        """Make the complete file that of the table."""
+        with self._sealing, self._alone(f"completing the download of table {self.tag}"):
+            load = self._record.load
+            if self._download is not download or load is None:
+                raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
+            download.partial.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            self._replace(RowFile(self._rows_path), self._state.changed)
+            self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
+            self._download = None
+
+    def has_adopted(self, head: Head, record: LoadRecord) -> bool:
+        """Return whether the table has a complete file of this content already, which was adopted with this record."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, load = self._state.file, self._record.load
+            if file is None or self._download is not None or load is None or load.fingerprint != record.fingerprint:
+                return False
+            if not head.content or file.head.content != head.content:
+                return False
+            if not load.complete:  # the process ended between the file's name and the record
+                self._put(replace(record, modified=load.modified, loaded_at_us=time.time_ns() // 1000))
+            return True
+
+    def download_progress(self) -> tuple[int, int] | None:
+        """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""
+        download = self._download
+        return None if download is None else (download.bytes_there, download.head.size_bytes)
+
+    def stop_download(self) -> None:
+        """End a download, which a later one of the same file continues."""
+        if (download := self._download) is not None:
+            download.stop(self._write_timeout_s)
+
     def retire(self) -> None:
         """Refuse writes from now on."""
         with self._sealing, self._alone(f"dropping table {self.tag}"):
             self._dropped = True
             self.in_place.close()
+        self.stop_download()

@@ -231,14 +231,14 @@ def _check_table(
     wrong_width: bool,
 ) -> tuple[int, int]:
     """Return width and rows of a table's files."""
-    from hps.models.deltas import open_table_files
-    from hps.models.files import SparseModel, stored_shape
+    from hps.models.deltas import DeltaModel, open_table_files
+    from hps.models.sealed import stored_shape_of
 
     if wrong_width:
-        return stored_shape(source.place, sources)
+        return stored_shape_of(source.place, sources)
     files = open_table_files(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
     files.verify()
-    if isinstance(files, SparseModel):
+    if not isinstance(files, DeltaModel):
         files.check_format()
     return table.dim, files.rows
 

@@ -56,6 +56,7 @@ from hps.configuration.fields import (
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
+from hps.ground.shares import MOST_SHARES, TableShare
 from hps.types import ROW_DTYPES, TableSpec
 
 FIRST_VERSION: Final = "1"
@@ -210,6 +211,22 @@ class VersionConfig(Section):
     dense: DenseConfig | None = None
 
 
+class ShardConfig(Section):
+    """`models[].shard`: the share of every table that a server holds."""
+
+    model_config = ConfigDict(title="models[].shard")
+
+    index: NonNegative
+    of: Annotated[Integer, Field(ge=1, le=MOST_SHARES)]
+
+    @field_validator("of")
+    @classmethod
+    def _check_index(cls, value: int, info: ValidationInfo) -> int:
+        if (index := info.data.get("index", 0)) >= value:
+            raise problem(f"got index {index} of {value} shares, expected an index from 0 to {value - 1}")
+        return value
+
+
 def _float32_rows(tables: int) -> tuple[RowDtype, ...]:
     row_dtype: RowDtype = "float32"
     return (row_dtype,) * tables
@@ -283,6 +300,7 @@ class ModelConfig(Section):
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
+    shard: ShardConfig | None = None
 
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Integer, Field(ge=1, le=65536)] = 64
@@ -308,6 +326,11 @@ class ModelConfig(Section):
     cache_size_percentage_redis: Ignored = None
 
     @property
+    def share(self) -> TableShare | None:
+        """The share of every table that this server holds; None for all rows."""
+        return None if self.shard is None or self.shard.of == 1 else TableShare(self.shard.index, self.shard.of)
+
+    @property
     def tables(self) -> tuple[TableSpec, ...]:
         """The tables of this version, in the order of their ids."""
         slot = "" if self.version == FIRST_VERSION else self.version
@@ -320,7 +343,7 @@ class ModelConfig(Section):
             strict=True,
         )
         return tuple(
-            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot, row_dtype)
+            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot, row_dtype, self.share)
             for name, dim, default, maxnum, row_dtype in columns
         )
 

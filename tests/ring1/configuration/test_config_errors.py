@@ -96,7 +96,11 @@ TOP_VALUES = [
     ("volatile_db.overflow_resolution_target", 80, "got 80, expected at most 1; it is a share, so write 0.8 for 80 %"),
     ("volatile_db.update_filters", ["("], "not a regular expression: missing ), unterminated subpattern at position 0"),
     ("volatile_db.max_get_batch_size", "x", 'got "x", expected a whole number'),
-    ("persistent_db.type", "hash_map", 'got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db, row_files'),
+    (
+        "persistent_db.type",
+        "hash_map",
+        'got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db, row_files',
+    ),
     ("persistent_db.backend", "none", 'got "rocks_db" here and "disabled" as ... name of this key; write one of them'),
     ("persistent_db.path", "", 'got "", expected a path or URI that is not empty and has no NUL character'),
     ("volatile_db.options", {"a": 1}, "got options for redis_cluster, ... databases of other packages take options"),

@@ -149,7 +149,7 @@ class _KnownShares:
 
         Args:
             servers: number of all servers.
-            resting: servers that are not asked.
+            resting: servers that are not asked, unless no server has answered yet.
             now: also ask those that were asked a short time ago.
         """
         complete = bool(self.layouts) and not self.layouts[0].missing
@@ -157,7 +157,7 @@ class _KnownShares:
         return [
             server
             for server in range(servers)
-            if server not in resting
+            if not (server in resting and self.declared)
             and not (complete and server in self.declared and server not in self._doubtful)
             and (open_ or self._asks.get(server, (0.0, 0.0))[0] <= at)
         ]
@@ -236,7 +236,7 @@ class Router:
         for _ in range(_MOST_LAYOUTS_TRIED):
             layout = known.best(count, failed)
             if layout is None and known.is_split:
-                break
+                raise failure if isinstance(failure, MissingShareError) else self._refusal(shares.model, known)
             try:
                 if layout is not None and layout.of > 1:
                     return (yield from self._route_shares(keys, call, shares, layout, known))

@@ -227,6 +227,16 @@ class ShardConfig(Section):
         return value
 
 
+def _read_shard(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        share = TableShare.parse(value)
+    except ValueError:
+        raise expected('{"index": 1, "of": 4} or "1/4"') from None
+    return {"index": share.index, "of": share.of}
+
+
 def _float32_rows(tables: int) -> tuple[RowDtype, ...]:
     row_dtype: RowDtype = "float32"
     return (row_dtype,) * tables
@@ -300,7 +310,7 @@ class ModelConfig(Section):
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
-    shard: ShardConfig | None = None
+    shard: Annotated[ShardConfig | None, BeforeValidator(_read_shard)] = None
 
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Integer, Field(ge=1, le=65536)] = 64
@@ -489,6 +499,17 @@ def _without_misses_by_link(model: ModelConfig) -> str:
     return "miss_path is copy" if model.miss_path == "copy" else ""
 
 
+def _unshareable(model: ModelConfig, others: dict[str, Any]) -> str:
+    """Return why a server cannot hold a share of a model; empty if it can."""
+    volatile = others.get("volatile_db")
+    if model.share is None or volatile is None or volatile.type != "redis_cluster":
+        return ""
+    return (
+        f"model {model.model}: shard {model.share} with volatile_db redis_cluster, which servers of all shares would use; "
+        "expected a volatile_db in this process or none, or no shard, since Redis holds the rows of all servers"
+    )
+
+
 def _unfollowable(tiers: list[Any]) -> str:
     """Return why no database can store the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
@@ -568,6 +589,8 @@ class Configuration(Section):
     def _require_models(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
         if not value and not info.data.get("model_repository"):
             raise problem("got none, expected at least one model, or a model_repository")
+        if texts := [text for model in value if (text := _unshareable(model, info.data))]:
+            raise problem(texts[0])
         names = {"*", *(model.model for model in value)}
         service = info.data.get("service")
         if service and not info.data.get("model_repository") and (others := set(service.load_models) - names):

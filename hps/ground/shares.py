@@ -1,6 +1,7 @@
 """Shares of a table: which of several servers holds a key.
 
-A share is a range of the keys' hash, and so one contiguous range of a row file, which is sorted by that hash.
+The hash of shares is independent of `mix`, by which caches, hash maps, sets of keys and row files place a key: the keys of a
+range of `mix` would fill a part of the sets of a cache, and of a hash map the buckets of that part many times over.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import numpy.typing as npt
 
 MOST_SHARES: Final = 1 << 16
 """Largest number of shares of a table."""
+
+SHARE_SEED: Final = np.int64(-0x61C8864680B583EB)
+"""Combined with a key by exclusive or before it is mixed. It must not change: clients and servers of other releases use it."""
 
 # `mix` of `hashing.py` in NumPy: clients route keys by it, and must not import numba, which takes a second. A test compares the
 # two.
@@ -25,11 +29,11 @@ def share_indices(
     keys: npt.NDArray[np.int64],  # (n,)
     of: int,
 ) -> npt.NDArray[np.int64]:  # (n,)
-    """Return the share of each key: `scale(mix(key), of)` of `hashing.py`."""
+    """Return the share of each key: `scale(mix(key ^ SHARE_SEED), of)` of `hashing.py`."""
     indices = np.empty(keys.shape, np.int64)
     for start in range(0, keys.size, _PIECE_KEYS):
         piece = slice(start, start + _PIECE_KEYS)
-        indices[piece] = ((_mixed(keys[piece]) >> _HALF) * np.uint64(of)) >> _HALF
+        indices[piece] = ((_mixed(keys[piece] ^ SHARE_SEED) >> _HALF) * np.uint64(of)) >> _HALF
     return indices
 
 
@@ -75,14 +79,6 @@ class TableShare:
         """Return for each key whether it belongs to the share, (n,) bool."""
         owned: npt.NDArray[np.bool_] = share_indices(keys, self.of) == self.index
         return owned
-
-    def bounds(self, buckets: int) -> tuple[int, int]:
-        """Return the range [first, stop) of the buckets of a row file that contain the share.
-
-        The first and the last bucket may also have rows of the shares beside it.
-        """
-        first, stop = (-(-(edge << 32) // self.of) for edge in (self.index, self.index + 1))  # upper halves of the hashes
-        return first * buckets >> 32, ((stop - 1) * buckets >> 32) + 1
 
     def most_rows(self, rows: int) -> int:
         """Bound the rows of a share of a table: the mean, and six standard deviations of hashed keys."""

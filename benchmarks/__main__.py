@@ -28,6 +28,7 @@ CASES = {  # name: what is measured, and beside what
     "gpu_cache": "GPU: kernels of the cache, beside a plain gather and torch",
     "gpu_lookup": "GPU: whole lookups from Python, prepared or not and through a layer, beside torch; a warm-up",
     "misses": "GPU: misses by the link and by a copy, beside a gather over the link",
+    "file_misses": "GPU: misses by the link from a row file, beside the hash map, and the start of one",
     "sharing": "GPU: devices that share the rows of a cache, beside copies on each, and a gather from both memories",
     "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
     "scores": "scores of a whole model over HTTP, beside a plain FastAPI application (GPU or CPU)",

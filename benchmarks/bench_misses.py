@@ -1,12 +1,14 @@
 """What a miss of the GPU's cache costs when its vector is in the hash map: read in place over the link, or fetched and copied.
 
 `link` is a cache that is attached to the hash map, `index` one that keeps the map's index on the device, `copy` one that is not
-attached, and `link, dense` one that is attached to a dense table of the same keys. Limit of the misses: a plain kernel that
+attached, `link, dense` one that is attached to a dense table of the same keys, and `file` one that is attached to a row file of
+them, in page cache. `int8` rows have elements of 0 to 255. Limit of the misses: a plain kernel that
 copies the same pinned rows from known addresses in ascending order, in the same run; in the order of the keys it is given
 beside it. It runs many times in a row, so that translations of addresses are at hand; where keys come by popularity, `link_us`
 is what it takes for the rows that such a lookup misses, after other work on the device.
 
-Every float of every timed answer is compared on the device.
+Every float of every timed answer is compared on the device. The start of a row file is timed from opening the database to a
+cache that is attached and has a tenth of the rows.
 
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
 """
@@ -15,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import cupy
@@ -30,10 +34,14 @@ from hps.engine.coalescing import FetchCoalescer
 from hps.engine.session import CachedSession, SessionSettings
 from hps.errors import HPSError
 from hps.ground.hashing import mix
-from hps.ground.memory.host_tables import HostTable
+from hps.ground.memory.host_tables import FileLayout, HostTable
+from hps.ground.rows import encode
 from hps.statistics.metrics import Metrics
+from hps.stores.base import LoadRecord
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import U0, row_of, search, vector_of
+from hps.stores.row_files.database import RowFilesDatabase
+from hps.stores.row_files.row_file import RowFile
 from hps.tensors.batch import Batch
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -57,11 +65,13 @@ gather(const unsigned long long* addresses, float4* out, unsigned n, unsigned un
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-count_wrong(const long long* keys, const float* out, unsigned long long n, unsigned dim, unsigned long long* wrong) {
+count_wrong(const long long* keys, const float* out, size_t n, unsigned dim, unsigned most, unsigned long long* wrong) {
     unsigned found = 0;
     for (unsigned long long i = blockIdx.x * 256ull + threadIdx.x; i < n * dim; i += gridDim.x * 256ull) {
         const long long value = keys[i / dim] * 2654435761ll + static_cast<long long>(i % dim) * 40503ll;
-        found += !(out[i] == static_cast<float>((value >> 7) & 0xFFFFFF));
+        const unsigned j = i % dim;
+        const unsigned expected = most == 255 && j < 2 ? j * 255 : (value >> 7) & most;
+        found += !(out[i] == static_cast<float>(expected));
     }
     if (found) atomicAdd(wrong, static_cast<unsigned long long>(found));
 }
@@ -92,11 +102,13 @@ def run(report: Report, quick: bool) -> None:
 
 
 @njit(nogil=True)
-def _fill(keys, vectors):  # type: ignore[no-untyped-def]
+def _fill(keys, vectors, most):  # type: ignore[no-untyped-def]
     for i in range(keys.size):
         base = keys[i] * 2654435761
         for j in range(vectors.shape[1]):
-            vectors[i, j] = np.float32(((base + j * 40503) >> 7) & 0xFFFFFF)
+            vectors[i, j] = np.float32(((base + j * 40503) >> 7) & most)
+        if most == 255:  # the elements are their codes
+            vectors[i, 0], vectors[i, 1] = 0, 255
 
 
 @njit(nogil=True)
@@ -107,42 +119,52 @@ def _find(layout, keys, addresses):  # type: ignore[no-untyped-def]
 
 
 class Table:
-    """Rows 0 to `rows` - 1 in the hash map; their vectors can be computed from their keys. *One per thread.*"""
+    """Rows 0 to `rows` - 1 in the hash map; their vectors can be computed from their keys. *One per thread.*
 
-    def __init__(self, rows: int, dim: int, dense: bool = False) -> None:
+    Attributes:
+        most: bits of the largest element.
+    """
+
+    def __init__(self, rows: int, dim: int, dense: bool = False, row_dtype: str = "float32") -> None:
         self.rows = rows
         self.dense = dense
         self.dim = dim
-        self.spec = TableSpec("bench", f"items{dim}", dim, 0.0, 1 << 20)
-        self.database = HashMapDatabase()
-        self.database.open_table(self.spec.tag, dim)
-        self.database.reserve(self.spec.tag, rows, [np.arange(rows)] if dense else ())
+        self.spec = TableSpec("bench", f"items{dim}", dim, 0.0, 1 << 20, row_dtype=row_dtype)
+        self.most = 0xFF if row_dtype == "int8" else 0xFFFFFF
         self.host: HostTable | None = None
         self._caches: list[CupyCache] = []
         self._sessions: dict[str, tuple[CachedSession, Metrics]] = {}
+        self.database: HashMapDatabase | RowFilesDatabase = self._filled()
+        ids = np.random.default_rng(31337).permutation(rows).astype(np.int64, copy=False)
+        self.by_rank = torch.from_numpy(ids).to(_DEVICE)
+
+    def _filled(self) -> HashMapDatabase | RowFilesDatabase:
+        rows, database = self.rows, HashMapDatabase()
+        database.open_table(self.spec.tag, self.spec.width)
+        database.reserve(self.spec.tag, rows, [np.arange(rows)] if self.dense else ())
         step = 1 << 18
         with ThreadPoolExecutor(6) as pool:  # a batch is written while the next ones are made
             made = [pool.submit(self._batch, start, min(start + step, rows)) for start in range(0, min(rows, 6 * step), step)]
             for start in range(0, rows, step):
-                self.database.insert(self.spec.tag, *made.pop(0).result())
+                database.insert(self.spec.tag, *made.pop(0).result())
                 later = start + 6 * step
                 if later < rows:
                     made.append(pool.submit(self._batch, later, min(later + step, rows)))
-        ids = np.random.default_rng(31337).permutation(rows).astype(np.int64, copy=False)
-        self.by_rank = torch.from_numpy(ids).to(_DEVICE)
+        return database
 
     def _batch(self, start: int, stop: int) -> tuple[KeyArray, FloatArray]:
         keys = np.arange(start, stop, dtype=np.int64)
-        return keys, self.vectors(keys)
+        return keys, encode("filling", self.vectors(keys), self.spec.row_dtype)
 
     def axes(self, path: str, n: int) -> dict[str, Any]:
         """Axes of a row of the results."""
-        return {"path": f"{path}, dense" if self.dense else path, "keys": n, "dim": self.dim, "rows": self.rows}
+        axes = {"path": f"{path}, dense" if self.dense else path, "keys": n, "dim": self.dim, "rows": self.rows}
+        return axes if self.spec.row_dtype == "float32" else axes | {"row_dtype": self.spec.row_dtype}
 
     def vectors(self, keys: KeyArray) -> FloatArray:
         """The rows of keys, (n, dim)."""
         vectors = np.empty((keys.size, self.dim), np.float32)
-        _fill(keys, vectors)
+        _fill(keys, vectors, self.most)
         return vectors
 
     def cache(self, path: str, capacity: int = 0) -> CupyCache:
@@ -181,6 +203,8 @@ class Table:
         layout = None if self.host is None else self.host.layout()
         if layout is None:
             raise RuntimeError("the table is not pinned")
+        if layout.file is not None:
+            return self._addresses_in(layout.file, keys)
         found = np.empty(keys.size, np.uint64)
         with ThreadPoolExecutor(8) as pool:
             pairs = zip(np.array_split(keys, 8), np.array_split(found, 8), strict=True)
@@ -188,6 +212,9 @@ class Table:
         if not found.all():
             raise RuntimeError("a key is not in the table: the layout is not what this benchmark takes it for")
         return found
+
+    def _addresses_in(self, file: FileLayout, keys: KeyArray) -> np.ndarray:
+        raise RuntimeError("the table is in a hash map")
 
     def close(self) -> None:
         """Give the memory of both sides back."""
@@ -198,16 +225,88 @@ class Table:
         torch.cuda.empty_cache()
 
 
+class FileTable(Table):
+    """Likewise, in a row file of a directory of its own."""
+
+    def _filled(self) -> RowFilesDatabase:
+        self._directory = TemporaryDirectory()
+        database = RowFilesDatabase(self._directory.name)
+        database.open_table(self.spec.tag, self.spec.width)
+        step = 1 << 20
+        for start in range(0, self.rows, step):
+            batch = self._batch(start, min(start + step, self.rows))
+            database.load_chunk(self.spec.tag, *batch, LoadRecord("bench", self.rows, self.rows))
+        database.finish_load(self.spec.tag)
+        return database
+
+    def _addresses_in(self, file: FileLayout, keys: KeyArray) -> np.ndarray:
+        """Where the records of keys lie, behind which the rows do."""
+        mapped = RowFile(next(Path(self._directory.name).glob("tables/*.rows")))
+        with ThreadPoolExecutor(8) as pool:
+            numbers = np.concatenate(list(pool.map(mapped.numbers, np.array_split(keys, 8))))
+        found: np.ndarray = file.records + numbers.astype(np.uint64) * np.uint64(file.record_bytes)
+        return found
+
+    def start(self, report: Report) -> None:
+        """Time a start, up to a cache with a tenth of the rows; earlier caches are closed."""
+        super().close()
+        warm = self.by_rank[: self.rows // 10].cpu().numpy()
+        begun = time.perf_counter()
+        self.database = RowFilesDatabase(self._directory.name)
+        self.database.open_table(self.spec.tag, self.spec.width)
+        figures = {"open_s": time.perf_counter() - begun}
+        cache = CupyCache.create([self.spec], [self.rows // 10], 0)
+        self._caches.append(cache)
+        allocated = time.perf_counter()
+        if refusal := cache.attach(0, self.database.host_table(self.spec.tag), authoritative=True):
+            raise RuntimeError(f"the table cannot be read in place: {refusal}")
+        figures["attach_s"] = time.perf_counter() - allocated
+        buffer, step = cache.host_buffer((1 << 16, self.spec.width), np.float32), 1 << 16
+        for first in range(0, warm.size, step):
+            keys = warm[first : first + step]
+            found = np.zeros(keys.size, np.bool_)
+            self.database.fetch(self.spec.tag, keys, buffer[: keys.size], found)
+            require(bool(found.all()), "a row that is loaded")
+            cache.insert(0, keys, buffer[: keys.size])
+        figures["all_s"] = time.perf_counter() - begun
+        keys = self.by_rank[:4096].contiguous()
+        out = torch.full((4096, self.dim), torch.nan, device=_DEVICE)
+        lookup = cache.create_lookup()
+        lookup.query(Batch.of(0, keys, out))
+        lookup.finish()
+        check(keys, out, self.most)
+        report.add({"work": "start", **self.axes("file", warm.size)}, figures)
+
+    def close(self) -> None:
+        super().close()
+        self._directory.cleanup()
+
+
+def files(report: Report, quick: bool) -> None:
+    """Measure a row file beside the hash map of the same rows."""
+    for rows, dim, row_dtype in [(1 << 17, 128, "float32")] if quick else [(1 << 24, 128, "float32"), (1 << 24, 128, "int8")]:
+        for kind, path in ((Table, "index"), (FileTable, "file")):
+            about = f"{rows} {row_dtype} rows x {dim}, {path}"
+            table = report.part(f"filling {about}", 120, partial(kind, rows, dim, row_dtype=row_dtype))
+            if table is None:
+                continue
+            report.part(f"misses, {about}", 60, partial(_misses, report, table, path, quick))
+            report.part(f"mixed, {about}", 45, partial(_mixed, report, table, path, quick))
+            if isinstance(table, FileTable):
+                report.part(f"start, {about}", 60, partial(table.start, report))
+            report.part(f"closing {about}", 30, table.close)
+
+
 @lru_cache
 def _kernel(name: str, ahead: int = 1) -> Any:
     return cupy.RawModule(code=f"#define AHEAD {ahead}\n{_KERNELS}").get_function(name)
 
 
-def check(keys: Any, out: Any) -> None:
+def check(keys: Any, out: Any, most: int = 0xFFFFFF) -> None:
     """Compare every float of (n, dim) answers with what their keys say."""
     n, dim = out.shape
     wrong = torch.zeros(1, dtype=torch.int64, device=_DEVICE)
-    arguments = (keys.data_ptr(), out.data_ptr(), np.uint64(n), np.uint32(dim), wrong.data_ptr())
+    arguments = (keys.data_ptr(), out.data_ptr(), np.uint64(n), np.uint32(dim), np.uint32(most), wrong.data_ptr())
     _kernel("count_wrong")((2048,), (256,), arguments)
     require(not wrong.item(), f"an answer ({int(wrong.item())} of {n * dim} floats)")
 
@@ -294,7 +393,7 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
             except HPSError as error:  # this cache cannot do that
                 figures[f"{name}error"] = str(error)
                 continue
-            check(keys[base : base + calls].reshape(-1), outs.view(-1, table.dim))
+            check(keys[base : base + calls].reshape(-1), outs.view(-1, table.dim), table.most)
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
         figures |= _gathered(table, keys[base : base + calls], outs, figures)
         report.add({"work": "misses", **table.axes(path, n)}, figures)
@@ -303,8 +402,9 @@ def _misses(report: Report, table: Table, path: str, quick: bool) -> None:
 
 def _gathered(table: Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[str, Any]:
     """What a plain kernel takes for the same rows, in the order of their place and in that of the keys."""
-    if table.host is None or table.host.layout() is None:
-        return {}
+    layout = None if table.host is None else table.host.layout()
+    if layout is None or layout.file is not None or table.spec.row_dtype != "float32":
+        return {}  # the plain kernel reads rows of whole units
     calls, n = keys.shape
     found = table.addresses(keys.cpu().numpy().reshape(-1)).reshape(calls, n)
     order = np.argsort(found, axis=1)
@@ -391,11 +491,11 @@ def _mixed(report: Report, table: Table, path: str, quick: bool) -> None:
             except HPSError as error:
                 figures[f"{name}error"] = str(error)
                 continue
-            check(torch.cat(batches), outs.view(-1, table.dim))
+            check(torch.cat(batches), outs.view(-1, table.dim), table.most)
             admitted = session.cache.stats(0).inserts - admitted  # type: ignore[union-attr]
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
             figures[f"{name}admitted_per_key"] = admitted / (calls * n)
-        if path != "copy":
+        if path not in ("copy", "file") and table.spec.row_dtype == "float32":
             needed = _link_us(table, session.cache, _traffic(table, n, 5, random), outs[0])  # type: ignore[arg-type]
             figures |= {"link_us": needed, "of_link": needed / (n / figures["mkeys_per_s"])}
         done += 3 * calls // 20 * 20
@@ -457,7 +557,7 @@ def _small(report: Report, table: Table, path: str, quick: bool) -> None:
         batches = [Batch.of(0, keys, outs[i % 16]) for i, keys in enumerate(sets)]
         figures = _answers(lambda i: session.run(batches[i % len(sets)]), calls)
         for i in range(calls - 16, calls):
-            check(sets[i % len(sets)], outs[i % len(sets) % 16])
+            check(sets[i % len(sets)], outs[i % len(sets) % 16], table.most)
         return figures
 
     axes = table.axes(path, n)

@@ -32,6 +32,7 @@
 #include "embedding_cache.cuh"
 #include "rows.cuh"
 #include "host_table.cuh"
+#include "row_file.cuh"
 #include "sharing.cuh"
 #include "writer.cuh"
 #include "admission.cuh"
@@ -55,7 +56,8 @@ constexpr u32 FEW_A_WARP = HPS_FEW_A_WARP;  // misses, at most READ_AT_ONCE: of 
 constexpr u32 MOST_BIN_BITS = 10;
 constexpr u32 MOST_BINS = 1 << MOST_BIN_BITS;
 
-constexpr bool BY_PARTS = PACKED || HPS_OUT != 0;  // rows are read by parts, and admitted from the staged ones alone
+// Rows are read by parts, and admitted from the staged ones alone.
+constexpr bool BY_PARTS = PACKED || HPS_OUT != 0 || HPS_ROW_FILES;
 
 struct AnswerSegment {
     Table table;                      // of the cache
@@ -220,29 +222,44 @@ __device__ __forceinline__ void write_part(OutUnit* row, u32 dim, u32 part, cons
     }
 }
 
-// Copy rows of the host to their outputs and, as far as they are to be admitted from there, to the staged rows; see `read_host`.
-// `to` are the positions of the tiles' outputs, `first` the staged row of the first.
-__device__ __forceinline__ u32 copy_answers(const AnswerSegment& segment, u64 source, const u32* to, u32 first) {
+// Write a part of a row to its output and, as far as it is to be admitted from there, to the staged rows. `to` are the positions of
+// the tiles' outputs, `first` the staged row of the first.
+__device__ __forceinline__ void store_part(const AnswerSegment& segment, const u32* to, u32 first, u32 of, u32 part, const uint4& words,
+                                           u32 last) {
     const u32 units = units_of(segment.units), dim = units * UNIT, format = format_of(segment.units);
-    if constexpr (!BY_PARTS) {
+    OutUnit* const row = segment.out + static_cast<u64>(to[of]) * units;
+    if (first + of < segment.staged_rows) {
+        segment.staged[static_cast<u64>(first + of) * staged_parts(width_of(format, dim)) + part] = words;
+    }
+    switch (format) {
+        case FLOAT32: write_part<FLOAT32>(row, dim, part, words, last); break;
+        case FLOAT16: write_part<FLOAT16>(row, dim, part, words, last); break;
+        case BFLOAT16: write_part<BFLOAT16>(row, dim, part, words, last); break;
+        case INT8: write_part<INT8>(row, dim, part, words, last); break;
+    }
+}
+
+// Read the rows of up to 8 keys, one a tile of 4 lanes, to their outputs and the staged rows; see read_host and store_part.
+template <bool LOOKS>
+__device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegment& segment, i64 key, bool asks, u64 version,
+                                         const u32* to, u32 first) {
+    const u32 units = units_of(segment.units), width = width_of(format_of(segment.units), units * UNIT);
+    const auto store = [&](u32 of, u32 part, const uint4& words, u32 last) { store_part(segment, to, first, of, part, words, last); };
+#if HPS_ROW_FILES
+    const auto copy = [&](u64 source, u32& matched) { return copy_records(source, key, width, matched, store); };
+    return read_row_file<LOOKS>(segment.layout, key, asks, version, width, request.patience, request.zero, copy);
+#else
+    const auto copy = [&](u64 source) {
+        if constexpr (BY_PARTS) return copy_parts(source, width, store);
         return copy_units(source, units, [&](u32 of, u32 unit, const Unit& value) {
             stream_out(segment.out + static_cast<u64>(to[of]) * units + unit, narrowed(value));
             if (first + of < segment.staged_rows) {
                 reinterpret_cast<Unit*>(segment.staged)[static_cast<u64>(first + of) * units + unit] = value;
             }
         });
-    }
-    const u32 width = width_of(format, dim), parts = staged_parts(width);
-    return copy_parts(source, width, [&](u32 of, u32 part, const uint4& words, u32 last) {
-        OutUnit* const row = segment.out + static_cast<u64>(to[of]) * units;
-        if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * parts + part] = words;
-        switch (format) {
-            case FLOAT32: write_part<FLOAT32>(row, dim, part, words, last); break;
-            case FLOAT16: write_part<FLOAT16>(row, dim, part, words, last); break;
-            case BFLOAT16: write_part<BFLOAT16>(row, dim, part, words, last); break;
-            case INT8: write_part<INT8>(row, dim, part, words, last); break;
-        }
-    });
+    };
+    return read_host<LOOKS>(segment.layout, key, asks, version, request.patience, request.zero, copy);
+#endif
 }
 
 // Admit up to 4 keys that were found, one a tile of 8 lanes; for whole warps. `row` is the key's among `out`, `staged_row` among
@@ -287,9 +304,7 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
             if (lane < READ_AT_ONCE) to[lane] = position;
             __syncwarp();
             const u64 epoch = load_acquire(&segment.link->epoch);
-            const auto copy = [&](u64 source) { return copy_answers(segment, source, to, first); };
-            const u32 read = read_host<true>(segment.layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1,
-                                             request.patience, request.zero, copy);
+            const u32 read = read_rows<true>(request, segment, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first);
             state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
             __syncwarp();
             if (caches(segment)) {
@@ -351,6 +366,12 @@ __device__ __forceinline__ void read_versions(const Answer& request, u64* versio
         if (segment.layout == nullptr) continue;
         const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(segment.layout));
         const u32 stripe = i & ((1 << STRIPE_BITS) - 1);
+#if HPS_ROW_FILES
+        if (layout != nullptr && layout->versions == 0) {
+            versions[i] = version_without_map(layout);
+            continue;
+        }
+#endif
         versions[i] = layout == nullptr ? 1 : load_host_word(layout->versions + VERSION_BYTES * stripe);
     }
 }
@@ -422,8 +443,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         __syncwarp();
         if (asks && lane % 4 == 0) to[tile] = request.missing_positions[leader];
         __syncwarp();
-        const auto copy = [&](u64 source) { return copy_answers(segment, source, to, first); };
-        u32 state = read_host<LOOKS>(segment.layout, key, asks, version, request.patience, request.zero, copy);
+        u32 state = read_rows<LOOKS>(request, segment, key, asks, version, to, first);
         if (!LOOKS && version & 1) state = LEFT;
         if (asks && lane % 4 == 0) request.states[leader] = state;
     }
@@ -540,6 +560,16 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     __shared__ u32 positions[WARPS][READ_AT_ONCE];
     __shared__ Admissions counts[WARPS];
     u32* const to = positions[threadIdx.x / 32];
+#if HPS_ROW_FILES
+    __shared__ u64* running;
+    if (threadIdx.x == 0) {
+        running = nullptr;
+        for (u32 s = 0; s < request.segment_count && running == nullptr; ++s) {  // all links of a cache have the same
+            if (request.segments[s].link != nullptr) running = enter_readers(request.segments[s].link->readers);
+        }
+    }
+    __syncthreads();
+#endif
     if (misses <= request.few) {
         answer_few(request, parts, to, counts[threadIdx.x / 32]);
     } else {
@@ -549,6 +579,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
+#if HPS_ROW_FILES
+        if (running != nullptr) leave_readers(running);
+#endif
         __threadfence();
         last = atomicAdd(&request.progress->finished, 1) == min(gridDim.x, parts.total) - 1;
         __threadfence();

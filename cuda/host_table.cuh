@@ -41,6 +41,18 @@ constexpr u32 READ_AT_ONCE = 8;    // keys of a warp: one for each tile of 4 lan
 constexpr u32 STRIPE_BITS = 10;    // of a hash, the upper ones
 constexpr u32 VERSION_BYTES = 64;  // from one version to the next: reads of one line of the host's memory wait for each other
 
+// A row file of a table (hps/stores/row_files/layout.py).
+struct RowFile {
+    u64 records;         // address, in host memory
+    const u32* starts;   // of the buckets, modulo 2^32
+    const u8* fingerprints;
+    u64 rows;            // 0: there is no file
+    double rows_a_bucket;
+    u64 number;          // of the file with its map of changed rows, which no others of the table have
+    u32 buckets;
+    u32 record_bytes;
+};
+
 // Where a table lies (HostLayout in hps/host_tables.py), in device memory. Never changed once it is there.
 struct HostLayout {
     const HostLayout* self;
@@ -54,6 +66,13 @@ struct HostLayout {
     u64 dense_rows;                   // keys below it have the row of their own number
     const u64* mirrored;              // the versions of the stripes that the mirror was copied at, in device memory; null without one
     u64 mirrors[MOST_SEGMENTS];       // of each segment the address of its copy, in device memory
+    RowFile file;                     // row_file.cuh; of other tables all 0
+};
+
+// Counts the blocks that read layouts of a cache's row files, in device memory: those that began in an even and in an odd phase.
+struct Readers {
+    u64 phase;
+    u64 running[2];
 };
 
 // What lookups of one attached table share, in device memory.
@@ -61,6 +80,7 @@ struct Link {
     const HostLayout* current;  // for captured lookups; null: it cannot be read any more
     u64 epoch;                  // odd while the table is modified; two more after each modification
     u64 counters[4];            // of lookups that nobody waits for: keys missed, linked, absent, unread
+    Readers* readers;           // of row files
 };
 
 // What became of a key.
@@ -195,6 +215,82 @@ __device__ __forceinline__ u32 copy_parts(u64 source, u32 width, Store store) {
     return copied;
 }
 
+// Where the map has the keys of the tiles.
+struct Look {
+    u64 source;  // address of the row, or 0
+    bool absent;
+    bool moved;  // it is to be read by the present layout
+};
+
+// Look up the keys of `asks` in the map; for whole warps. `version` is that of the key's stripe.
+__device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 hashed, u64 version, bool asks) {
+    const u32 lane = threadIdx.x % 32, tile = lane / 4;
+    const u32 part = lane % 8, group = lane / 8;  // 8 lanes read the whole bucket of a key, 16 bytes each
+    const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
+    u64 start = layout->segments[2 * segment];
+    const u64 buckets = layout->segments[2 * segment + 1];
+    if (layout->mirrored != nullptr) {
+        if (asks && load_word(layout->mirrored + (hashed >> (64 - STRIPE_BITS))) == version) start = layout->mirrors[segment];
+        acquire_from_host();
+    }
+    const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
+    u64 bucket = home;
+    bool probes = asks;
+    Look look{0, false, false};
+    const auto source_of = [&](u32 row) {
+        const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
+        return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
+    };
+    if (asks && static_cast<u64>(key) < layout->dense_rows && !has_holes(version)) {
+        probes = false;
+        look.source = source_of(static_cast<u32>(key));
+    }
+#pragma unroll 1
+    while (__any_sync(FULL_WARP, probes)) {
+        uint4 data[2];
+        u32 seen[2], number[2];
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {  // keys 0 to 3, then 4 to 7
+            const u64 from = __shfl_sync(FULL_WARP, probes ? bucket : 0, 4 * (4 * h + group));
+            data[h] = make_uint4(0, 0, 0, 0);
+            if (from) data[h] = load_host_part(from + 16 * part);
+        }
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            const uint4& d = data[h];
+            const i64 sought = __shfl_sync(FULL_WARP, key, 4 * (4 * h + group));
+            const u32 low = __shfl_sync(FULL_WARP, d.x, 8 * group), high = __shfl_sync(FULL_WARP, d.y, 8 * group);
+            u32 entry = 16;
+            if (part != 0 && part < 6 && key_of(d.x, d.y) == sought && high >> (2 * part - 1) & 1) entry = 2 * part - 1;
+            if (part < 5 && key_of(d.z, d.w) == sought && high >> (2 * part) & 1) entry = 2 * part;
+            const u32 who = __ballot_sync(FULL_WARP, entry < 16) >> (8 * group) & 0xff;
+            entry = __shfl_sync(FULL_WARP, entry, 8 * group + (who ? __ffs(who) - 1 : 0));
+            const u32 word = 22 + entry;  // row numbers begin 88 bytes after the bucket
+            const u32 mine = (word & 3) == 0 ? d.x : (word & 3) == 1 ? d.y : (word & 3) == 2 ? d.z : d.w;
+            number[h] = __shfl_sync(FULL_WARP, mine, 8 * group + (word >> 2 & 7));
+            seen[h] = (who ? HIT : 0) | (high >> 16 ? PASSED : 0) | ((low & high) == 0xffffffffu ? RETIRED : 0);
+        }
+        const u32 holder = 8 * (tile % 4);  // who knows about the tile's key
+        const u32 seen_low = __shfl_sync(FULL_WARP, seen[0], holder), seen_high = __shfl_sync(FULL_WARP, seen[1], holder);
+        const u32 row_low = __shfl_sync(FULL_WARP, number[0], holder), row_high = __shfl_sync(FULL_WARP, number[1], holder);
+        if (!probes) continue;
+        const u32 here = tile < 4 ? seen_low : seen_high, row = tile < 4 ? row_low : row_high;
+        if (here & (RETIRED | HIT)) {
+            probes = false;
+            look.moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
+            if (!look.moved) look.source = source_of(row);
+        } else {
+            bucket += HOST_BUCKET;
+            if (bucket == start + buckets * HOST_BUCKET) bucket = start;
+            if (!(here & PASSED) || bucket == home) {
+                look.absent = true;
+                probes = false;
+            }
+        }
+    }
+    return look;
+}
+
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
 // `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
@@ -206,8 +302,7 @@ __device__ __forceinline__ u32 copy_parts(u64 source, u32 width, Store store) {
 template <bool LOOKS, typename Copy>
 __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 patience, u32 zero,
                                          Copy copy) {
-    const u32 lane = threadIdx.x % 32, tile = lane / 4;
-    const u32 part = lane % 8, group = lane / 8;  // 8 lanes read the whole bucket of a key, 16 bytes each
+    const u32 tile = threadIdx.x % 32 / 4;
     const u64 hashed = mix(key);
     u32 state = LEFT;
 #pragma unroll 1
@@ -220,68 +315,9 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             version = __shfl_sync(FULL_WARP, version, 4 * tile);  // one value for a tile
             acquire_from_host();
         }
-        const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
-        u64 start = layout->segments[2 * segment];
-        const u64 buckets = layout->segments[2 * segment + 1];
-        if (layout->mirrored != nullptr) {
-            if (asks && load_word(layout->mirrored + (hashed >> (64 - STRIPE_BITS))) == version) start = layout->mirrors[segment];
-            acquire_from_host();
-        }
-        const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
-        u64 bucket = home;
-        bool probes = asks, absent = false, moved = false;
-        u64 source = 0;
-        const auto source_of = [&](u32 row) {
-            const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
-            return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
-        };
-        if (asks && static_cast<u64>(key) < layout->dense_rows && !has_holes(version)) {
-            probes = false;
-            source = source_of(static_cast<u32>(key));
-        }
-#pragma unroll 1
-        while (__any_sync(FULL_WARP, probes)) {
-            uint4 data[2];
-            u32 seen[2], number[2];
-#pragma unroll
-            for (u32 h = 0; h < 2; ++h) {  // keys 0 to 3, then 4 to 7
-                const u64 from = __shfl_sync(FULL_WARP, probes ? bucket : 0, 4 * (4 * h + group));
-                data[h] = make_uint4(0, 0, 0, 0);
-                if (from) data[h] = load_host_part(from + 16 * part);
-            }
-#pragma unroll
-            for (u32 h = 0; h < 2; ++h) {
-                const uint4& d = data[h];
-                const i64 sought = __shfl_sync(FULL_WARP, key, 4 * (4 * h + group));
-                const u32 low = __shfl_sync(FULL_WARP, d.x, 8 * group), high = __shfl_sync(FULL_WARP, d.y, 8 * group);
-                u32 entry = 16;
-                if (part != 0 && part < 6 && key_of(d.x, d.y) == sought && high >> (2 * part - 1) & 1) entry = 2 * part - 1;
-                if (part < 5 && key_of(d.z, d.w) == sought && high >> (2 * part) & 1) entry = 2 * part;
-                const u32 who = __ballot_sync(FULL_WARP, entry < 16) >> (8 * group) & 0xff;
-                entry = __shfl_sync(FULL_WARP, entry, 8 * group + (who ? __ffs(who) - 1 : 0));
-                const u32 word = 22 + entry;  // row numbers begin 88 bytes after the bucket
-                const u32 mine = (word & 3) == 0 ? d.x : (word & 3) == 1 ? d.y : (word & 3) == 2 ? d.z : d.w;
-                number[h] = __shfl_sync(FULL_WARP, mine, 8 * group + (word >> 2 & 7));
-                seen[h] = (who ? HIT : 0) | (high >> 16 ? PASSED : 0) | ((low & high) == 0xffffffffu ? RETIRED : 0);
-            }
-            const u32 holder = 8 * (tile % 4);  // who knows about the tile's key
-            const u32 seen_low = __shfl_sync(FULL_WARP, seen[0], holder), seen_high = __shfl_sync(FULL_WARP, seen[1], holder);
-            const u32 row_low = __shfl_sync(FULL_WARP, number[0], holder), row_high = __shfl_sync(FULL_WARP, number[1], holder);
-            if (!probes) continue;
-            const u32 here = tile < 4 ? seen_low : seen_high, row = tile < 4 ? row_low : row_high;
-            if (here & (RETIRED | HIT)) {
-                probes = false;
-                moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
-                if (!moved) source = source_of(row);
-            } else {
-                bucket += HOST_BUCKET;
-                if (bucket == start + buckets * HOST_BUCKET) bucket = start;
-                if (!(here & PASSED) || bucket == home) {
-                    absent = true;
-                    probes = false;
-                }
-            }
-        }
+        const Look look = look_up(layout, key, hashed, version, asks);
+        const u64 source = look.source;
+        const bool absent = look.absent, moved = look.moved;
         acquire_from_host();
         const u32 copied = copy(source);
         if (!LOOKS) {

@@ -244,8 +244,10 @@ class DatabaseChain:
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
         # `take_in` changes neither: a database that was away is above another one, and no device reads it in place.
-        first, authority = volatile or persistent, persistent or volatile
-        self._in_place: DeviceReadable | None = first if isinstance(first, DeviceReadable) else None
+        authority = persistent or volatile
+        self._in_place: DeviceReadable | None = None
+        for database in (persistent, volatile):  # of both, the first one
+            self._in_place = database if isinstance(database, DeviceReadable) else self._in_place
         self._order: OrderedWrites | None = authority if isinstance(authority, OrderedWrites) else None
         self._authority = persistent
         self.metrics = metrics

@@ -99,6 +99,18 @@ def share_text(fingerprint: str) -> str:
     return fingerprint.partition(" ")[2]
 
 
+def owned_rows(
+    share: TableShare | None,
+    keys: npt.NDArray[np.int64],  # (n,)
+    rows: npt.NDArray[np.float32],  # (n, width)
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the rows of a share, in order; the given arrays for None."""
+    if share is None:
+        return keys, rows
+    owned = share.owns(keys)
+    return keys[owned], rows[owned]
+
+
 def rows_of_share(share: TableShare | None, rows: int) -> int:
     """Return `most_rows` of a share; all rows for None."""
     return rows if share is None else share.most_rows(rows)

@@ -26,6 +26,7 @@ from hps.ground.shares import TableShare, rows_of_share, with_share
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
 from hps.models.loading.read_ahead import read_rows
 from hps.models.manifest import FileCheck, within
+from hps.models.sealed import SealedModel, find_sealed_model
 from hps.models.sources import ModelSources
 from hps.stores.base import Database
 from hps.types import FloatArray, KeyArray, TableSpec
@@ -98,7 +99,7 @@ class DeltaModel:
         resident: in this process, the base, and the table after each delta but the last.
     """
 
-    base: SparseModel
+    base: SparseModel | SealedModel
     deltas: tuple[Delta, ...]
     fingerprints: tuple[str, ...]
     resident: tuple[ResidentTable | None, ...]
@@ -160,8 +161,10 @@ def open_table_files(
     int32_keys: bool = False,
     sources: ModelSources,
     share: TableShare | None = None,
-) -> SparseModel | DeltaModel:
+) -> SparseModel | SealedModel | DeltaModel:
     """Find the files of a table and of all its versions, and check their sizes. No row is read.
+
+    The rows of the last version that is sealed are in its row file; earlier versions are not needed then.
 
     Args:
         share: the share of the rows to load; None for all.
@@ -172,9 +175,15 @@ def open_table_files(
     """
     if isinstance(source, str):
         source = TableSource(source)
-    first, *rest = source.chain()
     open_files = partial(open_sparse_model, dim=dim, int32_keys=int32_keys, sources=sources, share=share)
-    base = open_files(first.place, checks=first.checks)
+    chain = source.chain()
+    base: SparseModel | SealedModel | None = None
+    while base is None and chain:
+        version = chain.pop()
+        base = find_sealed_model(version.place, dim, int32_keys=int32_keys, sources=sources, checks=version.checks, share=share)
+    chain = source.chain()[len(chain) :] if base else source.chain()
+    first, *rest = chain
+    base = base or open_files(first.place, checks=first.checks)
     if not rest:
         return base
     deltas, fingerprints = [], [base.fingerprint]
@@ -251,7 +260,7 @@ class Merge:
             if self.checksum:
                 self.checksum = _digest(self.checksum, of_deleted[i], self._last_read)[:16]
 
-    def _read(self, model: SparseModel) -> Iterator[tuple[KeyArray, FloatArray]]:
+    def _read(self, model: SparseModel | SealedModel) -> Iterator[tuple[KeyArray, FloatArray]]:
         self._last_read = yield from read_rows(model)
 
 

@@ -17,6 +17,7 @@ from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.loading.read_ahead import read_rows
+from hps.models.sealed import SealedModel
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _void: Any = types.void
@@ -38,7 +39,7 @@ class Difference(NamedTuple):
     rows: int
 
 
-def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatArray]]:
+def rows_of(model: SparseModel | SealedModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield all rows, the later of equal keys last. The next chunk overwrites the arrays.
 
     Raises:
@@ -48,7 +49,9 @@ def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatAr
     yield from Merge(model).chunks() if isinstance(model, DeltaModel) else read_rows(model)
 
 
-def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Difference, None, None]:
+def differences(
+    old: SparseModel | SealedModel | DeltaModel, new: SparseModel | SealedModel | DeltaModel
+) -> Generator[Difference, None, None]:
     """Yield the changes that turn the rows of `old` into those of `new`.
 
     Takes 16 bytes per key of `old` and 17 per key of `new`, twice that while sorting, and some chunks.
@@ -77,7 +80,7 @@ def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Di
         yield Difference(_NO_KEYS, np.empty((0, new.dim), np.float32), part, 0)
 
 
-def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.NDArray[np.uint64]]:
+def _digests_by_key(model: SparseModel | SealedModel | DeltaModel, seed: np.uint64) -> tuple[KeyArray, npt.NDArray[np.uint64]]:
     """Return the distinct keys, ascending, and the digest of each key's last row."""
     keys, digests, row = np.empty(model.rows, np.int64), np.empty(model.rows, np.uint64), 0
     for chunk, vectors in rows_of(model):
@@ -89,7 +92,7 @@ def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.
     return keys[last], digests[order[last]]
 
 
-def _last_of_each_key(model: SparseModel | DeltaModel) -> BoolArray:
+def _last_of_each_key(model: SparseModel | SealedModel | DeltaModel) -> BoolArray:
     """Mark the last row of each key, in the order of `rows_of`."""
     keys, rows = np.empty(model.rows, np.int64), 0
     if isinstance(model, DeltaModel):

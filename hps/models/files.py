@@ -19,7 +19,7 @@ import numpy as np
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileSystem, changed
-from hps.ground.shares import TableShare, rows_of_share, with_share
+from hps.ground.shares import TableShare, owned_rows, rows_of_share, with_share
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
@@ -114,10 +114,7 @@ class SparseModel:
         vectors: FloatArray,  # (n, dim)
     ) -> tuple[KeyArray, FloatArray]:
         """Return the rows of the share, in order; the given arrays if that is all rows."""
-        if self.share is None:
-            return keys, vectors
-        owned = self.share.owns(keys)
-        return keys[owned], vectors[owned]
+        return owned_rows(self.share, keys, vectors)
 
     @property
     def is_local(self) -> bool:

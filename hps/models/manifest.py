@@ -80,6 +80,13 @@ class VersionManifest(pydantic.BaseModel):
         below = posixpath.normpath(sparse_file)
         return next((positions for path, positions in self.updates.items() if posixpath.normpath(path) == below), {})
 
+    def encoded(self) -> bytes:
+        """Return the content of the file. Older servers know fewer keys, so those without a value are left out."""
+        described = self.model_dump(mode="json", exclude={"dense", *(() if self.step is not None else ("step",))})
+        if self.dense is not None:
+            described["dense"] = self.dense.model_dump(mode="json", exclude_defaults=True)
+        return json.dumps(described, indent=1).encode()
+
 
 def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
     """Read the `version.json` in a directory; None if there is none.

@@ -1,7 +1,6 @@
 """Writes sparse model files: atomically on a local disk, elsewhere so that an incomplete model is never loaded."""
 
 import ctypes
-import json
 import os
 import secrets
 import shutil
@@ -61,7 +60,7 @@ def write_sparse_model(
     _check_names(place, names, overwrite)
     # Without a rename, an old `key` is removed first and the new one appears last: a reader that comes meanwhile finds no
     # `key`, and refuses the directory.
-    written = _write_files(filesystem, place, chunks, outdated=[name for name in ("key", "meta") if name in names])
+    written = _write_files(filesystem, place, chunks, outdated=[name for name in ("key", "meta", "rows") if name in names])
     return written["key"].size_bytes // 8
 
 
@@ -140,10 +139,7 @@ def write_version(
             if not filesystem.is_local:
                 undo.callback(_delete, filesystem, [f"{target}/{name}"])
         manifest = blank.model_copy(update={"files": files})
-        described = manifest.model_dump(mode="json", exclude={"dense", *(() if step is not None else ("step",))})
-        if dense is not None:
-            described["dense"] = dense.model_dump(mode="json", exclude_defaults=True)  # older servers know fewer keys
-        write_file(filesystem, f"{target}/{MANIFEST}", json.dumps(described, indent=1).encode())
+        write_file(filesystem, f"{target}/{MANIFEST}", manifest.encoded())
         if filesystem.is_local:
             for directory in {str(parent) for name in files for parent in PurePosixPath(name).parents}:
                 sync_directory(local_path(f"{target}/{directory}"))
@@ -248,7 +244,7 @@ def _check_target(target: str, overwrite: bool) -> None:
 def _check_names(target: str, names: list[str], overwrite: bool) -> None:
     if names and not overwrite:
         raise ModelFileError(f"writing sparse model {target}: it exists; choose another directory or ask to overwrite it")
-    foreign = sorted(set(names) - {"key", "emb_vector", "meta"})
+    foreign = sorted(set(names) - {"key", "emb_vector", "meta", "rows"})
     if foreign:
         raise ModelFileError(
             f"writing sparse model {target}: it holds {', '.join(foreign[:8])}, which is not part of a sparse model; "

@@ -11,6 +11,7 @@ test with `isinstance` once, when they are built.
 
     OrderedWrites              keeps the order of changes, so that a log of updates can be followed (all three engines)
     DeviceReadable             devices read its tables in place (the hash map)
+    AdoptsRowFiles             takes row files of model versions as they are (row files)
 """
 
 import secrets
@@ -395,6 +396,59 @@ class OrderedWrites(ABC):
         Raises:
             DatabaseError: each row has its old or its new state, with the matching sequence.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class RowFileSource:
+    """A row file of a model version, opened at one version. *Immutable, thread-safe.*
+
+    Attributes:
+        place: path or URI.
+        version: changes when the file is replaced.
+        path: local path; None if the file is elsewhere.
+        read: fills a buffer from a byte on; raises `ModelFileError`, also if the file has another version by now.
+        parallel_reads: number of ranges to read at a time.
+        part_bytes: largest range to read at once.
+    """
+
+    place: str
+    version: str
+    size_bytes: int
+    path: Path | None
+    read: Callable[[int, memoryview], None] = field(repr=False, compare=False)
+    parallel_reads: int = 8
+    part_bytes: int = 4 << 20
+
+
+Adoption: TypeAlias = Literal["refused", "linked", "copied", "downloading"]
+"""How a database took a row file; `refused`: it has rows that the file would have to be merged with."""
+
+
+class AdoptsRowFiles(ABC):
+    """Takes a row file of a model version as it is, instead of loading its rows."""
+
+    @abstractmethod
+    def adopt(
+        self, tag: str, file: RowFileSource, record: LoadRecord, progress: Callable[[int], None] = lambda rows: None
+    ) -> Adoption:
+        """Make a row file the rows of an open table that has none but online changes, or a part of this very file.
+
+        A file on the same file system that nobody else may write to is linked: no byte is copied, and it survives the deletion
+        of its source. Any other is copied, each page compared with its checksum. A file elsewhere is served at once while it
+        is copied in the background, unless the database waits for it. Later changes of other origin stay.
+
+        Args:
+            record: of the complete load.
+            progress: called with the number of further rows, if any are copied.
+
+        Raises:
+            ModelFileError: the file is damaged, of another table or cannot be read. The table has no row of it.
+            DatabaseError: the database failed.
+        """
+
+    @abstractmethod
+    def copies(self, file: RowFileSource) -> bool:
+        """Return whether adopting a file takes disk space for another copy."""
 
 
 class DeviceReadable(ABC):

@@ -69,7 +69,7 @@ def load_deployment(
     rows = tuple(load.rows for load in loads)
     network = _open_network(version, targets.sources, cache_class)
     try:
-        _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
+        _check_room(config, tables, loads, targets, None if is_direct(config, cache_class) else cache_class)
     except BaseException:
         if network is not None:
             network.close()
@@ -321,17 +321,20 @@ def _has_repeated_keys(table: TableSpec, model: WarmUpSource, rows: int, chain: 
 def _check_room(
     config: ModelConfig,
     tables: Sequence[TableSpec],
-    rows: Sequence[int],
+    loads: Sequence[TableLoad],
     targets: LoadTargets,
     cache_class: type[EmbeddingCache] | None,
 ) -> None:
     """Check, before loading, that a version fits."""
+    rows = [load.rows for load in loads]
     for database in targets.load:
         share = 1.0 if database.persistent else targets.initial_cache_rate
-        stored = map(database.stored, tables)
-        database.check_room(
-            [(spec.tag, spec.width, math.ceil(share * count)) for spec, count in zip(stored, rows, strict=True)]
-        )
+        needs = []
+        for table, load in zip(tables, loads, strict=True):
+            if not load.adopted_without_copy(database):
+                stored = database.stored(table)
+                needs.append((stored.tag, stored.width, math.ceil(share * load.rows)))
+        database.check_room(needs)
     if cache_class:
         sharing, _reason = usable_sharing(config, cache_class, rows)
         capacities = cache_capacities(config, rows, sharing)

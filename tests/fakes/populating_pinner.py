@@ -10,7 +10,7 @@ from hps.errors import DeviceError
 from hps.stores.hash_map.memory import PAGE_BYTES
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 
 class PopulatingPinner:
@@ -29,7 +29,7 @@ class PopulatingPinner:
         self.faults: list[str] = []
         self._lock = threading.RLock()  # garbage that is collected under it may unpin
 
-    def pin(self, address: int, size_bytes: int) -> None:
+    def pin(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
         with self._lock:
             self.calls += 1
             if self.refuse_at is not None and self.calls >= self.refuse_at:
@@ -39,7 +39,9 @@ class PopulatingPinner:
             if any(address < start + size and start < address + size_bytes for start, size in list(self.pinned.items())):
                 self.faults.append("memory that is pinned already")
             self.pinned[address] = size_bytes
-        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+        _LIBC.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ if read_only else _MADV_POPULATE_WRITE
+        )
 
     def unpin(self, address: int) -> None:
         with self._lock:

@@ -1,9 +1,10 @@
-"""Hash map tables that a CUDA cache reads in place, and what a lookup of them must answer."""
+"""Tables of the hash map or of row files that a CUDA cache reads in place, and what a lookup of them must answer."""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 import numpy as np
 from numba import njit
@@ -11,7 +12,9 @@ from numba import njit
 from hps.errors import UnknownTableError
 from hps.ground.hashing import mix, scale
 from hps.ground.rows import decode, encode
+from hps.stores.base import LoadRecord
 from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.row_files.database import RowFilesDatabase
 from hps.tensors.batch import Batch
 from hps.testing.caches import spec, vectors_of
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -60,7 +63,7 @@ class LinkedTables:
             dense: how many keys from 0 on every table is going to have, so that it is dense.
             row_dtypes: by table; default float32.
         """
-        self.database = HashMapDatabase(**options)
+        self.database: Any = self.create_database(**options)
         self.specs = [
             replace(spec(dim, f"t{index}"), row_dtype=row_dtype)
             for index, (dim, row_dtype) in enumerate(zip(dims, row_dtypes or ["float32"] * len(dims), strict=True))
@@ -73,7 +76,10 @@ class LinkedTables:
         for table in range(len(dims)) if attached is None else attached:
             self.attach(table, authoritative)
 
-    def __enter__(self) -> "LinkedTables":
+    def create_database(self, **options: Any) -> Any:
+        return HashMapDatabase(**options)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -136,3 +142,26 @@ class LinkedTables:
             missed.stage(0, found.size)
             missed.scatter(found)
         lookup.finish()
+
+
+class LinkedFiles(LinkedTables):
+    """Likewise, of row files in a directory of their own."""
+
+    def create_database(self, **options: Any) -> Any:
+        self._directory = TemporaryDirectory()
+        return RowFilesDatabase(self._directory.name, **options)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._directory.cleanup()
+
+    def load(self, keys: KeyArray, vectors: FloatArray, table: int = 0) -> None:
+        """Replace rows by a load, as a deployment does before it attaches its cache."""
+        tag = self.specs[table].tag
+        rows = encode("loading", vectors, self.specs[table].row_dtype)
+        self.database.load_chunk(tag, keys, rows, LoadRecord(f"files {keys.size}", keys.size, keys.size))
+        self.database.finish_load(tag)
+
+    def seal(self, table: int = 0) -> int:
+        sealed: int = self.database.seal(self.specs[table].tag)
+        return sealed

@@ -221,7 +221,7 @@ def test_a_table_that_cannot_be_pinned_is_left_to_the_host(monkeypatch):
     """Neither when it is attached, nor when it has grown; the database itself is unharmed."""
     known, pin, limit = distinct_keys(400_000), CudaPinner.pin, [0]
 
-    def limited(self, address: int, size_bytes: int) -> None:
+    def limited(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
         if size_bytes > limit[0]:
             raise DeviceError(f"pinning {size_bytes} bytes: the limit on locked memory is reached; raise ulimit -l")
         pin(self, address, size_bytes)

@@ -96,11 +96,11 @@ def model_of(name, sources, dims, **more):
     }
 
 
-def document_of(*models, persistent=None, **more):
-    """A configuration of models on the CPU: a hash map and, given its directory, RocksDB."""
+def document_of(*models, persistent=None, kind="rocks_db", **more):
+    """A configuration of models on the CPU: a hash map and, given its directory, a persistent database of a kind."""
     document = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": list(models), **more}
     if persistent is not None:
-        document["persistent_db"] = {"type": "rocks_db", "path": str(persistent)}
+        document["persistent_db"] = {"type": kind, "path": str(persistent)}
     return document
 
 

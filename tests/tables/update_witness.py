@@ -128,7 +128,8 @@ def look_up_while_updates_come(kind: str, tiers: str, directory: Path, vectors: 
         limits |= {"gpucache": "cache" in names, "gpucacheper": 0.5, "hit_rate_threshold": 1.1}
         model = model_of("shop", [directory / "item"], {"item": ROWS.dim}, default_value_for_each_table=[DEFAULT], **limits)
         settings = {"volatile_db": volatile, "update_source": source}
-        document = document_of(model, persistent=directory / "rocksdb" if "rocks_db" in names else None, **settings)
+        kind = next((name for name in names if name in ("rocks_db", "row_files")), "")
+        document = document_of(model, persistent=directory / kind if kind else None, kind=kind, **settings)
         writer = implementation("update_log_writer", source["type"]).from_config(UpdateSourceConfig(**source))
         stack.callback(writer.close)
         publisher = NumberedPublisher(writer, f"{TOPIC_PREFIX}shop.item", ROWS)

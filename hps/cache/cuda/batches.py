@@ -177,6 +177,7 @@ class CupyBatches(BatchDriver):
         compiled = cache.lookup_kernels
         shape = kernels.Shape.of(compiled.rows, kernels.ALIGNED)._replace(segments=batch_loop.AT_ONCE)
         links = cache.links()
+        shape = shape._replace(files=any(link is not None and link.has_files for link in links))
         self._in_use[id(cache)] = memory.tables(), links
         query, answer = compiled.batch_kernels(shape)
         words = [device_id, query, shape.unit, 0, 0, 0, 0, 0]

@@ -32,7 +32,7 @@ from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, TableMemory, compile
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.integrity import check_buckets
 from hps.cache.cuda.kernels import Kind
-from hps.cache.cuda.links import AttachedTable, CudaPinner
+from hps.cache.cuda.links import AttachedTable, CudaPinner, LayoutReaders
 from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.modifications import LaunchOrder, Modifications
 from hps.cache.cuda.near_tables import NearTables
@@ -83,6 +83,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         self.memory.open = opened
         self._kind = kind
         self._links: list[AttachedTable | None] = [None] * len(tables)
+        self._link_readers: LayoutReaders | None = None
         self._readers = threading.local()
         self._all: Sequence[CupyCache] = ()  # the caches of all devices that share the tables, the leader first; () if alone
         self._near: NearTables | None = None
@@ -227,12 +228,22 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
                 if not runtime.deviceGetAttribute(_READS_HOST_POINTERS, self.device_id):
                     return f"CUDA device {self.device_id} does not read registered host memory by the host's addresses"
                 host.pin(CudaPinner(self.device_id), progress)
-                compile_all(self.device_id, [*self._kernels.for_links(), *([kernels.MIRROR_KERNEL] if index else [])])
+                compile_all(
+                    self.device_id,
+                    [*self._kernels.for_links(host.has_files), *([kernels.MIRROR_KERNEL] if index or host.has_files else [])],
+                )
                 self.detach(table)
-                self._links[table] = AttachedTable(self.device_id, host, authoritative=authoritative, index=index)
+                self._links[table] = AttachedTable(
+                    self.device_id, host, readers=self._layout_readers(), authoritative=authoritative, index=index
+                )
         except (DatabaseError, DeviceError, InvalidInputError, *CUDA_ERRORS) as error:
             return str(error)
         return None
+
+    def _layout_readers(self) -> LayoutReaders:
+        if self._link_readers is None:
+            self._link_readers = LayoutReaders()
+        return self._link_readers
 
     def detach(self, table: int) -> None:
         link, self._links[table] = self._links[table], None

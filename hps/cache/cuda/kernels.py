@@ -17,7 +17,7 @@ import numpy as np
 
 from hps.cache.cuda import structs
 from hps.cache.integrity import hashes_of
-from hps.ground.memory.host_tables import DENSE_ROWS_AT
+from hps.ground.memory.host_tables import DENSE_ROWS_AT, FileLayout
 from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
 
@@ -84,6 +84,7 @@ class Shape(NamedTuple):
         formats: bit f: some rows are of format f.
         piece: words of a row that a lane moves at once.
         out: format of the outputs' elements.
+        files: the tables in host memory are row files, for kernels that read these.
     """
 
     unit: int
@@ -93,6 +94,7 @@ class Shape(NamedTuple):
     formats: int
     piece: int
     out: int = 0
+    files: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[Rows], outputs: int) -> "Shape":
@@ -266,9 +268,13 @@ def answer_kernel(name: str, shape: Shape, kind: Kind = DYNAMIC) -> Kernel:
     piece = shape.unit
     if by_parts(shape):
         piece = shape.piece
-        parts = -(-(shape.most_words + 4 - piece) // 4)  # wherever a row begins
+        # A row may begin anywhere in its first part, after its key if it is one of a file.
+        before = 4 + shape.most_words % 2 if shape.files else 4 - piece
+        parts = -(-(shape.most_words + before) // 4)
         lanes = next((lanes for lanes in (4, 8, 16) if lanes >= parts), 32)
         sizes += (("PIECE", piece), ("PART_LANES", lanes), ("LONG_PARTS", int(parts > lanes)), *shape.constants)
+    if shape.files:
+        sizes += (("ROW_FILES", 1),)
     loads = _row_loads(piece, shape.most_words)
     shared = Kind(shared=kind.shared).constants  # of static tables, nothing is admitted
     return Kernel(name, "answer", (*sizes, *loads, ("THREADS", answer_threads(shape)), *shared))
@@ -276,7 +282,7 @@ def answer_kernel(name: str, shape: Shape, kind: Kind = DYNAMIC) -> Kernel:
 
 def by_parts(shape: Shape) -> bool:
     """Whether `answer` reads rows by parts of 16 bytes, and admits them from staged rows alone."""
-    return shape.formats != 1 or shape.out != 0
+    return shape.formats != 1 or shape.out != 0 or shape.files
 
 
 def staged_words(shape: Shape, rows: Rows) -> int:
@@ -399,8 +405,9 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
     return found
 
 
-def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
-    return [answer_kernel(name, shape, kind) for shape in _shapes(tables) for name in ANSWERS]
+def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC, files: bool = False) -> list[Kernel]:
+    """Return the kernels that read tables in host memory; `files`: those of row files."""
+    return [answer_kernel(name, shape._replace(files=files), kind) for shape in _shapes(tables) for name in ANSWERS]
 
 
 def modification_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:
@@ -431,7 +438,15 @@ def sorted_blocks(misses: int) -> int:
 
 
 def host_layout(
-    words: list[int], where: int, slabs: int, slab_count: int, mirrored: int = 0, mirrors: Sequence[int] = ()
+    words: list[int],
+    where: int,
+    slabs: int,
+    slab_count: int,
+    mirrored: int = 0,
+    mirrors: Sequence[int] = (),
+    file: FileLayout | None = None,
+    index: tuple[int, int] = (0, 0),
+    number: int = 0,
 ) -> bytes:
     """Pack a table's layout as `cuda/host_table.cuh` defines it.
 
@@ -442,11 +457,17 @@ def host_layout(
         slab_count: number of slabs.
         mirrored: device address of the versions that its mirror was copied at; 0 without one.
         mirrors: device addresses of the copies of its segments.
+        file: its row file, if any.
+        index: device addresses of the file's starts and fingerprints.
+        number: that of its `HostLayout`.
     """
     _, slab_shift, row_bytes, _, segment_bits, versions, dense_rows, _, _, *segments = words
     head = (where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits)
     no_segments, no_mirrors = [0] * (2 * MOST_HOST_SEGMENTS - len(segments)), [0] * (MOST_HOST_SEGMENTS - len(mirrors))
-    return structs.HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors)
+    of_file: tuple[int | float, ...] = (0, 0, 0, 0, 0.0, number, 0, 0)
+    if file is not None:
+        of_file = (file.records, *index, file.rows, file.rows / file.buckets, number, file.buckets, file.record_bytes)
+    return structs.HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors, *of_file)
 
 
 def bins_per_row(words: Sequence[int]) -> float:

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -24,12 +24,21 @@ from hps.cache.cuda.device import (
     on_device,
 )
 from hps.errors import DeviceError
-from hps.ground.memory.host_tables import BUCKET_BYTES, DENSE_ROWS_AT, SEGMENTS_AT, BucketChanges, HostLayout, HostTable
+from hps.ground.memory.host_tables import (
+    BUCKET_BYTES,
+    DENSE_ROWS_AT,
+    SEGMENTS_AT,
+    BucketChanges,
+    FileLayout,
+    HostLayout,
+    HostTable,
+)
 
 _log = logging.getLogger(__name__)
 
 _SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
-_EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
+_EPOCH_AT, _COUNTERS_AT, _READERS_AT = (structs.LINK.offsets[name] for name in ("epoch", "counters", "readers"))
 
 
 class CudaPinner:
@@ -38,11 +47,12 @@ class CudaPinner:
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
 
-    def pin(self, address: int, size_bytes: int) -> None:
+    def pin(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
         """Pin and map memory at its own address."""
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped | (_READ_ONLY if read_only else 0)
         try:
             with on_device(self._device_id):
-                runtime.hostRegister(address, size_bytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
+                runtime.hostRegister(address, size_bytes, flags)
         except CUDA_ERRORS as error:
             raise DeviceError(
                 f"pinning {size_bytes:,} bytes of host memory: {error}; raise the limit on locked memory (ulimit -l, or "
@@ -129,6 +139,36 @@ class Mirror:
         return np.stack([buckets, self._segments[place] + (buckets - self._starts[place])], axis=1)
 
 
+class FileIndex:
+    """Starts and fingerprints of a row file in device memory; where that has no room, in host memory. *Immutable.*
+
+    Attributes:
+        where: addresses of both.
+    """
+
+    __slots__ = ("_file", "_memory", "where")
+
+    def __init__(self, file: FileLayout, stream: Any) -> None:
+        self._file = file
+        self._memory: Any = None
+        self.where = file.starts, file.fingerprints
+        start_bytes, print_bytes = 4 * (file.buckets + 1), -(-file.rows // 4) * 4  # which kernels read by 4
+        prints_at = -(-start_bytes // 256) * 256
+        try:
+            self._memory = cupy.cuda.Memory(prints_at + print_bytes)
+        except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+            _log.warning("the device has no room for the index of a row file: %s; misses take longer", error)
+            return
+        at = int(self._memory.ptr)
+        copy_to_device(at, file.starts, start_bytes, stream.ptr)
+        copy_to_device(at + prints_at, file.fingerprints, print_bytes, stream.ptr)
+        stream.synchronize()
+        self.where = at, at + prints_at
+
+    def is_of(self, file: FileLayout) -> bool:
+        return self._file is file
+
+
 class DeviceLayout:
     """A layout in device memory. *Immutable* but for its mirror. Keeps the memory that it references in place.
 
@@ -136,22 +176,74 @@ class DeviceLayout:
         where: address of its first word, which holds its own address.
         bins_per_row: how the misses of a lookup are ordered; see `kernels.bins_per_row`.
         mirror: copy of its buckets; None without one.
+        index: that of its row file; None without one.
     """
 
-    __slots__ = ("_memory", "bins_per_row", "host", "mirror", "where")
+    __slots__ = ("_memory", "bins_per_row", "host", "index", "mirror", "where")
 
-    def __init__(self, host: HostLayout, mirror: Mirror | None, stream: Any) -> None:
+    def __init__(self, host: HostLayout, mirror: Mirror | None, before: "DeviceLayout | None", stream: Any) -> None:
         self.host = host
         self.mirror = mirror
+        self.index: FileIndex | None = None
+        if (file := host.file) is not None:
+            kept = None if before is None else before.index
+            self.index = kept if kept is not None and kept.is_of(file) else FileIndex(file, stream)
         slabs = np.ascontiguousarray(host.slabs)
         self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
         self.where = int(self._memory.ptr)
         self.bins_per_row = kernels.bins_per_row(host.words.tolist())
-        copied = (0, ()) if mirror is None else (mirror.where, mirror.segments)
-        head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size, *copied)
+        head = kernels.host_layout(
+            host.words.tolist(),
+            self.where,
+            self.where + _SLABS_AT,
+            slabs.size,
+            mirrored=0 if mirror is None else mirror.where,
+            mirrors=() if mirror is None else mirror.segments,
+            file=host.file,
+            index=self.index.where if self.index else (0, 0),
+            number=host.number,
+        )
         packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
         copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)
         stream.synchronize()
+
+
+class LayoutReaders:
+    """Finds when no kernel reads a layout any more that was replaced: `Readers` in `cuda/host_table.cuh`. *Thread-safe.*
+
+    Attributes:
+        where: its address, that all links of a cache share.
+    """
+
+    def __init__(self) -> None:
+        self._memory = cupy.cuda.Memory(structs.READERS.size)
+        self.where = int(self._memory.ptr)
+        self._lock = threading.Lock()
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._phase: np.ndarray = np.zeros(1, np.uint64)
+        self._seen = np.zeros(2, np.uint64)  # for each count, how often it was found 0
+        runtime.memsetAsync(self.where, 0, structs.READERS.size, self._stream.ptr)
+        self._stream.synchronize()
+
+    def poll(self) -> tuple[int, int]:
+        """Return how often each count was found 0 so far: a layout that was replaced is free once both have risen."""
+        values = np.zeros(3, np.uint64)
+        with self._lock:
+            copy_to_host(values, self.where, int(self._stream.ptr))
+            self._seen += values[1:] == 0
+            # Blocks that begin now use the other count, so that this one comes to 0 also under load.
+            self._phase[0] += 1
+            copy_to_device(self.where, self._phase.ctypes.data, 8, int(self._stream.ptr))
+            self._stream.synchronize()
+            even, odd = self._seen.tolist()
+            return even, odd
+
+
+class _Replaced(NamedTuple):
+    """A layout that kernels may still read, and how often each count of readers had been 0 when it was replaced."""
+
+    layout: DeviceLayout
+    seen: tuple[int, int]
 
 
 class AttachedTable:
@@ -160,18 +252,25 @@ class AttachedTable:
     Attributes:
         authoritative: keys that it lacks are absent.
         present: current layout of the table; a lookup keeps a reference while its kernels read. None while it cannot be read.
+        has_files: see `HostTable`.
         where: address of the state that all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
         unread_at: address of its counter of keys that could not be read.
     """
 
-    def __init__(self, device_id: int, host: HostTable, *, authoritative: bool, index: bool = False) -> None:
+    def __init__(
+        self, device_id: int, host: HostTable, *, authoritative: bool, index: bool = False, readers: LayoutReaders | None = None
+    ) -> None:
         """Watch a table that is pinned.
 
         Args:
             index: keep a copy of its buckets in device memory.
+            readers: those of all tables of the cache; row files need them.
         """
+        self._readers = readers
+        self._replaced: list[_Replaced] = []
         self.authoritative = authoritative
-        self._index = index
+        self.has_files = host.has_files
+        self._index = index = index or host.has_files  # changed rows are few, and so are their buckets
         self._device_id = device_id
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._memory = cupy.cuda.Memory(structs.LINK.size)
@@ -189,6 +288,7 @@ class AttachedTable:
         with self._lock:
             for offset in range(0, structs.LINK.size, 8):
                 self._write(offset, 0)
+            self._write(_READERS_AT, readers.where if readers else 0)
         self._end_watch = host.watch(self._publish)
         shown: HostLayout | None = None
         while (now := host.layout()) is not shown:  # the table may grow meanwhile
@@ -198,10 +298,19 @@ class AttachedTable:
             self._end_mirror = host.mirror(self._copy_changes)
 
     def keep_layouts(self) -> None:
-        """Keep every layout from now on, for graphs that may be replayed at any time."""
-        with self._lock:
+        """Keep every layout, for graphs that may be replayed at any time; those of row files until no kernel reads them."""
+        if self._layouts is not None and not self._replaced:
+            return
+        with self._lock, on_device(self._device_id):
             if self._layouts is None:
                 self._layouts = [self.present]
+            self._free_replaced()
+
+    def _free_replaced(self) -> None:
+        """Drop layouts of row files that no kernel reads any more: their files would else stay in memory."""
+        if self._replaced and self._readers is not None:
+            even, odd = self._readers.poll()
+            self._replaced = [one for one in self._replaced if even <= one.seen[0] or odd <= one.seen[1]]
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -245,17 +354,21 @@ class AttachedTable:
             before, self.present = self.present, None
             try:
                 if host is not None:
-                    self.present = DeviceLayout(host, self._mirror_of(host, before), self._stream)
-                    if self._layouts is not None:
+                    self.present = DeviceLayout(host, self._mirror_of(host, before), before, self._stream)
+                    if self._layouts is not None and not self.has_files:
                         self._layouts.append(self.present)
                 self._write(0, 0 if self.present is None else self.present.where)
+                if self._layouts is not None and self.has_files and before is not None and self._readers is not None:
+                    self._layouts = []
+                    self._replaced.append(_Replaced(before, self._readers.poll()))
+                    self._free_replaced()
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
                 _log.warning("the device cannot read a table in host memory any more: %s", error)
                 self.present = None
 
     def _mirror_of(self, host: HostLayout, before: DeviceLayout | None) -> Mirror | None:
         """Allocate the copy of a layout's buckets if it is wanted and fits. Dense tables need none."""
-        if not self._index or host.words[DENSE_ROWS_AT]:
+        if not self._index or host.words[DENSE_ROWS_AT] or host.words.size == SEGMENTS_AT:
             return None
         try:
             return Mirror(host, None if before is None else before.mirror, self._stream)
@@ -274,6 +387,7 @@ class AttachedTable:
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:  # stripes that changed are read in host memory
                 _log.warning("the index of a table in host memory is not up to date on the device: %s", error)
             with suppress(*CUDA_ERRORS):
+                self._free_replaced()
                 self._stream.synchronize()  # also after an error, before the pinned memory is used again
                 self._changed.reset()
 

@@ -451,7 +451,8 @@ class CupyLookup(StreamOrderedLookup):
         placed, specs, packed_tables = self.placed, self.memory.specs, self.kernels.structs
         tables = tuple([placed.tables[place] for place in group])
         outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
-        handle, shape, threads = self.kernels.answer_of("answer", tables, outputs)
+        files = any(link is not None and link.has_files for link in self._links)
+        handle, shape, threads = self.kernels.answer_of("answer", tables, outputs, files)
         by_parts = kernels.by_parts(shape)
         arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
         buffer, pack, offset, blocks = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, self._blocks
@@ -474,10 +475,11 @@ class CupyLookup(StreamOrderedLookup):
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size
-        tail = self._answer_tails.get((len(group), shape.most_words, threads, settles, defers))
+        kind_of_tail = (len(group), shape.most_words, threads, settles, defers)
+        tail = self._answer_tails.get(kind_of_tail)
         if tail is None:
             warps = kernels.fetch_warps(shape.most_words, blocks, threads)
-            tail = self._answer_tails[len(group), shape.most_words, threads, settles, defers] = structs.ANSWER_TAIL.named(
+            tail = self._answer_tails[kind_of_tail] = structs.ANSWER_TAIL.named(
                 missing_keys=self.missing_keys,
                 missing_positions=self.listed_positions,
                 missing_counts=self.missing_counts,
@@ -510,7 +512,7 @@ class CupyLookup(StreamOrderedLookup):
         self._dependent.launch(handle, blocks, threads, arguments, self.stream)
         if defers:
             runtime.eventRecord(self._answered.ptr, self.stream)
-            handle, *_ = self.kernels.answer_of("admit_answers", tables, outputs)
+            handle, *_ = self.kernels.answer_of("admit_answers", tables, outputs, files)
             launch(handle, _ADMITTING_BLOCKS * blocks, threads, arguments, self.stream)
 
     def record_work(self) -> None:

@@ -51,8 +51,8 @@ class LookupKernels:
         """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
         return kernels.lookup_kernels(self.rows, self._kind)
 
-    def for_links(self) -> list[Kernel]:
-        return kernels.link_kernels(self.rows, self._kind)
+    def for_links(self, files: bool = False) -> list[Kernel]:
+        return kernels.link_kernels(self.rows, self._kind, files)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use and cached by `query_of`.
@@ -72,9 +72,9 @@ class LookupKernels:
     def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
         return kernels.shape_of(self.rows, tables, alignment)
 
-    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int) -> tuple[int, Shape, int]:
+    def _answer_of(self, name: str, tables: tuple[int, ...], alignment: int, files: bool = False) -> tuple[int, Shape, int]:
         """Return handle, shape and threads of a kernel of `cuda/answer.cu`, cached by `answer_of`."""
-        shape = self.shape_of(tables, alignment)
+        shape = self.shape_of(tables, alignment)._replace(files=files)
         return self._compiled.handle(kernels.answer_kernel(name, shape, self._kind)), shape, kernels.answer_threads(shape)
 
     def _scatter(self, shape: Shape) -> int:

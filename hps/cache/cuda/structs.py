@@ -57,10 +57,11 @@ QUERY_TAIL = KernelStruct(
 QUERY_OF_ONE = KernelStruct(f"{SEGMENT.fields} {QUERY_TAIL.fields}")
 HOST_LAYOUT = KernelStruct(
     "own:Q slabs:Q versions:Q slab_count:I slab_shift:I row_bytes:I segment_bits:I segments:32Q dense_rows:Q mirrored:Q "
-    "mirrors:16Q"
+    "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I"
 )
 MIRROR = KernelStruct("copies:Q n:Q")
-LINK = KernelStruct("current:Q epoch:Q counters:4Q")
+LINK = KernelStruct("current:Q epoch:Q counters:4Q readers:Q")
+READERS = KernelStruct("phase:Q running:2Q")
 ANSWER_SEGMENT = KernelStruct(
     f"{TABLE.fields} layout:Q link:Q out:Q found:Q staged:Q missing:I index:I units:I staged_rows:I default_value:f "
     "authoritative:I bins_per_row:f _:4x"

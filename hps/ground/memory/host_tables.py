@@ -1,17 +1,20 @@
 """Tables in this process's memory that a device reads in place.
 
-A hash map (`stores/hash_map/`) provides `HostTable`s. An embedding cache (`cache/`) provides the `Pinner` that makes memory
-readable by its device, and reads by the rules of `stores/hash_map/layout.py`. Neither imports the other.
+A hash map (`stores/hash_map/`) and row files (`stores/row_files/`) provide `HostTable`s. An embedding cache (`cache/`) provides
+the `Pinner` that makes memory readable by its device, and reads by the rules of `stores/hash_map/layout.py` and of
+`stores/row_files/in_place.py`. Neither imports the other.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+VERSIONS_AT = 5
+"""Position in `HostLayout.words` of the address of the stripes' versions; 0 if there is no map."""
 DENSE_ROWS_AT = 6
 """Position in `HostLayout.words` of the number of dense keys, which are found without buckets."""
 SEGMENTS_AT = 9
@@ -22,8 +25,11 @@ BUCKET_BYTES = 128
 class Pinner(Protocol):
     """Makes host memory readable by devices. *Thread-safe.*"""
 
-    def pin(self, address: int, size_bytes: int) -> None:
+    def pin(self, address: int, size_bytes: int, *, read_only: bool = False) -> None:
         """Pin and map page-aligned memory at the same address on the devices, which also commits it.
+
+        Args:
+            read_only: it is a mapping of a file that this process cannot write.
 
         Raises:
             DeviceError: the system or the device refuses, for instance because of its limit on locked memory; nothing is
@@ -32,6 +38,24 @@ class Pinner(Protocol):
 
     def unpin(self, address: int) -> None:
         """Undo `pin`, before the memory is unmapped and after the device work that uses it. Does not raise."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileLayout:
+    """Location of the parts of a row file, which never change. *Immutable.* See `stores/row_files/layout.py`.
+
+    Attributes:
+        records, starts, fingerprints: addresses of these parts, all pinned.
+        memory: keeps the memory mapped.
+    """
+
+    records: int
+    starts: int
+    fingerprints: int
+    rows: int
+    buckets: int
+    record_bytes: int
+    memory: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +69,16 @@ class HostLayout:
         words: (SEGMENTS_AT + 2 * segments,) uint64; see `layout` in `stores/hash_map/layout.py`.
         slabs: (slabs,) uint64, the addresses of the slabs so far: those of rows below slabs << words[SLAB_SHIFT].
         memory: keeps the memory mapped.
+        file: holds the rows that the map lacks, if the table has one; see `stores/row_files/in_place.py`. Without a map,
+            `words` are 0.
+        number: of a file and its map, which no others of the table have.
     """
 
     words: npt.NDArray[np.uint64]
     slabs: npt.NDArray[np.uint64]
     memory: Any
+    file: FileLayout | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +95,13 @@ class BucketChanges:
 
 
 class HostTable(ABC):
-    """A table that devices may read in place. *Thread-safe.*"""
+    """A table that devices may read in place. *Thread-safe.*
+
+    Attributes:
+        has_files: its layouts may name row files.
+    """
+
+    has_files: ClassVar[bool] = False
 
     @property
     @abstractmethod

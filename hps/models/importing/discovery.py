@@ -1,6 +1,6 @@
 """Finds the models, versions and tables in a directory without a description.
 
-    <dir>/key, emb_vector                     a table
+    <dir>/key, emb_vector                     a table; or <dir>/rows, sealed
     <model>/<table>/key, emb_vector           a model of several tables
     <model>/<version>/<table>/...             versions of a model: directories named by a number
     <model>/<prefix>0_sparse_2000.model/...   files of HugeCTR's training; the last iteration counts
@@ -18,9 +18,9 @@ from typing import Any
 
 from hps.errors import ModelFileError
 from hps.ground.small_files import read_small
-from hps.models.files import stored_shape
 from hps.models.manifest import VERSION, read_json, read_manifest, within
 from hps.models.repository import MODEL_ENTRY
+from hps.models.sealed import ROWS_FILE, stored_shape_of
 from hps.models.sources import ModelSources
 
 _SAVED = re.compile(r"(.*?)_?([0-9]+)_sparse_([0-9]+)(?:\.model)?")  # HugeCTR's: prefix, table, iteration
@@ -142,7 +142,7 @@ def relocated(place: str, entry: Mapping[str, Any]) -> FoundModel:
         found = next((search.locate(path) for path in tries if search.is_table(search.locate(path))), None)
         if found is None:
             raise ModelFileError(f"searching for table {name} of {entry.get('model')}: it is in none of {', '.join(tries)}")
-        tables.append(FoundTable(str(name), found, *stored_shape(found, search.sources)))
+        tables.append(FoundTable(str(name), found, *stored_shape_of(found, search.sources)))
     return FoundModel(str(entry.get("model")), tuple(tables), entry=entry)
 
 
@@ -187,13 +187,13 @@ class _Search:
         return self.sources.locate(place)[0].exists(within(place, name))
 
     def is_table(self, place: str) -> bool:
-        return self.has(place, "key") and self.has(place, "emb_vector")
+        return (self.has(place, "key") and self.has(place, "emb_vector")) or self.has(place, ROWS_FILE)
 
     def models(self, place: str, depth: int) -> list[FoundModel]:
         """Find the models in a directory and below it."""
         name = name_of(posixpath.basename(place).removesuffix(".model"))
         if self.is_table(place):
-            return [FoundModel(name, (FoundTable(name, place, *stored_shape(place, self.sources)),))]
+            return [FoundModel(name, (FoundTable(name, place, *stored_shape_of(place, self.sources)),))]
         directories = self.directories(place) if depth else []
         versions = sorted((directory for directory in directories if VERSION.fullmatch(directory)), key=int)
         tables_by_version = [self._tables(within(place, version), relative=True) for version in versions]
@@ -213,7 +213,7 @@ class _Search:
     def _tables(self, place: str, *, relative: bool = False) -> list[FoundTable]:
         """Find the tables in a directory; with `relative`, the directory may be a table itself."""
         if relative and self.is_table(place):
-            return [FoundTable("embedding", ".", *stored_shape(place, self.sources))]
+            return [FoundTable("embedding", ".", *stored_shape_of(place, self.sources))]
         names = [directory for directory in self._in_order(place) if self.is_table(within(place, directory))]
         graph = self._graph(place)
         latest: dict[tuple[str, int], tuple[int, str]] = {}
@@ -231,7 +231,9 @@ class _Search:
             plain.append((graph_name if len(prefixes) == 1 else name_of(f"{prefix}_{graph_name}"), name))
         return [
             FoundTable(
-                name, directory if relative else within(place, directory), *stored_shape(within(place, directory), self.sources)
+                name,
+                directory if relative else within(place, directory),
+                *stored_shape_of(within(place, directory), self.sources),
             )
             for name, directory in plain
         ]

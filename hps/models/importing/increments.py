@@ -23,9 +23,9 @@ from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem, local_path
 from hps.ground.progress import NoProgress, Progress
 from hps.models.deltas import MOST_DELTAS
-from hps.models.files import stored_shape
 from hps.models.importing.checkpoint import CheckpointTable, find_tables
 from hps.models.manifest import VERSION, VersionManifest, read_manifest, within
+from hps.models.sealed import ROWS_FILE, stored_shape_of
 from hps.models.sources import ModelSources
 from hps.models.writer import write_version
 from hps.types import FloatArray, KeyArray
@@ -213,13 +213,15 @@ def _base(model: str, version: str, sources: ModelSources) -> tuple[VersionManif
         )
     filesystem, directory = sources.locate(place)
     below = [name for name in sorted(filesystem.directories(directory)) if not name.startswith(".")]
-    names = [name for name in below if filesystem.exists(within(within(directory, name), "key"))]
+    names = [
+        name for name in below if any(filesystem.exists(within(within(directory, name), file)) for file in ("key", ROWS_FILE))
+    ]
     if not names:
         raise ModelFileNotFoundError(
             f"importing a delta of version {version}: {place} has no table, expected directories with key and emb_vector; "
             f"import all rows to {within(model, version)} first"
         )
-    return manifest, {name: stored_shape(within(directory, name), sources)[0] for name in names}
+    return manifest, {name: stored_shape_of(within(directory, name), sources)[0] for name in names}
 
 
 def _by_directory(

@@ -9,6 +9,7 @@ import numpy as np
 
 from hps.errors import ModelFileError
 from hps.models.files import SparseModel, extend_checksum
+from hps.models.sealed import SealedModel
 from hps.types import FloatArray, KeyArray
 
 _READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
@@ -17,7 +18,7 @@ Allocate = Callable[..., np.ndarray]
 
 
 def read_ahead(
-    model: SparseModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty
+    model: SparseModel | SealedModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
 
@@ -62,12 +63,12 @@ def read_ahead(
         pool.shutdown(wait=not stuck, cancel_futures=True)  # a stuck read would never end
 
 
-def chunk_ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, int]]:
+def chunk_ranges(model: SparseModel | SealedModel, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Cut the rows [first, last) into chunks."""
     return ((start, min(start + model.chunk_rows, last)) for start in range(first, last, model.chunk_rows))
 
 
-def read_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
+def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
     """Yield the rows of the model's share, then compare the files with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:

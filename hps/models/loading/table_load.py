@@ -13,15 +13,17 @@ from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, Unk
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
-from hps.ground.shares import rows_of_share, share_text
+from hps.ground.shares import owned_rows, rows_of_share, share_text
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import SparseModel, extend_checksum
 from hps.models.loading.read_ahead import chunk_ranges, read_ahead
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
+from hps.models.sealed import SealedModel
 from hps.models.sources import ModelSources
 from hps.stores.base import (
     UNBOUNDED_ROWS,
+    AdoptsRowFiles,
     CopyOutcome,
     Database,
     InProcessDatabase,
@@ -166,6 +168,7 @@ class TableLoad:
         self._targets = targets
         self._progress = progress or NoProgress()
         self._nonfinite = NonfiniteRows()
+        self._adopted = False  # by the database with every row
         self._open_for_writing = False  # so the files may change without another version
         self._authority = next(
             (database for database in (*targets.load, *targets.keep) if isinstance(database, PersistentDatabase)), None
@@ -202,7 +205,7 @@ class TableLoad:
 
     def _verify(self) -> None:
         self._model.verify()
-        if isinstance(self._model, SparseModel):
+        if not isinstance(self._model, DeltaModel):
             self._model.check_format()
 
     def run(self) -> LoadReport:
@@ -254,7 +257,7 @@ class TableLoad:
             self._check_for_caches()
         complete = authority or self._complete(loads)
         source: WarmUpSource = self._model
-        if complete and isinstance(self._model, DeltaModel):
+        if complete and (isinstance(self._model, DeltaModel) or self._adopted):
             source = DatabaseRows(complete, self._table)
         seconds = time.monotonic() - started
         return LoadReport(
@@ -353,6 +356,13 @@ class TableLoad:
     def _differs(self, authority: PersistentDatabase) -> bool:
         """Return True if the persistent database, once loaded or kept, has other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
+        if (
+            record is not None
+            and record.modified
+            and record.fingerprint == self._model.fingerprint
+            and self._adopter(authority)
+        ):
+            return True  # also before its file is complete
         if record is None or not self._is_complete(record):
             return kept
         return record.modified and (kept or not self._targets.force)
@@ -399,8 +409,10 @@ class TableLoad:
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
-        # Not if it was updated online: it is neither a state of these files nor complete. A delta has no order to continue in.
-        if same and not record.modified and isinstance(model, SparseModel):
+        # Not if it was updated online: it is neither a state of these files nor complete, unless a database keeps its changes
+        # beside the file that it takes. A delta has no order to continue in.
+        kept = not record.modified or self._adopter(database) is not None
+        if same and kept and not isinstance(model, DeltaModel):
             _log.info(
                 "Table: %s; continuing an interrupted load of %s at row %d of %d.",
                 self._tag,
@@ -431,10 +443,44 @@ class TableLoad:
         if isinstance(self._model, DeltaModel):
             for database, load in targets:
                 self._merge_into(self._model, database, load)
-        elif targets:
+            return
+        targets = [(database, load) for database, load in targets if not self._adopted_by(database)]
+        if targets:
             self._stream_into(self._model, targets)
 
-    def _stream_into(self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
+    def adopted_without_copy(self, database: Database) -> bool:
+        """Return whether a database can take the files as they are, without room for a copy."""
+        adopter, model = self._adopter(database), self._model
+        return adopter is not None and isinstance(model, SealedModel) and not adopter.copies(model.source)
+
+    def _adopter(self, database: Database) -> AdoptsRowFiles | None:
+        """Return a database that can take the row file as it is; None if it must load the rows."""
+        model = self._model
+        if not isinstance(database, AdoptsRowFiles) or not isinstance(model, SealedModel) or self._open_for_writing:
+            return None
+        if model.share is not None:  # its rows are all over the file
+            return None
+        counted = 0 <= model.head.nonfinite_rows <= self._targets.max_nonfinite_rows  # else reading them finds the first
+        return database if counted and database.stored(self._table).row_dtype == model.head.row_dtype else None
+
+    def _adopted_by(self, database: Database) -> bool:
+        """Let a database take the row file as it is; return False if it must load the rows."""
+        model = self._model
+        if not isinstance(model, SealedModel) or (adopter := self._adopter(database)) is None:
+            return False
+        record = LoadRecord(
+            model.fingerprint, model.rows, model.rows, False, model.place, model.size_bytes, model.head.content[:16]
+        )
+        self._nonfinite = NonfiniteRows()
+        self._nonfinite.rows = model.head.nonfinite_rows
+        self._progress.start(self._tag, model.rows, model.size_bytes)
+        how = adopter.adopt(self._tag_in(database), model.source, record, partial(self._progress.advance, self._tag))
+        self._progress.finish(self._tag)
+        _log.info("Table: %s; its row file %s: %s.", self._tag, model.file.path, how)
+        self._adopted = how != "refused"
+        return self._adopted
+
+    def _stream_into(self, model: SparseModel | SealedModel, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
         first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
         self._progress.start(self._tag, last - first, (last - first) * model.row_bytes)
         feeds = [self._feed(database, load) for database, load in targets]
@@ -540,7 +586,7 @@ class TableLoad:
         return tag in database.tags() and database.load_record(tag) == record
 
     def _check_unchanged(
-        self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
+        self, model: SparseModel | SealedModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
     ) -> None:
         """Check that the loaded rows are of one state of the files, and of the state in `version.json`."""
         # Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
@@ -578,7 +624,7 @@ class TableLoad:
             "Write the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
         )
 
-    def _checksum(self, model: SparseModel, first: int, last: int, *, count: bool = False) -> str:
+    def _checksum(self, model: SparseModel | SealedModel, first: int, last: int, *, count: bool = False) -> str:
         """Compute the checksum of rows [first, last); with `count`, also count those that are not finite."""
         checksum = ""
         with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
@@ -612,7 +658,8 @@ class TableLoad:
             base: base of a delta that is not read from files.
         """
         model, level = self._model, base.level if base else 0
-        parts = [model] if isinstance(model, SparseModel) else [delta.changed for delta in model.deltas[level:]]
+        parts: list[SparseModel | SealedModel]
+        parts = [delta.changed for delta in model.deltas[level:]] if isinstance(model, DeltaModel) else [model]
         if base:
             yield from (keys for keys, _vectors in base.chunks())
         elif isinstance(model, DeltaModel):
@@ -651,7 +698,7 @@ class TableLoad:
             return self._copy_under_claim(authority, database)
         size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
         limit = self._share(database, size, of_files=False)
-        reads = limit == size and isinstance(self._model, SparseModel)  # of a delta, the files of its base may be far away
+        reads = limit == size and not isinstance(self._model, DeltaModel)  # of a delta, the files of its base may be far away
         if isinstance(database, InProcessDatabase):
             database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, tag)))
@@ -792,8 +839,7 @@ class LoadFeed:
             checksum = extend_checksum(self.record.checksum, keys, vectors) if self._sums else ""
             self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
         if self._share is not None:
-            owned = self._share.owns(keys)
-            keys, rows = keys[owned], rows[owned]
+            keys, rows = owned_rows(self._share, keys, rows)
         if keys.size > self._keys.size:
             self._load(keys, rows)
             return

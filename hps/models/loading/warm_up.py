@@ -14,6 +14,7 @@ from hps.ground.rows import decode, encode
 from hps.models.deltas import DeltaModel, Merge, first_rows
 from hps.models.files import SparseModel, rows_of_a_chunk
 from hps.models.loading.read_ahead import Allocate, read_ahead
+from hps.models.sealed import SealedModel
 from hps.stores.base import Database
 from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 
@@ -73,7 +74,7 @@ class DatabaseRows:
         return False
 
 
-WarmUpSource: TypeAlias = SparseModel | DeltaModel | DatabaseRows
+WarmUpSource: TypeAlias = SparseModel | SealedModel | DeltaModel | DatabaseRows
 
 
 def warm_up(
@@ -93,7 +94,9 @@ def warm_up(
     """
     capacity = cache.stats(table_index).capacity_rows
     rows = min(capacity, sparse_model.rows)
-    if isinstance(sparse_model, SparseModel) and sparse_model.share is not None:  # a part of the files' rows is inserted
+    if (
+        isinstance(sparse_model, SparseModel | SealedModel) and sparse_model.share is not None
+    ):  # a part of the files' rows is inserted
         rows = min(capacity * sparse_model.share.of, sparse_model.rows)
     if rows == 0 or fraction_per_iteration <= 0:
         return 0
@@ -126,7 +129,7 @@ def _chunks(
 
     Of `DatabaseRows`, rows as the cache stores them instead of vectors.
     """
-    if isinstance(source, SparseModel):
+    if isinstance(source, SparseModel | SealedModel):
         source.verify()
         for start, keys, vectors in read_ahead(source, _pieces(rows, step, source.chunk_rows), allocate):
             yield start, *source.owned(keys, vectors)

@@ -8,30 +8,38 @@ percent-encoded.
 """
 
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, TableWidthError, UnknownTableError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, check_fits
+from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
     LOAD_ADVICE,
+    Adoption,
+    AdoptsRowFiles,
+    DeviceReadable,
     LoadRecord,
     LogPosition,
     OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
+    RowFileSource,
     TableStats,
 )
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files import adoption
+from hps.stores.row_files.download import EXTENTS_SUFFIX, PARTIAL_SUFFIX
 from hps.stores.row_files.layout import Head, buckets_for
 from hps.stores.row_files.row_file import read_kernels
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
@@ -39,8 +47,10 @@ from hps.stores.row_files.writer import TEMPORARY, write_kernels
 from hps.tensors.array_checks import check_positive
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
 
+_PROGRESS_S: Final = 0.5
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites):
+
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, DeviceReadable):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -48,6 +58,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         num_threads: of RocksDB, which holds what is written online.
         read_only: write nothing.
         verify: compare each page of a row with its checksum before the row is answered.
+        wait_for_download: serve a file from elsewhere only once it is complete here, not at once.
         write_timeout_s: how long a write waits for another write or a slow disk.
         close_timeout_s: how long `close` waits for running calls.
 
@@ -67,12 +78,14 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         read_only: bool = False,
         max_batch_size: int = 65_536,
         verify: bool = False,
+        wait_for_download: bool = False,
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
     ) -> None:
         self.path = self.directory = Path(path).absolute()
         self.read_only = read_only
         self._verify = verify
+        self._wait_for_download = wait_for_download
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
         self._calls = OpenCalls(f"the database {self.path}")
@@ -102,7 +115,12 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         """Complete interrupted drops, and remove what interrupted loads wrote."""
         records = set(self._recorded())
         for path in self._files.iterdir():
-            if path.name.endswith(TEMPORARY) or (path.suffix == ROWS_SUFFIX and tag_of(path) not in records):
+            unfinished = path.suffix in (PARTIAL_SUFFIX, EXTENTS_SUFFIX)
+            if (
+                path.name.endswith(TEMPORARY)
+                or (path.suffix in (ROWS_SUFFIX, PARTIAL_SUFFIX, EXTENTS_SUFFIX) and tag_of(path) not in records)
+                or (unfinished and path.with_name(path.name.removesuffix(path.suffix) + ROWS_SUFFIX).exists())
+            ):
                 path.unlink()
         for tag in self._changes.tags():
             if tag not in records:
@@ -176,7 +194,12 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
                 table.retire()
                 del self._tables[tag]
             name = file_name(tag)
-            for suffix in (RECORD_SUFFIX, ROWS_SUFFIX):  # the record first: what is left without one goes at the next start
+            for suffix in (
+                RECORD_SUFFIX,
+                ROWS_SUFFIX,
+                PARTIAL_SUFFIX,
+                EXTENTS_SUFFIX,
+            ):  # the record first: what is left without one goes at the next start
                 (self._files / (name + suffix)).unlink(missing_ok=True)
             self._changes.drop_table(tag)
 
@@ -187,6 +210,9 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
                 f"{self._calls.running}; close it again when they have ended"
             )
         with self._tables_lock:
+            for table in self._tables.values():
+                table.stop_download()
+                table.in_place.close()
             self._tables.clear()
             self._changes.close()
 
@@ -259,6 +285,14 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
         with self._calls:
             return self._table(tag).seal()
 
+    def host_table(self, tag: str) -> HostTable:
+        with self._calls:
+            return self._table(tag).in_place
+
+    @classmethod
+    def index_bytes(cls, rows: int) -> int:
+        return rows + 4 * (buckets_for(rows) + 1)
+
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         check_positive(f"scanning table {tag}", "chunk_rows", chunk_rows)
         with self._calls:
@@ -307,6 +341,52 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites):
     def finish_load(self, tag: str) -> None:
         with self._calls:
             self._table(tag).finish_load()
+
+    def copies(self, file: RowFileSource) -> bool:
+        return not adoption.may_link(file, self._files)
+
+    def adopt(
+        self, tag: str, file: RowFileSource, record: LoadRecord, progress: Callable[[int], None] = lambda rows: None
+    ) -> Adoption:
+        with self._calls:
+            table = self._table(tag)
+            head = adoption.checked_head(file, tag, table.width)
+        if file.path is None:
+            return self._download(table, file, head, record, progress)
+        if not table.can_adopt(head):
+            return "refused"
+        fresh = self._files / f"{file_name(tag)}.{secrets.token_hex(4)}{TEMPORARY}"
+        how: Adoption = "linked"
+        try:
+            if not adoption.link(file, fresh):
+                how = "copied"
+                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes))
+            with self._calls:
+                return how if table.adopt(fresh, record) else "refused"
+        finally:
+            with suppress(OSError):
+                fresh.unlink()
+
+    def _download(
+        self, table: RowTable, file: RowFileSource, head: Head, record: LoadRecord, progress: Callable[[int], None]
+    ) -> Adoption:
+        if table.has_adopted(head, record):
+            return "copied"
+        download = table.download(file, head, record)
+        if download is None:
+            return "refused"
+        done = 0
+        while self._wait_for_download and not download.wait(_PROGRESS_S):
+            there = download.bytes_there // head.record_bytes
+            progress(max(0, there - done))
+            done = max(done, there)
+        return "downloading"
+
+    def downloads(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes that are here, and all, of each file that is being downloaded, by table."""
+        with self._calls:
+            found = {tag: table.download_progress() for tag, table in list(self._tables.items())}
+        return {tag: progress for tag, progress in found.items() if progress is not None}
 
 
 def _file_bytes(tag: str, dim: int, rows: int) -> int:

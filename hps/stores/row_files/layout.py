@@ -15,10 +15,11 @@ key and its row side by side: nothing else is read, and no space is left between
 usual layout, waste a fifth of the file, and read three to five times as many lines (benchmarks/bench_row_files.py).
 """
 
+import hashlib
 import json
 import struct
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import boolean, int64, njit, types, uint8, uint32, uint64
@@ -32,6 +33,8 @@ VERSION: Final = 1
 PAGE_BYTES: Final = 4096
 ROWS_A_BUCKET: Final = 4
 """Records of a bucket, on average. Two take another byte a row and save a fifth of the time; eight take more time."""
+HASH: Final = "rrxmrrxmsx_0"
+"""Name of the hash of keys, for readers of other programs; `mix` computes it."""
 MOST_ROWS: Final = 1 << 33
 """Buckets are numbered by 31 bits, so that `scale` applies."""
 
@@ -48,17 +51,30 @@ _RECORDS, _STARTS, _FINGERPRINTS = read_only(uint32[:, ::1]), read_only(uint32[:
 _SUMS = read_only(uint64[::1])
 
 
+class RowFacts(NamedTuple):
+    """What is known of the rows of a file beside their width."""
+
+    row_dtype: str = "float32"  # how they are stored: `hps.types.ROW_DTYPES`
+    dim: int = 0  # elements of a vector; 0 if unknown
+    nonfinite_rows: int = -1  # at most so many rows have an infinity or NaN; -1 if unknown
+    least_key: int = -(1 << 63)  # no key is smaller
+    greatest_key: int = (1 << 63) - 1  # no key is greater
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a row file says of itself. *Immutable.*
+    """What a row file says of itself, enough to read it without a configuration. *Immutable.*
 
     Attributes:
-        tag: the table.
+        tag: the table; empty for a file of a model version, which any table of its width may take.
         width: words of 4 bytes of a row.
         rows: number of records.
         buckets: number of buckets.
         source: identifies what the rows came from, e.g. the fingerprint of model files.
         sums: checksum of the part `sums`.
+        content: fingerprint of records and index, 32 hexadecimal digits, the same wherever the file lies; empty if unknown.
+        row_dtype, dim, nonfinite_rows, least_key, greatest_key: see `RowFacts`.
+        hash, page_bytes: name of the hash, size of a page.
     """
 
     tag: str
@@ -67,6 +83,18 @@ class Head:
     buckets: int
     source: str
     sums: int
+    content: str = ""
+    row_dtype: str = "float32"
+    dim: int = 0
+    nonfinite_rows: int = -1
+    least_key: int = -(1 << 63)
+    greatest_key: int = (1 << 63) - 1
+    hash: str = HASH
+    page_bytes: int = PAGE_BYTES
+
+    @property
+    def facts(self) -> RowFacts:
+        return RowFacts(self.row_dtype, self.dim, self.nonfinite_rows, self.least_key, self.greatest_key)
 
     @property
     def record_bytes(self) -> int:
@@ -118,7 +146,22 @@ class Head:
             raise ValueError(f"got version {version} of the format, expected {VERSION}")
         if _SUM.unpack(content[-_SUM.size :])[0] != checksum(np.frombuffer(content[: -_SUM.size], np.uint8)):
             raise ValueError("its head is damaged")
-        return cls(**json.loads(content[_HEAD.size : _HEAD.size + length]))
+        read = json.loads(content[_HEAD.size : _HEAD.size + length])
+        head = cls(**{field.name: read[field.name] for field in fields(cls) if field.name in read})  # later ones may say more
+        if (head.hash, head.page_bytes) != (HASH, PAGE_BYTES):
+            raise ValueError(f"got hash {head.hash}, pages of {head.page_bytes} bytes; expected {HASH}, {PAGE_BYTES}")
+        if min(head.width, head.buckets) < 1 or not 0 <= head.rows <= MOST_ROWS:
+            raise ValueError(f"got {head.rows} rows of {head.width} words in {head.buckets} buckets")
+        return head
+
+
+def content_fingerprint(head: Head, sums: np.ndarray) -> str:
+    """Identify the content of a file by its geometry and the checksums of its pages, (pages,) uint64."""
+    digest = hashlib.blake2b(
+        json.dumps([head.width, head.rows, head.buckets, head.row_dtype, head.dim]).encode(), digest_size=16
+    )
+    digest.update(sums.data.cast("B") if sums.size else b"")
+    return digest.hexdigest()
 
 
 def buckets_for(rows: int) -> int:
@@ -139,7 +182,7 @@ def _padded(size: int) -> int:
 
 
 @njit(inline="always")
-def _first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
+def first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
     """Return the number of the first record of a bucket. Its upper bits follow from where the bucket is expected."""
     expected = np.int64(bucket * (rows / buckets))
     near = np.int64(starts[bucket]) - (expected & np.int64(0xFFFFFFFF))
@@ -156,12 +199,12 @@ def _fingerprint(hashed):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _fingerprint_of(key):  # type: ignore[no-untyped-def]
+def fingerprint_of(key):  # type: ignore[no-untyped-def]
     return _fingerprint(mix(key))
 
 
 @njit(inline="always")
-def _holds_key(records, row, key):  # type: ignore[no-untyped-def]
+def holds_key(records, row, key):  # type: ignore[no-untyped-def]
     word = np.uint64(key)
     return records[row, 0] == np.uint32(word & _LOW) and records[row, 1] == np.uint32(word >> np.uint64(32))
 
@@ -189,11 +232,11 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
             prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
             bucket = first[i]
-            first[i] = _first_record(starts, bucket, rows, buckets)
-            last[i] = _first_record(starts, bucket + 1, rows, buckets)
+            first[i] = first_record(starts, bucket, rows, buckets)
+            last[i] = first_record(starts, bucket + 1, rows, buckets)
             prefetch(at_prints + np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
-            print_ = _fingerprint_of(keys[begin + i])
+            print_ = fingerprint_of(keys[begin + i])
             row = first[i]
             while row < last[i] and fingerprints[row] != print_:
                 row += 1
@@ -205,9 +248,9 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
                     prefetch(at + ahead)  # type: ignore[arg-type]
                     ahead += _LINE
         for i in range(count):
-            print_ = _fingerprint_of(keys[begin + i])
+            print_ = fingerprint_of(keys[begin + i])
             row = candidate[i]
-            while row < last[i] and not (fingerprints[row] == print_ and _holds_key(records, row, keys[begin + i])):
+            while row < last[i] and not (fingerprints[row] == print_ and holds_key(records, row, keys[begin + i])):
                 row += 1
             numbers[begin + i] = row if row < last[i] else -1
 
@@ -249,7 +292,7 @@ def _rotated(value, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _sum_of(words, start, stop):  # type: ignore[no-untyped-def]
+def sum_of(words, start, stop):  # type: ignore[no-untyped-def]
     """Return the checksum of words [start, stop), a multiple of four: four chains of multiply and rotate, then mixed."""
     a, b, c, d = _PRIME, _PRIME + np.uint64(1), _PRIME + np.uint64(2), _PRIME + np.uint64(3)
     for i in range(start, stop, _LANES):
@@ -264,14 +307,14 @@ def _sum_of(words, start, stop):  # type: ignore[no-untyped-def]
 def sum_pages(words, sums):  # type: ignore[no-untyped-def]
     """Compute the checksum of each page of 512 words."""
     for page in range(sums.size):
-        sums[page] = _sum_of(words, 512 * page, 512 * page + 512)
+        sums[page] = sum_of(words, 512 * page, 512 * page + 512)
 
 
 @kernel(int64, _SUMS, _SUMS, int64, int64)
 def damaged_page(words, sums, start, stop):  # type: ignore[no-untyped-def]
     """Return the first of pages [start, stop) whose checksum is wrong, or -1."""
     for page in range(start, stop):
-        if _sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
+        if sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
             return page
     return -1
 
@@ -283,7 +326,7 @@ def damaged_record(words, sums, numbers, record_bytes):  # type: ignore[no-untyp
         if numbers[i] >= 0:
             first = numbers[i] * record_bytes
             for page in range(first // 4096, (first + record_bytes - 1) // 4096 + 1):
-                if _sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
+                if sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
                     return page
     return -1
 

@@ -12,12 +12,24 @@ import numpy.typing as npt
 from hps.errors import DatabaseCorruptError, DatabaseError
 from hps.ground.threads.thread_pool import POOL
 from hps.stores.base import LOAD_ADVICE
-from hps.stores.row_files import layout
+from hps.stores.row_files import layout, reading
 from hps.stores.row_files.layout import PAGE_BYTES, Head
+from hps.stores.row_files.presence import (
+    MOST_PAGES,
+    PageCache,
+    Presence,
+    advise_needed,
+    advise_random,
+    function_address,
+    may_see_residency,
+    presence_kernels,
+)
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _ROWS_WORTH_A_THREAD: Final = 512
 _PAGES_A_PIECE: Final = 4096
+_ASKED_KEYS: Final = 1024  # keys whose pages are asked for together
+_GETRUSAGE: Final = function_address("getrusage")
 
 Records = npt.NDArray[np.uint32]
 """(n, 2 + width) uint32, in the order of the keys' hash: a key in two words, then its row."""
@@ -29,16 +41,21 @@ class RowFile:
     The file may be replaced or removed by name while it is open: the mapping keeps what it had. Only cutting it short would end
     the process, so a file that others may write to is refused.
 
+    Args:
+        presence: makes pages readable before they are read; by default the whole file is there.
+
     Attributes:
         head: what the file says of itself.
-        records: (rows, 2 + width) uint32, mapped, read only.
+        is_complete: all of it is here, so that devices may read it.
+        records: (rows, 2 + width) uint32, mapped, read only, for walks in order: a fault reads ahead.
+        starts, fingerprints: the other parts that a lookup reads, likewise; see `layout.py`.
 
     Raises:
         DatabaseCorruptError: it is no row file, of another version of the format, cut short, or its head is damaged.
         DatabaseError: it cannot be read, or others may write to it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, presence: Presence | None = None) -> None:
         self.path = path
         try:
             with open(path, "rb", buffering=0) as file:
@@ -51,29 +68,56 @@ class RowFile:
                 self.head = Head.unpacked(file.read(PAGE_BYTES))
                 if there.st_size != self.head.size_bytes:
                     raise ValueError(f"it has {there.st_size:,} bytes, expected {self.head.size_bytes:,}")
-                self._memory = mmap.mmap(file.fileno(), there.st_size, access=mmap.ACCESS_READ)
+                # Lookups have a mapping of their own, where a fault reads one page.
+                walked, looked_up = (mmap.mmap(file.fileno(), there.st_size, access=mmap.ACCESS_READ) for _ in range(2))
+                owned = may_see_residency(file.fileno())
         except OSError as error:
             raise DatabaseError(f"opening the row file {path}: {error}") from error
         except (ValueError, TypeError) as error:
             raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_ADVICE}") from error
         head = self.head
-        self.records: Records = self._part(np.uint32, head.records_at, head.rows * (2 + head.width)).reshape(head.rows, -1)
-        self._starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
-        self._fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
+        self._mapped = np.frombuffer(looked_up, np.uint8)
+        advise_random(self._mapped[: head.starts_at])
+        advise_needed(self._mapped[head.starts_at :])  # two bytes a row, which every lookup reads
+        self.is_complete = presence is None
+        self.presence = presence or PageCache(self._mapped, owned=owned)
+        self.records: Records = self._records_in(walked)
+        self._records = self._records_in(looked_up)
+        self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
+        self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
         self._words = self._part(np.uint64, head.records_at, head.pages * PAGE_BYTES // 8)
 
+    def _records_in(self, memory: Any) -> Records:
+        count = self.head.rows * (2 + self.head.width)
+        return np.frombuffer(memory, np.uint32, count, self.head.records_at).reshape(self.head.rows, -1)
+
     def _part(self, dtype: Any, start: int, count: int) -> Any:
-        return np.frombuffer(self._memory, dtype, count, start) if count else np.empty(0, dtype)
+        return self._mapped[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+    @property
+    def readable_bytes(self) -> npt.NDArray[np.uint8]:
+        """All parts that a lookup reads, whole pages, as bytes."""
+        found: npt.NDArray[np.uint8] = self._part(np.uint8, self.head.records_at, self.head.sums_at - self.head.records_at)
+        return found
+
+    @property
+    def readable(self) -> tuple[int, int]:
+        """Address and size of `readable_bytes`."""
+        return self.readable_bytes.ctypes.data, self.head.sums_at - self.head.records_at
 
     def numbers(self, keys: KeyArray) -> IndexArray:
         """Return the number of each key's record, (n,) int64; -1 for absent keys."""
-        numbers = np.empty(keys.size, np.int64)
-        self._find(keys, numbers)
+        numbers: IndexArray = np.empty(keys.size, np.int64)
+        step = _ASKED_KEYS if self.presence.doubtful else max(1, keys.size)
+        for start in range(0, keys.size, step):
+            piece = slice(start, start + step)
+            if self.presence.doubtful:
+                self._require(keys[piece], np.zeros(keys[piece].size, np.bool_), verify=False)
+            layout.find_records(
+                keys[piece], self._records, self.starts, self.fingerprints, numbers[piece], np.empty(96, np.int64)
+            )
         return numbers
-
-    def _find(self, keys: KeyArray, numbers: IndexArray) -> None:
-        layout.find_records(keys, self.records, self._starts, self._fingerprints, numbers, np.empty(96, np.int64))
 
     def fetch(
         self,
@@ -86,27 +130,91 @@ class RowFile:
         """Fill the rows of `out` that are not yet `found`, and mark them; return how many. Arguments as of `Database.fetch`.
 
         Args:
-            verify: compare each page of a found record with its checksum before the row is answered.
+            verify: compare each page with its checksum before a row is answered.
 
         Raises:
             DatabaseCorruptError: a page is damaged.
+            DatabaseError: pages that are still to arrive did not.
         """
         words, filled = out.view(np.uint32), []
 
         def part(first: int, last: int) -> None:
-            piece = slice(first, last)
-            numbers = self.numbers(keys[piece])
-            if verify:
-                self._check(layout.damaged_record(self._words, self._sums, numbers, self.head.record_bytes))
-            filled.append(layout.copy_records(self.records, numbers, words[piece], found[piece]))
+            scratch = np.empty(reading.SCRATCH, np.int64)
+            at = first
+            while at < last:
+                if doubtful := self.presence.doubtful:
+                    piece = slice(at, min(at + _ASKED_KEYS, last))
+                    self._require(keys[piece], found[piece], verify=verify)
+                else:
+                    piece = slice(at, last)
+                reading.fetch_records(
+                    keys[piece],
+                    self._records,
+                    self.starts,
+                    self.fingerprints,
+                    words[piece],
+                    found[piece],
+                    self._words if verify else self._words[:0],
+                    self._sums,
+                    scratch,
+                    0 if doubtful else _GETRUSAGE,
+                )
+                self._check(int(scratch[reading.DAMAGED]))
+                if scratch[reading.STOPPED]:
+                    self.presence.doubt()
+                at += int(scratch[reading.DONE])
+                filled.append(int(scratch[reading.COPIED]))
 
         POOL.run(keys.size, _ROWS_WORTH_A_THREAD, part)
         return sum(filled)
+
+    def _require(self, keys: KeyArray, found: BoolArray, *, verify: bool) -> int:
+        """Have all pages present that a lookup of these keys reads; return how many were missing."""
+        head = self.head
+        pages: IndexArray = np.empty(2 * keys.size, np.int64)
+        missing = self._require_pages(pages[: reading.start_pages(keys, found, head.buckets, head.starts_at, pages)], verify)
+        ranges = np.empty((keys.size, 2), np.int64)
+        most = reading.record_ranges(keys, found, head.rows, self.starts, ranges)
+        missing += self._require_ranges(ranges, head.fingerprints_at, 1, verify)
+        candidates = np.empty((most, 2), np.int64)
+        count = reading.candidate_ranges(keys, ranges, self.fingerprints, candidates)
+        return missing + self._require_ranges(candidates[:count], head.records_at, head.record_bytes, verify)
+
+    def _require_ranges(self, ranges: npt.NDArray[np.int64], at: int, item_bytes: int, verify: bool) -> int:
+        pages: IndexArray = np.empty(2 * len(ranges), np.int64)
+        if (count := reading.range_pages(ranges, at, item_bytes, pages)) > pages.size:
+            pages = np.empty(count, np.int64)
+            reading.range_pages(ranges, at, item_bytes, pages)
+        return self._require_pages(pages[:count], verify)
+
+    def _require_pages(self, pages: IndexArray, verify: bool) -> int:
+        missing, pages = 0, np.unique(pages)
+        if verify:
+            first = self.head.records_at // PAGE_BYTES
+            pages = np.unique(np.append(pages, (self.head.sums_at + 8 * (pages - first)) // PAGE_BYTES))
+        for start in range(0, pages.size, MOST_PAGES):
+            missing += self.presence.require(pages[start : start + MOST_PAGES])
+        return missing
+
+    def require_records(self, first: int, last: int) -> None:
+        """Have records [first, last) present, before `records` is read there.
+
+        Raises:
+            DatabaseError: pages that are still to arrive did not.
+        """
+        at, size = self.head.records_at, self.head.record_bytes
+        self._require_bytes(at + first * size, at + last * size)
+
+    def _require_bytes(self, start: int, stop: int) -> None:
+        for page in range(start // PAGE_BYTES, -(-stop // PAGE_BYTES), MOST_PAGES):
+            if self.presence.doubtful:
+                self.presence.require(np.arange(page, min(page + MOST_PAGES, -(-stop // PAGE_BYTES))))
 
     def chunks(self, rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Yield all keys and rows in the file's order, `rows` at a time, in arrays that the caller owns."""
         for start in range(0, self.head.rows, rows):
             count = min(rows, self.head.rows - start)
+            self.require_records(start, start + count)
             keys, vectors = np.empty(count, np.int64), np.empty((count, self.head.width), np.float32)
             layout.split_records(self.records, start, start + count, 0, keys, vectors.view(np.uint32))
             yield keys, vectors
@@ -117,10 +225,12 @@ class RowFile:
         Raises:
             DatabaseCorruptError: one differs.
         """
+        self._require_bytes(self.head.sums_at, self.head.size_bytes)
         if layout.checksum(self._sums.view(np.uint8)) != self.head.sums:
             raise DatabaseCorruptError(f"checking the row file {self.path}: its checksums are damaged. {LOAD_ADVICE}")
         for start in range(0, self.head.pages, _PAGES_A_PIECE):
             stop = min(start + _PAGES_A_PIECE, self.head.pages)
+            self._require_bytes(self.head.records_at + start * PAGE_BYTES, self.head.records_at + stop * PAGE_BYTES)
             self._check(layout.damaged_page(self._words, self._sums, start, stop))
             if progress:
                 progress(stop, self.head.pages)
@@ -136,4 +246,4 @@ class RowFile:
 
 def read_kernels() -> tuple[Callable[..., Any], ...]:
     """Return the kernels of a fetch."""
-    return layout.find_records, layout.copy_records, layout.sum_pages
+    return (layout.find_records, layout.sum_pages, *reading.reading_kernels(), *presence_kernels())

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -25,18 +25,22 @@ import numpy as np
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
 from hps.ground.key_sets import KeySet
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.download import Download
+from hps.stores.row_files.in_place import RowFileInPlace
+from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
 _log = logging.getLogger(__name__)
 
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
 _SEAL_ROWS: Final = 65_536  # changes read at a time for a new file
+_KEEP_TIMEOUT_S: Final = 600.0
 _FORGET_ROWS: Final = 16_384  # writers wait while these are removed
 
 
@@ -100,6 +104,20 @@ class _Load:
     runs: list[Run] = field(default_factory=list)  # the latest first
 
 
+def check_belongs(head: Head, place: object, tag: str, width: int) -> None:
+    """Check that a file has rows of a table; those of model versions name none.
+
+    Raises:
+        DatabaseCorruptError: it has others.
+    """
+    expected = (tag, width, row_dtype_of(tag))
+    if (head.tag or tag, head.width, head.row_dtype) != expected:
+        raise DatabaseCorruptError(
+            f"opening table {tag}: {place} holds rows of {head.width} words ({head.row_dtype}) of table {head.tag or 'any'}, "
+            f"expected {width} ({row_dtype_of(tag)}). {LOAD_ADVICE}"
+        )
+
+
 class RowTable:
     """Rows of one table. *Thread-safe.* One lock serialises writers; readers never take it."""
 
@@ -118,10 +136,12 @@ class RowTable:
         self._record = record
         self._load: _Load | None = None
         self._dropped = False
+        self._download: Download | None = None  # of the file that lookups read meanwhile
         self._recent: KeySet | None = None  # keys written while a new file is made
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
         self._shadowed = self._count_shadowed(self._state)
+        self.in_place = RowFileInPlace(tag, self)
 
     def _opened(self) -> RowFile | None:
         if not self._rows_path.exists():
@@ -133,11 +153,7 @@ class RowTable:
                 )
             return None
         file = RowFile(self._rows_path)
-        if (file.head.tag, file.head.width) != (self.tag, self.width):
-            raise DatabaseCorruptError(
-                f"opening table {self.tag}: {self._rows_path} holds rows of {file.head.width} words of table {file.head.tag}, "
-                f"expected {self.width}. {LOAD_ADVICE}"
-            )
+        check_belongs(file.head, self._rows_path, self.tag, self.width)
         return file
 
     def _changed(self) -> KeySet:
@@ -252,7 +268,7 @@ class RowTable:
         with self._alone(doing):
             self._mark_modified()
             distinct = np.unique(check_keys(doing, keys))
-            count = int(self._present(distinct).sum())
+            count = int(self._present(distinct).sum()) if self._download is None else -1
             with self._noting(distinct):
                 self._changes.delete(self.tag, distinct)
             return count
@@ -300,15 +316,52 @@ class RowTable:
         state = self._state
         if self._recent is not None:
             self._recent.add(keys)
-        if state.file:
+        if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
         state.changed.add(keys)
+        self.in_place.changed(keys)
 
     def _mark_modified(self) -> None:
         load = self._record.load
         if load is not None and not load.modified:
             self._put(replace(load, modified=True))
+
+    # -- for devices --------------------------------------------------------------------------------------------------
+
+    @property
+    def file(self) -> RowFile | None:
+        return self._state.file
+
+    def changed_keys(self) -> Iterator[KeyArray]:
+        """Yield the keys of all changes, perhaps with some that the file has."""
+        return self._changes.changed_keys(self.tag)
+
+    def changes_of(self, keys: KeyArray) -> tuple[BoolArray, FloatArray, BoolArray]:
+        """Read the changes of keys, (n,), as the writer.
+
+        Returns:
+            (n,) bool, which keys were changed since the file was sealed; of these, (m, width) rows, and (m,) which have one.
+        """
+        is_changed = self._state.changed.contains(keys)
+        some = keys[is_changed]
+        rows, there = np.zeros((some.size, self.width), np.float32), np.zeros(some.size, np.bool_)
+        self._changes.fetch(self.tag, some, rows, there)
+        return is_changed, rows, there
+
+    def alone(self, doing: str) -> AbstractContextManager[None]:
+        """Let no other thread write."""
+        return self._alone(doing)
+
+    @contextmanager
+    def keeping_file(self, doing: str) -> Iterator[None]:
+        """Keep the file from being replaced."""
+        if not self._sealing.acquire(timeout=_KEEP_TIMEOUT_S):
+            raise DatabaseTimeoutError(f"{doing}: the table was loaded or sealed for all of {_KEEP_TIMEOUT_S:g} s; try again")
+        try:
+            yield
+        finally:
+            self._sealing.release()
 
     def _put(self, load: LoadRecord | None) -> None:
         record = replace(self._record, load=load)
@@ -346,6 +399,7 @@ class RowTable:
             if older.size:  # the loaded rows are later
                 self._changes.forget(self.tag, older)
                 self._state = _State(self._state.file, self._changed())
+                self.in_place.changed(older)
 
     def finish_load(self) -> None:
         with self._sealing, self._alone(f"finishing the load of table {self.tag}"):
@@ -355,20 +409,21 @@ class RowTable:
             runs = [*self._load.runs, *([Run(file.records)] if file else [])]
             record = self._load.record
             write_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
-            self._replace(self._state.changed)
+            self._replace(RowFile(self._rows_path), self._state.changed)
             self._put(replace(record, loaded_at_us=time.time_ns() // 1000))
             self._load = None
 
-    def _replace(self, changed: KeySet) -> None:
-        state = _State(RowFile(self._rows_path), changed)
+    def _replace(self, file: RowFile, changed: KeySet) -> None:
+        state = _State(file, changed)
         self._state, self._shadowed = state, self._count_shadowed(state)
+        self.in_place.replaced()
 
     def seal(self, progress: Callable[[int], None] | None = None) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
         doing = f"sealing table {self.tag}"
         with self._sealing:
             with self._alone(doing):
-                if self._load is not None or not len(self._state.changed):
+                if self._load is not None or self._download is not None or not len(self._state.changed):
                     return 0
                 self._recent = KeySet()
                 file = self._state.file
@@ -379,13 +434,17 @@ class RowTable:
                     self._changes.fetch(self.tag, keys, rows, there)
                     runs.insert(0, sorted_run(keys, rows, ~there))
                     snapshot.append(keys)
-                source = file.head.source if file else ""
-                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, progress=progress)
+                source, facts = "", RowFacts(row_dtype_of(self.tag))
+                if file:  # what is written online may have any key, and is not counted
+                    source, facts = file.head.source, facts._replace(dim=file.head.dim)
+                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
+                fresh = RowFile(self._rows_path)
+                self.in_place.prepare(fresh)
                 with self._alone(doing):
                     changed = KeySet()
                     for keys in self._changes.changed_keys(self.tag):
                         changed.add(keys[self._recent.contains(keys)])
-                    self._replace(changed)
+                    self._replace(fresh, changed)
                 for keys in snapshot:
                     for start in range(0, keys.size, _FORGET_ROWS):
                         piece = keys[start : start + _FORGET_ROWS]
@@ -395,7 +454,96 @@ class RowTable:
             finally:
                 self._recent = None
 
+    def can_adopt(self, head: Head) -> bool:
+        """Return whether a file may become that of the table: it has none, or this one."""
+        file = self._state.file
+        return self._load is None and (file is None or (bool(file.head.content) and file.head.content == head.content))
+
+    def adopt(self, fresh: Path, record: LoadRecord) -> bool:
+        """Make a complete file under another name that of the table, as a load would; return False if it has another."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, before = RowFile(fresh), self._record.load
+            check_belongs(file.head, fresh, self.tag, self.width)
+            if not self.can_adopt(file.head):
+                return False
+            same = before is not None and before.fingerprint == record.fingerprint
+            if not same:
+                self._changes.forget_log(self.tag)
+                self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
+            fresh.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            changed = self._state.changed
+            if not same and len(changed):  # the loaded rows are later than rows of unknown origin
+                for keys in self._changes.changed_keys(self.tag):
+                    self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
+                changed = self._changed()
+            self._replace(RowFile(self._rows_path), changed)
+            modified = same and before is not None and before.modified
+            self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
+            return True
+
+    def download(self, file: RowFileSource, head: Head, record: LoadRecord) -> Download | None:
+        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
+        doing = f"adopting {file.place} for table {self.tag}"
+        with self._sealing:
+            if self._download is not None:
+                return self._download if self._download.head.content == head.content else None
+            before = self._record.load
+            same = before is not None and before.fingerprint == record.fingerprint
+            if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
+                return None
+            name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
+            download = Download(file, head, name, lambda: self._finish_download(download))
+            try:
+                state = _State(RowFile(download.partial, download), self._state.changed)
+                with self._alone(doing):
+                    if not same:
+                        self._changes.forget_log(self.tag)
+                    modified = same and before is not None and before.modified
+                    self._put(replace(record, rows_done=0, checksum="", modified=modified))
+                    self._state, self._download, self._shadowed = state, download, 0
+            except BaseException:
+                download.stop(self._write_timeout_s)
+                raise
+            return download
+
+    def _finish_download(self, download: Download) -> None:
+        """Make the complete file that of the table."""
+        with self._sealing, self._alone(f"completing the download of table {self.tag}"):
+            load = self._record.load
+            if self._download is not download or load is None:
+                raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
+            download.partial.replace(self._rows_path)
+            sync_directory(self._rows_path.parent)
+            self._replace(RowFile(self._rows_path), self._state.changed)
+            self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
+            self._download = None
+
+    def has_adopted(self, head: Head, record: LoadRecord) -> bool:
+        """Return whether the table has a complete file of this content already, which was adopted with this record."""
+        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+            file, load = self._state.file, self._record.load
+            if file is None or self._download is not None or load is None or load.fingerprint != record.fingerprint:
+                return False
+            if not head.content or file.head.content != head.content:
+                return False
+            if not load.complete:  # the process ended between the file's name and the record
+                self._put(replace(record, modified=load.modified, loaded_at_us=time.time_ns() // 1000))
+            return True
+
+    def download_progress(self) -> tuple[int, int] | None:
+        """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""
+        download = self._download
+        return None if download is None else (download.bytes_there, download.head.size_bytes)
+
+    def stop_download(self) -> None:
+        """End a download, which a later one of the same file continues."""
+        if (download := self._download) is not None:
+            download.stop(self._write_timeout_s)
+
     def retire(self) -> None:
         """Refuse writes from now on."""
         with self._sealing, self._alone(f"dropping table {self.tag}"):
             self._dropped = True
+            self.in_place.close()
+        self.stop_download()

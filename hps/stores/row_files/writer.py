@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,9 +14,9 @@ import numpy.typing as npt
 from hps.errors import DatabaseError
 from hps.ground.threads.thread_pool import POOL, available_threads
 from hps.stores.row_files import layout
-from hps.stores.row_files.layout import PAGE_BYTES, Head, buckets_for, lowest_hash
+from hps.stores.row_files.layout import PAGE_BYTES, Head, RowFacts, buckets_for, content_fingerprint, lowest_hash
 from hps.stores.row_files.row_file import Records
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
 TEMPORARY: Final = ".building"
 """Suffix of files that are not complete; a start removes them."""
@@ -119,6 +120,7 @@ def write_row_file(
     runs: Sequence[Run],
     *,
     source: str = "",
+    facts: RowFacts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Head:
     """Merge runs into a row file, which replaces one of this name. It is complete and durable, or not there.
@@ -128,6 +130,7 @@ def write_row_file(
     Args:
         runs: the latest first; records may be those of mapped files.
         source: identifies what the rows came from.
+        facts: what is known of the rows; by default their format, by the tag.
         progress: called after each step with the number of records written.
 
     Raises:
@@ -137,7 +140,7 @@ def write_row_file(
     try:
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
-            head = _write(file, tag, width, runs, source, progress)
+            head = _write(file, tag, width, runs, source, facts or RowFacts(row_dtype_of(tag)), progress)
             os.fsync(file)
         finally:
             os.close(file)
@@ -151,7 +154,15 @@ def write_row_file(
     return head
 
 
-def _write(file: int, tag: str, width: int, runs: Sequence[Run], source: str, progress: Callable[[int], None] | None) -> Head:
+def _write(
+    file: int,
+    tag: str,
+    width: int,
+    runs: Sequence[Run],
+    source: str,
+    facts: RowFacts,
+    progress: Callable[[int], None] | None,
+) -> Head:
     most = sum(run.records.shape[0] for run in runs)
     buckets = buckets_for(most)
     starts, fingerprints = np.zeros(buckets + 1, np.uint32), np.empty(most, np.uint8)
@@ -200,7 +211,8 @@ def _write(file: int, tag: str, width: int, runs: Sequence[Run], source: str, pr
         at += padded.size
     total = np.concatenate(sums)
     _write_all(file, total.view(np.uint8), at)
-    head = Head(tag, width, rows, buckets, source, layout.checksum(total.view(np.uint8)))
+    head = Head(tag, width, rows, buckets, source, layout.checksum(total.view(np.uint8)), **facts._asdict())
+    head = replace(head, content=content_fingerprint(head, total))
     _write_all(file, np.frombuffer(head.packed(), np.uint8), 0)
     return head
 

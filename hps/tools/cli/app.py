@@ -12,7 +12,17 @@ import typer
 from hps.ground.version import __version__
 from hps.tools.cli.configuration import check_config, init, plan
 from hps.tools.cli.server import compile_kernels, live_models, profile, serve, top
-from hps.tools.cli.tables import check_database, create_model, import_tables, load, lookup, publish, row_formats, updates
+from hps.tools.cli.tables import (
+    check_database,
+    create_model,
+    import_tables,
+    load,
+    lookup,
+    publish,
+    row_formats,
+    seal,
+    updates,
+)
 
 app = typer.Typer(
     name="hps",
@@ -37,6 +47,7 @@ app.command("check-database", epilog=check_database.EXAMPLE)(check_database.chec
 app.command("compile", epilog=compile_kernels.EXAMPLE)(compile_kernels.compile_command)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan_command)
 app.command("row-formats", epilog=row_formats.EXAMPLE)(row_formats.row_formats_command)
+app.command("seal", epilog=seal.EXAMPLE)(seal.seal_command)
 app.command("publish", epilog=publish.EXAMPLE)(publish.publish_command)
 app.add_typer(updates.updates, name="updates")
 app.command("top", epilog=top.EXAMPLE)(top.top_command)

@@ -16,6 +16,7 @@ from hps.ground.registry import implementation
 from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.network_files import NetworkFiles
+from hps.models.sealed import SealedModel
 from hps.models.sources import ModelSources
 from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
@@ -40,7 +41,7 @@ class ServedVersion:
     rows: tuple[int, ...]
     network: NetworkFiles | None = None
     network_bytes: int = 0
-    files: tuple[SparseModel | DeltaModel, ...] = ()
+    files: tuple[SparseModel | SealedModel | DeltaModel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

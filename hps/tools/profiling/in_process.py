@@ -13,7 +13,7 @@ import numpy as np
 from hps.errors import HPSError, InvalidInputError, MissingDependencyError, UnknownModelError
 from hps.ground.registry import install_hint
 from hps.ground.threads.workers import call_in_thread
-from hps.models.files import open_sparse_model
+from hps.models.deltas import DeltaModel, open_table_files
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
 from hps.statistics.tracing import STAGES, traced
@@ -84,10 +84,11 @@ class InProcess:
             index = self._deployment.table_index(name)
             source, ids = version.sources[index], None
             rows = self._deployment.rows[index]
-            if source.base is None and rows <= MOST_ROWS:
-                files = open_sparse_model(source.place, spec.dim, sources=sources)
+            files = open_table_files(source, spec.dim, sources=sources) if rows <= MOST_ROWS else None
+            if files is not None and not isinstance(files, DeltaModel):
                 ids = np.empty(files.rows, np.int64)
-                files.keys.read(0, ids.data.cast("B"))
+                for start, chunk in files.keys.key_chunks():
+                    ids[start : start + chunk.size] = chunk
                 rows = files.rows
             keys[name] = (rows, ids)
         return keys

@@ -130,7 +130,7 @@ def test_others_go_on_when_a_replica_is_killed(stack):
         for name in ("hps-1", "hps-3"):
             assert_answers(stack, name, range(turn * 100, turn * 100 + 100))
     stack.bring_back("hps-2")
-    assert "embeddings in persistent database (rocks_db); all were there" in stack.log("hps-2")
+    assert "embeddings in persistent database (row_files); all were there" in stack.log("hps-2")
     assert_answers(stack, "hps-2", range(1000))
 
 

@@ -13,6 +13,9 @@ from tests.tables.update_witness import look_up_while_updates_come
 
 TIERS = (
     "rocks_db",
+    "row_files",
+    "cache+row_files",
+    "redis_cluster+row_files",
     "cache+rocks_db",
     "hash_map+rocks_db",
     "cache+hash_map+rocks_db",

@@ -263,7 +263,7 @@ def test_loading_changes_no_struct() -> None:
         (
             {},
             {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.hash_map)},
-            'persistent_db.backend: got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db, row_files',
+            'persistent_db.backend: got "hash_map": this type belongs in ... one of: disabled, rocks_db, row_files',
         ),
         ({}, {"volatile_db": PersistentDatabaseParams()}, "volatile_db: got a Python ... a VolatileDatabaseParams"),
         ({}, {"inference_params_array": []}, "inference_params_array: got none, ... least one model, or a model_repository"),

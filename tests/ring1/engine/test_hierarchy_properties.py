@@ -24,6 +24,7 @@ from hps.errors import DatabaseError
 from hps.statistics.metrics import Metrics
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.database import RowFilesDatabase
 from hps.tensors.batch import Batch
 from hps.testing.waiting import PATIENCE_S
 from hps.types import TableSpec
@@ -190,6 +191,13 @@ class EngineHierarchy(Hierarchy):
         return HashMapDatabase(), RocksDatabase(directory)
 
 
+class RowFilesAlone(Hierarchy):
+    """Row files without a tier above them, as `hps init` writes it."""
+
+    def make(self, directory):
+        return None, RowFilesDatabase(directory)
+
+
 class PersistentOnly(Hierarchy):
     def make(self, directory):
         return None, MemoryDatabase()
@@ -201,7 +209,8 @@ class VolatileOnly(Hierarchy):
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(Hierarchy, 25), (PersistentOnly, 15), (VolatileOnly, 15), (EngineHierarchy, 4)]
+    ("machine", "examples"),
+    [(Hierarchy, 25), (PersistentOnly, 15), (VolatileOnly, 15), (EngineHierarchy, 4), (RowFilesAlone, 4)],
 )
 def test_hierarchy_agrees_with_a_dict(machine, examples):
     machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)

@@ -24,6 +24,7 @@ from hps.stores.base import Database, TableStats
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.hash_map.layout import DENSE_ROWS
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.database import RowFilesDatabase
 from hps.tensors.batch import Batch
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
@@ -52,10 +53,10 @@ def versions(tmp_path: Path) -> Versions:
     return made
 
 
-@pytest.fixture
-def persistent(tmp_path: Path) -> Iterator[Any]:
-    """RocksDB; the properties of test_deltas_properties.py have a database in memory."""
-    with closing(RocksDatabase(tmp_path / "rocksdb")) as database:
+@pytest.fixture(params=[RocksDatabase, RowFilesDatabase])
+def persistent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The properties of test_deltas_properties.py have a database in memory."""
+    with closing(request.param(tmp_path / "database")) as database:
         yield database
 
 

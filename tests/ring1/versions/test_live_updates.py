@@ -109,8 +109,11 @@ def document(tmp_path: Path, request: pytest.FixtureRequest, log: Log) -> Make:
             {"version": number, "sparse_files": [str(tmp_path / str(number) / table) for table in DIMS]}
             for number in range(2, versions + 1)
         ]
-        persistent = tmp_path / "rocksdb" if host.startswith("rocks_db") else None
-        whole = document_of(model, persistent=persistent, update_source={**log.settings, "poll_timeout_ms": 50, **source})
+        kind = host.split(",")[0]
+        persistent = tmp_path / "database" if kind in ("rocks_db", "row_files") else None
+        whole = document_of(
+            model, persistent=persistent, kind=kind, update_source={**log.settings, "poll_timeout_ms": 50, **source}
+        )
         if "redis" in host:
             server = RedisServer(tmp_path / "redis").start()
             request.addfinalizer(server.kill)
@@ -156,7 +159,7 @@ def feeds() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hps-updates")]
 
 
-@pytest.mark.parametrize("host", ["hash_map", "rocks_db"])
+@pytest.mark.parametrize("host", ["hash_map", "rocks_db", "row_files"])
 def test_what_is_published_is_in_every_tier(host: str, document: Make, log: Log) -> None:
     with hps.HPS(document(host)) as server:
         check(server, np.zeros_like)
@@ -215,7 +218,7 @@ def test_a_table_of_which_the_network_has_a_copy_follows_once_that_may_be_stale(
         assert (server.updates(), feeds()) == ([], [])
 
 
-@pytest.mark.parametrize("host", ["hash_map", "rocks_db"])
+@pytest.mark.parametrize("host", ["hash_map", "rocks_db", "row_files"])
 def test_a_restart_goes_on_where_it_stopped(host: str, document: Make, log: Log) -> None:
     whole = document(host)
     with hps.HPS(whole) as server:

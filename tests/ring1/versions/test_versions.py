@@ -66,21 +66,21 @@ def version_of(server: hps.HPS, **named: Any) -> int:
 
 @pytest.fixture
 def document(tmp_path: Path) -> Make:
-    def make(kind: str = "cached", *, persistent: bool = True, versions: int = 3, **more: Any) -> dict[str, Any]:
+    def make(kind: str = "cached", *, persistent: str = "rocks_db", versions: int = 3, **more: Any) -> dict[str, Any]:
         model = model_of("ranker", write_version(tmp_path, 1), DIMS, max_batch_size=3000, **KINDS[kind], **more)
         model["versions"] = [
             {"version": number, "sparse_files": write_version(tmp_path, number)} for number in range(2, versions + 1)
         ]
         model["num_of_worker_buffer_in_pool"] = 4
-        return document_of(model, persistent=tmp_path / "rocksdb" if persistent else None)
+        return document_of(model, persistent=tmp_path / "database" if persistent else None, kind=persistent)
 
     return make
 
 
-@pytest.fixture(params=[*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db")], ids="-".join)
+@pytest.fixture(params=[*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db"), ("cached", "row_files")], ids="-".join)
 def server(request: pytest.FixtureRequest, document: Make) -> Iterator[hps.HPS]:
     kind, host = request.param
-    with hps.HPS(document(kind, persistent=host == "rocks_db"), deploy_models=False) as server:
+    with hps.HPS(document(kind, persistent="" if host == "hash_map" else host), deploy_models=False) as server:
         yield server
 
 
@@ -160,7 +160,7 @@ def test_a_delta_has_the_rows_of_its_bases_files_and_no_online_writes(
     document: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
 ) -> None:
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 12)
-    configuration = document(versions=1, persistent=False)
+    configuration = document(versions=1, persistent="")
     (entry,) = configuration["models"]
     del entry["versions"]
     entry |= {"sparse_files": [f"{table}.model" for table in DIMS], "version_path": str(tmp_path / "versions")}
@@ -342,7 +342,7 @@ def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(d
 
 
 def test_a_roll_back_without_databases_loads_the_files_again(document: Make) -> None:
-    configuration = document(persistent=False) | {"volatile_db": {"type": "disabled"}}
+    configuration = document(persistent="") | {"volatile_db": {"type": "disabled"}}
     configuration["models"][0]["gpucacheper"] = 1.0
     with hps.HPS(configuration, deploy_models=False) as server:
         server.deploy("ranker", "1")

@@ -166,17 +166,19 @@ def run(children, program, document, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpucache"), [("rocks_db", True), ("hash_map", False), pytest.param("redis", False, marks=pytest.mark.redis)]
+    ("kind", "gpucache"),
+    [("rocks_db", True), ("row_files", True), ("hash_map", False), pytest.param("redis", False, marks=pytest.mark.redis)],
 )
 def test_a_forked_child_is_refused_and_the_parent_unharmed(kind, gpucache, model, tmp_path, children):
     with RedisServer(tmp_path / "redis") if kind == "redis" else nullcontext() as server:
-        document = document_of(model | {"gpucache": gpucache}, persistent=None if kind == "hash_map" else tmp_path / "db")
+        stored = {"persistent": tmp_path / "db", "kind": "row_files" if kind == "row_files" else "rocks_db"}
+        document = document_of(model | {"gpucache": gpucache}, **({} if kind == "hash_map" else stored))
         if kind == "redis":
             document["volatile_db"] = {"type": "redis_cluster", "address": server.address}
         statuses, inserted, wrong = run(children, REFUSALS, document)
     assert (statuses, wrong) == ([7] * 5, 0)
     if kind != "hash_map":  # everything that the parent acknowledged is there
-        document = document_of(model, persistent=tmp_path / "db", volatile_db={"type": "disabled"})
+        document = document_of(model, **stored, volatile_db={"type": "disabled"})
         document["persistent_db"]["initialize_after_startup"] = False
         keys = np.arange(ROWS + inserted)
         with hps.HPS(document) as server:

@@ -231,15 +231,15 @@ def _check_table(
     wrong_width: bool,
 ) -> tuple[int, int]:
     """Return width and rows of a table's files."""
-    from hps.models.deltas import open_table_files
-    from hps.models.files import SparseModel, stored_shape
+    from hps.models.deltas import DeltaModel, open_table_files
+    from hps.models.sealed import stored_shape_of
 
     if wrong_width:
-        return stored_shape(source.place, sources)
+        return stored_shape_of(source.place, sources)
     int32_keys = not configuration.supportlonglong
     files = open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources, share=table.share)
     files.verify()
-    if isinstance(files, SparseModel):
+    if not isinstance(files, DeltaModel):
         files.check_format()
     return table.dim, files.own_rows
 

@@ -101,6 +101,9 @@ def import_command(
         RowDtype,
         typer.Option(help="Serve the tables in this format: refuse rows that it cannot hold, and write it to the ps.json."),
     ] = "float32",
+    seal: Annotated[
+        bool, typer.Option("--seal", help="Also write the row file of each table in its `--row-dtype`, as `hps seal`.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace existing models and an existing ps.json.")] = False,
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="A ps.json with the model_source of DESTINATION.")
@@ -148,6 +151,13 @@ def import_command(
                 written = {destination: import_model(source, destination, **options)}
             else:
                 written = import_tables(source, destination, tables, model=model, write_config=write_config, **options)
+            if seal:
+                from hps.models.sealing import seal_version
+                from hps.models.sources import ModelSources
+
+                format_of = row_dtype if delta_of is None else None
+                for place in [destination] if delta_of is not None else written:
+                    seal_version(place, row_dtype=format_of, sources=ModelSources(model_source), progress=progress)
         if delta_of is not None:
             for name, rows in delta.changed.items():
                 typer.echo(f"{delta.place}/{name}: {terminal.rows_text(rows)} changed, {delta.deleted[name]:,} keys deleted")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hps.ground.progress import Progress
     from hps.models.deltas import DeltaModel
     from hps.models.files import SparseModel
+    from hps.models.sealed import SealedModel
     from hps.tools.planning.row_costs import RowCost
 
 EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_*' && hps row-formats models/dlrm/ps.json --row-dtype int8`"
@@ -57,7 +58,7 @@ def row_formats_command(
             raise typer.Exit(1)
 
 
-def _chunks(files: "SparseModel | DeltaModel", progress: "Progress", tag: str) -> Generator[Any, None, None]:
+def _chunks(files: "SparseModel | SealedModel | DeltaModel", progress: "Progress", tag: str) -> Generator[Any, None, None]:
     """Read all rows of a table's files."""
     from hps.models.deltas import DeltaModel
     from hps.models.loading.read_ahead import read_rows

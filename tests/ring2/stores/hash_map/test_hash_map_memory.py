@@ -121,7 +121,7 @@ import hps
 from hps.stores.hash_map.database import HashMapDatabase
 
 class Pinner:
-    def pin(self, address, size_bytes): pass
+    def pin(self, address, size_bytes, *, read_only=False): pass
     def unpin(self, address, ending=sys.is_finalizing): assert not ending(), "the modules that unpin may be gone"
 
 database = HashMapDatabase()

@@ -1,0 +1,140 @@
+"""Takes row files of model versions as they are: by a hard link if nobody else may write to them, else by a copy."""
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileError
+from hps.stores.base import RowFileSource
+from hps.stores.row_files.layout import PAGE_BYTES, Head
+from hps.stores.row_files.row_file import RowFile
+from hps.stores.row_files.writer import sync_directory
+from hps.types import row_dtype_of
+
+_COPY_BYTES: Final = 64 << 20
+_OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+
+
+def checked_head(file: RowFileSource, tag: str, width: int) -> Head:
+    """Read the head of a file, and check that a table can have its rows.
+
+    Raises:
+        ModelFileError: it cannot.
+    """
+    content = bytearray(min(PAGE_BYTES, file.size_bytes))
+    if content:
+        file.read(0, memoryview(content))
+    doing = f"adopting {file.place} as table {tag}"
+    try:
+        head = Head.unpacked(bytes(content))
+    except (ValueError, TypeError) as error:
+        raise ModelFileError(f"{doing}: {error}; write it again with `hps seal`") from error
+    if head.size_bytes != file.size_bytes:
+        raise ModelFileError(f"{doing}: it has {file.size_bytes:,} bytes, expected {head.size_bytes:,}; copy it again")
+    if (head.tag or tag, head.width, head.row_dtype) != (tag, width, row_dtype_of(tag)):
+        raise ModelFileError(
+            f"{doing}: it has rows of {head.width} words ({head.row_dtype}), expected {width} ({row_dtype_of(tag)})"
+        )
+    return head
+
+
+def may_link(file: RowFileSource, directory: Path) -> bool:
+    """Return whether a file can become one of a directory without a copy, safe from changes by others."""
+    if file.path is None:
+        return False
+    try:
+        there = os.stat(file.path)
+        same = there.st_dev == os.stat(directory).st_dev
+    except OSError:
+        return False
+    mine = there.st_uid in (0, os.geteuid()) and not there.st_mode & _OTHERS_MAY_WRITE
+    return same and mine and stat.S_ISREG(there.st_mode)
+
+
+def link(file: RowFileSource, target: Path) -> bool:
+    """Link a local file, durably on return; return False if the file system or its owner does not allow it.
+
+    Raises:
+        ModelFileError: it is another file by now.
+    """
+    if file.path is None or not may_link(file, target.parent):
+        return False
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # The opened file, whatever its name leads to by now; and through symbolic links. (`os.link` follows them only with a
+        # directory.)
+        os.link(f"/proc/self/fd/{descriptor}", target.name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
+        os.fsync(descriptor)
+        sync_directory(target.parent)
+    except OSError:
+        with suppress(OSError):
+            target.unlink()
+        return False
+    finally:
+        os.close(descriptor)
+        os.close(directory)
+    return True
+
+
+def copy(file: RowFileSource, path: Path, target: Path, progress: Callable[[int], None]) -> None:
+    """Copy a local file, and compare each page with its checksum. It is complete and durable on return, or not there.
+
+    Args:
+        path: of the file.
+        progress: called with the number of further bytes.
+
+    Raises:
+        ModelFileError: the file is damaged, or changed meanwhile.
+        DatabaseError: the copy cannot be written.
+    """
+    doing = f"copying {file.place} to {target}"
+    try:
+        source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelFileError(f"{doing}: {error}") from error
+    try:
+        copied = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        try:
+            _copy(source, copied, file.size_bytes, progress)
+            os.fsync(copied)
+        finally:
+            os.close(copied)
+        head = bytearray(PAGE_BYTES)
+        file.read(0, memoryview(head))  # raises if it has another version by now
+        RowFile(target).verify()
+        sync_directory(target.parent)
+    except DatabaseCorruptError as error:
+        target.unlink(missing_ok=True)
+        raise ModelFileError(f"{doing}: it is damaged ({error}); copy it again, or write it again with `hps seal`") from error
+    except BaseException as error:
+        target.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, ModelFileError):
+            raise DatabaseError(f"{doing}: {error.strerror or error}; make room, or use another volume") from error
+        raise
+    finally:
+        os.close(source)
+
+
+def _copy(source: int, target: int, size: int, progress: Callable[[int], None]) -> None:
+    done, by_kernel = 0, True
+    while done < size:
+        count = min(_COPY_BYTES, size - done)
+        if by_kernel:
+            try:
+                written = os.copy_file_range(source, target, count, done, done)
+            except OSError:  # not between these file systems; without room, the next write fails, too
+                by_kernel = False
+                continue
+        else:
+            written = os.pwrite(target, os.pread(source, count, done), done)
+        if not written:
+            return  # it was cut short, which the check of its size finds
+        done += written
+        progress(written)

@@ -1,0 +1,319 @@
+"""A row file that is served while it is copied from elsewhere: holes, faults, restarts, and what ends a download."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedError, ModelSourceError
+from hps.stores.base import LoadRecord, RowFileSource
+from hps.stores.row_files import download
+from hps.stores.row_files.database import RowFilesDatabase
+from hps.stores.row_files.layout import Head
+from hps.stores.row_files.writer import sorted_run, write_row_file
+from hps.testing.waiting import wait_until
+
+DIM, ROWS, TAG = 16, 20_000, "hps_et.m.t"
+KEYS = np.random.default_rng(1).permutation(np.arange(ROWS, dtype=np.int64)) * 7 - 3
+VECTORS = np.repeat(KEYS.astype(np.float32)[:, None], DIM, axis=1)
+RECORD = LoadRecord("print", ROWS, ROWS)
+
+
+class Elsewhere:
+    """A file that is read by ranges, which may fail, wait or be damaged. *Thread-safe.*"""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.ranges: list[tuple[int, int]] = []
+        self.gate = threading.Event()  # ranges of the background wait for it
+        self.gate.set()
+        self.before: Callable[[int, int], None] = lambda offset, size: None
+        self.flipped: set[int] = set()
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        self.ranges.append((offset, len(buffer)))
+        self.before(offset, len(buffer))
+        if "download" in threading.current_thread().name and not self.gate.wait(20):
+            raise ModelSourceError("the gate stayed closed")
+        part = bytearray(self.content[offset : offset + len(buffer)])
+        for at in self.flipped:
+            if offset <= at < offset + len(buffer):
+                part[at - offset] ^= 4
+        buffer[:] = part
+
+    def source(self, size: int | None = None) -> RowFileSource:
+        size = len(self.content) if size is None else size
+        return RowFileSource("s3://b/rows", "1", size, None, self.read, parallel_reads=2, part_bytes=256 << 10)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("file") / "rows"
+    write_row_file(path, "", DIM, [sorted_run(KEYS, VECTORS)])
+    return path.read_bytes()
+
+
+@pytest.fixture
+def elsewhere(content: bytes) -> Elsewhere:
+    return Elsewhere(content)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[RowFilesDatabase]:
+    database = opened(tmp_path)
+    yield database
+    database.close()
+
+
+def opened(directory: Path, **settings: bool) -> RowFilesDatabase:
+    database = RowFilesDatabase(directory / "database", **settings)
+    database.open_table(TAG, DIM)
+    return database
+
+
+def fetched(database: RowFilesDatabase, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    out, found = np.zeros((keys.size, DIM), np.float32), np.zeros(keys.size, np.bool_)
+    database.fetch(TAG, keys, out, found)
+    return out, found
+
+
+def assert_right(database: RowFilesDatabase, seed: int = 2, count: int = 200) -> None:
+    """Some keys, half of them absent, have the right answer."""
+    keys = np.random.default_rng(seed).integers(-3, 14 * ROWS, count)
+    out, found = fetched(database, keys)
+    there = ((keys + 3) % 7 == 0) & (keys < 7 * ROWS - 3)
+    assert (found == there).all()
+    assert (out[there] == keys[there, None]).all()
+
+
+def await_complete(database: RowFilesDatabase) -> None:
+    wait_until(lambda: not database.downloads())
+    record = database.load_record(TAG)
+    assert record is not None
+    assert record.complete
+
+
+def files(database: RowFilesDatabase) -> list[str]:
+    return sorted(path.name.removeprefix(TAG) for path in (database.path / "tables").iterdir())
+
+
+def head_of(elsewhere: Elsewhere) -> Head:
+    return Head.unpacked(elsewhere.content[:4096])
+
+
+def test_lookups_are_right_before_the_file_is_there_and_after(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    assert database.adopt(TAG, elsewhere.source(), RECORD) == "downloading"
+    assert_right(database)
+    [(there, size)] = database.downloads().values()
+    assert 0 < there < size == len(elsewhere.content)
+    record = database.load_record(TAG)
+    assert record is not None
+    assert not record.complete
+    elsewhere.gate.set()
+    await_complete(database)
+    assert files(database) == [".json", ".rows"]
+    assert (database.path / "tables" / f"{TAG}.rows").read_bytes() == elsewhere.content
+    before = len(elsewhere.ranges)
+    assert_right(database, 3)
+    assert len(elsewhere.ranges) == before
+
+
+def test_missing_parts_are_read_together_and_once(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    assert_right(database)
+    ranges = [(at, size) for at, size in elsewhere.ranges if size >= download.BLOCK_BYTES]
+    assert max(size for _, size in ranges) > download.BLOCK_BYTES
+    before = len(elsewhere.ranges)
+    assert_right(database)
+    assert len(elsewhere.ranges) == before
+    elsewhere.gate.set()
+
+
+def test_several_threads_get_right_answers_while_it_downloads(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    errors: list[BaseException] = []
+
+    def look_up(seed: int) -> None:
+        try:
+            for i in range(10):
+                assert_right(database, 100 * seed + i, 50)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=look_up, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    await_complete(database)
+
+
+def test_a_failed_range_is_an_error_and_never_an_absent_key(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+
+    def fail(offset: int, size: int) -> None:
+        raise ModelSourceError("no answer")
+
+    elsewhere.before = fail
+    with pytest.raises(DatabaseError, match="no answer"):
+        assert_right(database)
+    elsewhere.before = lambda offset, size: None
+    assert_right(database)
+    elsewhere.gate.set()
+
+
+def test_the_background_tries_again(database: RowFilesDatabase, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_PAUSE_S", 0.001)
+    failures = iter(range(3))
+
+    def fail(offset: int, size: int) -> None:
+        if "download" in threading.current_thread().name and next(failures, None) is not None:
+            raise ModelSourceError("no answer")
+
+    elsewhere.before = fail
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    await_complete(database)
+    assert_right(database)
+
+
+def test_a_flipped_bit_is_never_answered(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.flipped = {head_of(elsewhere).records_at + 8 + at for at in range(0, ROWS * 72, 4096)}
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    with pytest.raises(DatabaseCorruptError, match="contradicts its checksum"):
+        fetched(database, KEYS[:100])
+    assert "rows" not in "".join(files(database))
+
+
+def test_damaged_checksums_and_other_sizes_are_refused(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.flipped = {head_of(elsewhere).sums_at + 9}
+    with pytest.raises(DatabaseCorruptError, match="contradict its head"):
+        database.adopt(TAG, elsewhere.source(), RECORD)
+    elsewhere.flipped = set()
+    with pytest.raises(Exception, match="bytes, expected"):
+        database.adopt(TAG, elsewhere.source(len(elsewhere.content) - 4096), RECORD)
+    assert database.downloads() == {}
+
+
+def test_an_object_that_changes_ends_the_download(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+
+    def change(offset: int, size: int) -> None:
+        raise ModelFileChangedError("it changed")
+
+    elsewhere.before = change
+    elsewhere.gate.set()
+    with pytest.raises(DatabaseError, match="it changed"):
+        assert_right(database)
+    table = database._tables[TAG]
+    wait_until(lambda: table._download is not None and table._download._failed)
+    assert "hps_et.m.t.rows" not in os.listdir(database.path / "tables")
+
+
+def test_a_full_disk_is_an_error_until_there_is_room(
+    database: RowFilesDatabase, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    real = os.pwrite
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(download.os, "pwrite", full)
+    with pytest.raises(DatabaseError, match="No space left"):
+        assert_right(database)
+    monkeypatch.setattr(download.os, "pwrite", real)
+    assert_right(database)
+    elsewhere.gate.set()
+    await_complete(database)
+
+
+def test_a_download_goes_on_after_a_restart(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    database = opened(tmp_path)
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    assert_right(database)
+    database.insert(TAG, np.array([10**9]), np.full((1, DIM), 5, np.float32))
+    stopping = threading.Thread(target=database.close)
+    stopping.start()
+    elsewhere.gate.set()
+    stopping.join()
+    assert files_of(tmp_path) == [".extents", ".json", ".partial"]
+    elsewhere.ranges.clear()
+    elsewhere.gate.clear()
+    database = opened(tmp_path)
+    record = database.load_record(TAG)
+    assert record is not None
+    assert not record.complete
+    assert record.modified
+    assert database.adopt(TAG, elsewhere.source(), RECORD) == "downloading"
+    assert_right(database)
+    table = database._tables[TAG]
+    assert table._download is not None
+    assert table._download.resumed_bytes > 0
+    elsewhere.gate.set()
+    await_complete(database)
+    assert fetched(database, np.array([10**9]))[1].all()
+    record = database.load_record(TAG)
+    assert record is not None
+    assert record.modified
+    database.close()
+
+
+def files_of(directory: Path) -> list[str]:
+    return sorted(path.name.removeprefix(TAG) for path in (directory / "database" / "tables").iterdir())
+
+
+def test_a_file_with_holes_is_never_opened_without_its_download(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    database = opened(tmp_path)
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    elsewhere.gate.set()
+    database.close()
+    database = opened(tmp_path)
+    assert database._tables[TAG]._state.file is None or (database.load_record(TAG) or RECORD).complete
+    database.close()
+
+
+def test_a_dropped_table_leaves_nothing(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    assert_right(database)
+    elsewhere.gate.set()
+    database.drop_table(TAG)
+    assert files(database) == []
+    database.open_table(TAG, DIM)
+    assert not fetched(database, KEYS[:10])[1].any()
+
+
+def test_online_changes_are_answered_while_it_downloads(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    database.insert(TAG, KEYS[:1], np.full((1, DIM), 5, np.float32))
+    database.delete(TAG, KEYS[1:2])
+    assert database.seal(TAG) == 0
+    for gate in (False, True):
+        if gate:
+            elsewhere.gate.set()
+            await_complete(database)
+        out, found = fetched(database, KEYS[:3])
+        assert found.tolist() == [True, False, True]
+        assert out[0, 0] == 5
+        assert out[2, 0] == KEYS[2]
+    assert database.size(TAG) == ROWS - 1
+
+
+def test_a_database_may_wait_for_the_whole_file(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    database = opened(tmp_path, wait_for_download=True)
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    assert database.downloads() == {}
+    assert_right(database)
+    database.close()

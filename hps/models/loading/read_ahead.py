@@ -106,10 +106,10 @@ def chunk_ranges(model: SparseModel | SealedModel, first: int, last: int) -> Ite
 
 
 def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
-    """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
+    """Yield the rows of the model's share, then compare the files with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:
-        Their checksum; see `extend_checksum`.
+        The checksum of all rows; see `extend_checksum`.
 
     Raises:
         ModelFileError: the files changed, cannot be read, or are not those that were written.
@@ -118,6 +118,6 @@ def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, Flo
     with closing(read_chunks(model, chunk_ranges(model, 0, model.rows), sums=True)) as chunks:
         for chunk in chunks:
             checksum = join_checksums(checksum, chunk.checksum, chunk.keys, chunk.vectors)
-            yield chunk.keys, chunk.vectors
+            yield model.owned(chunk.keys, chunk.vectors)
     model.check_content(checksum)
     return checksum

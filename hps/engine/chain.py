@@ -12,6 +12,7 @@ import numpy as np
 
 from hps.engine.circuit_breaker import CircuitBreaker
 from hps.engine.fences import TableFence
+from hps.engine.misplaced import refuse_misplaced
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownTableError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.rows import decode, encode
@@ -470,6 +471,7 @@ class DatabaseChain:
 
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
+            MisplacedKeysError: keys that are still missing belong to another share of the table.
         """
         fence = self._fences[table.tag]
         token = fence.token()
@@ -501,6 +503,8 @@ class DatabaseChain:
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, exact, found & ~known)
             before = after
+        if table.share is not None and before:
+            refuse_misplaced(f"looking up table {table.tag}", table, keys[~found])
         if final:
             final.end()
         return missing - before
@@ -527,6 +531,7 @@ class DatabaseChain:
                     raise error
                 finally:
                     del error  # as in `fetch`
+        refuse_misplaced(f"reading a row of table {table.tag}", table, key)
         return None
 
     def written_at(self, table: TableSpec, key: KeyArray) -> int:

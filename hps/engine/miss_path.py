@@ -90,7 +90,8 @@ def choose_paths(
     refusals: dict[str, list[str]] = {}
     for number, table in enumerate(cache.tables):
         # With a database below, it may lack rows of that one, for instance after a failed write.
-        authoritative = not chain.databases or chain.in_place is chain.databases[-1]
+        # A key of another share is an error, which only the host finds.
+        authoritative = (not chain.databases or chain.in_place is chain.databases[-1]) and table.share is None
         timed = wanted == "auto" and not untimed
         reason = _refusal(cache, chain, number, chosen.timings, wanted, attach, authoritative=authoritative, timed=timed)
         if reason and wanted == "link":
@@ -102,8 +103,10 @@ def choose_paths(
             refusals.setdefault(reason, []).append(table.table_name)
         chosen.paths.append("copy" if reason else "link")
         if reason or not authoritative:
-            chosen.stream_order_refusals[number] = (
-                reason or f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+            chosen.stream_order_refusals[number] = reason or (
+                f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+                if table.share is None
+                else f"keys that host memory lacks may be of other shares than {table.share}"
             )
     _report(cache, chosen, refusals)
     return chosen

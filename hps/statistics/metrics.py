@@ -210,6 +210,10 @@ class Metrics(Collector):
             *_TABLE,
             "path",
         )
+        self.model_shard = self._gauge("hps_model_shard", "The share of its tables that a model serves, from 0.", "model")
+        self.model_shards = self._gauge(
+            "hps_model_shards", "Number of shares of a model's tables; 1 if they are not split.", "model"
+        )
         self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
         self.model_changes.labels("", "deploy", "failed")  # exposed while it is 0, too
         self.trace_keys = self._counter(
@@ -231,6 +235,9 @@ class Metrics(Collector):
         )
         self.update_stale_rows = self._counter(
             "hps_update_stale_rows", "Applied rows that were older than the stored ones, and had no effect.", *_TABLE
+        )
+        self.update_skipped_rows = self._counter(
+            "hps_update_skipped_rows", "Rows of the update log that belong to other shares of the table.", *_TABLE
         )
         self.update_future_times = self._counter(
             "hps_update_future_times", "Messages that claimed a time more than a second ahead of this machine's clock.", *_TABLE

@@ -141,6 +141,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             read_only=config.read_only,
             max_batch_size=config.max_batch_size,
             verify=config.verify,
+            wait_for_download=config.ready == "complete",
             resident=config.resident,
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileSystem, changed
+from hps.ground.shares import TableShare, owned_rows, rows_of_share, with_share
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
@@ -90,6 +91,7 @@ class SparseModel:
         place: absolute path or URI of the directory.
         fingerprint: hash of the place, the sizes and versions of both files, and the dimension.
         int32_keys: whether keys outside [0, 2^32) are refused.
+        share: the share of the rows to load, of all `rows` of the files; part of the fingerprint. None: all rows.
     """
 
     place: str
@@ -99,6 +101,20 @@ class SparseModel:
     int32_keys: bool
     keys: OpenedFile
     vectors: OpenedFile
+    share: TableShare | None = None
+
+    @property
+    def own_rows(self) -> int:
+        """Number of the rows of the share; an upper bound unless it is all rows."""
+        return rows_of_share(self.share, self.rows)
+
+    def owned(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> tuple[KeyArray, FloatArray]:
+        """Return the rows of the share, in order; the given arrays if that is all rows."""
+        return owned_rows(self.share, keys, vectors)
 
     @property
     def is_local(self) -> bool:
@@ -201,6 +217,7 @@ def open_sparse_model(
     sources: ModelSources | None = None,
     checks: Mapping[str, FileCheck] | None = None,
     delta: bool = False,
+    share: TableShare | None = None,
 ) -> SparseModel:
     """Find the files of a table and check their sizes. No row is read.
 
@@ -211,6 +228,7 @@ def open_sparse_model(
         sources: file systems to use; by default new ones with default settings.
         checks: checks from `version.json`, by file name.
         delta: accept the changes of a version, perhaps without rows, instead of a complete table.
+        share: the share of the rows to load; None for all.
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.
@@ -259,7 +277,7 @@ def open_sparse_model(
         )
     content = json.dumps([place, rows, dim, [(file.path, file.version) for file in files]])
     fingerprint = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    return SparseModel(place, rows, dim, fingerprint, int32_keys, *files)
+    return SparseModel(place, rows, dim, with_share(fingerprint, share), int32_keys, files[0], files[1], share)
 
 
 def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | None = None) -> tuple[int, int]:

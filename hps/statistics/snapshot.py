@@ -129,6 +129,7 @@ class ModelStatistics:
         workspaces, busy_workspaces: over all devices.
         tables: in the order of their ids.
         pinned: description of what the fleet serves, or else of the pin of the model to a version; empty if there is none.
+        shard: the share of every table that this server holds, `index/of`; empty for all rows.
     """
 
     name: str
@@ -141,6 +142,7 @@ class ModelStatistics:
     busy_workspaces: int
     tables: tuple[TableStatistics, ...]
     pinned: str = ""
+    shard: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,7 @@ class StatisticsCollector:
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, table) for index, table in enumerate(in_turns(counted, _TABLES))),
             pinned=self._chosen_by(name, deployment.version),
+            shard=str(deployment.config.share or ""),
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:

@@ -69,10 +69,10 @@ def chunk_ranges(model: SparseModel | SealedModel, first: int, last: int) -> Ite
 
 
 def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
-    """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
+    """Yield the rows of the model's share, then compare the files with `version.json`. The next chunk may overwrite the arrays.
 
     Returns:
-        Their checksum; see `extend_checksum`.
+        The checksum of all rows; see `extend_checksum`.
 
     Raises:
         ModelFileError: the files changed, cannot be read, or are not those that were written.
@@ -81,6 +81,6 @@ def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, Flo
     with closing(read_ahead(model, chunk_ranges(model, 0, model.rows))) as chunks:
         for _, keys, vectors in chunks:
             checksum = extend_checksum(checksum, keys, vectors)
-            yield keys, vectors
+            yield model.owned(keys, vectors)
     model.check_content(checksum)
     return checksum

@@ -13,6 +13,7 @@ from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, Unk
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
+from hps.ground.shares import owned_rows, rows_of_share, share_text
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import SparseModel, extend_checksum
 from hps.models.loading.read_ahead import chunk_ranges, read_ahead
@@ -172,12 +173,14 @@ class TableLoad:
         self._authority = next(
             (database for database in (*targets.load, *targets.keep) if isinstance(database, PersistentDatabase)), None
         )
-        self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
+        self._model = open_table_files(
+            source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources, share=table.share
+        )
 
     @property
     def rows(self) -> int:
-        """Rows of the files; an upper bound for a delta."""
-        return self._model.rows
+        """Rows to load: those of the files, or of the table's share; an upper bound for a delta and for a share."""
+        return self._model.own_rows
 
     def drop_conflicting_tables(self) -> None:
         """Drop tables of another width, and with `force` all tables, also damaged ones, so that these files can be loaded.
@@ -314,6 +317,13 @@ class TableLoad:
                 f"holds {record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
                 "complete it with `hps load`, or set initialize_after_startup to true"
             )
+        kept, share = share_text(record.fingerprint) if record is not None else "", self._table.share
+        if kept and kept != str(share):
+            raise DatabaseError(
+                f"keeping table {self._tag_in(database)} in {database.kind} as it is (initialize_after_startup false): it "
+                f"holds share {kept}, expected {share or 'all rows'}; load it with `hps load`, or set initialize_after_startup "
+                "to true"
+            )
 
     def _record(self, database: Database) -> LoadRecord | None:
         """Read the load record of a database, unless it is forced. Recognise local files that were only copied or touched.
@@ -328,6 +338,7 @@ class TableLoad:
         if (
             not isinstance(model, SparseModel)
             or not model.is_local
+            or share_text(record.fingerprint) != share_text(model.fingerprint)
             or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes)
         ):
             return record
@@ -418,9 +429,12 @@ class TableLoad:
         database.drop_table(self._tag_in(database))
         self._open(database)
 
-    def _share(self, database: Database, rows: int) -> int:
-        """Compute how many of these rows a volatile database gets."""
-        return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag_in(database)).capacity_rows))
+    def _share(self, database: Database, rows: int, *, of_files: bool = True) -> int:
+        """Compute how many of these rows a volatile database gets. Of files, it gets those of the table's share."""
+        capacity, share = database.stats(self._tag_in(database)).capacity_rows, self._table.share
+        if share is not None and of_files:
+            capacity *= share.of
+        return round(self._targets.initial_cache_rate * min(rows, capacity))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -443,6 +457,8 @@ class TableLoad:
         """Return a database that can take the row file as it is; None if it must load the rows."""
         model = self._model
         if not isinstance(database, AdoptsRowFiles) or not isinstance(model, SealedModel) or self._open_for_writing:
+            return None
+        if model.share is not None:  # its rows are all over the file
             return None
         counted = 0 <= model.head.nonfinite_rows <= self._targets.max_nonfinite_rows  # else reading them finds the first
         return database if counted and database.stored(self._table).row_dtype == model.head.row_dtype else None
@@ -628,7 +644,7 @@ class TableLoad:
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
         stored = database.stored(self._table)
         if isinstance(database, InProcessDatabase):
-            database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
+            database.reserve(stored.tag, rows_of_share(model.share, load.last_row), self._keys(load.last_row, base))
         if isinstance(database, PersistentDatabase):
             before = database.load_record(stored.tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load
@@ -655,7 +671,7 @@ class TableLoad:
             parts.insert(0, model.base)
         for part in parts:
             for _, keys in part.keys.key_chunks(0, min(rows, part.rows)):
-                yield keys
+                yield keys if part.share is None else keys[part.share.owns(keys)]
 
     def _write_record(self, database: Database, record: LoadRecord) -> None:
         stored = database.stored(self._table)
@@ -686,7 +702,7 @@ class TableLoad:
                 return self._copy_as_files(authority, database)
             return self._copy_under_claim(authority, database)
         size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
-        limit = self._share(database, size)
+        limit = self._share(database, size, of_files=False)
         reads = limit == size and not isinstance(self._model, DeltaModel)  # of a delta, the files of its base may be far away
         if isinstance(database, InProcessDatabase):
             database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
@@ -708,7 +724,7 @@ class TableLoad:
 
     def _copy_under_claim(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
         """Fill a shared database from the persistent one, unless it lacks no rows or another process fills it."""
-        rows, tag = self._share(database, authority.size(self._tag_in(authority))), self._tag_in(database)
+        rows, tag = self._share(database, authority.size(self._tag_in(authority)), of_files=False), self._tag_in(database)
         if not database.claim_copy(tag, self._model.fingerprint, rows):
             return DatabaseLoad(database.kind, rows, rows)
         outcome: CopyOutcome = "interrupted"
@@ -769,6 +785,8 @@ def _is_open(database: Database, tag: str) -> bool:
 class LoadFeed:
     """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
+    Of the rows of files, those of the table's share are loaded; the record counts all of them.
+
     Attributes:
         is_exact: the database stores float32 rows of a table with fewer bits.
 
@@ -776,7 +794,7 @@ class LoadFeed:
         record: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
         sums: compute the checksum also for a database that stores none.
-        counts: rows come in the order of the files, so that the record can count them.
+        counts: rows come in the order of the files, so that the record can count them; otherwise all are of the share.
     """
 
     def __init__(
@@ -793,7 +811,9 @@ class LoadFeed:
         self._database, self._tag, width = database, stored.tag, stored.width
         self.is_exact = stored is not table
         self.record, self._last_row = record, last_row
+        self._stored = record
         self._counts = counts
+        self._share = table.share if counts else None
         self._sums = sums or database.persistent  # others are never compared with files
         self.first_summed_row = 0 if record.checksum else record.rows_done
         rows = min(database.load_bytes // (8 + 4 * width), _MOST_BATCH_ROWS, last_row - record.rows_done)
@@ -823,8 +843,10 @@ class LoadFeed:
         if self._counts:
             checksum = extend_checksum(self.record.checksum, keys, vectors) if self._sums else ""
             self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
+        if self._share is not None:
+            keys, rows = owned_rows(self._share, keys, rows)
         if keys.size > self._keys.size:
-            self._database.load_chunk(self._tag, keys, rows, self.record)
+            self._load(keys, rows)
             return
         place = slice(self._gathered, self._gathered + keys.size)
         self._keys[place], self._rows[place] = keys, rows
@@ -834,8 +856,14 @@ class LoadFeed:
         """Load the gathered rows, and free their memory."""
         self._flush()
         self._keys, self._rows = self._keys[:0].copy(), self._rows[:0].copy()
+        if self._share is not None and self.record is not self._stored:  # the last rows were of other shares
+            self._load(self._keys, self._rows)
 
     def _flush(self) -> None:
         if self._gathered:
-            self._database.load_chunk(self._tag, self._keys[: self._gathered], self._rows[: self._gathered], self.record)
+            self._load(self._keys[: self._gathered], self._rows[: self._gathered])
             self._gathered = 0
+
+    def _load(self, keys: KeyArray, rows: RowArray) -> None:
+        self._database.load_chunk(self._tag, keys, rows, self.record)
+        self._stored = self.record

@@ -559,6 +559,7 @@ class RowTable:
                     modified = same and before is not None and before.modified
                     self._put(replace(record, rows_done=0, checksum="", modified=modified))
                     self._state, self._download, self._shadowed = state, download, 0
+                    self.in_place.close()  # what is not here yet cannot be pinned
             except BaseException:
                 download.stop(self._write_timeout_s)
                 raise

@@ -224,6 +224,7 @@ class PersistentDbConfig(Section):
     initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
     seal_share: Annotated[Real, Field(gt=0, le=1)] = 0.1
     verify: Flag = False
+    resident: ListOf[Expression] = ()
     row_dtype: ExactRows | None = None
     update_filters: ListOf[Expression] = ("^hps_.+$",)
     options: Options = {}

@@ -243,11 +243,9 @@ class DatabaseChain:
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
-        # `take_in` changes neither: a database that was away is above another one, and no device reads it in place.
+        # `take_in` changes neither: no device reads a database in place that can be away.
         authority = persistent or volatile
-        self._in_place: DeviceReadable | None = None
-        for database in (persistent, volatile):  # of both, the first one
-            self._in_place = database if isinstance(database, DeviceReadable) else self._in_place
+        self._in_place = next((tier for tier in self._tiers if isinstance(tier.database, DeviceReadable)), None)
         self._order: OrderedWrites | None = authority if isinstance(authority, OrderedWrites) else None
         self._authority = persistent
         self.metrics = metrics
@@ -410,10 +408,21 @@ class DatabaseChain:
                     return
 
     def host_table(self, table: TableSpec) -> HostTable | None:
-        """Return a table that devices can read in place; None if the first database does not support it."""
-        if self._in_place is None or self._tiers[0].is_exact(table):
+        """Return a table that devices can read in place, of the first database that supports it; None without one."""
+        tier = self._in_place
+        if tier is None or not isinstance(tier.database, DeviceReadable) or tier.is_exact(table):
             return None
-        return self._in_place.host_table(table.tag)
+        return tier.database.host_table(table.tag)
+
+    @property
+    def linked_tier(self) -> int:
+        """The place in `TIERS` of the database of `host_table`."""
+        return self._in_place.index if self._in_place else TIERS.index("volatile_db")
+
+    @property
+    def in_place(self) -> Database | None:
+        """The database of `host_table`."""
+        return self._in_place.database if self._in_place else None
 
     def settle(self, table: TableSpec) -> None:
         """Wait for a running modification of the table to end.
@@ -680,7 +689,7 @@ class DatabaseChain:
         # Caches that read the table in place leave its misses to `fetch` once it is closed; `fetch` then skips it. A healed
         # table is another one to them: they do not attach to it again.
         with suppress(UnknownTableError):
-            if host := self.host_table(table):
+            if self._in_place is self._volatile and (host := self.host_table(table)):
                 host.close()  # before a reader relies on the quarantine
         self._quarantined.add(table.tag)
         self.failed_above = True

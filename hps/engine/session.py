@@ -226,6 +226,8 @@ class CachedSession(_TableLimits):
         self._metrics = metrics
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
+        for counters in self._counters:
+            counters.linked_tier = chain.linked_tier
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
         self._under_way: dict[int, int] | None = (
             {} if settings.one_of_several else None

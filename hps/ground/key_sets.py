@@ -43,12 +43,12 @@ class KeySet:
     def __init__(self, most: int = 0) -> None:
         compile_kernels(*set_kernels())
         self._size = 0
-        self._slots = _free_slots(most)
+        self._slots = free_slots(most)
 
     def add(self, keys: KeyArray) -> BoolArray:
         """Add keys, (n,) int64, C-contiguous; return which of them are new: of equal keys, the first."""
-        if _slots_for(self._size + keys.size) > self._slots.size:
-            larger = _free_slots(2 * (self._size + keys.size))
+        if slots_for(self._size + keys.size) > self._slots.size:
+            larger = free_slots(2 * (self._size + keys.size))
             _add_hashes(self._slots, larger)
             self._slots = larger  # only now: readers must miss no key
         new: BoolArray = np.empty(keys.size, np.bool_)
@@ -70,12 +70,12 @@ def set_kernels() -> tuple[Callable[..., Any], ...]:
     return _add_keys, _add_hashes, _contains, _mark_last
 
 
-def _slots_for(keys: int) -> int:
+def slots_for(keys: int) -> int:
     return int(keys * _SLOTS_A_KEY) + 2
 
 
-def _free_slots(keys: int) -> npt.NDArray[np.uint64]:
-    return np.zeros(_slots_for(keys), np.uint64)
+def free_slots(keys: int) -> npt.NDArray[np.uint64]:
+    return np.zeros(slots_for(keys), np.uint64)
 
 
 # A slot holds the mixed key, which identifies the key, since `mix` is a bijection; 0 is free. The last slot holds 1 if the
@@ -83,7 +83,7 @@ def _free_slots(keys: int) -> npt.NDArray[np.uint64]:
 
 
 @njit(inline="always")
-def _slot_of_hash(hashed: np.uint64, slots: npt.NDArray[np.uint64]) -> int:
+def slot_of_hash(hashed: np.uint64, slots: npt.NDArray[np.uint64]) -> int:
     """Find the slot of a mixed key, or the free slot for it."""
     last = slots.size - 1
     if hashed == _U0:
@@ -101,7 +101,7 @@ def _add_keys(keys: KeyArray, slots: npt.NDArray[np.uint64], new: BoolArray) -> 
     added = 0
     for i in range(keys.size):
         hashed = mix(keys[i])
-        slot = _slot_of_hash(hashed, slots)
+        slot = slot_of_hash(hashed, slots)
         new[i] = slots[slot] == _U0
         added += new[i]
         slots[slot] = max(hashed, _U1)
@@ -112,14 +112,14 @@ def _add_keys(keys: KeyArray, slots: npt.NDArray[np.uint64], new: BoolArray) -> 
 def _add_hashes(old: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64]) -> None:
     for i in range(old.size - 1):
         if old[i] != _U0:
-            slots[_slot_of_hash(old[i], slots)] = old[i]
+            slots[slot_of_hash(old[i], slots)] = old[i]
     slots[slots.size - 1] = old[old.size - 1]
 
 
 @kernel(_void, _KEYS, read_only(_SLOTS), _FLAGS)
 def _contains(keys: KeyArray, slots: npt.NDArray[np.uint64], found: BoolArray) -> None:
     for i in range(keys.size):
-        found[i] = slots[_slot_of_hash(mix(keys[i]), slots)] != _U0
+        found[i] = slots[slot_of_hash(mix(keys[i]), slots)] != _U0
 
 
 # -- positions of keys -------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
     for attribute, kind, name, text in _TIER_FIGURES:
         found = [(labels, getattr(tier, attribute)) for labels, tier in tiers]
         yield family(kind, name, text, [(labels, value) for labels, value in found if value is not None])
+    yield from _file_families(stats)
     for attribute, name, text in _DEVICE_FIGURES:
         known = [device for device in stats.devices if device.memory_bytes or attribute not in ("memory_bytes", "free_bytes")]
         yield family(
@@ -154,6 +155,26 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
     busy = [(labels, model.busy_workspaces) for labels, model in models]
     yield family("gauge", "hps_workspaces", "Maximum number of concurrent lookups.", workspaces)
     yield family("gauge", "hps_busy_workspaces", "Running lookups.", busy)
+
+
+def _file_families(stats: ServerStatistics) -> Iterator[Family]:
+    files = [
+        (label_text(("model", "table"), (model.name, table.name)), tier.file)
+        for model in stats.models
+        for table in in_turns(model.tables, _HISTOGRAMS)
+        for tier in table.tiers
+        if tier.file is not None
+    ]
+    shares = [(labels, file.resident_share) for labels, file in files if file.resident_share is not None]
+    yield family("gauge", "hps_row_file_resident_ratio", "Share of a row file's pages in memory, sampled.", shares)
+    held = [(labels, file.held_bytes) for labels, file in files]
+    yield family("gauge", "hps_row_file_held_bytes", "Bytes of a row file that are locked in memory.", held)
+    cold = [(labels, file.cold_pages) for labels, file in files]
+    yield family("counter", "hps_row_file_cold_reads", "Pages of a row file that lookups read from the disk.", cold)
+    depths = [(labels, file.depth) for labels, file in files]
+    yield histogram("hps_row_file_read_depth", "Pages of a row file that were asked for together.", depths)
+    seconds = [(labels, file.seconds) for labels, file in files]
+    yield histogram("hps_row_file_read_seconds", "Duration of reading missing pages of a row file.", seconds)
 
 
 def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:

@@ -40,6 +40,25 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
+class FileStatistics:
+    """The row file of one table, and what lookups read of it from the disk since the table was opened. *Immutable.*
+
+    Attributes:
+        resident_share: share of its pages in memory, of a sample; None if the system hides it.
+        held_bytes: bytes that are locked in memory.
+        cold_pages: pages that were missing when a lookup needed them; partly estimated.
+        depth: how many missing pages were asked for together; `total_s` is their sum.
+        seconds: times from asking to the last row.
+    """
+
+    resident_share: float | None
+    held_bytes: int
+    cold_pages: int
+    depth: Latency
+    seconds: Latency
+
+
+@dataclass(frozen=True, slots=True)
 class TierStatistics:
     """One table in one tier. *Immutable.*
 
@@ -54,6 +73,7 @@ class TierStatistics:
             by promotion or online writes; loading does not count.
         available: whether the tier is in use now; False after failures.
         age_s: age of rows and bytes: figures that need I/O are read in the background, at most every 15 s.
+        file: of a database of row files.
     """
 
     tier: str
@@ -69,6 +89,7 @@ class TierStatistics:
     evictions: int | None
     available: bool
     age_s: float
+    file: FileStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import numpy as np
 from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
+from hps.statistics.snapshot import FileStatistics
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
 
 CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
@@ -171,6 +172,7 @@ class TableStats:
         overhead_bytes: memory or disk space of everything else; -1 if unknown.
         capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
         evictions: rows evicted by this process since it opened the table; None if not counted.
+        file: of a table in a row file.
     """
 
     rows: int
@@ -178,6 +180,7 @@ class TableStats:
     overhead_bytes: int
     capacity_rows: int = UNBOUNDED_ROWS
     evictions: int | None = None
+    file: FileStatistics | None = None
 
 
 class Database(ABC):

@@ -274,6 +274,7 @@ class StatisticsCollector:
                 evictions=None if stats is None else stats.evictions,
                 available=state.read,
                 age_s=age,
+                file=None if stats is None else stats.file,
             )
 
     def _cache_stats(self, cache: EmbeddingCache, index: int) -> tuple[CacheStats | None, float]:

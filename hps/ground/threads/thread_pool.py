@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _MOST_THREADS: Final = 16
 _MOST_ROWS: Final = 16_384  # target per piece: finished pieces are copied to a device while others run
 _PIECES_A_THREAD: Final = 4
+_DISK_THREADS: Final = 32
 _IDLE_S: Final = 10.0  # idle time after which a thread ends
 _WAIT_S: Final = 10.0
 
@@ -87,10 +88,14 @@ class _Job:
 
 
 class ThreadPool:
-    """Daemon threads shared by all callers of a process, started on first use. *Thread-safe.*"""
+    """Daemon threads shared by all callers of a process, started on first use. *Thread-safe.*
 
-    def __init__(self) -> None:
-        self._limit = available_threads()
+    Args:
+        threads: maximum number for one call, including the caller's; 0 means `available_threads()`.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        self._limit = threads or available_threads()
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._jobs: list[_Job] = []
@@ -207,3 +212,6 @@ class ThreadPool:
 
 POOL: Final = ThreadPool()
 """Thread pool of this process."""
+
+DISK_POOL: Final = ThreadPool(_DISK_THREADS)
+"""Thread pool for work that waits for the disk, one page after another: its threads are the queue depth."""

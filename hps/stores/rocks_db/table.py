@@ -10,6 +10,7 @@ order of all changes (`change_order.py`), and deleted rows have values, too.
 The engine takes and returns lists of `bytes`. C code builds and joins them (`tolist`, `join`, `map`), never a Python loop.
 """
 
+import resource
 import secrets
 import struct
 import threading
@@ -27,10 +28,10 @@ import numpy.typing as npt
 
 from hps.errors import DatabaseCorruptError, UnknownTableError
 from hps.ground.threads.pacing import pieces
-from hps.ground.threads.thread_pool import POOL
+from hps.ground.threads.thread_pool import DISK_POOL, POOL
 from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, exclusive
 from hps.stores.rocks_db.change_order import LATEST, OLDER, UNCERTAIN, ChangeOrder
-from hps.stores.rocks_db.engine import DEFAULT, SEALED, TIMES, Engine, after
+from hps.stores.rocks_db.engine import BLOCK_BYTES, DEFAULT, SEALED, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -42,6 +43,9 @@ _PIECE_ROWS = 4096  # about a millisecond of engine calls
 _PIECE_BYTES = 1 << 20
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
 _ROWS_WORTH_A_THREAD = 1024
+_COLD_ROWS = 16  # of a multi-get that waits for the disk for each row
+_COLD_SHARE = 32  # one row of so many that is read from the disk makes a fetch cold
+_BLOCKS_A_ROW = BLOCK_BYTES // 512
 _EXACT_ROWS = 1 << 17  # tables up to this size are counted, which takes some 50 ms
 
 
@@ -74,6 +78,7 @@ class RocksTable:
         self._dropped = False
         self._changes = 0  # finished writes
         self._counted = (-1, 0)  # `_changes` at the last count of rows, and the count
+        self._cold = False  # whether the last fetch read from the disk
         self._marked = False  # whether its record, if any, counts it as modified
         self._writer = records.writer(tag)
         self._writer_waits = False  # to be stored once the disk has room
@@ -98,8 +103,10 @@ class RocksTable:
         missing = np.flatnonzero(~found)
         missing = missing[np.argsort(_ranks(keys[missing]))]
         filled: list[int] = []
+        blocks: list[int] = []
 
         def part(first: int, last: int) -> None:
+            before = _blocks_read()
             for start in range(first, last, self._fetch_rows):
                 rows = missing[start : min(start + self._fetch_rows, last)]
                 batch = _key_list(keys[rows])
@@ -110,8 +117,16 @@ class RocksTable:
                 out[rows] = vectors
                 found[rows] = True
                 filled.append(rows.size)
+            blocks.append(_blocks_read() - before)
 
-        POOL.run(missing.size, _ROWS_WORTH_A_THREAD, part)  # each part is in RocksDB's order
+        # Each part is in RocksDB's order. A multi-get reads one block after another from the disk: if the last fetch had to,
+        # many small ones do.
+        if self._cold:
+            DISK_POOL.run(missing.size, _COLD_ROWS, part)
+        else:
+            POOL.run(missing.size, _ROWS_WORTH_A_THREAD, part)
+        if missing.size:
+            self._cold = sum(blocks) * _COLD_SHARE > missing.size * _BLOCKS_A_ROW
         return sum(filled)
 
     def chunk(self, start: bytes, rows: int, doing: str) -> tuple[KeyArray, FloatArray, bytes]:
@@ -577,3 +592,8 @@ def _vector_list(
 
 def _presence(values: Sequence[bytes | None]) -> Iterator[bool]:
     return map(is_not, values, repeat(None))
+
+
+def _blocks_read() -> int:
+    """Return the blocks of 512 bytes that this thread has read from disks so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_inblock

@@ -8,6 +8,7 @@ percent-encoded.
 """
 
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -19,7 +20,7 @@ from typing import Any, Final, Self
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, TableWidthError, UnknownTableError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
-from hps.ground.memory.capacity import Need, check_fits
+from hps.ground.memory.capacity import Need, available_memory, check_fits
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
@@ -58,6 +59,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         num_threads: of RocksDB, which holds what is written online.
         read_only: write nothing.
         verify: compare each page of a row with its checksum before the row is answered.
+        resident: regular expressions; the files of tables whose tag one of them matches are read at once and locked in memory.
         wait_for_download: serve a file from elsewhere only once it is complete here, not at once.
         write_timeout_s: how long a write waits for another write or a slow disk.
         close_timeout_s: how long `close` waits for running calls.
@@ -78,6 +80,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         read_only: bool = False,
         max_batch_size: int = 65_536,
         verify: bool = False,
+        resident: Sequence[str] = (),
         wait_for_download: bool = False,
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
@@ -85,6 +88,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         self.path = self.directory = Path(path).absolute()
         self.read_only = read_only
         self._verify = verify
+        self._resident = [re.compile(expression) for expression in resident]
         self._wait_for_download = wait_for_download
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
@@ -136,6 +140,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             num_threads=config.num_threads,
             read_only=config.read_only,
             max_batch_size=config.max_batch_size,
+            verify=config.verify,
+            resident=config.resident,
         )
 
     @classmethod
@@ -157,8 +163,17 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
                 record.write(path)
             self._check_width(tag, record.width, dim)
             self._tables[tag] = RowTable(
-                self._files, self._changes, tag, record, verify=self._verify, write_timeout_s=self._write_timeout_s
+                self._files,
+                self._changes,
+                tag,
+                record,
+                verify=self._verify,
+                resident=self._is_resident(tag),
+                write_timeout_s=self._write_timeout_s,
             )
+
+    def _is_resident(self, tag: str) -> bool:
+        return any(expression.search(tag) for expression in self._resident)
 
     def _check_width(self, tag: str, held: int, dim: int) -> None:
         if held != dim:
@@ -225,8 +240,14 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
         sizes = [(tag, dim, rows, _file_bytes(tag, dim, rows)) for tag, dim, rows in tables]
+        held = [re.compile(expression) for expression in config.resident]
         needs = [
             Need("disk", f"{rows:,} rows of table {tag} ({stored_text(tag, dim)})", size, tag) for tag, dim, rows, size in sizes
+        ]
+        needs += [
+            Need("ram", f"{rows:,} resident rows of table {tag} ({stored_text(tag, dim)})", size, tag)
+            for tag, dim, rows, size in sizes
+            if any(expression.search(tag) for expression in held)
         ]
         return [*needs, *RocksDatabase.room_for(config, [])]
 
@@ -245,6 +266,17 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             shutil.disk_usage(self.path).free,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
+        )
+        resident = {
+            f"{rows:,} resident rows of table {tag} ({stored_text(tag, dim)})": _file_bytes(tag, dim, rows)
+            for tag, dim, rows in tables
+            if rows and tag not in self._tables and self._is_resident(tag)
+        }
+        check_fits(
+            f"holding resident tables of {self.path} in memory",
+            resident,
+            *available_memory(),
+            "give the process (or its container, where page cache counts) more memory, or leave them out of `resident`",
         )
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -312,7 +344,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             table = self._table(tag)
             rows = table.size()
             vector_bytes = rows * table.width * 4
-            return TableStats(rows, vector_bytes, max(0, table.disk_bytes() - vector_bytes))
+            overhead_bytes = max(0, table.disk_bytes() - vector_bytes)
+            return TableStats(rows, vector_bytes, overhead_bytes, file=table.file_statistics())
 
     def size(self, tag: str) -> int:
         with self._calls:

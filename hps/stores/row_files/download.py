@@ -81,6 +81,7 @@ class Download(Presence):
         self._finished = finished
         self._blocks: npt.NDArray[np.uint8] = np.zeros(-(-head.size_bytes // BLOCK_BYTES), np.uint8)
         self._changed = threading.Condition()
+        self._lookups: list[None] = []  # an element for each that waits for parts; the background makes way for them
         self._stopped = False
         self._complete = False
         self._failed = self._renamed = False
@@ -269,7 +270,14 @@ class Download(Presence):
         blocks = np.unique(pages // _BLOCK_PAGES)
         if (self._blocks[blocks] == _THERE).all():
             return 0
-        deadline, missing = time.monotonic() + _WAIT_S, 0
+        self._lookups.append(None)
+        try:
+            return self._require(blocks, time.monotonic() + _WAIT_S)
+        finally:
+            self._lookups.pop()
+
+    def _require(self, blocks: IndexArray, deadline: float) -> int:
+        missing = 0
         while True:
             with self._changed:
                 if self._stopped and not self._complete:
@@ -343,9 +351,10 @@ class Download(Presence):
                         self._failed = True
                         self._changed.notify_all()
                     return
-            except RuntimeError:  # its threads are told to end
-                if not self._stopped:
+            except RuntimeError as error:  # its threads are told to end, by `stop` or by the interpreter's exit
+                if not self._stopped and "shutdown" not in str(error):
                     raise
+                return
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -362,7 +371,7 @@ class Download(Presence):
                     ranges = self._claim(_AHEAD, np.arange(first, last))
                 for piece in ranges:
                     running.add(self._ahead.submit(self._bring, _AHEAD, *piece))
-                while len(running) >= self._file.parallel_reads:
+                while len(running) >= (max(1, self._file.parallel_reads // 4) if self._lookups else self._file.parallel_reads):
                     running = self._collect(running)
                 if time.monotonic() - recorded > _RECORDED_S:
                     self._record()

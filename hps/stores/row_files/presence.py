@@ -28,6 +28,7 @@ from hps.types import IndexArray
 MOST_PAGES: Final = 4096
 """Maximum number of pages of one `require`."""
 _SAMPLE: Final = 64  # pages of a `require` whose residency is queried
+_SHARE_SAMPLE: Final = 1024  # pages of a file
 _QUIET: Final = 16  # as many calls in a row that find nearly all pages there end the doubt
 _FEW: Final = 64  # one page of so many may be away without doubt
 _WILL_NEED: Final = 3  # MADV_WILLNEED
@@ -66,6 +67,10 @@ class Presence(ABC):
             DatabaseError: they did not arrive in time.
         """
 
+    def resident_share(self) -> float | None:
+        """Estimate the share of the file's pages that are in memory; None if unknown."""
+        return None
+
     @abstractmethod
     def doubt(self) -> None:
         """Have pages required from now on: a lookup had to wait for some."""
@@ -92,6 +97,15 @@ class PageCache(Presence):
 
     def doubt(self) -> None:
         self.doubtful, self._quiet = bool(self._madvise), 0
+
+    def resident_share(self) -> float | None:
+        """Estimate the share of the file's pages that are in memory, in 1 to 3 ms; None if the system hides it."""
+        if not (self._owned and self._mincore and self._mapped.size):
+            return None
+        pages = np.random.default_rng().integers(0, -(-self._mapped.size // PAGE_BYTES), _SHARE_SAMPLE)
+        residency = np.empty(PAGE_BYTES, np.uint8)
+        missing: int = _count_missing(self._mincore, self._base, mmap.PAGESIZE, pages, residency)
+        return 1 - missing / pages.size
 
     def require(self, pages: IndexArray) -> int:
         sample = np.ascontiguousarray(pages[:: max(1, -(-pages.size // _SAMPLE))])

@@ -11,8 +11,10 @@ import numpy as np
 from numba import boolean, int64, njit, types, uint8, uint32, uint64
 
 from hps.ground.hashing import mix, scale
-from hps.ground.kernels.numba_atomics import address_of, call_4, prefetch
+from hps.ground.kernels.numba_atomics import address_of, call_4, load_acquire, prefetch
 from hps.ground.kernels.numba_kernels import kernel, read_only
+from hps.ground.key_sets import slot_of_hash
+from hps.stores.row_files.changed_rows import is_marked
 from hps.stores.row_files.layout import PAGE_BYTES, fingerprint_of, first_record, holds_key, sum_of
 
 _BLOCK: Final = 32  # keys whose starts, fingerprints and records are awaited together, so that their cache misses overlap
@@ -22,9 +24,9 @@ _CHECKED_KEYS: Final = 256  # keys between two counts of faults, which take 0.4 
 _FEW: Final = 64  # one of so many keys may wait for the disk
 
 _PLACES, _FIRST, _LAST, _CANDIDATE, _USAGE = 0, 32, 64, 96, 128
-DONE, COPIED, DAMAGED, STOPPED = 146, 147, 148, 149
+DONE, COPIED, DAMAGED, STOPPED, LEFT = 146, 147, 148, 149, 150
 """Places of the results of `fetch_records` in its scratch memory."""
-SCRATCH: Final = 150
+SCRATCH: Final = 151
 _MAJOR_FAULTS: Final = 9  # place in `struct rusage`, in words of 8 bytes
 _THREAD: Final = 1  # RUSAGE_THREAD
 
@@ -61,13 +63,22 @@ def _damaged(words, sums, start, stop):  # type: ignore[no-untyped-def]
     boolean[::1],
     _WORDS,
     _WORDS,
+    _WORDS,
+    _WORDS,
+    _KEYS,
+    read_only(uint32[:, ::1]),
+    boolean[::1],
     int64[::1],
     int64,
 )
-def fetch_records(keys, records, starts, fingerprints, out, found, words, sums, scratch, getrusage):  # type: ignore[no-untyped-def]
+def fetch_records(  # type: ignore[no-untyped-def]
+    keys, records, starts, fingerprints, out, found, words, sums, marks, slots, places, rows_of, left, scratch, getrusage
+):
     """Copy the row of each key that is not yet `found`, and mark it, until too many pages were missing.
 
     Args:
+        marks, slots, places, rows_of: a `ChangesView`, or `marks` of no element.
+        left: (n,) bool, marked for changed keys whose rows are in RocksDB; `LEFT` in `scratch` is their number.
         words: the pages, to compare each that is read with its checksum in `sums`; of no element: do not.
         scratch: (SCRATCH,) int64. Receives at `DONE` how many leading keys were looked up, at `COPIED` how many rows were
             copied, at `DAMAGED` the first damaged page, or -1, and at `STOPPED` 1 if too many pages were missing.
@@ -80,8 +91,9 @@ def fetch_records(keys, records, starts, fingerprints, out, found, words, sums, 
         np.uint64(address_of(starts)),
         np.uint64(address_of(fingerprints)),
     )
-    places, first, last, candidate = scratch[:32], scratch[32:64], scratch[64:96], scratch[96:128]
-    scratch[DONE], scratch[COPIED], scratch[DAMAGED], scratch[STOPPED] = 0, 0, -1, 0
+    positions, first, last, candidate = scratch[:32], scratch[32:64], scratch[64:96], scratch[96:128]
+    scratch[DONE], scratch[COPIED], scratch[DAMAGED], scratch[STOPPED], scratch[LEFT] = 0, 0, -1, 0, 0
+    at_places = address_of(places)
     starts_at, prints_at = np.int64(at_starts) - address_of(words), np.int64(at_prints) - address_of(words)
     before = _faults(getrusage, scratch)
     at, copied, next_check = 0, 0, _BLOCK
@@ -89,8 +101,23 @@ def fetch_records(keys, records, starts, fingerprints, out, found, words, sums, 
         count = 0
         while at < keys.size and count < _BLOCK:
             if not found[at]:
-                places[count] = at
-                bucket = scale(mix(keys[at]), buckets)
+                hashed = mix(keys[at])
+                if marks.size and is_marked(marks, hashed):
+                    slot = slot_of_hash(hashed, slots)
+                    if slots[slot] != np.uint64(0):
+                        place = load_acquire(at_places + 8 * slot)
+                        if place < 0:
+                            left[at] = True
+                            scratch[LEFT] += 1
+                        else:
+                            for word in range(width):
+                                out[at, word] = rows_of[place, word]
+                            found[at] = True
+                            copied += 1
+                        at += 1
+                        continue
+                positions[count] = at
+                bucket = scale(hashed, buckets)
                 first[count] = bucket
                 prefetch(at_starts + np.uint64(4) * np.uint64(bucket))  # type: ignore[arg-type]
                 count += 1
@@ -104,7 +131,7 @@ def fetch_records(keys, records, starts, fingerprints, out, found, words, sums, 
             last[i] = min(first_record(starts, bucket + 1, rows, buckets), rows)
             prefetch(at_prints + np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
-            print_ = fingerprint_of(keys[places[i]])
+            print_ = fingerprint_of(keys[positions[i]])
             row = first[i]
             if words.size and scratch[DAMAGED] < 0 and row < last[i]:
                 scratch[DAMAGED] = _damaged(words, sums, prints_at + row, prints_at + last[i])
@@ -118,7 +145,7 @@ def fetch_records(keys, records, starts, fingerprints, out, found, words, sums, 
                     prefetch(record + ahead)  # type: ignore[arg-type]
                     ahead += _LINE
         for i in range(count):
-            key, place = keys[places[i]], places[i]
+            key, position = keys[positions[i]], positions[i]
             print_ = fingerprint_of(key)
             row = candidate[i]
             while row < last[i] and not (fingerprints[row] == print_ and holds_key(records, row, key)):
@@ -130,8 +157,8 @@ def fetch_records(keys, records, starts, fingerprints, out, found, words, sums, 
                 if scratch[DAMAGED] >= 0:
                     return
                 for word in range(width):
-                    out[place, word] = records[row, 2 + word]
-                found[place] = True
+                    out[position, word] = records[row, 2 + word]
+                found[position] = True
                 copied += 1
         if scratch[DAMAGED] >= 0:
             return

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,8 @@ from hps.errors import DatabaseCorruptError, DatabaseError
 from hps.ground.threads.thread_pool import POOL
 from hps.stores.base import LOAD_ADVICE
 from hps.stores.row_files import layout, reading
+from hps.stores.row_files.changed_rows import ChangesView, changes_kernels
+from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.layout import PAGE_BYTES, Head
 from hps.stores.row_files.presence import (
     MOST_PAGES,
@@ -24,11 +27,14 @@ from hps.stores.row_files.presence import (
     may_see_residency,
     presence_kernels,
 )
+from hps.stores.row_files.residency import LockedFile, try_locking
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _ROWS_WORTH_A_THREAD: Final = 512
 _PAGES_A_PIECE: Final = 4096
 _ASKED_KEYS: Final = 1024  # keys whose pages are asked for together
+_NO_SLOTS: Final = np.empty(0, np.uint64)
+_NO_PLACES: Final = np.empty(0, np.int64)
 _GETRUSAGE: Final = function_address("getrusage")
 
 Records = npt.NDArray[np.uint32]
@@ -43,20 +49,24 @@ class RowFile:
 
     Args:
         presence: makes pages readable before they are read; by default the whole file is there.
+        cold_reads: counts the reads of the table.
 
     Attributes:
         head: what the file says of itself.
         is_complete: all of it is here, so that devices may read it.
         records: (rows, 2 + width) uint32, mapped, read only, for walks in order: a fault reads ahead.
-        starts, fingerprints: the other parts that a lookup reads, likewise; see `layout.py`.
+        starts, fingerprints: the other parts that a lookup reads, mapped, read only; see `layout.py`.
+        content: all of these in one piece of whole pages, (n,) uint8, mapped as `records`.
 
     Raises:
         DatabaseCorruptError: it is no row file, of another version of the format, cut short, or its head is damaged.
         DatabaseError: it cannot be read, or others may write to it.
     """
 
-    def __init__(self, path: Path, presence: Presence | None = None) -> None:
+    def __init__(self, path: Path, presence: Presence | None = None, cold_reads: ColdReads | None = None) -> None:
         self.path = path
+        self._cold_reads = cold_reads or ColdReads()
+        self._lock: LockedFile | None = None
         try:
             with open(path, "rb", buffering=0) as file:
                 there = os.fstat(file.fileno())
@@ -83,28 +93,19 @@ class RowFile:
         self.presence = presence or PageCache(self._mapped, owned=owned)
         self.records: Records = self._records_in(walked)
         self._records = self._records_in(looked_up)
+        self.content: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)[head.records_at : head.sums_at]
         self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
         self._words = self._part(np.uint64, head.records_at, head.pages * PAGE_BYTES // 8)
 
     def _records_in(self, memory: Any) -> Records:
-        count = self.head.rows * (2 + self.head.width)
-        return np.frombuffer(memory, np.uint32, count, self.head.records_at).reshape(self.head.rows, -1)
+        start, head = self.head.records_at, self.head
+        content = np.frombuffer(memory, np.uint8)[start : start + head.rows * head.record_bytes]
+        return content.view(np.uint32).reshape(head.rows, 2 + head.width)
 
     def _part(self, dtype: Any, start: int, count: int) -> Any:
         return self._mapped[start : start + count * np.dtype(dtype).itemsize].view(dtype)
-
-    @property
-    def readable_bytes(self) -> npt.NDArray[np.uint8]:
-        """All parts that a lookup reads, whole pages, as bytes."""
-        found: npt.NDArray[np.uint8] = self._part(np.uint8, self.head.records_at, self.head.sums_at - self.head.records_at)
-        return found
-
-    @property
-    def readable(self) -> tuple[int, int]:
-        """Address and size of `readable_bytes`."""
-        return self.readable_bytes.ctypes.data, self.head.sums_at - self.head.records_at
 
     def numbers(self, keys: KeyArray) -> IndexArray:
         """Return the number of each key's record, (n,) int64; -1 for absent keys."""
@@ -126,27 +127,32 @@ class RowFile:
         found: BoolArray,  # (n,)
         *,
         verify: bool = False,
+        changes: ChangesView | None = None,
+        left: BoolArray | None = None,  # (n,)
     ) -> int:
         """Fill the rows of `out` that are not yet `found`, and mark them; return how many. Arguments as of `Database.fetch`.
 
         Args:
             verify: compare each page with its checksum before a row is answered.
+            changes: of keys in it, the rows there are the answer.
+            left: marked for keys whose place there is `ELSEWHERE`; needed with `changes`.
 
         Raises:
             DatabaseCorruptError: a page is damaged.
             DatabaseError: pages that are still to arrive did not.
         """
         words, filled = out.view(np.uint32), []
+        marks, slots, places, rows = changes or (_NO_SLOTS, _NO_SLOTS, _NO_PLACES, words[:0])
+        left = found if left is None else left
 
         def part(first: int, last: int) -> None:
             scratch = np.empty(reading.SCRATCH, np.int64)
             at = first
             while at < last:
+                piece, missing, began = slice(at, last), 0, 0
                 if doubtful := self.presence.doubtful:
-                    piece = slice(at, min(at + _ASKED_KEYS, last))
-                    self._require(keys[piece], found[piece], verify=verify)
-                else:
-                    piece = slice(at, last)
+                    piece, began = slice(at, min(at + _ASKED_KEYS, last)), time.perf_counter_ns()
+                    missing = self._require(keys[piece], found[piece], verify=verify)
                 reading.fetch_records(
                     keys[piece],
                     self._records,
@@ -156,10 +162,17 @@ class RowFile:
                     found[piece],
                     self._words if verify else self._words[:0],
                     self._sums,
+                    marks,
+                    slots,
+                    places,
+                    rows,
+                    left[piece],
                     scratch,
                     0 if doubtful else _GETRUSAGE,
                 )
                 self._check(int(scratch[reading.DAMAGED]))
+                if missing:
+                    self._cold_reads.add(missing, time.perf_counter_ns() - began)
                 if scratch[reading.STOPPED]:
                     self.presence.doubt()
                 at += int(scratch[reading.DONE])
@@ -195,6 +208,29 @@ class RowFile:
         for start in range(0, pages.size, MOST_PAGES):
             missing += self.presence.require(pages[start : start + MOST_PAGES])
         return missing
+
+    def hold(self, *, required: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Read the whole file and lock it in memory, until `release`.
+
+        Args:
+            required: raise if that is not possible; else it is logged.
+
+        Raises:
+            CapacityError, DatabaseError: see `LockedFile`.
+        """
+        if self._lock is None:
+            self._lock = LockedFile(self.path, self._mapped, progress) if required else try_locking(self.path, self._mapped)
+
+    def release(self) -> None:
+        """Unlock it. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock:
+            lock.close()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are locked in memory."""
+        return self._lock.size_bytes if self._lock else 0
 
     def require_records(self, first: int, last: int) -> None:
         """Have records [first, last) present, before `records` is read there.
@@ -246,4 +282,4 @@ class RowFile:
 
 def read_kernels() -> tuple[Callable[..., Any], ...]:
     """Return the kernels of a fetch."""
-    return (layout.find_records, layout.sum_pages, *reading.reading_kernels(), *presence_kernels())
+    return (layout.find_records, layout.sum_pages, *reading.reading_kernels(), *presence_kernels(), *changes_kernels())

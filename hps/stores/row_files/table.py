@@ -25,8 +25,13 @@ import numpy as np
 
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, UnknownTableError
 from hps.ground.key_sets import KeySet
+from hps.ground.log_limits import LineLimit
+from hps.ground.progress import size_text
+from hps.statistics.snapshot import FileStatistics
 from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
 from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.row_files.changed_rows import ChangedRows
+from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.download import Download
 from hps.stores.row_files.in_place import RowFileInPlace
 from hps.stores.row_files.layout import Head, RowFacts
@@ -39,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
+_LOG_S: Final = 5.0
 _SEAL_ROWS: Final = 65_536  # changes read at a time for a new file
 _KEEP_TIMEOUT_S: Final = 600.0
 _FORGET_ROWS: Final = 16_384  # writers wait while these are removed
@@ -93,7 +99,7 @@ class _State:
     """A file, if any, and the keys of changes that it lacks."""
 
     file: RowFile | None
-    changed: KeySet
+    changed: ChangedRows
 
 
 @dataclass(slots=True)
@@ -122,7 +128,15 @@ class RowTable:
     """Rows of one table. *Thread-safe.* One lock serialises writers; readers never take it."""
 
     def __init__(
-        self, directory: Path, changes: RocksDatabase, tag: str, record: TableRecord, *, verify: bool, write_timeout_s: float
+        self,
+        directory: Path,
+        changes: RocksDatabase,
+        tag: str,
+        record: TableRecord,
+        *,
+        verify: bool,
+        resident: bool,
+        write_timeout_s: float,
     ) -> None:
         self.tag = tag
         self.width = record.width
@@ -130,6 +144,8 @@ class RowTable:
         self._record_path = directory / (file_name(tag) + RECORD_SUFFIX)
         self._changes = changes
         self._verify = verify
+        self._resident = resident
+        self._cold_reads = ColdReads()
         self._write_timeout_s = write_timeout_s
         self._writing = threading.Lock()
         self._sealing = threading.Lock()
@@ -152,12 +168,34 @@ class RowTable:
                     f"{LOAD_ADVICE}"
                 )
             return None
-        file = RowFile(self._rows_path)
+        file = self._open_file()
         check_belongs(file.head, self._rows_path, self.tag, self.width)
+        if self._resident:
+            file.hold(required=True, progress=self._holding())
         return file
 
-    def _changed(self) -> KeySet:
-        changed = KeySet()
+    def _open_file(self) -> RowFile:
+        return RowFile(self._rows_path, cold_reads=self._cold_reads)
+
+    def _replacement(self) -> RowFile:
+        """Open a new file, held in memory if the table is resident and that is possible."""
+        file = self._open_file()
+        if self._resident:
+            file.hold(required=False, progress=self._holding())
+        return file
+
+    def _holding(self) -> Callable[[int, int], None]:
+        lines = LineLimit(1, _LOG_S)
+        lines.take()  # nothing is logged in the first seconds
+
+        def advance(done: int, total: int) -> None:
+            if lines.take():
+                _log.info("%s: %s of %s held in memory", self.tag, size_text(done), size_text(total))
+
+        return advance
+
+    def _changed(self) -> ChangedRows:
+        changed = ChangedRows(self.width)
         for keys in self._changes.changed_keys(self.tag):
             changed.add(keys)
         return changed
@@ -180,22 +218,23 @@ class RowTable:
         filled = 0
         while True:
             state = self._state
-            changed = state.changed.contains(keys) if len(state.changed) else None
-            if changed is None or not changed.any():
-                return filled + (state.file.fetch(keys, out, found, verify=self._verify) if state.file else 0)
-            rows = np.flatnonzero(changed & ~found)
+            left: BoolArray | None = None
+            if state.file is None:
+                left = state.changed.contains(keys)
+            elif not len(state.changed):
+                return filled + state.file.fetch(keys, out, found, verify=self._verify)
+            else:
+                left = np.zeros(keys.size, np.bool_)
+                filled += state.file.fetch(keys, out, found, verify=self._verify, changes=state.changed.view, left=left)
+            rows = np.flatnonzero(left & ~found)
+            if not rows.size:
+                return filled
             vectors, there = np.empty((rows.size, self.width), np.float32), np.zeros(rows.size, np.bool_)
             filled += self._changes.fetch(self.tag, keys[rows], vectors, there)
             out[rows[there]] = vectors[there]
             found[rows[there]] = True
             if there.all() or state is self._state:
-                break
-        if state.file:
-            skipped = found | changed
-            before = skipped.copy()
-            filled += state.file.fetch(keys, out, skipped, verify=self._verify)
-            found |= skipped & ~before
-        return filled
+                return filled
 
     def _present(self, keys: KeyArray) -> BoolArray:
         """Return which keys have a row. No writer may run."""
@@ -237,6 +276,13 @@ class RowTable:
         rows = state.file.head.rows if state.file else 0
         return rows - self._shadowed + (self._changes.size(self.tag) if len(state.changed) else 0)
 
+    def file_statistics(self) -> FileStatistics | None:
+        """Describe its file, if any; some milliseconds."""
+        file, cold = self._state.file, self._cold_reads.counts()
+        if file is None:
+            return None
+        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold)
+
     def disk_bytes(self) -> int:
         """Return the size of its file and of its changes."""
         state, changes = self._state, self._changes.stats(self.tag)
@@ -260,7 +306,7 @@ class RowTable:
         keys, vectors = check_rows(doing, keys, vectors, self.width)
         with self._alone(doing):
             self._mark_modified()
-            with self._noting(keys):
+            with self._noting(keys, vectors):
                 self._changes.insert(self.tag, keys, vectors)
 
     def delete(self, keys: KeyArray) -> int:
@@ -269,7 +315,7 @@ class RowTable:
             self._mark_modified()
             distinct = np.unique(check_keys(doing, keys))
             count = int(self._present(distinct).sum()) if self._download is None else -1
-            with self._noting(distinct):
+            with self._noting(distinct, None):
                 self._changes.delete(self.tag, distinct)
             return count
 
@@ -279,7 +325,8 @@ class RowTable:
         with self._alone(doing):
             if changes.keys.size:
                 self._mark_modified()
-            with self._noting(changes.keys) as made:
+            present = None if changes.deleted is None else ~changes.deleted
+            with self._noting(changes.keys, changes.vectors, present) as made:
                 made[:] = applied = self._changes.apply(self.tag, changes, positions)
             return applied
 
@@ -300,8 +347,12 @@ class RowTable:
             self._writing.release()
 
     @contextmanager
-    def _noting(self, keys: KeyArray) -> Iterator[BoolArray]:
-        """Add the keys that a write changed, all unless the block clears its mask, (n,); also after a failed write."""
+    def _noting(self, keys: KeyArray, rows: FloatArray | None, present: BoolArray | None = None) -> Iterator[BoolArray]:
+        """Add the keys that a write changed, all unless the block clears its mask, (n,); also after a failed write.
+
+        Args:
+            rows, present: see `ChangedRows.add`.
+        """
         made: BoolArray = np.ones(keys.size, np.bool_)
         try:
             yield made
@@ -310,16 +361,19 @@ class RowTable:
                 made[:] = self._changes.are_changed(self.tag, keys)
                 self._add(keys[made])
             raise
-        self._add(keys[made])
+        if made.all():
+            self._add(keys, rows, present)
+        else:
+            self._add(keys[made], None if rows is None else rows[made], None if present is None else present[made])
 
-    def _add(self, keys: KeyArray) -> None:
+    def _add(self, keys: KeyArray, rows: FloatArray | None = None, present: BoolArray | None = None) -> None:
         state = self._state
         if self._recent is not None:
             self._recent.add(keys)
         if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
-        state.changed.add(keys)
+        state.changed.add(keys, rows, present)
         self.in_place.changed(keys)
 
     def _mark_modified(self) -> None:
@@ -409,14 +463,16 @@ class RowTable:
             runs = [*self._load.runs, *([Run(file.records)] if file else [])]
             record = self._load.record
             write_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
-            self._replace(RowFile(self._rows_path), self._state.changed)
+            self._replace(self._replacement(), self._state.changed)
             self._put(replace(record, loaded_at_us=time.time_ns() // 1000))
             self._load = None
 
-    def _replace(self, file: RowFile, changed: KeySet) -> None:
-        state = _State(file, changed)
+    def _replace(self, file: RowFile, changed: ChangedRows) -> None:
+        before, state = self._state.file, _State(file, changed)
         self._state, self._shadowed = state, self._count_shadowed(state)
         self.in_place.replaced()
+        if before:
+            before.release()
 
     def seal(self, progress: Callable[[int], None] | None = None) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
@@ -438,12 +494,13 @@ class RowTable:
                 if file:  # what is written online may have any key, and is not counted
                     source, facts = file.head.source, facts._replace(dim=file.head.dim)
                 write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
-                fresh = RowFile(self._rows_path)
+                fresh = self._replacement()
                 self.in_place.prepare(fresh)
                 with self._alone(doing):
-                    changed = KeySet()
+                    changed = ChangedRows(self.width)
                     for keys in self._changes.changed_keys(self.tag):
-                        changed.add(keys[self._recent.contains(keys)])
+                        stay = keys[self._recent.contains(keys)]
+                        changed.add(stay, *self._state.changed.known(stay))
                     self._replace(fresh, changed)
                 for keys in snapshot:
                     for start in range(0, keys.size, _FORGET_ROWS):
@@ -477,7 +534,7 @@ class RowTable:
                 for keys in self._changes.changed_keys(self.tag):
                     self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
                 changed = self._changed()
-            self._replace(RowFile(self._rows_path), changed)
+            self._replace(self._replacement(), changed)
             modified = same and before is not None and before.modified
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True
@@ -495,13 +552,14 @@ class RowTable:
             name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
             download = Download(file, head, name, lambda: self._finish_download(download))
             try:
-                state = _State(RowFile(download.partial, download), self._state.changed)
+                state = _State(RowFile(download.partial, download, self._cold_reads), self._state.changed)
                 with self._alone(doing):
                     if not same:
                         self._changes.forget_log(self.tag)
                     modified = same and before is not None and before.modified
                     self._put(replace(record, rows_done=0, checksum="", modified=modified))
                     self._state, self._download, self._shadowed = state, download, 0
+                    self.in_place.close()  # what is not here yet cannot be pinned
             except BaseException:
                 download.stop(self._write_timeout_s)
                 raise
@@ -515,7 +573,7 @@ class RowTable:
                 raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
             download.partial.replace(self._rows_path)
             sync_directory(self._rows_path.parent)
-            self._replace(RowFile(self._rows_path), self._state.changed)
+            self._replace(self._replacement(), self._state.changed)
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
             self._download = None
 
@@ -546,4 +604,6 @@ class RowTable:
         with self._sealing, self._alone(f"dropping table {self.tag}"):
             self._dropped = True
             self.in_place.close()
+            if self._state.file:
+                self._state.file.release()
         self.stop_download()

@@ -174,7 +174,7 @@ def test_a_quarantined_table_is_not_read_in_place_again(start, kind):
     ("changes", "tiers", "reason"),
     [
         ({"miss_path": "copy"}, {}, None),
-        ({}, {"volatile_db": {"type": "disabled"}}, "no hash map in this process"),
+        ({}, {"volatile_db": {"type": "disabled"}}, "no database is a hash map in this process"),
         ({}, {}, "the limit on locked memory"),
     ],
 )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hps.tools.planning.forecast import Forecast, Suggestion
     from hps.tools.planning.memory import Machine, PlannedNeed, Total
     from hps.tools.planning.row_formats import FormatNeed
+    from hps.tools.planning.set_ups import SetUp
 
 EXAMPLE = "Example: `hps plan ps.json --trace keys.trace --goal 0.95 --picture plan.svg`"
 _POWERS = ("", "K", "M", "G", "T")
@@ -72,12 +73,15 @@ def plan_command(
     fit. 1 GB is 10^9 bytes, 1 GiB 2^30.
     """
     with console.reported():
+        from dataclasses import asdict
+
         from hps.configuration.load import load_configuration
         from hps.statistics.key_traces import read_traces
         from hps.tools.planning import memory
         from hps.tools.planning.device_sharing import forecast_sharings
         from hps.tools.planning.forecast import Forecast
         from hps.tools.planning.row_formats import needs_by_format
+        from hps.tools.planning.set_ups import compare_set_ups
 
         check_picture(picture)
         capacities = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
@@ -109,10 +113,14 @@ def plan_command(
             draw_plan(picture, [table for forecast in predicted for table in forecast.tables])
         formats = needs_by_format(configuration, versions, on_cuda, predicted)
         sharings = forecast_sharings(predicted, devices) if devices > 1 else []
+        set_ups = compare_set_ups(configuration, versions, on_cuda)
         if as_json:
-            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions, formats, sharings), indent=1))
+            document = _document(needs, totals, machine, predicted, suggestions, formats, sharings)
+            document["set_ups"] = [asdict(set_up) for set_up in set_ups]
+            typer.echo(json.dumps(document, indent=1))
         else:
             _print(needs, totals, machine, predicted, suggestions, formats, sharings)
+            _print_set_ups(set_ups)
             if not run_networks and any(version.network is not None for version in versions):
                 typer.echo("\nmemory that networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
@@ -221,6 +229,28 @@ def _print_formats(screen: "Console", formats: "list[FormatNeed]") -> None:
         screen.print()
         screen.print("memory of each table by row format")
         screen.print(table)
+
+
+def _print_set_ups(set_ups: "list[SetUp]") -> None:
+    from hps.tools.planning.set_ups import MEASURED_ON
+
+    if not set_ups:
+        return
+    screen = console.screen(160)
+    table = console.table(
+        ("host tiers",), ("memory", "page cache, at most", "disk", "first start", "start", "rows/s of a thread")
+    )
+    for set_up in set_ups:
+        sizes = (size_text(size) for size in (set_up.memory_bytes, set_up.page_cache_bytes, set_up.disk_bytes))
+        times = (f"{seconds:,.1f} s" for seconds in (set_up.load_s, set_up.start_s))
+        table.add_row(set_up.name, *sizes, *times, f"{set_up.rows_per_s / 1e6:.1f} M")
+    screen.print()
+    screen.print("what other host tiers would need")
+    screen.print(table)
+    screen.print(
+        f"Times and rates are estimates from measurements on {MEASURED_ON}, without downloading. Row files answer from "
+        "the page cache, and from the disk for what memory does not hold."
+    )
 
 
 def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.errors import DatabaseCorruptError, DatabaseTimeoutError
+from hps.errors import CapacityError, DatabaseCorruptError, DatabaseTimeoutError
+from hps.stores.row_files import residency
+from hps.stores.row_files.changed_rows import ChangedRows
+from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.layout import PAGE_BYTES, hash_keys
 from hps.stores.row_files.presence import PageCache, Presence, advise_random
 from hps.stores.row_files.row_file import RowFile
@@ -228,3 +231,158 @@ def test_the_pages_of_others_files_are_asked_for_without_knowing(tmp_path):
         assert presence.doubtful
         assert presence.require(np.arange(10)) == 10
     assert not presence.doubtful
+
+
+def test_a_lookup_counts_what_it_read_from_the_disk(tmp_path):
+    """Pages that nobody has read are missing; the page cache may hold some of a file that was just written."""
+    keys, vectors = write(tmp_path / "rows", 3000)
+    counted = ColdReads()
+    file = RowFile(tmp_path / "rows", cold_reads=counted)
+    file.presence = Missing()
+    out, found = fetch(file, keys)
+    assert found.all()
+    assert np.array_equal(out, vectors)
+    pages, depth, seconds = counted.counts()
+    assert pages == file.presence.required
+    assert depth.total_s == pages
+    assert depth.count == seconds.count == -(-keys.size // 1024)
+
+
+class Missing(Presence):
+    """Claims that each required page was missing."""
+
+    def __init__(self) -> None:
+        self.doubtful = True
+        self.required = 0
+
+    def require(self, pages):
+        self.required += pages.size
+        return pages.size
+
+    def doubt(self) -> None: ...
+
+
+# -- rows that were changed online ------------------------------------------------------------------------------------
+
+
+def test_changed_rows_are_a_dict_of_the_last_rows():
+    changes, expected = ChangedRows(WIDTH), {}
+    for round_ in range(40):
+        keys = rng.integers(-300, 300, 50)
+        rows, present = rng.random((50, WIDTH), np.float32), rng.random(50) < 0.8
+        if round_ % 7 == 3:
+            changes.add(keys)
+            expected |= dict.fromkeys(keys.tolist())
+        else:
+            changes.add(keys, rows, present)
+            for key, row, there in zip(keys.tolist(), rows, present, strict=True):
+                expected[key] = row if there else None
+        every = np.arange(-400, 400)
+        found, there = changes.known(every)
+        assert np.array_equal(changes.contains(every), np.isin(every, list(expected)))
+        assert len(changes) == len(expected)
+        for key, row, known in zip(every.tolist(), found, there, strict=True):
+            held = expected.get(key)
+            assert known == (held is not None)
+            assert not known or np.array_equal(row, held)
+
+
+def test_changed_rows_beyond_the_memory_are_elsewhere():
+    changes = ChangedRows(WIDTH, most_bytes=4 * WIDTH * 100)
+    keys, rows = np.arange(100), rng.random((100, WIDTH), np.float32)
+    for _ in range(5):  # replaced rows leave room
+        changes.add(keys, rows)
+        assert changes.known(keys)[1].all()
+    changes.add(np.arange(95, 101), rng.random((6, WIDTH), np.float32))
+    assert np.array_equal(np.flatnonzero(changes.known(np.arange(101))[1]), np.arange(95))
+    assert changes.contains(np.arange(101)).all()
+
+
+def test_a_view_shows_whole_rows_while_the_set_grows():
+    changes = ChangedRows(1)
+    changes.add(np.arange(10), np.zeros((10, 1), np.float32))
+    view = changes.view
+    for i in range(1, 4):
+        changes.add(np.arange(5000), np.full((5000, 1), i, np.float32))
+    assert view.rows[view.places[view.places >= 0], 0].view(np.float32).max() == 0
+
+
+@pytest.mark.parametrize("hashed", [0, 1])
+def test_the_key_with_hash_0_is_a_key_like_any_other(hashed):
+    changes, key = ChangedRows(1), np.array([unmixed(hashed)], np.int64)
+    changes.add(np.arange(5000))
+    assert not changes.contains(key)[0]
+    changes.add(key, np.full((1, 1), 7, np.float32))
+    changes.add(np.arange(5000, 20_000))
+    assert changes.contains(key)[0]
+    assert changes.known(key)[0][0, 0] == 7
+
+
+def test_a_lookup_takes_changed_rows_from_memory_and_leaves_others(tmp_path):
+    keys, vectors = write(tmp_path / "rows", 3000)
+    file, changes = RowFile(tmp_path / "rows"), ChangedRows(WIDTH)
+    changes.add(keys[:500], vectors[:500] + 1)
+    changes.add(keys[500:600])
+    for doubtful in (False, True):
+        file.presence.doubtful = doubtful
+        out, found = np.zeros_like(vectors), np.zeros(keys.size, np.bool_)
+        out[:9], found[:9] = 5, True
+        left = np.zeros(keys.size, np.bool_)
+        assert file.fetch(keys, out, found, changes=changes.view, left=left) == 2891
+        assert np.array_equal(np.flatnonzero(left), np.arange(500, 600))
+        assert np.array_equal(found, ~left)
+        assert (out[:9] == 5).all()
+        assert np.array_equal(out[9:500], vectors[9:500] + 1)
+        assert np.array_equal(out[600:], vectors[600:])
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_file_is_locked_until_it_is_released(tmp_path):
+    keys, vectors = write(tmp_path / "rows", 3000)
+    file = RowFile(tmp_path / "rows")
+    reports: list[tuple[int, int]] = []
+    before = locked_bytes()
+    try:
+        file.hold(required=True, progress=lambda done, total: reports.append((done, total)))
+    except CapacityError as error:
+        assert "ulimit -l" in str(error)  # noqa: PT017 - a machine with a low limit proves the refusal
+        return
+    size = file.head.size_bytes
+    assert reports == [(size, size)]
+    assert file.held_bytes == size
+    assert file.presence.resident_share() in (1.0, None)
+    assert locked_bytes() - before == -(-size // PAGE_BYTES) * PAGE_BYTES
+    assert np.array_equal(fetch(file, keys)[0], vectors)
+    file.release()
+    file.release()
+    assert locked_bytes() == before
+    assert file.held_bytes == 0
+
+
+def locked_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize("name", ["available_memory", "lockable_bytes"])
+def test_a_file_that_memory_cannot_hold_is_refused_with_the_cure(tmp_path, monkeypatch, caplog, name):
+    write(tmp_path / "rows", 300)
+    file = RowFile(tmp_path / "rows")
+    little = {"available_memory": (4096, "in this test"), "lockable_bytes": 4096}[name]
+    monkeypatch.setattr(residency, name, lambda: little)
+    with pytest.raises(CapacityError, match=r"holding the row file .*(container|ulimit)"):
+        file.hold(required=True)
+    file.hold(required=False)
+    assert "without being locked" in caplog.text
+    assert file.held_bytes == 0
+
+
+def test_the_limit_of_locked_memory_counts_what_is_locked(tmp_path, monkeypatch):
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmLck:\t      12 kB\nCapEff:\t0000000000000000\n")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (64 << 10, 64 << 10))
+    assert residency.lockable_bytes(status) == 52 << 10
+    status.write_text("VmLck:\t      12 kB\nCapEff:\t0000000000004000\n")
+    assert residency.lockable_bytes(status) > 1 << 60

@@ -211,3 +211,22 @@ def test_sharings_that_cannot_be_deployed_are_left_out(config):
         {"model": "shop", "version": "1", "sharing": sharing, "reason": "at most 15 devices share rows"}
         for sharing in ("partition", "hot")
     ]
+
+
+def test_other_host_tiers_are_compared(config):
+    set_ups = {one["name"]: one for one in json.loads(run(config, "--json", code=0).output)["set_ups"]}
+    rocks, files, resident = (set_ups[name] for name in ("rocks_db + hash_map", "row_files", "row_files, resident"))
+    vectors = sum(4 * rows * dim for rows, dim in ROWS.values())
+    assert rocks["memory_bytes"] > vectors
+    assert files["memory_bytes"] == 0
+    assert resident["memory_bytes"] == files["page_cache_bytes"] == files["disk_bytes"] > vectors
+    assert files["start_s"] < resident["start_s"]
+    output = run(config, code=0).output
+    assert re.search(r"row_files, resident +\d", output)
+    assert "row_files" not in run_without_disk(config)
+
+
+def run_without_disk(config):
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "persistent_db": {"type": "disabled"}}))
+    return run(config).output

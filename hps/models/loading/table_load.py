@@ -478,7 +478,12 @@ class TableLoad:
         if not isinstance(model, SealedModel) or (adopter := self._adopter(database)) is None:
             return False
         record = LoadRecord(
-            model.fingerprint, model.rows, model.rows, False, model.place, model.size_bytes, model.head.content[:16]
+            model.fingerprint,
+            model.rows,
+            model.rows,
+            source=model.place,
+            size_bytes=model.size_bytes,
+            checksum=model.head.content[:16],
         )
         self._nonfinite = NonfiniteRows()
         self._nonfinite.rows = model.head.nonfinite_rows

@@ -187,6 +187,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
             max_batch_size=config.max_batch_size,
             verify=config.verify,
             seal_share=config.seal_share,
+            wait_for_download=config.ready == "complete",
             resident=config.resident,
         )
 

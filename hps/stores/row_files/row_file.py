@@ -99,7 +99,7 @@ class RowFile:
 
     def _records_in(self, memory: Any) -> Records:
         count = self.head.rows * (2 + self.head.width)
-        return np.frombuffer(memory, np.uint32, count, self.head.records_at).reshape(self.head.rows, -1)
+        return np.frombuffer(memory, np.uint32, count, self.head.records_at).reshape(self.head.rows, 2 + self.head.width)
 
     def _part(self, dtype: Any, start: int, count: int) -> Any:
         return self._mapped[start : start + count * np.dtype(dtype).itemsize].view(dtype)

@@ -109,7 +109,7 @@ struct Answer {
     u32 segment_count;
     u32 patience;
     u32 few;
-    u32 fetch_warps;  // of a block
+    u32 fetch_warps;  // of a block; of row files, in the upper half, those for at least MANY misses, or 0
     u8 settles;
     u8 defers;  // the admission of many: `admit_answers` follows
     u16 zero;   // always 0, which the compiler does not know
@@ -497,11 +497,20 @@ __device__ __forceinline__ void admit_leaders(const Answer& request, Admissions&
     }
 }
 
+#if HPS_ROW_FILES
+constexpr u32 MANY = 1 << 17;  // misses
+#endif
 constexpr u32 MARK = 0, PLACE = 1, FETCH = 2, CHECK = 3, MEND = 4, SPREAD = 5, PHASES = 6;
 
 __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u32* to, Admissions& counts) {
     __shared__ u32 drawn;
     const u32 slot_mask = (2u << (32 - __clz(misses - 1))) - 1;
+#if HPS_ROW_FILES
+    // Between two records that a warp reads stand two reads of the device's memory; more warps hide them, if their rows are close.
+    const u32 many = request.fetch_warps >> 16, fetch_warps = misses >= MANY && many ? many : request.fetch_warps & 0xffff;
+#else
+    const u32 fetch_warps = request.fetch_warps;
+#endif
     u32 reached = MARK;
 #pragma unroll 1
     for (;;) {
@@ -522,8 +531,8 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
             mark(request, slot_mask, of_grid, warps);
         }
         if (phase == PLACE) place(request, block, of_grid, warps);
-        if (phase == FETCH && warp < request.fetch_warps) {
-            read_leaders<false>(request, to, block * request.fetch_warps + warp, gridDim.x * request.fetch_warps);
+        if (phase == FETCH && warp < fetch_warps) {
+            read_leaders<false>(request, to, block * fetch_warps + warp, gridDim.x * fetch_warps);
         }
         if (phase == CHECK) read_versions(request, request.versions_after, of_grid, warps);
         if (phase == MEND) read_leaders<true>(request, to, of_grid, warps);

@@ -15,12 +15,14 @@
     │   └── UnknownVersionError
     │       └── VersionMismatchError                  a layer is of a version that is not in service any more
     ├── UnknownTableError        (KeyError)
+    ├── MisplacedKeysError       (KeyError)           keys of a share of the table that other servers hold
     ├── UnknownDeviceError       (KeyError)
     ├── ConflictError            (RuntimeError)       a change of a model conflicts with its state or another change
     │   └── StaleCopyError                            its network has a copy of the table, which writes would not reach
     ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
-    │   └── ForkedProcessError                        opened by the parent process, before a fork
+    │   ├── ForkedProcessError                        opened by the parent process, before a fork
+    │   └── MissingShareError                         no server of a share of the model answers
     ├── TrainingModeError        (RuntimeError)       a layer of torch was called in training mode
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
     ├── NetworkError             (RuntimeError)       a dense network failed, or was not opened in time
@@ -115,6 +117,10 @@ class UnknownTableError(HPSError, KeyError):
     """The model has no such table."""
 
 
+class MisplacedKeysError(HPSError, KeyError):
+    """Keys of a call belong to a share of the table that this server does not hold (`models[].shard`)."""
+
+
 class UnknownDeviceError(HPSError, KeyError):
     """The model is not deployed on this device."""
 
@@ -137,6 +143,14 @@ class NotReadyError(HPSError, RuntimeError):
 
 class ForkedProcessError(NotReadyError):
     """The object was opened before this process was forked; create `HPS` after the fork."""
+
+
+class MissingShareError(NotReadyError):
+    """No server answers keys of a share of the model. `shares` has the numbers of such shares."""
+
+    def __init__(self, message: str, shares: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.shares = shares
 
 
 class TrainingModeError(HPSError, RuntimeError):

@@ -34,7 +34,13 @@ from hps.versions.deployment import Deployment
 _log = logging.getLogger(__name__)
 _OWN_PARAMETERS: Final = ("ps", "model", "output_memory")
 _MEMORY: Final = {"": None, "cpu": False, "gpu": True}
-_CODES: Final = {400: "INVALID_ARG", 404: "NOT_FOUND", 413: "INVALID_ARG", 503: "UNAVAILABLE"}  # of HTTP's status
+_CODES: Final = {
+    400: "INVALID_ARG",
+    404: "NOT_FOUND",
+    413: "INVALID_ARG",
+    421: "INVALID_ARG",
+    503: "UNAVAILABLE",
+}  # of HTTP's status
 
 
 @dataclass(frozen=True)

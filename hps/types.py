@@ -7,6 +7,8 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hps.ground.shares import TableShare
+
 KeyArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -42,6 +44,7 @@ class TableSpec:
         max_keys: maximum keys of this table per lookup.
         slot: distinguishes the tables of a model's versions; empty for the first, whose tables have HugeCTR's names.
         row_dtype: one of ROW_DTYPES: how tiers store the vectors. Callers see float32.
+        share: the part of the table that this server holds; None for all rows.
     """
 
     model_name: str
@@ -51,6 +54,7 @@ class TableSpec:
     max_keys: int
     slot: str = ""
     row_dtype: str = "float32"
+    share: TableShare | None = None
 
     @property
     def width(self) -> int:

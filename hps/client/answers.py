@@ -17,6 +17,7 @@ from hps.errors import (
     ConflictError,
     HPSError,
     InvalidInputError,
+    MisplacedKeysError,
     NotReadyError,
     RemoteConnectionError,
     RemoteError,
@@ -41,6 +42,7 @@ _ERRORS: Final[dict[int, type[HPSError]]] = {
     404: UnknownModelError,
     409: ConflictError,
     413: TooManyKeysError,
+    421: MisplacedKeysError,
     429: NotReadyError,
     502: RemoteConnectionError,  # a proxy cannot reach the server
     503: NotReadyError,

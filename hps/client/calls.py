@@ -21,9 +21,10 @@ from hps.client.requests import (
     score_inputs,
 )
 from hps.client.retries import Attempts
-from hps.client.routing import PartAnswer, Parts, Routed, Router, merge_parts
+from hps.client.routing import Declared, PartAnswer, Parts, Routed, Router, ShareCalls, merge_parts
 from hps.client.shared_memory import SharedMemory
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
+from hps.ground.shares import TableShare
 from hps.tensors.array_checks import as_host_keys, as_output
 from hps.tensors.bags import Bags
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -121,7 +122,12 @@ class Calls:
         parameters = {} if device_id is None else {"DeviceID": device_id}
         datatypes = narrow_datatypes(tables, out)
 
-        def call(keys: Mapping[str, KeyArray], output: Mapping[str, Any] | None, read: Callable[[Answer], Any]) -> RemoteCall:
+        def call(
+            keys: Mapping[str, KeyArray],
+            output: Mapping[str, Any] | None,
+            read: Callable[[Answer], Any],
+            version: str | None = version,
+        ) -> RemoteCall:
             inputs = [Input(name, array) for name, array in keys.items()]
             rows = {name: (array.size,) for name, array in keys.items()}
             return self._encoder.lookup(
@@ -132,13 +138,20 @@ class Calls:
             remote_call = call(keys, out if is_complete else None, _part_answer)
             return remote_call._replace(repeatable=False)  # the router repeats
 
+        def part_of(keys: Mapping[str, KeyArray], version: str) -> RemoteCall:
+            return call(keys, None, _part_answer, version)._replace(repeatable=False)
+
+        def declare() -> RemoteCall:
+            return json_call("GET", f"/v2/models/{quote(model_name, safe='')}", _declared, repeatable=False)
+
         def of_parts(parts: Parts) -> Any:
             return result(*merge_parts(tables, parts, lambda name, shape: _output(out, name, shape)), parts[0][1].version)
 
         complete = call(tables, out, lambda answer: result(answer.vectors, answer.found, answer.version))
         if self._router is None:
             return self._request(complete, timeout_s)
-        return self._request_in_parts(self._router.route(tables, part), timeout_s, of_parts, complete)
+        routed = self._router.route(tables, part, ShareCalls(model_name, declare, part_of))
+        return self._request_in_parts(routed, timeout_s, of_parts, complete)
 
     def lookup(
         self,
@@ -399,6 +412,11 @@ class Calls:
 
 def _part_answer(answer: Answer) -> PartAnswer:
     return PartAnswer(answer.version, answer.vectors, answer.found)
+
+
+def _declared(model: dict[str, Any]) -> Declared:
+    shard = model.get("shard")
+    return Declared(None if shard is None else TableShare(int(shard["index"]), int(shard["of"])))
 
 
 def _output(out: Mapping[str, Any] | None, name: str, shape: tuple[int, ...]) -> FloatArray:

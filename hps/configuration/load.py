@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from hps.configuration.document import Location, path_of, plain, problems_of, read_json, shown
 from hps.configuration.fields import Notices
 from hps.configuration.hugectr_structs import PYTHON_NAMES, ParameterServerConfig, document_of, python_path
-from hps.configuration.models import Configuration, ModelConfig, ServiceConfig, VersionConfig
+from hps.configuration.models import Configuration, ModelConfig, ServiceConfig, ShardConfig, VersionConfig
 from hps.configuration.networks import DenseConfig, KeysProgramConfig, LookupConfig, NetworkInputConfig, SourceConfig
 from hps.configuration.tiers import (
     OLD_DATABASES,
@@ -58,6 +58,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "update_source": UpdateSourceConfig,
     "service": ServiceConfig,
     "models": ModelConfig,
+    "models.shard": ShardConfig,
     "models.versions": VersionConfig,
 }
 _OF_A_NETWORK: dict[str, type[Section]] = {
@@ -80,6 +81,7 @@ _SECRETS = {
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
 _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
+_SHARD = "HPS_SHARD"
 _THREADS = "OMP_NUM_THREADS"  # OpenMP's, which PyTorch reads, too
 
 
@@ -88,7 +90,8 @@ def load_configuration(source: Source) -> Configuration:
 
     The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD`, `HPS_SENTINEL_PASSWORD` and
     `HPS_UPDATE_PASSWORD`, if not empty, replace `service.bearer_token`, `service.admin_token`, `volatile_db.password`,
-    `volatile_db.sentinel_password` and `update_source.password`. Keys
+    `volatile_db.sentinel_password` and `update_source.password`. `HPS_SHARD`, such as `1/4`, is the `shard` of every model
+    without one; in `<pod>-<ordinal>/4` the index is the remainder of the ordinal. Keys
     without effect and settings that are not implemented are logged by `hps.configuration.load`. If that logger has no handler
     yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 
@@ -228,7 +231,7 @@ def network_threads() -> int:
 
 
 def _apply_environment(content: dict[str, Any]) -> dict[Location, str]:
-    """Put secrets and the trace endpoint of the environment into a document; return their names in reports."""
+    """Put secrets, the trace endpoint and the share of the environment into a document; return their names in reports."""
     origins: dict[Location, str] = {}
     for (section, key), variable in _SECRETS.items():
         secret = os.environ.get(variable)
@@ -241,7 +244,18 @@ def _apply_environment(content: dict[str, Any]) -> dict[Location, str]:
     if endpoint and isinstance(service := content.setdefault("service", {}), dict) and "otlp_endpoint" not in service:
         service["otlp_endpoint"] = endpoint
         origins["service", "otlp_endpoint"] = f"environment variable {_OTLP}"
+    if shard := os.environ.get(_SHARD):
+        for index, model in enumerate(models if isinstance(models := content.get("models"), list) else []):
+            if isinstance(model, dict) and "shard" not in model:
+                model["shard"] = _shard_of_pod(shard)
+                origins["models", index, "shard"] = f"environment variable {_SHARD}"
     return origins
+
+
+def _shard_of_pod(text: str) -> str:
+    """Replace the name of a StatefulSet's pod by the share of its ordinal: successive pods hold successive shares."""
+    match = re.fullmatch(r".+-([0-9]{1,9})/([1-9][0-9]{0,4})", text)
+    return f"{int(match[1]) % int(match[2])}/{match[2]}" if match else text
 
 
 def _written(notices: Notices) -> list[tuple[int, str]]:

@@ -56,6 +56,7 @@ from hps.configuration.fields import (
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
+from hps.ground.shares import MOST_SHARES, TableShare
 from hps.types import ROW_DTYPES, TableSpec
 
 FIRST_VERSION: Final = "1"
@@ -210,6 +211,32 @@ class VersionConfig(Section):
     dense: DenseConfig | None = None
 
 
+class ShardConfig(Section):
+    """`models[].shard`: the share of every table that a server holds."""
+
+    model_config = ConfigDict(title="models[].shard")
+
+    index: NonNegative
+    of: Annotated[Integer, Field(ge=1, le=MOST_SHARES)]
+
+    @field_validator("of")
+    @classmethod
+    def _check_index(cls, value: int, info: ValidationInfo) -> int:
+        if (index := info.data.get("index", 0)) >= value:
+            raise problem(f"got index {index} of {value} shares, expected an index from 0 to {value - 1}")
+        return value
+
+
+def _read_shard(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        share = TableShare.parse(value)
+    except ValueError:
+        raise expected('{"index": 1, "of": 4} or "1/4"') from None
+    return {"index": share.index, "of": share.of}
+
+
 def _float32_rows(tables: int) -> tuple[RowDtype, ...]:
     row_dtype: RowDtype = "float32"
     return (row_dtype,) * tables
@@ -283,6 +310,7 @@ class ModelConfig(Section):
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
+    shard: Annotated[ShardConfig | None, BeforeValidator(_read_shard)] = None
 
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Integer, Field(ge=1, le=65536)] = 64
@@ -308,6 +336,11 @@ class ModelConfig(Section):
     cache_size_percentage_redis: Ignored = None
 
     @property
+    def share(self) -> TableShare | None:
+        """The share of every table that this server holds; None for all rows."""
+        return None if self.shard is None or self.shard.of == 1 else TableShare(self.shard.index, self.shard.of)
+
+    @property
     def tables(self) -> tuple[TableSpec, ...]:
         """The tables of this version, in the order of their ids."""
         slot = "" if self.version == FIRST_VERSION else self.version
@@ -320,7 +353,7 @@ class ModelConfig(Section):
             strict=True,
         )
         return tuple(
-            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot, row_dtype)
+            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot, row_dtype, self.share)
             for name, dim, default, maxnum, row_dtype in columns
         )
 
@@ -466,6 +499,17 @@ def _without_misses_by_link(model: ModelConfig) -> str:
     return "miss_path is copy" if model.miss_path == "copy" else ""
 
 
+def _unshareable(model: ModelConfig, others: dict[str, Any]) -> str:
+    """Return why a server cannot hold a share of a model; empty if it can."""
+    volatile = others.get("volatile_db")
+    if model.share is None or volatile is None or volatile.type != "redis_cluster":
+        return ""
+    return (
+        f"model {model.model}: shard {model.share} with volatile_db redis_cluster, which servers of all shares would use; "
+        "expected a volatile_db in this process or none, or no shard, since Redis holds the rows of all servers"
+    )
+
+
 def _unfollowable(tiers: list[Any]) -> str:
     """Return why no database can store the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
@@ -545,6 +589,8 @@ class Configuration(Section):
     def _require_models(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
         if not value and not info.data.get("model_repository"):
             raise problem("got none, expected at least one model, or a model_repository")
+        if texts := [text for model in value if (text := _unshareable(model, info.data))]:
+            raise problem(texts[0])
         names = {"*", *(model.model for model in value)}
         service = info.data.get("service")
         if service and not info.data.get("model_repository") and (others := set(service.load_models) - names):

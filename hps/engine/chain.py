@@ -12,6 +12,7 @@ import numpy as np
 
 from hps.engine.circuit_breaker import CircuitBreaker
 from hps.engine.fences import TableFence
+from hps.engine.misplaced import refuse_misplaced
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownTableError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.rows import decode, encode
@@ -242,11 +243,9 @@ class DatabaseChain:
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
-        # `take_in` changes neither: a database that was away is above another one, and no device reads it in place.
+        # `take_in` changes neither: no device reads a database in place that can be away.
         authority = persistent or volatile
-        self._in_place: DeviceReadable | None = None
-        for database in (persistent, volatile):  # of both, the first one
-            self._in_place = database if isinstance(database, DeviceReadable) else self._in_place
+        self._in_place = next((tier for tier in self._tiers if isinstance(tier.database, DeviceReadable)), None)
         self._order: OrderedWrites | None = authority if isinstance(authority, OrderedWrites) else None
         self._authority = persistent
         self.metrics = metrics
@@ -409,10 +408,21 @@ class DatabaseChain:
                     return
 
     def host_table(self, table: TableSpec) -> HostTable | None:
-        """Return a table that devices can read in place; None if the first database does not support it."""
-        if self._in_place is None or self._tiers[0].is_exact(table):
+        """Return a table that devices can read in place, of the first database that supports it; None without one."""
+        tier = self._in_place
+        if tier is None or not isinstance(tier.database, DeviceReadable) or tier.is_exact(table):
             return None
-        return self._in_place.host_table(table.tag)
+        return tier.database.host_table(table.tag)
+
+    @property
+    def linked_tier(self) -> int:
+        """The place in `TIERS` of the database of `host_table`."""
+        return self._in_place.index if self._in_place else TIERS.index("volatile_db")
+
+    @property
+    def in_place(self) -> Database | None:
+        """The database of `host_table`."""
+        return self._in_place.database if self._in_place else None
 
     def settle(self, table: TableSpec) -> None:
         """Wait for a running modification of the table to end.
@@ -461,6 +471,7 @@ class DatabaseChain:
 
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
+            MisplacedKeysError: keys that are still missing belong to another share of the table.
         """
         fence = self._fences[table.tag]
         token = fence.token()
@@ -492,6 +503,8 @@ class DatabaseChain:
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, exact, found & ~known)
             before = after
+        if table.share is not None and before:
+            refuse_misplaced(f"looking up table {table.tag}", table, keys[~found])
         if final:
             final.end()
         return missing - before
@@ -518,6 +531,7 @@ class DatabaseChain:
                     raise error
                 finally:
                     del error  # as in `fetch`
+        refuse_misplaced(f"reading a row of table {table.tag}", table, key)
         return None
 
     def written_at(self, table: TableSpec, key: KeyArray) -> int:
@@ -675,7 +689,7 @@ class DatabaseChain:
         # Caches that read the table in place leave its misses to `fetch` once it is closed; `fetch` then skips it. A healed
         # table is another one to them: they do not attach to it again.
         with suppress(UnknownTableError):
-            if host := self.host_table(table):
+            if self._in_place is self._volatile and (host := self.host_table(table)):
                 host.close()  # before a reader relies on the quarantine
         self._quarantined.add(table.tag)
         self.failed_above = True

@@ -1,4 +1,4 @@
-"""Chooses the path of a cache's misses: the device reads the hash map in place, or the host fetches.
+"""Chooses the path of a cache's misses: the device reads the hash map or the row files in place, or the host fetches.
 
 These are the *link* path and the *copy* path; see `docs/gpu-cache.md`. With `auto`, a deployment times both, once for each
 table width, with rows of the table on an empty cache.
@@ -23,7 +23,6 @@ from hps.ground.log_limits import LineLimit
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.progress import size_text
 from hps.statistics.metrics import Metrics
-from hps.stores.base import Database
 from hps.tensors.batch import Batch
 from hps.types import KeyArray, TableSpec
 
@@ -91,7 +90,8 @@ def choose_paths(
     refusals: dict[str, list[str]] = {}
     for number, table in enumerate(cache.tables):
         # With a database below, it may lack rows of that one, for instance after a failed write.
-        authoritative = len(chain.databases) == 1
+        # A key of another share is an error, which only the host finds.
+        authoritative = (not chain.databases or chain.in_place is chain.databases[-1]) and table.share is None
         timed = wanted == "auto" and not untimed
         reason = _refusal(cache, chain, number, chosen.timings, wanted, attach, authoritative=authoritative, timed=timed)
         if reason and wanted == "link":
@@ -103,8 +103,10 @@ def choose_paths(
             refusals.setdefault(reason, []).append(table.table_name)
         chosen.paths.append("copy" if reason else "link")
         if reason or not authoritative:
-            chosen.stream_order_refusals[number] = (
-                reason or f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+            chosen.stream_order_refusals[number] = reason or (
+                f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+                if table.share is None
+                else f"keys that host memory lacks may be of other shares than {table.share}"
             )
     _report(cache, chosen, refusals)
     return chosen
@@ -127,12 +129,13 @@ def _refusal(
         return "miss_path is copy"
     host = chain.host_table(table)
     if host is None:
-        return f"the first database, {chain.databases[0].kind if chain.databases else 'none'}, is no hash map in this process"
+        kinds = " and ".join(database.kind for database in chain.databases) or "none"
+        return f"no database is a hash map in this process or of row files: {kinds}"
     if table.width in timings and not timings[table.width].link_is_faster:
         return str(timings[table.width])
     if reason := attach(index, host, authoritative=authoritative):
         return reason
-    if not timed or table.width in timings or not (sample := _sample(chain.databases[0], table)).size:
+    if not timed or table.width in timings or not (sample := _sample(chain, table)).size:
         return ""
     link = _keys_per_s(cache, chain, index, sample)
     if isinstance(cache, HostTableReads):  # since it was attached
@@ -157,8 +160,10 @@ def _attach(cache: EmbeddingCache, index: int, host: HostTable, *, authoritative
     return cache.attach(index, host, advance, authoritative=authoritative, index=indexed) or ""
 
 
-def _sample(database: Database, table: TableSpec) -> KeyArray:
+def _sample(chain: DatabaseChain, table: TableSpec) -> KeyArray:
     """Return keys from several places of a table, at most one timed lookup's, in no order."""
+    if (database := chain.in_place) is None:
+        return np.empty(0, np.int64)
     most = max(1, min(_SAMPLE_KEYS, _SAMPLE_BYTES // (4 * table.width), table.max_keys))
     chunks = []
     for nth, (keys, _vectors) in enumerate(database.scan(table.tag, most)):
@@ -178,7 +183,7 @@ def _keys_per_s(cache: EmbeddingCache, chain: DatabaseChain, index: int, keys: K
     if not keys.size:
         return 0.0
     table, metrics = cache.tables[index], Metrics()
-    uncounted = DatabaseChain(chain.databases[0], None, metrics=metrics)
+    uncounted = DatabaseChain(chain.in_place, None, metrics=metrics)
     uncounted.open_table(table)
     session = CachedSession(cache.tables, cache, uncounted, FetchCoalescer(uncounted.fetch, metrics), _SETTINGS, metrics)
     out = cache.host_buffer((keys.size, table.dim), np.float32)  # the device writes it in place

@@ -15,6 +15,7 @@ import numpy as np
 from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
+from hps.engine.misplaced import refuse_misplaced
 from hps.engine.stream_ordered import StreamOrderedLookups
 from hps.errors import DeviceError, InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.ground.rows import decode
@@ -81,6 +82,7 @@ class Session(Protocol):
             TooManyKeysError: a table has more keys than its `max_keys`.
             WorkspaceTimeoutError: no workspace became free in time.
             NotReadyError: the session is closed.
+            MisplacedKeysError: keys belong to another share of a table than this server's; outputs are then unspecified.
             DatabaseError: keys are missing and the authoritative database did not answer; outputs are then unspecified. Without
                 waiting: keys of an earlier such lookup could not be read; nothing was launched.
             InvalidInputError: without waiting: the device does not read a table in place as the authority, a tensor is not on
@@ -224,6 +226,8 @@ class CachedSession(_TableLimits):
         self._metrics = metrics
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
+        for counters in self._counters:
+            counters.linked_tier = chain.linked_tier
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
         self._under_way: dict[int, int] | None = (
             {} if settings.one_of_several else None
@@ -429,6 +433,8 @@ class CachedSession(_TableLimits):
         ended("unique", "", began, sum(counts))
         for missed in missed_keys:
             if missed.table in deferred:
+                spec = self.tables[missed.table]
+                refuse_misplaced(f"looking up table {spec.tag}", spec, missed.keys)
                 began = perf_counter_ns()
                 missed.scatter(np.zeros(missed.keys.size, np.bool_))
                 ended("scatter", self.tables[missed.table].table_name, began, missed.keys.size)

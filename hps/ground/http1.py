@@ -31,6 +31,7 @@ _REASONS: Final = {
     408: b"Request Timeout",
     413: b"Content Too Large",
     415: b"Unsupported Media Type",
+    421: b"Misdirected Request",
     429: b"Too Many Requests",
     431: b"Request Header Fields Too Large",
     500: b"Internal Server Error",

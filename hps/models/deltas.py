@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from hps.errors import CapacityError, ModelFileError
 from hps.ground.key_sets import KeySet
 from hps.ground.memory.capacity import available_memory
+from hps.ground.shares import TableShare, rows_of_share, with_share
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
 from hps.models.loading.read_ahead import read_rows
 from hps.models.manifest import FileCheck, within
@@ -117,6 +119,15 @@ class DeltaModel:
         return self.base.rows + sum(delta.changed.rows for delta in self.deltas)
 
     @property
+    def share(self) -> TableShare | None:
+        return self.base.share
+
+    @property
+    def own_rows(self) -> int:
+        """As `SparseModel.own_rows`; an upper bound."""
+        return rows_of_share(self.share, self.rows)
+
+    @property
     def dim(self) -> int:
         return self.base.dim
 
@@ -144,11 +155,19 @@ class DeltaModel:
 
 
 def open_table_files(
-    source: str | TableSource, dim: int, *, int32_keys: bool = False, sources: ModelSources
+    source: str | TableSource,
+    dim: int,
+    *,
+    int32_keys: bool = False,
+    sources: ModelSources,
+    share: TableShare | None = None,
 ) -> SparseModel | SealedModel | DeltaModel:
     """Find the files of a table and of all its versions, and check their sizes. No row is read.
 
     The rows of the last version that is sealed are in its row file; earlier versions are not needed then.
+
+    Args:
+        share: the share of the rows to load; None for all.
 
     Raises:
         ModelFileNotFoundError: files of the version, or of one that it changes, do not exist.
@@ -156,35 +175,39 @@ def open_table_files(
     """
     if isinstance(source, str):
         source = TableSource(source)
+    open_files = partial(open_sparse_model, dim=dim, int32_keys=int32_keys, sources=sources, share=share)
     chain = source.chain()
     base: SparseModel | SealedModel | None = None
     while base is None and chain:
         version = chain.pop()
-        base = find_sealed_model(version.place, dim, int32_keys=int32_keys, sources=sources, checks=version.checks)
+        base = find_sealed_model(version.place, dim, int32_keys=int32_keys, sources=sources, checks=version.checks, share=share)
     chain = source.chain()[len(chain) :] if base else source.chain()
     first, *rest = chain
-    base = base or open_sparse_model(first.place, dim, int32_keys=int32_keys, sources=sources, checks=first.checks)
+    base = base or open_files(first.place, checks=first.checks)
     if not rest:
         return base
     deltas, fingerprints = [], [base.fingerprint]
     for version in rest:
-        rows = open_sparse_model(version.place, dim, int32_keys=int32_keys, sources=sources, checks=version.checks, delta=True)
+        rows = open_files(version.place, checks=version.checks, delta=True)
         deltas.append(Delta(rows, _open_deleted(version, sources)))
         deleted = deltas[-1].deleted
-        fingerprints.append(_digest(fingerprints[-1], rows.fingerprint, deleted.version if deleted else ""))
+        digest = _digest(fingerprints[-1], rows.fingerprint, deleted.version if deleted else "")
+        fingerprints.append(with_share(digest, share))
     return DeltaModel(base, tuple(deltas), tuple(fingerprints), tuple(version.resident for version in (first, *rest[:-1])))
 
 
-def fingerprints_of(tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources) -> tuple[str, ...]:
+def fingerprints_of(
+    tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources, share: TableShare | None = None
+) -> tuple[str, ...]:
     """Identify the state of a version's files by their sizes and versions. No row is read.
 
     Returns:
-        32 hexadecimal digits for each table, unchanged until a file of the version, or of a base, is replaced.
+        32 hexadecimal digits for each table, unchanged until a file of the version, or of a base, is replaced; and the share.
 
     Raises:
         ModelFileError: as of `open_table_files`.
     """
-    return tuple(open_table_files(source, dim, sources=sources).fingerprint for source, dim in tables)
+    return tuple(open_table_files(source, dim, sources=sources, share=share).fingerprint for source, dim in tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +217,7 @@ class BaseRows:
     Attributes:
         level: number of deltas that they include.
         chunks: reads them.
+        tag: the table that has them, in the database to be filled; empty if another one does.
         checksum: checksum of the rows; empty if unknown.
         is_current: returns True, after the last chunk, if the rows are still those of the base's files.
     """
@@ -202,6 +226,7 @@ class BaseRows:
     chunks: Callable[[], Iterator[tuple[KeyArray, FloatArray]]]
     checksum: str
     is_current: Callable[[], bool]
+    tag: str = ""
 
 
 class Merge:
@@ -218,6 +243,12 @@ class Merge:
         self._model, self._base = model, base
         self._last_read = ""
         self.checksum = base.checksum if base else ""
+
+    @property
+    def rows_changed(self) -> int:
+        """Rows of `changes`, deleted ones included."""
+        deltas = self._model.deltas[self._base.level if self._base else 0 :]
+        return sum(delta.changed.rows + (delta.deleted.size_bytes // 8 if delta.deleted else 0) for delta in deltas)
 
     def chunks(self) -> Chunks:
         """Yield the rows; of repeated keys the later row counts. The next chunk may overwrite the arrays.
@@ -236,6 +267,24 @@ class Merge:
             yield from _without(touched[i + 1 :], self._read(delta.changed))
             if self.checksum:
                 self.checksum = _digest(self.checksum, of_deleted[i], self._last_read)[:16]
+
+    def changes(self) -> Iterator[tuple[KeyArray, FloatArray | None]]:
+        """Yield what the deltas change in the rows of `base`, instead of `chunks`: deleted keys without vectors, and changed
+        rows, of which the later count. The next chunk may overwrite the arrays.
+
+        Raises:
+            ModelFileError: as of `chunks`.
+        """
+        for delta in self._model.deltas[self._base.level if self._base else 0 :]:
+            crc = 0
+            for _, keys in delta.deleted.key_chunks() if delta.deleted else ():
+                crc = zlib.crc32(keys.data.cast("B"), crc)
+                yield keys, None
+            if delta.deleted:
+                delta.deleted.check_content(f"{crc:08x}")
+            yield from self._read(delta.changed)
+            if self.checksum:
+                self.checksum = _digest(self.checksum, f"{crc:08x}", self._last_read)[:16]
 
     def _read(self, model: SparseModel | SealedModel) -> Iterator[tuple[KeyArray, FloatArray]]:
         self._last_read = yield from read_rows(model)

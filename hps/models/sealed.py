@@ -22,6 +22,7 @@ from hps.filesystems.base import FileSystem
 from hps.filesystems.local import local_path
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.rows import decode, row_kernels
+from hps.ground.shares import TableShare, owned_rows, rows_of_share, with_share
 from hps.models import files
 from hps.models.files import OpenedFile, open_file, open_sparse_model, rows_of_a_chunk, stored_shape
 from hps.models.manifest import FileCheck, within
@@ -80,8 +81,9 @@ class SealedModel:
 
     Attributes:
         place: absolute path or URI of the directory.
-        fingerprint: of the content.
+        fingerprint: of the content, and the share.
         int32_keys: whether keys outside [0, 2^32) are refused.
+        share: as of `SparseModel`.
     """
 
     place: str
@@ -89,11 +91,25 @@ class SealedModel:
     fingerprint: str
     int32_keys: bool
     file: OpenedFile
+    share: TableShare | None = None
     _sums: _Sums = field(default_factory=_Sums, repr=False, compare=False)
 
     @property
     def rows(self) -> int:
         return self.head.rows
+
+    @property
+    def own_rows(self) -> int:
+        """As `SparseModel.own_rows`."""
+        return rows_of_share(self.share, self.rows)
+
+    def owned(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> tuple[KeyArray, FloatArray]:
+        """As `SparseModel.owned`."""
+        return owned_rows(self.share, keys, vectors)
 
     @property
     def dim(self) -> int:
@@ -212,6 +228,7 @@ def open_sealed_model(
     *,
     int32_keys: bool = False,
     checks: Mapping[str, FileCheck] | None = None,
+    share: TableShare | None = None,
 ) -> SealedModel:
     """Open the row file in a directory of a file system. Reads its head.
 
@@ -219,6 +236,7 @@ def open_sealed_model(
         dim: elements of a vector, from the configuration; 0 for that of the file.
         int32_keys: refuse keys outside [0, 2^32).
         checks: checks from `version.json`, by file name.
+        share: the share of the rows to load; None for all.
 
     Raises:
         ModelFileNotFoundError: there is none.
@@ -244,7 +262,7 @@ def open_sealed_model(
     compile_kernels(layout.split_records, layout.damaged_page, layout.sum_pages, *row_kernels([head.row_dtype]))
     identity = f"rows {head.content or file.version} {head.rows} {head.dim} {head.row_dtype}"
     fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    return SealedModel(place, head, fingerprint, int32_keys, file)
+    return SealedModel(place, head, with_share(fingerprint, share), int32_keys, file, share)
 
 
 def find_sealed_model(
@@ -254,6 +272,7 @@ def find_sealed_model(
     int32_keys: bool = False,
     sources: ModelSources,
     checks: Mapping[str, FileCheck],
+    share: TableShare | None = None,
 ) -> SealedModel | None:
     """Open the row file of a table, if it is to be read instead of sparse files; None if not.
 
@@ -266,7 +285,7 @@ def find_sealed_model(
             return None
     elif not filesystem.exists(within(place, ROWS_FILE)):
         return None
-    model = open_sealed_model(filesystem, place, dim, int32_keys=int32_keys, checks=checks)
+    model = open_sealed_model(filesystem, place, dim, int32_keys=int32_keys, checks=checks, share=share)
     if checks or not filesystem.exists(within(place, "key")):
         return model
     try:

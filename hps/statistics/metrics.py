@@ -53,8 +53,9 @@ class TableCounters:
         defaults: requested keys, including duplicates, that got the default vector because no tier has them. For deferred keys
             this is known later; each then counts as many times as its table's missing keys did on average in that lookup.
         deferred: keys that got the default vector and are fetched in the background (hit rate threshold).
-        linked: keys that a device read directly from host memory; also counted as hits of the volatile database.
+        linked: keys that a device read directly from host memory; also counted as hits of `linked_tier`.
         inserts: rows promoted or written online to each database; the caches count their own.
+        linked_tier: the place in `TIERS` of the database that devices read.
     """
 
     keys: int = 0
@@ -64,23 +65,30 @@ class TableCounters:
     deferred: int = 0
     linked: int = 0
     inserts: list[int] = field(default_factory=lambda: [0] * len(TIERS))
+    linked_tier: int = TIERS.index("volatile_db")
 
     def copy(self) -> "TableCounters":
         return TableCounters(
-            self.keys, [*self.hits], [*self.misses], self.defaults, self.deferred, self.linked, [*self.inserts]
+            self.keys,
+            [*self.hits],
+            [*self.misses],
+            self.defaults,
+            self.deferred,
+            self.linked,
+            [*self.inserts],
+            self.linked_tier,
         )
 
     def count_linked(self, linked: int, absent: int) -> None:
-        """Count keys, including duplicates, for which a device read the volatile database directly.
+        """Count keys, including duplicates, for which a device read a database directly.
 
         Args:
             linked: number of keys found.
             absent: number of keys that no tier has.
         """
-        volatile = TIERS.index("volatile_db")
         self.linked += linked
-        self.hits[volatile] += linked
-        self.misses[volatile] += absent
+        self.hits[self.linked_tier] += linked
+        self.misses[self.linked_tier] += absent
         self.defaults += absent
 
 
@@ -202,6 +210,10 @@ class Metrics(Collector):
             *_TABLE,
             "path",
         )
+        self.model_shard = self._gauge("hps_model_shard", "The share of its tables that a model serves, from 0.", "model")
+        self.model_shards = self._gauge(
+            "hps_model_shards", "Number of shares of a model's tables; 1 if they are not split.", "model"
+        )
         self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
         self.model_changes.labels("", "deploy", "failed")  # exposed while it is 0, too
         self.trace_keys = self._counter(
@@ -223,6 +235,9 @@ class Metrics(Collector):
         )
         self.update_stale_rows = self._counter(
             "hps_update_stale_rows", "Applied rows that were older than the stored ones, and had no effect.", *_TABLE
+        )
+        self.update_skipped_rows = self._counter(
+            "hps_update_skipped_rows", "Rows of the update log that belong to other shares of the table.", *_TABLE
         )
         self.update_future_times = self._counter(
             "hps_update_future_times", "Messages that claimed a time more than a second ahead of this machine's clock.", *_TABLE

@@ -73,6 +73,7 @@ class TierStatistics:
             by promotion or online writes; loading does not count.
         available: whether the tier is in use now; False after failures.
         age_s: age of rows and bytes: figures that need I/O are read in the background, at most every 15 s.
+        changed_rows, seals, sealed_rows, seal_seconds, seal_failures: of a table with a sealed file; see `SealStats`.
         file: of a database of row files.
     """
 
@@ -89,6 +90,11 @@ class TierStatistics:
     evictions: int | None
     available: bool
     age_s: float
+    changed_rows: int | None = None
+    seals: int | None = None
+    sealed_rows: int | None = None
+    seal_seconds: float | None = None
+    seal_failures: int | None = None
     file: FileStatistics | None = None
 
 
@@ -129,6 +135,7 @@ class ModelStatistics:
         workspaces, busy_workspaces: over all devices.
         tables: in the order of their ids.
         pinned: description of what the fleet serves, or else of the pin of the model to a version; empty if there is none.
+        shard: the share of every table that this server holds, `index/of`; empty for all rows.
     """
 
     name: str
@@ -141,6 +148,7 @@ class ModelStatistics:
     busy_workspaces: int
     tables: tuple[TableStatistics, ...]
     pinned: str = ""
+    shard: str = ""
 
 
 @dataclass(frozen=True, slots=True)

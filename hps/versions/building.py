@@ -110,6 +110,9 @@ def load_deployment(
             network=network,
         )
         _mark_complete(deployment)
+        share = config.share
+        chain.metrics.model_shard.labels(config.model).set(share.index if share else 0)
+        chain.metrics.model_shards.labels(config.model).set(share.of if share else 1)
         return deployment
     except BaseException:
         if network is not None:
@@ -170,7 +173,8 @@ def _mark_complete(deployment: Deployment) -> None:
     # a write to it failed. So equal row counts mean equal sets, and no key needs to be compared.
     chain, tables = deployment.chain, deployment.tables
     static = [cache for cache in deployment.caches if isinstance(cache, StaticTables) and cache.static]
-    if not static:
+    # With a share, the host must see absent keys: those of another share are an error.
+    if not static or any(table.share is not None for table in tables):
         return
     with chain.settled(tables):
         if chain.failed_above:

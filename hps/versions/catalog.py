@@ -194,7 +194,7 @@ class ModelCatalog:
             ModelFileError: files are missing or do not fit the configuration.
         """
         tables = zip(version.sources, version.config.embedding_vecsize_per_table, strict=True)
-        return fingerprints_of(list(tables), self._sources)
+        return fingerprints_of(list(tables), self._sources, version.config.share)
 
     def fingerprint(self, version: ModelVersion, tables: Sequence[str] | None = None) -> str:
         """Return the fingerprint of all files of a version.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -206,6 +206,7 @@ class StatisticsCollector:
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, table) for index, table in enumerate(in_turns(counted, _TABLES))),
             pinned=self._chosen_by(name, deployment.version),
+            shard=str(deployment.config.share or ""),
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
@@ -274,6 +275,7 @@ class StatisticsCollector:
                 available=state.read,
                 age_s=age,
                 file=None if stats is None else stats.file,
+                **({} if stats is None or stats.sealing is None else asdict(stats.sealing)),
             )
 
     def _cache_stats(self, cache: EmbeddingCache, index: int) -> tuple[CacheStats | None, float]:

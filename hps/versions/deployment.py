@@ -15,6 +15,7 @@ import numpy as np
 from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
+from hps.engine.misplaced import refuse_misplaced
 from hps.engine.refresh import RefreshReport
 from hps.engine.refresher import Refresher, RefreshSettings
 from hps.engine.session import Session
@@ -271,6 +272,7 @@ class Deployment:
                 f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
             )
 
+        refuse_misplaced(f"inserting into {table.tag}", table, keys)
         rows = encode(f"inserting into {table.tag}", vectors, table.row_dtype, keys)
         distinct, latest = last_rows(keys, rows)  # before any write: an error here changes nothing
 
@@ -291,6 +293,7 @@ class Deployment:
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
         self._check_writable(f"deleting from {self.tables[index].tag}", self.tables[index])
+        refuse_misplaced(f"deleting from {self.tables[index].tag}", self.tables[index], keys)
 
         def apply(written: bool) -> None:
             for cache in self._all_caches():
@@ -312,17 +315,23 @@ class Deployment:
         """Apply changes of a log to every tier; see `OrderedWrites.apply`. Lookups that start after it returns see the changes.
 
         Args:
-            changes: with float32 vectors that fit the table's format; those of deletions are finite.
+            changes: with float32 vectors that fit the table's format; those of deletions are finite. Rows of other shares of
+                the table are skipped.
 
         Returns:
-            Number of changes not older than the stored rows.
+            Number of changes not older than the stored rows, and of skipped ones.
 
         Raises:
             DatabaseError: the authoritative database failed; retry with the same changes.
             NotReadyError: the deployment is closed.
         """
         table = self.tables[index]
-        shared = self.chain.databases[-1].shared
+        shared, skipped = self.chain.databases[-1].shared, 0
+        if table.share is not None:
+            owned = table.share.owns(changes.keys)
+            skipped = owned.size - int(np.count_nonzero(owned))
+            self.chain.metrics.update_skipped_rows.labels(table.model_name, table.table_name).inc(skipped)
+            changes = changes.at(owned)
         if table.row_dtype != "float32":
             rows = encode(f"updating {table.tag}", changes.vectors, table.row_dtype, changes.keys)
             changes = replace(changes, vectors=rows, exact=changes.vectors)
@@ -346,7 +355,7 @@ class Deployment:
         with self.changes:
             self.modified.set()
             latest = self.chain.apply(table, changes, positions, update_caches, self._changing(index))
-            return int(np.count_nonzero(latest))
+            return int(np.count_nonzero(latest)) + skipped
 
     def row(self, index: int, key: int) -> StoredRow:
         """Return one row of a table and its tier; see `HPS.row`."""

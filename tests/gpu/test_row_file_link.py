@@ -147,7 +147,8 @@ def test_captured_lookups_see_changes_and_new_files(n):
         tables.attach()
         keys = mixed(known, n)
         batch = tables.batch(keys)
-        graph = tables.cache.record(batch, tables.cache.create_lookup().enqueue)
+        lookup, captured = tables.cache.create_lookup(), iter((False, True))
+        graph = tables.cache.record(batch, lambda seen: lookup.enqueue(seen, next(captured)))
         for version in range(1, 5):
             tables.insert(known, version)
             if version % 2 == 0:

@@ -109,7 +109,7 @@ class CupyLookup(StreamOrderedLookup):
             segments: Arguments(segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
-        self._answer_tails: dict[tuple[int, int, int, bool, bool], bytes] = {}  # packed; of the same lists
+        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * structs.UNIQUE_SEGMENT.size)
@@ -200,7 +200,7 @@ class CupyLookup(StreamOrderedLookup):
             for link in links:
                 link.keep_layouts()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]
-                    raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
+                    raise NotReadyError("looking up without waiting: a table was dropped, or the device can no longer read it")
         try:
             if self._pooled:
                 self._launch_bags()
@@ -475,7 +475,7 @@ class CupyLookup(StreamOrderedLookup):
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size
-        kind_of_tail = (len(group), shape.most_words, threads, settles, defers)
+        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files)
         tail = self._answer_tails.get(kind_of_tail)
         if tail is None:
             warps = kernels.fetch_warps(shape.most_words, blocks, threads)
@@ -504,7 +504,7 @@ class CupyLookup(StreamOrderedLookup):
                 segment_count=len(group),
                 patience=_STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
                 few=_FEW_MISSES,
-                fetch_warps=warps,
+                fetch_warps=warps | (kernels.many_fetch_warps(warps, threads) << 16 if files else 0),
                 settles=settles,
                 defers=defers,
             )

@@ -45,8 +45,7 @@ class FileLayout:
     """Location of the parts of a row file, which never change. *Immutable.* See `stores/row_files/layout.py`.
 
     Attributes:
-        records, starts, fingerprints: addresses of these parts, all pinned.
-        memory: keeps the memory mapped.
+        records, starts, fingerprints: addresses of these parts, all pinned while the `HostLayout` that names it lives.
     """
 
     records: int
@@ -55,7 +54,6 @@ class FileLayout:
     rows: int
     buckets: int
     record_bytes: int
-    memory: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,9 +13,11 @@ from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, Unk
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
+from hps.ground.shares import owned_rows, rows_of_share, share_text
+from hps.ground.threads.thread_pool import POOL
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
-from hps.models.files import SparseModel, extend_checksum
-from hps.models.loading.read_ahead import chunk_ranges, read_ahead
+from hps.models.files import SparseModel, extend_checksum, join_checksums
+from hps.models.loading.read_ahead import chunk_ranges, read_chunks
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
 from hps.models.sealed import SealedModel
@@ -28,6 +30,7 @@ from hps.stores.base import (
     InProcessDatabase,
     LastingDatabase,
     LoadRecord,
+    MergesRows,
     PersistentDatabase,
     SharedDatabase,
 )
@@ -37,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 _LONG_MERGE_S = 5.0  # a merge that takes longer is logged
 _CLAIM_WAIT_S = 1.0  # between two reports of progress while another process loads
+_SQUARED_ELEMENTS = 1 << 18  # of a piece that is worth a thread
 _MOST_BATCH_ROWS = 1 << 20  # sorting them takes 25 bytes a row
 
 
@@ -116,10 +120,16 @@ class NonfiniteRows:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        elements = vectors.reshape(-1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(np.dot(elements, elements)):  # reads as fast as memory allows; a sum takes three times as long
-                return
+        squares = []
+
+        def part(first: int, last: int) -> None:
+            elements = vectors[first:last].reshape(-1)
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares.append(np.dot(elements, elements))  # reads as fast as memory allows; a sum takes three times as long
+
+        POOL.run(keys.size, max(1, _SQUARED_ELEMENTS // vectors.shape[1]), part)
+        if np.isfinite(squares).all():
+            return
         nonfinite = ~np.isfinite(vectors).all(axis=1)
         if self.first_key is None and nonfinite.any():
             self.first_key = int(keys[np.argmax(nonfinite)])
@@ -172,12 +182,14 @@ class TableLoad:
         self._authority = next(
             (database for database in (*targets.load, *targets.keep) if isinstance(database, PersistentDatabase)), None
         )
-        self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
+        self._model = open_table_files(
+            source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources, share=table.share
+        )
 
     @property
     def rows(self) -> int:
-        """Rows of the files; an upper bound for a delta."""
-        return self._model.rows
+        """Rows to load: those of the files, or of the table's share; an upper bound for a delta and for a share."""
+        return self._model.own_rows
 
     def drop_conflicting_tables(self) -> None:
         """Drop tables of another width, and with `force` all tables, also damaged ones, so that these files can be loaded.
@@ -314,6 +326,13 @@ class TableLoad:
                 f"holds {record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
                 "complete it with `hps load`, or set initialize_after_startup to true"
             )
+        kept, share = share_text(record.fingerprint) if record is not None else "", self._table.share
+        if kept and kept != str(share):
+            raise DatabaseError(
+                f"keeping table {self._tag_in(database)} in {database.kind} as it is (initialize_after_startup false): it "
+                f"holds share {kept}, expected {share or 'all rows'}; load it with `hps load`, or set initialize_after_startup "
+                "to true"
+            )
 
     def _record(self, database: Database) -> LoadRecord | None:
         """Read the load record of a database, unless it is forced. Recognise local files that were only copied or touched.
@@ -328,6 +347,7 @@ class TableLoad:
         if (
             not isinstance(model, SparseModel)
             or not model.is_local
+            or share_text(record.fingerprint) != share_text(model.fingerprint)
             or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes)
         ):
             return record
@@ -345,11 +365,9 @@ class TableLoad:
     def _differs(self, authority: PersistentDatabase) -> bool:
         """Return True if the persistent database, once loaded or kept, has other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
-        if (
-            record is not None
-            and record.modified
-            and record.fingerprint == self._model.fingerprint
-            and self._adopter(authority)
+        later = record is not None and record.modified and record.fingerprint == self._model.fingerprint
+        if later and (
+            self._adopter(authority) or (authority.keeps_changes(self._tag_in(authority)) and not self._targets.force)
         ):
             return True  # also before its file is complete
         if record is None or not self._is_complete(record):
@@ -398,6 +416,8 @@ class TableLoad:
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
+        if same and isinstance(database, PersistentDatabase) and database.keeps_changes(self._tag_in(database)):
+            return 0
         # Not if it was updated online: it is neither a state of these files nor complete, unless a database keeps its changes
         # beside the file that it takes. A delta has no order to continue in.
         kept = not record.modified or self._adopter(database) is not None
@@ -418,9 +438,12 @@ class TableLoad:
         database.drop_table(self._tag_in(database))
         self._open(database)
 
-    def _share(self, database: Database, rows: int) -> int:
-        """Compute how many of these rows a volatile database gets."""
-        return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag_in(database)).capacity_rows))
+    def _share(self, database: Database, rows: int, *, of_files: bool = True) -> int:
+        """Compute how many of these rows a volatile database gets. Of files, it gets those of the table's share."""
+        capacity, share = database.stats(self._tag_in(database)).capacity_rows, self._table.share
+        if share is not None and of_files:
+            capacity *= share.of
+        return round(self._targets.initial_cache_rate * min(rows, capacity))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -444,6 +467,8 @@ class TableLoad:
         model = self._model
         if not isinstance(database, AdoptsRowFiles) or not isinstance(model, SealedModel) or self._open_for_writing:
             return None
+        if model.share is not None:  # its rows are all over the file
+            return None
         counted = 0 <= model.head.nonfinite_rows <= self._targets.max_nonfinite_rows  # else reading them finds the first
         return database if counted and database.stored(self._table).row_dtype == model.head.row_dtype else None
 
@@ -453,7 +478,12 @@ class TableLoad:
         if not isinstance(model, SealedModel) or (adopter := self._adopter(database)) is None:
             return False
         record = LoadRecord(
-            model.fingerprint, model.rows, model.rows, False, model.place, model.size_bytes, model.head.content[:16]
+            model.fingerprint,
+            model.rows,
+            model.rows,
+            source=model.place,
+            size_bytes=model.size_bytes,
+            checksum=model.head.content[:16],
         )
         self._nonfinite = NonfiniteRows()
         self._nonfinite.rows = model.head.nonfinite_rows
@@ -470,12 +500,12 @@ class TableLoad:
         feeds = [self._feed(database, load) for database, load in targets]
         self._nonfinite = NonfiniteRows()
         self._checksum(model, 0, first, count=True)  # the rows of an interrupted load
-        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
-            for start, keys, vectors in chunks:
+        with closing(read_chunks(model, chunk_ranges(model, first, last), sums=any(feed.sums for feed in feeds))) as chunks:
+            for start, keys, vectors, checksum in chunks:
                 self._nonfinite.add(keys, vectors)
                 rows = self._encoded(keys, vectors)
                 for feed in feeds:
-                    feed.add(start, keys, vectors, vectors if feed.is_exact else rows)
+                    feed.add(start, keys, vectors, vectors if feed.is_exact else rows, checksum)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
         self._check_finite([database for database, _ in targets])
@@ -500,6 +530,11 @@ class TableLoad:
             self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
             feed, merge = self._feed(database, replace(load, first_row=0), base), Merge(model, base)
             self._nonfinite = NonfiniteRows()
+            if base and isinstance(database, MergesRows) and self._merged_within(database, merge, base, feed.record):
+                if base.is_current():
+                    break
+                self._empty(database)
+                continue
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:
@@ -518,6 +553,19 @@ class TableLoad:
         if database.persistent:
             self._write_record(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
         self._progress.finish(self._tag)
+
+    def _merged_within(self, database: MergesRows, merge: Merge, base: BaseRows, record: LoadRecord) -> bool:
+        """Let the database merge the changes with the table that has the base's rows; return whether it did."""
+
+        def rows() -> Iterator[tuple[KeyArray, RowArray | None]]:
+            for keys, vectors in merge.changes():
+                if vectors is not None:
+                    self._nonfinite.add(keys, vectors)
+                self._progress.advance(self._tag, keys.size)
+                yield keys, None if vectors is None else self._encoded(keys, vectors)
+
+        changes = merge.rows_changed
+        return bool(base.tag) and database.load_merged(self._table.tag, base.tag, rows(), changes, record)
 
     def _check_at_rest(self, model: DeltaModel) -> None:
         if model.is_open_for_writing():
@@ -539,7 +587,7 @@ class TableLoad:
                 if (record := self._unmodified_record(database, base)) and record.fingerprint == fingerprint:
                     chunks = partial(self._vectors_in, database, base, model.chunk_rows)
                     is_current = partial(self._is_unmodified, database, base.tag, record)
-                    return BaseRows(level, chunks, record.checksum, is_current)
+                    return BaseRows(level, chunks, record.checksum, is_current, base.tag)
             elif resident.database is not None and resident.fingerprint == fingerprint:
                 base = resident.database.stored(resident.table)
                 if base.row_dtype != database.stored(self._table).row_dtype or not _is_open(resident.database, base.tag):
@@ -611,11 +659,11 @@ class TableLoad:
     def _checksum(self, model: SparseModel | SealedModel, first: int, last: int, *, count: bool = False) -> str:
         """Compute the checksum of rows [first, last); with `count`, also count those that are not finite."""
         checksum = ""
-        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
-            for _, keys, vectors in chunks:
+        with closing(read_chunks(model, chunk_ranges(model, first, last), sums=True)) as chunks:
+            for _, keys, vectors, next_rows in chunks:
                 if count:
                     self._nonfinite.add(keys, vectors)
-                checksum = extend_checksum(checksum, keys, vectors)
+                checksum = join_checksums(checksum, next_rows, keys, vectors)
         return checksum
 
     def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
@@ -623,7 +671,7 @@ class TableLoad:
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
         stored = database.stored(self._table)
         if isinstance(database, InProcessDatabase):
-            database.reserve(stored.tag, load.last_row, self._keys(load.last_row, base))
+            database.reserve(stored.tag, rows_of_share(model.share, load.last_row), self._keys(load.last_row, base))
         if isinstance(database, PersistentDatabase):
             before = database.load_record(stored.tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load
@@ -650,7 +698,7 @@ class TableLoad:
             parts.insert(0, model.base)
         for part in parts:
             for _, keys in part.keys.key_chunks(0, min(rows, part.rows)):
-                yield keys
+                yield keys if part.share is None else keys[part.share.owns(keys)]
 
     def _write_record(self, database: Database, record: LoadRecord) -> None:
         stored = database.stored(self._table)
@@ -681,7 +729,7 @@ class TableLoad:
                 return self._copy_as_files(authority, database)
             return self._copy_under_claim(authority, database)
         size, tag = authority.size(self._tag_in(authority)), self._tag_in(database)
-        limit = self._share(database, size)
+        limit = self._share(database, size, of_files=False)
         reads = limit == size and not isinstance(self._model, DeltaModel)  # of a delta, the files of its base may be far away
         if isinstance(database, InProcessDatabase):
             database.reserve(tag, limit, self._keys(self._model.rows, None) if reads else ())
@@ -703,7 +751,7 @@ class TableLoad:
 
     def _copy_under_claim(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
         """Fill a shared database from the persistent one, unless it lacks no rows or another process fills it."""
-        rows, tag = self._share(database, authority.size(self._tag_in(authority))), self._tag_in(database)
+        rows, tag = self._share(database, authority.size(self._tag_in(authority)), of_files=False), self._tag_in(database)
         if not database.claim_copy(tag, self._model.fingerprint, rows):
             return DatabaseLoad(database.kind, rows, rows)
         outcome: CopyOutcome = "interrupted"
@@ -764,14 +812,17 @@ def _is_open(database: Database, tag: str) -> bool:
 class LoadFeed:
     """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
+    Of the rows of files, those of the table's share are loaded; the record counts all of them.
+
     Attributes:
         is_exact: the database stores float32 rows of a table with fewer bits.
+        sums: the record has the checksum of the rows.
 
     Args:
         record: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
         sums: compute the checksum also for a database that stores none.
-        counts: rows come in the order of the files, so that the record can count them.
+        counts: rows come in the order of the files, so that the record can count them; otherwise all are of the share.
     """
 
     def __init__(
@@ -788,8 +839,10 @@ class LoadFeed:
         self._database, self._tag, width = database, stored.tag, stored.width
         self.is_exact = stored is not table
         self.record, self._last_row = record, last_row
+        self._stored = record
         self._counts = counts
-        self._sums = sums or database.persistent  # others are never compared with files
+        self._share = table.share if counts else None
+        self.sums = sums or database.persistent  # others are never compared with files
         self.first_summed_row = 0 if record.checksum else record.rows_done
         rows = min(database.load_bytes // (8 + 4 * width), _MOST_BATCH_ROWS, last_row - record.rows_done)
         self._keys, self._rows = np.empty(rows, np.int64), np.empty((rows, width), np.float32)
@@ -801,6 +854,7 @@ class LoadFeed:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
         rows: RowArray,  # (n, width)
+        checksum: str = "",
     ) -> None:
         """Load the missing rows of a chunk. They are certain to be in the database only after `end`.
 
@@ -808,18 +862,26 @@ class LoadFeed:
             start: first row of the chunk; chunks come in order, without gaps.
             keys, vectors: as read, C-contiguous; the checksum is theirs. May be reused afterwards.
             rows: the vectors as the table stores them; may be reused afterwards.
+            checksum: checksum of the chunk alone, if known.
         """
         missing = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
+        complete = missing.start == 0 and missing.stop >= keys.size
         keys, vectors, rows = keys[missing], vectors[missing], rows[missing]
         if not keys.size:
             return
         if self._gathered + keys.size > self._keys.size:
             self._flush()
         if self._counts:
-            checksum = extend_checksum(self.record.checksum, keys, vectors) if self._sums else ""
-            self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
+            before, done = self.record.checksum, ""
+            if self.sums and checksum and complete:
+                done = join_checksums(before, checksum, keys, vectors)
+            elif self.sums:
+                done = extend_checksum(before, keys, vectors)
+            self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=done)
+        if self._share is not None:
+            keys, rows = owned_rows(self._share, keys, rows)
         if keys.size > self._keys.size:
-            self._database.load_chunk(self._tag, keys, rows, self.record)
+            self._load(keys, rows)
             return
         place = slice(self._gathered, self._gathered + keys.size)
         self._keys[place], self._rows[place] = keys, rows
@@ -829,8 +891,14 @@ class LoadFeed:
         """Load the gathered rows, and free their memory."""
         self._flush()
         self._keys, self._rows = self._keys[:0].copy(), self._rows[:0].copy()
+        if self._share is not None and self.record is not self._stored:  # the last rows were of other shares
+            self._load(self._keys, self._rows)
 
     def _flush(self) -> None:
         if self._gathered:
-            self._database.load_chunk(self._tag, self._keys[: self._gathered], self._rows[: self._gathered], self.record)
+            self._load(self._keys[: self._gathered], self._rows[: self._gathered])
             self._gathered = 0
+
+    def _load(self, keys: KeyArray, rows: RowArray) -> None:
+        self._database.load_chunk(self._tag, keys, rows, self.record)
+        self._stored = self.record

@@ -87,13 +87,17 @@ def warm_up(
             logs; 1.0 for one step, 0 for no warm-up. Memory does not depend on it, since a step is read in chunks.
 
     Returns:
-        Number of inserted rows: all, or the capacity if it is less.
+        Number of rows read: all, or as many as fill the capacity.
 
     Raises:
         ModelFileError: the files cannot be read, or changed since they were opened.
     """
     capacity = cache.stats(table_index).capacity_rows
     rows = min(capacity, sparse_model.rows)
+    if (
+        isinstance(sparse_model, SparseModel | SealedModel) and sparse_model.share is not None
+    ):  # a part of the files' rows is inserted
+        rows = min(capacity * sparse_model.share.of, sparse_model.rows)
     if rows == 0 or fraction_per_iteration <= 0:
         return 0
     step = max(_MIN_STEP_ROWS, int(capacity * min(fraction_per_iteration, 1.0)))
@@ -127,7 +131,8 @@ def _chunks(
     """
     if isinstance(source, SparseModel | SealedModel):
         source.verify()
-        yield from read_ahead(source, _pieces(rows, step, source.chunk_rows), allocate)
+        for start, keys, vectors in read_ahead(source, _pieces(rows, step, source.chunk_rows), allocate):
+            yield start, *source.owned(keys, vectors)
         return
     start = 0
     if isinstance(source, DeltaModel):

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import numpy as np
@@ -492,7 +492,7 @@ def _published(deployment: Deployment) -> dict[str, Any]:
             "outputs": [asdict(output) for output in scores.opened.outputs],
             "max_samples": scores.max_samples,
         }
-    tables = [asdict(table) for table in deployment.tables]
+    tables = [asdict(replace(table, share=None)) for table in deployment.tables]  # frontends know no shares
     return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
 
 

@@ -162,6 +162,7 @@ function models(answer, before, seconds) {
     if (model) {
       head.append(h("span.soft", {}, `version ${model.version}, for ${time(Date.now() / 1000 - model.since)}`));
       const others = model.versions.filter(([version]) => version !== model.version);
+      if (model.shard) head.append(h("span.badge.shard", {}, `share ${model.shard}`));
       if (model.pinned) head.append(h("span.badge.fair.pinned", {}, model.pinned));
       if (others.length) head.append(h("span.soft", {}, others.map(([version, is]) => `${version} ${is}`).join(", ")));
       head.append(h("span.soft", {}, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`));

@@ -109,6 +109,13 @@ class TableMetadata(BaseModel):
     )
 
 
+class ShardMetadata(BaseModel):
+    """The share of every table that the server holds: the keys with this number, by their hash."""
+
+    index: int
+    of: int
+
+
 class ModelMetadata(BaseModel):
     """A model: its inputs and outputs as in Triton's HPS backend, and its tables."""
 
@@ -118,6 +125,7 @@ class ModelMetadata(BaseModel):
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
     tables: list[TableMetadata]
+    shard: ShardMetadata | None = Field(default=None, description="Absent if the server holds all rows.")
 
 
 class RequestInput(BaseModel):
@@ -426,6 +434,7 @@ class ModelDetails(BaseModel):
     hit_rates: dict[str, float] = Field(description="By tier: share of the requested keys that it had, over all versions.")
     versions: list[VersionStatus]
     pinned: PinStatus | None = Field(default=None, description="The pin to a version, if there is one.")
+    shard: ShardMetadata | None = Field(default=None, description="Share of its tables in the server; absent for all rows.")
     fleet: FleetAnswer | None = Field(default=None, description="What the `serving.json` of the model says, if there is one.")
 
 

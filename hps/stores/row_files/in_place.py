@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 1 << 30
 _COPY_BYTES: Final = 16 << 20
+_QUICK_BYTES: Final = 256 << 20  # of a file that is unpinned in milliseconds
 _NUMBER_SHIFT: Final = 33  # of a version, above the bits that count writes; see `version_without_map` in `cuda/row_file.cuh`
 _NO_MAP: Final = np.zeros(SEGMENTS_AT, np.uint64)
 _NO_SLABS: Final = np.empty(0, np.uint64)
@@ -88,7 +89,7 @@ class PinnedFile:
         self._file, self._pinner = file, pinner
         self._pieces: list[int] = []
         self._copy: Pages | None = None
-        address, self.size_bytes = file.readable
+        head, address, self.size_bytes = file.head, file.content.ctypes.data, file.content.size
         self._check_room("pinning it")
         try:
             self._pin(address, progress, read_only=True)
@@ -107,15 +108,14 @@ class PinnedFile:
         except BaseException:
             self.undo()
             raise
-        moved = (self._copy.address if self._copy else address) - address
+        start = (self._copy.address if self._copy else address) - head.records_at  # of the file, if it began there
         self.layout = FileLayout(
-            file.records.ctypes.data + moved,
-            file.starts.ctypes.data + moved,
-            file.fingerprints.ctypes.data + moved,
-            file.head.rows,
-            file.head.buckets,
-            file.head.record_bytes,
-            self,
+            start + head.records_at,
+            start + head.starts_at,
+            start + head.fingerprints_at,
+            head.rows,
+            head.buckets,
+            head.record_bytes,
         )
 
     def _pin(self, address: int, progress: Callable[[int, int], None], *, read_only: bool) -> None:
@@ -126,7 +126,7 @@ class PinnedFile:
             progress(start + size_bytes, self.size_bytes)
 
     def _copied(self) -> Pages:
-        source = self._file.readable_bytes
+        source = self._file.content
         pages = Pages(source.size, f"a copy of {self._file.path}", huge=True)
         target = pages.words().view(np.uint8)
 
@@ -149,12 +149,22 @@ class PinnedFile:
         return self._file is file
 
     def undo(self) -> None:
-        while self._pieces:
-            self._pinner.unpin(self._pieces.pop())
+        _unpin(self._pinner, self._pieces, self._file, self._copy)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # as for `PinnedPages`
+        if is_finalizing() or not self._pieces:  # as for `PinnedPages`
+            return
+        if self.size_bytes < _QUICK_BYTES:
             self.undo()
+        else:  # the last reference may be that of a lookup, which is not to wait
+            memory = (self._pinner, self._pieces, self._file, self._copy)
+            threading.Thread(target=_unpin, args=memory, name="hps-unpin", daemon=True).start()
+
+
+def _unpin(pinner: Pinner, pieces: list[int], *_memory: object) -> None:
+    """Unpin memory, which the caller keeps mapped by passing it."""
+    while pieces:
+        pinner.unpin(pieces.pop())
 
 
 class RowFileInPlace(HostTable):

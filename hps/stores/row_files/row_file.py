@@ -55,7 +55,8 @@ class RowFile:
         head: what the file says of itself.
         is_complete: all of it is here, so that devices may read it.
         records: (rows, 2 + width) uint32, mapped, read only, for walks in order: a fault reads ahead.
-        starts, fingerprints: the other parts that a lookup reads, likewise; see `layout.py`.
+        starts, fingerprints: the other parts that a lookup reads, mapped, read only; see `layout.py`.
+        content: all of these in one piece of whole pages, (n,) uint8, mapped as `records`.
 
     Raises:
         DatabaseCorruptError: it is no row file, of another version of the format, cut short, or its head is damaged.
@@ -92,28 +93,19 @@ class RowFile:
         self.presence = presence or PageCache(self._mapped, owned=owned)
         self.records: Records = self._records_in(walked)
         self._records = self._records_in(looked_up)
+        self.content: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)[head.records_at : head.sums_at]
         self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
         self._words = self._part(np.uint64, head.records_at, head.pages * PAGE_BYTES // 8)
 
     def _records_in(self, memory: Any) -> Records:
-        count = self.head.rows * (2 + self.head.width)
-        return np.frombuffer(memory, np.uint32, count, self.head.records_at).reshape(self.head.rows, 2 + self.head.width)
+        start, head = self.head.records_at, self.head
+        content = np.frombuffer(memory, np.uint8)[start : start + head.rows * head.record_bytes]
+        return content.view(np.uint32).reshape(head.rows, 2 + head.width)
 
     def _part(self, dtype: Any, start: int, count: int) -> Any:
         return self._mapped[start : start + count * np.dtype(dtype).itemsize].view(dtype)
-
-    @property
-    def readable_bytes(self) -> npt.NDArray[np.uint8]:
-        """All parts that a lookup reads, whole pages, as bytes."""
-        found: npt.NDArray[np.uint8] = self._part(np.uint8, self.head.records_at, self.head.sums_at - self.head.records_at)
-        return found
-
-    @property
-    def readable(self) -> tuple[int, int]:
-        """Address and size of `readable_bytes`."""
-        return self.readable_bytes.ctypes.data, self.head.sums_at - self.head.records_at
 
     def numbers(self, keys: KeyArray) -> IndexArray:
         """Return the number of each key's record, (n,) int64; -1 for absent keys."""

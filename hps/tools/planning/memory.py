@@ -95,11 +95,11 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
                 version = catalog.version(name, number)
                 config, int32_keys = version.config, not configuration.supportlonglong
                 files = [
-                    open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources)
+                    open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources, share=table.share)
                     for table, source in zip(config.tables, version.sources, strict=True)
                 ]
                 network_bytes = 0 if version.network is None else version.network.size_bytes(sources)
-                rows = tuple(table_files.rows for table_files in files)
+                rows = tuple(table_files.own_rows for table_files in files)
                 versions.append(ServedVersion(config, rows, version.network, network_bytes, tuple(files)))
         except HPSError as error:
             problems.append(f"model {name!r}: {error}")

@@ -1,4 +1,4 @@
-"""The examples of Ray Serve on a cluster of this machine: right vectors while shards are added and killed."""
+"""The examples of Ray Serve on a cluster of this machine: right vectors while shares are added and replicas killed."""
 
 import json
 import secrets
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.client.routing import server_indices
+from hps.ground.shares import share_indices
 from hps.testing.waiting import wait_until
 from tests.servers.child_processes import run_alone
 from tests.servers.load import Load
@@ -22,6 +22,7 @@ from tests.servers.running_service import document_of, model_of
 ROWS = 5000
 DIMS = {"item": 4, "user": 8}
 WAIT_S = 120.0
+REQUESTS, AT_ONCE = 10_000, 50
 
 pytestmark = pytest.mark.ray
 
@@ -89,55 +90,77 @@ def look_up_in_replicas(configuration: str) -> None:
             assert json.load(answer) == {"item": vectors_of("item", np.array([7, 3])).tolist()}
 
 
-def look_up_in_shards(configuration: str) -> None:
+def look_up_in_shares(configuration: str) -> None:
     import ray
 
     from examples.ray_serve import sharded
 
-    names = ["shard-0", "shard-1", "shard-2"]
-    every = np.arange(ROWS)
-    with cluster() as serve:
-        handle = sharded.start(configuration, 2)
+    every = np.arange(-50, ROWS + 50)
+
+    with cluster() as serve, hps.HPS(configuration) as one:
+        handle = sharded.start(configuration, 2, 1)
+
+        def kill(*names: str) -> None:
+            for actor in ray.util.list_named_actors(all_namespaces=True):
+                if any(f"::{name}#" in actor["name"] for name in names):
+                    ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
 
         def asked(name: str) -> int:
             return serve.get_app_handle(name).keys.remote().result(timeout_s=WAIT_S)
 
-        def grown(count: int) -> list[int]:
-            before = [asked(name) for name in names[:count]]
-            found = handle.lookup.remote("m", {"item": every, "user": every[:0]}).result(timeout_s=WAIT_S)
-            np.testing.assert_array_equal(found["item"], vectors_of("item", every))
-            assert found["user"].shape == (0, DIMS["user"])
-            return [asked(name) - of_name for name, of_name in zip(names, before, strict=False)]
+        def compare(requests: int) -> None:
+            rng = np.random.default_rng(5)
+            for _ in range(0, requests, AT_ONCE):
+                sent = [{name: rng.integers(-50, ROWS + 50, 20) for name in DIMS} for _ in range(AT_ONCE)]
+                answers = [handle.lookup.remote("m", keys) for keys in sent]
+                for keys, answer in zip(sent, answers, strict=True):
+                    found, expected = answer.result(timeout_s=WAIT_S), one.lookup_tables(keys, "m")
+                    for name in DIMS:
+                        np.testing.assert_array_equal(found[name], expected[name])
 
-        assert grown(2) == np.bincount(server_indices(every, names[:2])).tolist()
+        compare(AT_ONCE)
         with load(handle) as asking:
             asking.more(10)
-            before = asked("shard-0")
-            handle = sharded.start(configuration, 3)
+            handle = sharded.start(configuration, 3, 2)
             asking.more(10)
-            wait_until(lambda: asked("shard-2"), "the new shard is asked")
-            assert asked("shard-0") > before  # it was not restarted
         assert asking.problems == []
-        assert grown(3) == np.bincount(server_indices(every, names)).tolist()
+        names = sharded.names_of(3, 2)
+        assert set(serve.status().applications) == {*names, "lookups"}
 
-        with load(handle) as asking:
-            for _ in range(2):
-                asking.more(10)
-                before = asked("shard-1")
-                (replica,) = [
-                    actor for actor in ray.util.list_named_actors(all_namespaces=True) if "::shard-1#" in actor["name"]
-                ]
-                ray.kill(ray.get_actor(replica["name"], replica["namespace"]))
-                asking.more(10)
-                wait_until(lambda most=before: 0 < asked("shard-1") < most, "a new replica is asked")
+        before = np.array([asked(name) for name in names]).reshape(3, 2).sum(1)
+        found = handle.lookup.remote("m", {"item": every, "user": every[:0]}).result(timeout_s=WAIT_S)
+        np.testing.assert_array_equal(found["item"], one.lookup(every, "m", "item"))
+        assert found["user"].shape == (0, DIMS["user"])
+        grown = np.array([asked(name) for name in names]).reshape(3, 2).sum(1) - before
+        assert grown.tolist() == np.bincount(share_indices(every, 3)).tolist()
+        compare(REQUESTS)
+
+        with load(handle) as asking:  # a killed replica costs a retry
+            asking.more(10)
+            kill(names[0])
+            asking.more(50)
         assert asking.problems == []
-        shares = np.bincount(server_indices(every, names)).tolist()
-        wait_until(lambda: grown(3) == shares, "each replica of `lookups` has found out by itself")
+
+        kill(names[2], names[3])  # both replicas of share 1
+        own = {share: every[share_indices(every, 3) == share] for share in range(3)}
+        for share in (0, 2):
+            found = handle.lookup.remote("m", {"item": own[share]}).result(timeout_s=WAIT_S)
+            np.testing.assert_array_equal(found["item"], one.lookup(own[share], "m", "item"))
+
+        def answers() -> bool:
+            try:
+                found = handle.lookup.remote("m", {"item": own[1]}).result(timeout_s=WAIT_S)
+            except hps.MissingShareError:
+                return False
+            np.testing.assert_array_equal(found["item"], one.lookup(own[1], "m", "item"))
+            return True
+
+        wait_until(answers, "Serve has started the replicas again")
 
 
 def test_replicas_look_up_alike(configuration: Path) -> None:
     run_alone(look_up_in_replicas, str(configuration))
 
 
-def test_shards_can_be_added_and_killed_while_they_are_asked(configuration: Path) -> None:
-    run_alone(look_up_in_shards, str(configuration))
+def test_shares_answer_as_one_server_while_they_grow_and_replicas_are_killed(configuration: Path) -> None:
+    run_alone(look_up_in_shares, str(configuration))

@@ -338,3 +338,48 @@ def test_the_directory_of_models_is_a_repository(tmp_path: Path) -> None:
 )
 def test_a_uri_is_a_repository(place: str | Path, repository: str) -> None:
     assert load_configuration(place).model_repository == repository
+
+
+@pytest.mark.parametrize(
+    ("written", "share"),
+    [(None, None), ({"index": 1, "of": 4}, "1/4"), ("3/4", "3/4"), ({"index": 0, "of": 1}, None), ("0/1", None)],
+)
+def test_a_share_of_the_tables_is_part_of_each(written: Any, share: str | None) -> None:
+    (model,) = load({"shard": written}).models
+    assert [table.share and str(table.share) for table in model.tables] == [share] * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "written", "share"),
+    [
+        ("1/4", {}, "1/4"),
+        ("hps-0/4", {}, "0/4"),
+        ("ranking-hps-7/4", {}, "3/4"),  # the second server of share 3
+        ("1/4", {"shard": "2/4"}, "2/4"),
+        ("1/4", {"shard": None}, "None"),
+        ("", {}, "None"),
+    ],
+)
+def test_the_environment_has_the_share_of_models_that_name_none(
+    monkeypatch: pytest.MonkeyPatch, variable: str, written: dict[str, Any], share: str
+) -> None:
+    monkeypatch.setenv("HPS_SHARD", variable)
+    assert str(load(written).models[0].share) == share
+
+
+def test_a_wrong_share_is_refused_by_where_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shard, text in (
+        ({"index": 4, "of": 4}, r"shard\.of: got index 4 of 4 shares, expected an index from 0 to 3"),
+        ({"index": 0, "of": 0}, r"shard\.of"),
+        ({"index": -1, "of": 4}, r"shard\.index"),
+        ({"index": 1, "off": 4}, r"shard\.off: unknown key.*did you mean of"),
+        ("4/4", r'models\[0\]\.shard: got "4/4", expected .*"1/4"'),
+        (1, r"models\[0\]\.shard"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load({"shard": shard})
+    with pytest.raises(ConfigError, match=r"model ranker: shard 1/4 with volatile_db redis_cluster"):
+        load({"shard": "1/4"}, volatile_db={"type": "redis"})
+    monkeypatch.setenv("HPS_SHARD", "hps/4")
+    with pytest.raises(ConfigError, match=r'environment variable HPS_SHARD: got "hps/4"'):
+        load()

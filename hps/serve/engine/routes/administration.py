@@ -216,10 +216,11 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     server = lifecycle.server
     found = []
     for model in lifecycle.states.models():
-        devices, versions = [], []
+        devices, versions, share = [], [], None
         with suppress(UnknownModelError):  # it is waiting, loading or failed
             versions = server.versions(model.name)
-            devices = list(server.model(model.name).devices)
+            deployment = server.model(model.name)
+            devices, share = list(deployment.devices), deployment.config.share
         found.append(
             schemas.ModelDetails(
                 name=model.name,
@@ -239,6 +240,7 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                     for it in versions
                 ],
                 pinned=_pin(server.pin(model.name)),
+                shard=None if share is None else schemas.ShardMetadata(index=share.index, of=share.of),
                 fleet=_fleet(server, model.name),
             )
         )

@@ -45,6 +45,7 @@ ERRORS: _Responses = {
         409: "The state of the model does not allow the change, or another one is under way; or the database is read-only.",
         413: "The body is too large, or has too many keys.",
         415: "The body is compressed with something other than gzip or deflate.",
+        421: "Keys belong to a share of the table that another server holds.",
         429: "More than the token's limit allows. Retry-After says when to try again.",
         500: "A bug; the log has the details.",
         503: "Loading, stopping or overloaded, or a database failed. Retry-After says when to try again.",
@@ -54,7 +55,7 @@ ERRORS: _Responses = {
 }
 _UNAUTHORIZED: _Responses = {401: ERRORS[401]}
 _OF_MODELS: _Responses = {status: ERRORS[status] for status in (401, 404, 503)}
-_OF_CHANGES: _Responses = {status: error for status, error in ERRORS.items() if status not in (415, 504)}
+_OF_CHANGES: _Responses = {status: error for status, error in ERRORS.items() if status not in (415, 421, 504)}
 _EXTENSIONS = [
     "binary_tensor_data",
     "model_configuration",
@@ -160,12 +161,14 @@ def control_app(
     app.include_router(repository_routes(lifecycle, _OF_CHANGES))
     app.include_router(statistics_routes(lifecycle, statistics, _OF_MODELS))
 
-    @app.get("/v2/models/{model}", tags=["metadata"], responses=_OF_MODELS)
+    @app.get("/v2/models/{model}", tags=["metadata"], responses=_OF_MODELS, response_model_exclude_unset=True)
     async def model_metadata(model: str) -> schemas.ModelMetadata:
         """Describe a model's inputs, outputs and tables."""
         return _metadata(lifecycle.server_of(model), model, None)
 
-    @app.get("/v2/models/{model}/versions/{version}", tags=["metadata"], responses=_OF_MODELS)
+    @app.get(
+        "/v2/models/{model}/versions/{version}", tags=["metadata"], responses=_OF_MODELS, response_model_exclude_unset=True
+    )
     async def model_version_metadata(model: str, version: str) -> schemas.ModelMetadata:
         """Describe the inputs, outputs and tables of a version."""
         return _metadata(lifecycle.server_of(model), model, version)
@@ -333,7 +336,9 @@ def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetad
             [schemas.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.full_shape) for tensor in tensors]
             for tensors in described(scores.opened.features, scores.opened.outputs)
         )
+    share = deployment.config.share
     return schemas.ModelMetadata(
+        **({} if share is None else {"shard": schemas.ShardMetadata(index=share.index, of=share.of)}),
         name=name,
         versions=[version.version for version in server.versions(name) if version.state in ("serving", "available")],
         platform="hps",

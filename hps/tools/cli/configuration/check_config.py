@@ -236,11 +236,12 @@ def _check_table(
 
     if wrong_width:
         return stored_shape_of(source.place, sources)
-    files = open_table_files(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
+    int32_keys = not configuration.supportlonglong
+    files = open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources, share=table.share)
     files.verify()
     if not isinstance(files, DeltaModel):
         files.check_format()
-    return table.dim, files.rows
+    return table.dim, files.own_rows
 
 
 def _doubtful_settings(configuration: "Configuration") -> dict[str, str]:

@@ -299,7 +299,8 @@ def _print_table(models: list[dict[str, Any]]) -> None:
             shown = f"{rate:.1%}" if rate is not None and version["state"] == "serving" else ""
             pin = model.get("pinned", {})
             pinned = f", {pin['text']}" if (version["state"], version["version"]) == ("serving", pin.get("version")) else ""
-            state = version["state"] + pinned
+            shard = f", share {shard['index']}/{shard['of']}" if (shard := model.get("shard")) else ""
+            state = version["state"] + shard + pinned
             rows.append((model["name"], version["version"], state, count_text(version["rows"]), *sizes, shown))
     figures = ("rows", *(tier.replace("_", " ") for tier in _TIERS), "hit rate")
     console.screen().print(console.table(("model", "version", "state"), figures, rows))

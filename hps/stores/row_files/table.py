@@ -423,7 +423,7 @@ class RowTable:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
         state.changed.add(keys, rows, present)
-        self.in_place.changed(keys)
+        self.in_place.changed(keys, rows, present)
 
     def _mark_modified(self) -> None:
         load = self._record.load

@@ -11,7 +11,6 @@ import pytest
 import hps
 from hps.models.sealing import seal_version
 from hps.models.writer import write_version
-from hps.testing.waiting import wait_until
 from tests.ring1.tools.cli.test_cli import run
 
 DIM = 4
@@ -67,17 +66,6 @@ def test_versions_are_swapped_without_a_copy_and_keep_their_writes(server: hps.H
     server.rollback("shop")
     assert (answers(server)[1:] == vectors(1)[1:100]).all()
     assert (answers(server)[0] == 7).all()
-
-
-def test_a_retired_version_leaves_no_file(config: Path) -> None:
-    document = json.loads(config.read_text())
-    document["models"][0]["keep_versions"] = 0
-    config.write_text(json.dumps(document))
-    with hps.HPS(str(config)) as server:
-        server.deploy("shop", "2")
-        wait_until(lambda: len(list((config.parent / "rows" / "tables").glob("*.rows"))) == 1)
-        assert (answers(server) == vectors(2)[:100]).all()
-    assert (config.parent / "shop" / "1" / "item" / "rows").exists()
 
 
 def test_the_commands_read_sealed_versions(config: Path) -> None:

@@ -330,7 +330,8 @@ class RowTable:
         file, cold = self._state.file, self._cold_reads.counts()
         if file is None:
             return None
-        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold)
+        there = self.download_progress() or (0, 0)
+        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold, missing_bytes=there[1] - there[0])
 
     def disk_bytes(self) -> int:
         """Return the size of its file and of its changes."""

@@ -3,8 +3,8 @@
     with ScriptedServer([right, closed, sent(b"HTTP/1.1 200 OK")]) as server:
         ...  # talk to server.url
 
-After the script every answer is right: vectors of width 4, each element the key. The question of a routed client for the share of
-the server is no part of the script: it has all rows.
+After the script every answer is right: vectors of width 4, each element the key. The question of a routed client for the
+share of the server is no part of the script: it has all rows.
 """
 
 import json

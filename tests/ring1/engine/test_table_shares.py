@@ -7,7 +7,7 @@ import pytest
 
 import hps
 from hps.engine import miss_path, stream_ordered
-from hps.errors import ConflictError, DatabaseError, InvalidInputError, MisplacedKeysError
+from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError, MisplacedKeysError
 from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.ground.shares import TableShare
 from hps.stores.base import LogPosition, Partition, RowChanges
@@ -216,6 +216,13 @@ def test_a_delta_changes_the_rows_of_the_share(tmp_path, tiers):
                 expected[np.isin(OWN, deleted)] = DEFAULT
             np.testing.assert_array_equal(server.lookup(OWN, "m", "a"), expected)
             refused(server)
+
+
+def test_a_database_of_all_servers_takes_no_share(start, monkeypatch):
+    """Models of a repository are read without the databases, so the configuration does not notice."""
+    monkeypatch.setattr("hps.stores.hash_map.database.HashMapDatabase.shared", True)
+    with pytest.raises(ConfigError, match=r"shard: got 1/3, expected none with hash_map, whose tables all servers share"):
+        start()
 
 
 @pytest.fixture

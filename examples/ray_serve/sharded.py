@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from starlette.requests import Request
 
 import hps
@@ -39,10 +39,12 @@ class Shard:
 
     async def lookup(self, model: str, tables: dict[str, np.ndarray], version: str | None) -> PartAnswer:
         while True:
-            answered = version or self.server.model(model).version
-            vectors = await asyncio.to_thread(self.server.lookup_tables, tables, model, version=version)
-            if version or self.server.model(model).version == answered:  # no other one took over meanwhile
-                return PartAnswer(answered, vectors, {})
+            serving = self.server.model(model).version
+            if version not in (None, serving):
+                raise hps.UnknownVersionError(f"looking up {model!r}: got version {version}, serving is {serving}")
+            vectors = await asyncio.to_thread(self.server.lookup_tables, tables, model)
+            if self.server.model(model).version == serving:  # no other one took over meanwhile
+                return PartAnswer(serving, vectors, {})
 
     def share(self, model: str) -> Declared:
         return Declared(self.server.model(model).config.share)
@@ -85,6 +87,8 @@ class Lookups:
             return error
         except TimeoutError:
             return hps.RemoteTimeoutError(f"asking {replica.app_name}: no answer within {TIMEOUT_S:g} s")
+        except RayTaskError:  # a bug
+            raise
         except RayError as error:
             return hps.RemoteConnectionError(f"asking {replica.app_name}: {error}")
 

@@ -49,8 +49,9 @@ def connect(
         timeout_s: of each call, with all its attempts.
         connections: maximum number of open connections, and so of concurrent calls; more calls wait. With a route, for each
             server.
-        route: "keys": `lookup` and `lookup_tables` split their keys over the servers, so that each caches its own share.
-            Default: one server answers all keys.
+        route: "keys": `lookup` and `lookup_tables` split their keys over the servers, so that each caches its own share. If
+            servers hold shares of the tables (`models[].shard`), each gets the keys of its share. Default: one server answers
+            all keys.
 
     Raises:
         InvalidInputError: the address, the token, a number or a file is wrong.

@@ -118,6 +118,11 @@ _TIER_FIGURES: tuple[tuple[str, str, str, str], ...] = (
     ("inserts", "counter", "hps_tier_inserts", "Rows inserted into a tier, except by loading."),
     ("evictions", "counter", "hps_tier_evictions", "Rows evicted from a tier."),
     ("age_s", "gauge", "hps_tier_age_seconds", "Age of a tier's sizes."),
+    ("changed_rows", "gauge", "hps_tier_changed_rows", "Rows that changed since their row file was made."),
+    ("seals", "counter", "hps_tier_seals", "Row files made of an older one and its changes."),
+    ("sealed_rows", "counter", "hps_tier_sealed_rows", "Changed rows that came into row files."),
+    ("seal_seconds", "counter", "hps_tier_seal_seconds", "Time spent on making row files of older ones."),
+    ("seal_failures", "counter", "hps_tier_seal_failures", "Seals that failed, and loads that could not be made durable."),
 )
 _DEVICE_FIGURES: tuple[tuple[str, str, str], ...] = (
     ("memory_bytes", "hps_device_memory_bytes", "Total device memory."),
@@ -169,6 +174,8 @@ def _file_families(stats: ServerStatistics) -> Iterator[Family]:
     yield family("gauge", "hps_row_file_resident_ratio", "Share of a row file's pages in memory, sampled.", shares)
     held = [(labels, file.held_bytes) for labels, file in files]
     yield family("gauge", "hps_row_file_held_bytes", "Bytes of a row file that are locked in memory.", held)
+    missing = [(labels, file.missing_bytes) for labels, file in files]
+    yield family("gauge", "hps_row_file_missing_bytes", "Bytes of a row file that are still to be downloaded.", missing)
     cold = [(labels, file.cold_pages) for labels, file in files]
     yield family("counter", "hps_row_file_cold_reads", "Pages of a row file that lookups read from the disk.", cold)
     depths = [(labels, file.depth) for labels, file in files]

@@ -14,7 +14,7 @@ from hps.engine.coalescing import FetchCoalescer
 from hps.engine.miss_path import MissPaths, choose_paths
 from hps.engine.refresh import refresh
 from hps.engine.session import CachedSession, DirectSession, Session, SessionSettings
-from hps.errors import CapacityError, DatabaseError, DeviceMemoryError
+from hps.errors import CapacityError, ConfigError, DatabaseError, DeviceMemoryError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.progress import Progress
 from hps.ground.registry import implementation
@@ -65,6 +65,7 @@ def load_deployment(
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
+    _refuse_shared_share(config, chain)
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
     network = _open_network(version, targets.sources, cache_class)
@@ -121,6 +122,16 @@ def load_deployment(
             with suppress(DatabaseError):
                 chain.release_table(table)
         raise
+
+
+def _refuse_shared_share(config: ModelConfig, chain: DatabaseChain) -> None:
+    """Refuse to load a share of the tables into a database of all servers, where it would replace the other shares."""
+    for database in (*chain.databases, chain.volatile):
+        if config.share is not None and database is not None and database.shared:
+            raise ConfigError(
+                f"deploying model {config.model!r}",
+                [f"shard: got {config.share}, expected none with {database.kind}, whose tables all servers share"],
+            )
 
 
 def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:

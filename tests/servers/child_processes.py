@@ -23,13 +23,14 @@ def own_signals() -> None:
     fork_server.end_with_parent()
 
 
-def run_alone(function: Callable[..., object], *arguments: object, real: bool = False) -> None:
+def run_alone(function: Callable[..., object], *arguments: object, real: bool = False, timeout_s: float = 300) -> None:
     """Call a module's function in a process of its own, where threads and garbage of other tests do not count.
 
     Args:
         function: is imported there by its name.
         arguments: are passed by their `repr`.
         real: the process is started, not forked, for what measures its own memory: a fork pays for each page that it touches.
+        timeout_s: for all of it.
     """
     name = function.__name__
     children = ChildProcesses()
@@ -37,7 +38,7 @@ def run_alone(function: Callable[..., object], *arguments: object, real: bool = 
         sys.executable, "-c", f"from {function.__module__} import {name}; {name}(*{arguments!r})", cwd=ROOT, real=real
     )
     try:
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=timeout_s)
     finally:
         children.end()
     assert process.returncode == 0, errors

@@ -3,7 +3,8 @@
     with ScriptedServer([right, closed, sent(b"HTTP/1.1 200 OK")]) as server:
         ...  # talk to server.url
 
-After the script every answer is right: vectors of width 4, each element the key.
+After the script every answer is right: vectors of width 4, each element the key. The question of a routed client for the
+share of the server is no part of the script: it has all rows.
 """
 
 import json
@@ -179,6 +180,9 @@ class ScriptedServer:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             with connection:
                 while request := self._read(connection):
+                    if request.startswith(b"GET /v2/models/"):
+                        sent(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"tables":[]}')(connection, request)
+                        continue
                     with self._changing:
                         self.requests.append(request)
                         step = self._script.pop(0) if self._script else right

@@ -89,7 +89,9 @@ class InProcess:
                 ids = np.empty(files.rows, np.int64)
                 for start, chunk in files.keys.key_chunks():
                     ids[start : start + chunk.size] = chunk
-                rows = files.rows
+                if (share := self._deployment.tables[index].share) is not None:
+                    ids = ids[share.owns(ids)]
+                rows = ids.size
             keys[name] = (rows, ids)
         return keys
 

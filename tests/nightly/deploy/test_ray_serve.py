@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ray
 def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in DIMS:
         hps.write_sparse_model(tmp_path / f"{name}.model", (np.arange(ROWS), vectors_of(name, np.arange(ROWS))))
-    entry = model_of("m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=ROWS)
+    entry = model_of("m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=2 * ROWS)
     path = tmp_path / "ps.json"
     path.write_text(json.dumps(document_of(entry)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -163,4 +163,4 @@ def test_replicas_look_up_alike(configuration: Path) -> None:
 
 
 def test_shares_answer_as_one_server_while_they_grow_and_replicas_are_killed(configuration: Path) -> None:
-    run_alone(look_up_in_shares, str(configuration))
+    run_alone(look_up_in_shares, str(configuration), timeout_s=1200)

@@ -7,9 +7,10 @@ import pytest
 
 import hps
 from hps.engine import miss_path, stream_ordered
-from hps.errors import ConflictError, DatabaseError, InvalidInputError, MisplacedKeysError
+from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError, MisplacedKeysError
 from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.ground.shares import TableShare
+from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.testing.waiting import PATIENCE_S
 from tests.servers.running_service import document_of, model_of
 
@@ -217,6 +218,13 @@ def test_a_delta_changes_the_rows_of_the_share(tmp_path, tiers):
             refused(server)
 
 
+def test_a_database_of_all_servers_takes_no_share(start, monkeypatch):
+    """Models of a repository are read without the databases, so the configuration does not notice."""
+    monkeypatch.setattr("hps.stores.hash_map.database.HashMapDatabase.shared", True)
+    with pytest.raises(ConfigError, match=r"shard: got 1/3, expected none with hash_map, whose tables all servers share"):
+        start()
+
+
 @pytest.fixture
 def linked(monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", BuiltIn("tests.fakes.linked_cache:LinkedCache"))
@@ -239,3 +247,22 @@ def test_a_lookup_without_waiting_is_refused_since_the_device_cannot_tell(start)
     server = start(device="cuda", miss_path="link", gpucacheper=0.1)
     with pytest.raises(InvalidInputError, match="may be of other shares than 1/3"):
         server.lookup_fromdlpack(OWN[:4], np.empty((4, DIM), np.float32), "m", "a", wait=False)
+
+
+@pytest.mark.parametrize("tiers", ["hash_map", "rocks_db", "row_files"])
+def test_changes_of_a_log_are_applied_to_the_share_and_skipped_for_others(start, tiers):
+    server = start(tiers)
+    deployment = server.model("m")
+    deployment.chain.follow_log(deployment.tables[0])
+    keys = np.concatenate([OWN[:3], FOREIGN[:5], OWN_ABSENT[:1]])
+    changes = RowChanges(keys, vectors_of(keys, 1), np.arange(1, keys.size + 1))
+    position = {Partition("topic", 0): LogPosition("7", keys.size)}
+    assert deployment.apply(0, changes, position) == keys.size
+    own = keys[SHARE.owns(keys)]
+    np.testing.assert_array_equal(server.lookup(own, "m", "a"), vectors_of(own, 1))
+    refused(server)
+    foreign = RowChanges(FOREIGN[:2], vectors_of(FOREIGN[:2], 2), np.array([90, 91]))
+    assert deployment.apply(0, foreign, {Partition("topic", 0): LogPosition("9", 91)}) == 2
+    assert deployment.chain.follow_log(deployment.tables[0]) == {"topic/0": LogPosition("9", 91)}
+    skipped = server.metrics.registry.get_sample_value("hps_update_skipped_rows_total", {"model": "m", "table": "a"})
+    assert skipped == 7

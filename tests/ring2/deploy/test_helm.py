@@ -219,6 +219,17 @@ def test_the_chart_decides_places_and_nothing_else():
     assert document["persistent_db"] == {"type": "row_files", "path": "/var/lib/hps/rows"}
 
 
+def test_an_ordinal_is_a_share_of_the_tables(monkeypatch):
+    _, _, container = pods_of(rendered(*ENOUGH, "--set", "shards=3,replicas=6"))
+    pod, shard = container["env"]
+    assert pod == {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    document = document_of(model_of("m", ["a"], {"a": 4}))
+    for ordinal in range(6):
+        monkeypatch.setenv(shard["name"], shard["value"].replace("$(POD_NAME)", f"shop-hps-{ordinal}"))
+        assert str(load_configuration(document).models[0].share) == f"{ordinal % 3}/3"
+    assert "env" not in pods_of(rendered(*ENOUGH))[2]
+
+
 WRONG = [
     ("replicas=-1", "replicas"),
     ("replica=3", "replica"),
@@ -246,6 +257,10 @@ WRONG = [
     ("config.update_source.config=null", "/config/update_source/config': got null, want object"),
     ("tls.existingSecret=one,tls.certManager.enabled=true", "are both set, expected one"),
     ("monitoring.runbookBase=docs", "runbookBase"),
+    ("shards=0", "shards"),
+    ("shards=3", "replicas: expected a multiple of shards"),
+    ("shards=2,persistence.enabled=false,config.persistent_db=null", "expected a StatefulSet"),
+    ("shards=2,autoscaling.kind=keda", "expected autoscaling.kind none"),
 ]
 
 

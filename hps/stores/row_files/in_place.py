@@ -37,6 +37,7 @@ from hps.ground.memory.host_tables import (
     Pinner,
 )
 from hps.ground.threads.thread_pool import POOL
+from hps.ground.threads.workers import new_thread
 from hps.stores.hash_map import kernels
 from hps.stores.hash_map.layout import VERSION_BYTES
 from hps.stores.hash_map.memory import Pages
@@ -158,8 +159,8 @@ class PinnedFile:
         if self.size_bytes < _QUICK_BYTES:
             self.undo()
         else:  # the last reference may be that of a lookup, which is not to wait
-            memory = (self._pinner, self._pieces, self._file, self._copy)
-            threading.Thread(target=_unpin, args=memory, name="hps-unpin", daemon=True).start()
+            work = partial(_unpin, self._pinner, self._pieces, self._file, self._copy)
+            new_thread("unpin", work, lasting=False).start()
 
 
 def _unpin(pinner: Pinner, pieces: list[int], *_memory: object) -> None:

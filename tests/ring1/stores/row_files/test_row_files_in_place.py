@@ -12,6 +12,7 @@ from hps.stores.base import LoadRecord
 from hps.stores.hash_map.table import HashMapTable
 from hps.stores.row_files.database import RowFilesDatabase
 from hps.testing.caches import AWKWARD_KEYS, distinct_keys
+from hps.testing.waiting import wait_until
 from hps.types import FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner
 from tests.tables.host_layout_reader import MirroredTable, array_at, read_pair
@@ -267,4 +268,14 @@ def test_a_replaced_file_is_unpinned_with_its_layout(database, pinner):
     del kept
     assert not pinner.holds(records, 1)
     assert host.layout().file is not file
+    check(host.layout(), all_of(0) | dict.fromkeys(KEYS[:3].tolist(), 1))
+
+
+def test_a_large_file_is_unpinned_in_the_background(database, pinner, monkeypatch):
+    monkeypatch.setattr("hps.stores.row_files.in_place._QUICK_BYTES", 0)
+    host = pinned(database, pinner)
+    records = host.layout().file.records
+    database.insert("t", KEYS[:3].copy(), rows_of(KEYS[:3], 1))
+    database.seal("t")
+    wait_until(lambda: not pinner.holds(records, 1), "the replaced file is unpinned")
     check(host.layout(), all_of(0) | dict.fromkeys(KEYS[:3].tolist(), 1))

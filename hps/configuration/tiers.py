@@ -223,6 +223,7 @@ class PersistentDbConfig(Section):
     max_batch_size: Positive = Field(default_factory=_batch_size)
     initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
     seal_share: Annotated[Real, Field(gt=0, le=1)] = 0.1
+    ready: Annotated[Literal["at_once", "complete"], choice("at_once", "complete")] = "at_once"
     verify: Flag = False
     resident: ListOf[Expression] = ()
     row_dtype: ExactRows | None = None

@@ -217,6 +217,7 @@ class BaseRows:
     Attributes:
         level: number of deltas that they include.
         chunks: reads them.
+        tag: the table that has them, in the database to be filled; empty if another one does.
         checksum: checksum of the rows; empty if unknown.
         is_current: returns True, after the last chunk, if the rows are still those of the base's files.
     """
@@ -225,6 +226,7 @@ class BaseRows:
     chunks: Callable[[], Iterator[tuple[KeyArray, FloatArray]]]
     checksum: str
     is_current: Callable[[], bool]
+    tag: str = ""
 
 
 class Merge:
@@ -241,6 +243,12 @@ class Merge:
         self._model, self._base = model, base
         self._last_read = ""
         self.checksum = base.checksum if base else ""
+
+    @property
+    def rows_changed(self) -> int:
+        """Rows of `changes`, deleted ones included."""
+        deltas = self._model.deltas[self._base.level if self._base else 0 :]
+        return sum(delta.changed.rows + (delta.deleted.size_bytes // 8 if delta.deleted else 0) for delta in deltas)
 
     def chunks(self) -> Chunks:
         """Yield the rows; of repeated keys the later row counts. The next chunk may overwrite the arrays.
@@ -259,6 +267,24 @@ class Merge:
             yield from _without(touched[i + 1 :], self._read(delta.changed))
             if self.checksum:
                 self.checksum = _digest(self.checksum, of_deleted[i], self._last_read)[:16]
+
+    def changes(self) -> Iterator[tuple[KeyArray, FloatArray | None]]:
+        """Yield what the deltas change in the rows of `base`, instead of `chunks`: deleted keys without vectors, and changed
+        rows, of which the later count. The next chunk may overwrite the arrays.
+
+        Raises:
+            ModelFileError: as of `chunks`.
+        """
+        for delta in self._model.deltas[self._base.level if self._base else 0 :]:
+            crc = 0
+            for _, keys in delta.deleted.key_chunks() if delta.deleted else ():
+                crc = zlib.crc32(keys.data.cast("B"), crc)
+                yield keys, None
+            if delta.deleted:
+                delta.deleted.check_content(f"{crc:08x}")
+            yield from self._read(delta.changed)
+            if self.checksum:
+                self.checksum = _digest(self.checksum, f"{crc:08x}", self._last_read)[:16]
 
     def _read(self, model: SparseModel | SealedModel) -> Iterator[tuple[KeyArray, FloatArray]]:
         self._last_read = yield from read_rows(model)

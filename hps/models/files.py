@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -332,9 +332,53 @@ def open_file(filesystem: FileSystem, path: str, checks: Mapping[str, FileCheck]
 
 def extend_checksum(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
     """Extend the checksum of earlier rows by these rows. The result does not depend on the chunks."""
-    # zlib's CRC-32 runs at 4 GB/s, a load at 0.3 GB/s.
     before = int(checksum[:8] or "0", 16), int(checksum[8:] or "0", 16)
     return f"{zlib.crc32(keys.data.cast('B'), before[0]):08x}{zlib.crc32(vectors.data.cast('B'), before[1]):08x}"
+
+
+def join_checksums(
+    checksum: str,
+    next_rows: str,
+    keys: KeyArray,  # (n,)
+    vectors: FloatArray,  # (n, dim)
+) -> str:
+    """As `extend_checksum`, by the checksum of the next rows alone, so that threads can compute those."""
+    before = int(checksum[:8] or "0", 16), int(checksum[8:] or "0", 16)
+    after = int(next_rows[:8], 16), int(next_rows[8:], 16)
+    sizes = keys.nbytes, vectors.nbytes
+    return "".join(f"{_joined_crc(*crcs):08x}" for crcs in zip(before, after, sizes, strict=True))
+
+
+# CRC-32 is linear over polynomials of single bits: n more bytes multiply it by x^(8n) modulo the CRC's polynomial (zlib's
+# `crc32_combine`, which Python does not offer). The highest power of x is the lowest bit.
+_POLYNOMIAL = 0xEDB88320
+
+
+def _joined_crc(first: int, second: int, second_bytes: int) -> int:
+    return _product(_shift_by(second_bytes), first) ^ second
+
+
+@lru_cache(64)
+def _shift_by(size: int) -> int:
+    """Return x^(8 size) modulo the polynomial."""
+    power, square = 1 << 31, _BYTE
+    while size:
+        if size & 1:
+            power = _product(square, power)
+        square, size = _product(square, square), size >> 1
+    return power
+
+
+def _product(first: int, second: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            product ^= second
+        second = second >> 1 ^ (_POLYNOMIAL if second & 1 else 0)
+    return product
+
+
+_BYTE = 1 << (31 - 8)  # x^8
 
 
 def _head(file: OpenedFile) -> bytes:

@@ -153,10 +153,16 @@ def _seal_table(
     filesystem: FileSystem, source: TableSource, row_dtype: str, scratch: Path | None, sources: ModelSources, progress: Progress
 ) -> tuple[SealedTable, FileCheck]:
     place = sources.locate(source.place)[1]
-    there = find_sealed_model(place, 0, sources=sources, checks=source.checks)
+    is_sparse = filesystem.exists(within(place, "key"))
+    try:
+        there = find_sealed_model(place, 0, sources=sources, checks=source.checks)
+    except ModelFileError:
+        if not is_sparse:
+            raise
+        there = None
     if there is not None and there.head.row_dtype == row_dtype:
         return _sealed(there), source.checks.get(ROWS_FILE) or FileCheck(size_bytes=there.size_bytes)
-    if there is not None and filesystem.exists(within(place, "key")):  # from the files without rounding
+    if is_sparse:  # not from a file that may be damaged, or whose rows are rounded
         checks = {name: check for name, check in source.checks.items() if name != ROWS_FILE}
         source = TableSource(source.place, checks or {"key": _size(filesystem, within(place, "key"))}, source.base)
     model = open_table_files(source, _dim(source, sources), sources=sources)

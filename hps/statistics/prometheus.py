@@ -118,6 +118,11 @@ _TIER_FIGURES: tuple[tuple[str, str, str, str], ...] = (
     ("inserts", "counter", "hps_tier_inserts", "Rows inserted into a tier, except by loading."),
     ("evictions", "counter", "hps_tier_evictions", "Rows evicted from a tier."),
     ("age_s", "gauge", "hps_tier_age_seconds", "Age of a tier's sizes."),
+    ("changed_rows", "gauge", "hps_tier_changed_rows", "Rows that changed since their row file was made."),
+    ("seals", "counter", "hps_tier_seals", "Row files made of an older one and its changes."),
+    ("sealed_rows", "counter", "hps_tier_sealed_rows", "Changed rows that came into row files."),
+    ("seal_seconds", "counter", "hps_tier_seal_seconds", "Time spent on making row files of older ones."),
+    ("seal_failures", "counter", "hps_tier_seal_failures", "Seals that failed, and loads that could not be made durable."),
 )
 _DEVICE_FIGURES: tuple[tuple[str, str, str], ...] = (
     ("memory_bytes", "hps_device_memory_bytes", "Total device memory."),

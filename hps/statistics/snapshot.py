@@ -73,6 +73,7 @@ class TierStatistics:
             by promotion or online writes; loading does not count.
         available: whether the tier is in use now; False after failures.
         age_s: age of rows and bytes: figures that need I/O are read in the background, at most every 15 s.
+        changed_rows, seals, sealed_rows, seal_seconds, seal_failures: of a table with a sealed file; see `SealStats`.
         file: of a database of row files.
     """
 
@@ -89,6 +90,11 @@ class TierStatistics:
     evictions: int | None
     available: bool
     age_s: float
+    changed_rows: int | None = None
+    seals: int | None = None
+    sealed_rows: int | None = None
+    seal_seconds: float | None = None
+    seal_failures: int | None = None
     file: FileStatistics | None = None
 
 

@@ -10,6 +10,7 @@ test with `isinstance` once, when they are built.
         └── PersistentDatabase holds every row (RocksDB)
 
     OrderedWrites              keeps the order of changes, so that a log of updates can be followed (all three engines)
+    MergesRows                 loads a table from another one and changes (row files)
     DeviceReadable             devices read its tables in place (the hash map)
     AdoptsRowFiles             takes row files of model versions as they are (row files)
 """
@@ -29,7 +30,7 @@ from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
 from hps.statistics.snapshot import FileStatistics
-from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec
 
 CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]
 """How a copy into a shared database ended; `refused`: other processes have modified the table."""
@@ -164,6 +165,23 @@ class DatabaseReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SealStats:
+    """Changes of a table beside its sealed file. *Immutable.*
+
+    Attributes:
+        changed_rows: rows that changed since the file was made.
+        seals, sealed_rows, seal_seconds: new files since the table was opened, the changes that they took, and their duration.
+        seal_failures: seals that failed, and loads that could not be made durable.
+    """
+
+    changed_rows: int
+    seals: int
+    sealed_rows: int
+    seal_seconds: float
+    seal_failures: int
+
+
+@dataclass(frozen=True, slots=True)
 class TableStats:
     """Size of one table. *Immutable.*
 
@@ -172,6 +190,7 @@ class TableStats:
         overhead_bytes: memory or disk space of everything else; -1 if unknown.
         capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
         evictions: rows evicted by this process since it opened the table; None if not counted.
+        sealing: its changes beside a sealed file; None if it has no such file.
         file: of a table in a row file.
     """
 
@@ -180,6 +199,7 @@ class TableStats:
     overhead_bytes: int
     capacity_rows: int = UNBOUNDED_ROWS
     evictions: int | None = None
+    sealing: SealStats | None = None
     file: FileStatistics | None = None
 
 
@@ -467,6 +487,25 @@ class DeviceReadable(ABC):
         """Return the size of a copy of the index of a reserved table."""
 
 
+class MergesRows(ABC):
+    """Loads a table from another one of it and the changes between them, without passing the other's rows through Python."""
+
+    @abstractmethod
+    def load_merged(
+        self, tag: str, base_tag: str, changes: Iterable[tuple[KeyArray, RowArray | None]], rows: int, record: LoadRecord
+    ) -> bool:
+        """Load an open, empty table with the rows of another open one that no caller modifies, and changes.
+
+        Args:
+            changes: keys and rows of changed rows, or keys and None of deleted ones, later ones count; read once.
+            rows: about how many there are.
+            record: describes the table afterwards, as by `load_chunk`; nothing remains to be finished.
+
+        Returns:
+            False if this is not possible, as when the other table was modified; nothing was read or changed then.
+        """
+
+
 class InProcessDatabase(Database):
     """A volatile database in the memory of this process."""
 
@@ -621,6 +660,13 @@ class PersistentDatabase(LastingDatabase):
         Args:
             dim: of the table to be loaded.
             force: also if it is damaged, or its rows may not be from files.
+        """
+        return False
+
+    def keeps_changes(self, tag: str) -> bool:
+        """Return whether an incomplete load of a table had ended before, without being durable.
+
+        Modifications since then are later than the load: loading the same files again keeps them.
         """
         return False
 

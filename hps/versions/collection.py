@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -275,6 +275,7 @@ class StatisticsCollector:
                 available=state.read,
                 age_s=age,
                 file=None if stats is None else stats.file,
+                **({} if stats is None or stats.sealing is None else asdict(stats.sealing)),
             )
 
     def _cache_stats(self, cache: EmbeddingCache, index: int) -> tuple[CacheStats | None, float]:

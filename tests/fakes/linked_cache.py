@@ -25,7 +25,7 @@ from hps.stores.hash_map.database import HashMapDatabase
 from hps.tensors.batch import Batch
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner
-from tests.tables.host_layout_reader import read_in_place
+from tests.tables.host_layout_reader import read_in_place, read_pair
 
 
 class FailingHashMap(HashMapDatabase):
@@ -136,7 +136,7 @@ class LinkedCache(NumpyCache, StreamOrdered, HostTableReads):
         host = self.hosts[table][0] if table in self.hosts else None
         if host is not None and (layout := host.layout()) is not None:
             readable = ~np.isin(keys, list(self.unreadable))
-            vectors, found = read_in_place(layout, keys)
+            vectors, found = (read_pair if layout.number else read_in_place)(layout, keys)
             found &= readable
             self.before_admission()
             with self.admitting:

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from hps.ground.hashing import mix
 from hps.ground.kernels.numba_atomics import fence_acquire, load_acquire, load_relaxed
 from hps.ground.memory.host_tables import BucketChanges, HostLayout, HostTable
 from hps.stores.hash_map.layout import segment_of
+from hps.stores.row_files.layout import find_records
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -73,6 +75,37 @@ def without_buckets(layout: HostLayout, zeros: Callable[[int], np.ndarray] = lam
 def read_in_place(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:
     """What a device that looks once at each key answers: (n, dim) vectors, and (n,) which rows of them are valid."""
     return _read_keys(layout, layout.words, np.full(STRIPES, 1, np.uint64), keys)[:2]
+
+
+def array_at(address: int, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
+    """A copy of what stands in memory."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(ctypes.string_at(address, size), dtype).reshape(shape)
+
+
+def read_pair(layout: HostLayout, keys: KeyArray, width: int = 0) -> tuple[FloatArray, BoolArray]:
+    """As `read_in_place`, of a table of row files: the map of changes first, if any, then the file.
+
+    Args:
+        width: words of a row, which a layout without a file and a map does not say.
+    """
+    file = layout.file
+    if file is not None:
+        width = file.record_bytes // 4 - 2
+    elif layout.words[VERSIONS]:
+        width = int(layout.words[VECTOR_BYTES]) // 4 - 1
+    rows, found = np.zeros((keys.size, width), np.float32), np.zeros(keys.size, np.bool_)
+    if file is not None:
+        records = array_at(file.records, np.uint32, file.rows, width + 2)
+        parts = array_at(file.starts, np.uint32, file.buckets + 1), array_at(file.fingerprints, np.uint8, file.rows)
+        numbers = np.empty(keys.size, np.int64)
+        find_records(keys, records, *parts, numbers, np.empty(96, np.int64))
+        found = numbers >= 0
+        rows[found] = np.ascontiguousarray(records[numbers[found], 2:]).view(np.float32)
+    if layout.words[VERSIONS]:
+        changed, there = read_in_place(layout, keys)
+        rows[there], found[there] = changed[there, :-1], changed[there, -1].view(np.uint32) == 0
+    return rows, found
 
 
 def _read_keys(

@@ -246,6 +246,9 @@ class _Replaced(NamedTuple):
     seen: tuple[int, int]
 
 
+_NEVER = (1 << 62, 1 << 62)
+
+
 class AttachedTable:
     """A table in host memory that lookups of one cache read in place. *Thread-safe.*
 
@@ -303,7 +306,7 @@ class AttachedTable:
             return
         with self._lock, on_device(self._device_id):
             if self._layouts is None:
-                self._layouts = [self.present]
+                self._layouts = [] if self.has_files else [self.present]
             self._free_replaced()
 
     def _free_replaced(self) -> None:
@@ -350,21 +353,26 @@ class AttachedTable:
 
     def _publish(self, host: HostLayout | None) -> None:
         """Publish a layout, or None, to later lookups and to enqueued ones."""
+        # Lookups use the old layout until the new one is complete: it is true until the writer goes on.
         with self._lock, on_device(self._device_id):
-            before, self.present = self.present, None
+            before = self.present
             try:
-                if host is not None:
-                    self.present = DeviceLayout(host, self._mirror_of(host, before), before, self._stream)
-                    if self._layouts is not None and not self.has_files:
-                        self._layouts.append(self.present)
-                self._write(0, 0 if self.present is None else self.present.where)
-                if self._layouts is not None and self.has_files and before is not None and self._readers is not None:
-                    self._layouts = []
+                present = None if host is None else DeviceLayout(host, self._mirror_of(host, before), before, self._stream)
+                self._write(0, 0 if present is None else present.where)
+                self.present = present
+                if self._layouts is None:
+                    return
+                if not self.has_files:
+                    self._layouts.append(present)
+                elif before is not None and self._readers is not None:
                     self._replaced.append(_Replaced(before, self._readers.poll()))
                     self._free_replaced()
             except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
                 _log.warning("the device cannot read a table in host memory any more: %s", error)
+                self._replaced += [] if before is None else [_Replaced(before, _NEVER)]  # kernels may still read it
                 self.present = None
+                with suppress(*CUDA_ERRORS):
+                    self._write(0, 0)  # nor may enqueued lookups, which would miss what is written from now on
 
     def _mirror_of(self, host: HostLayout, before: DeviceLayout | None) -> Mirror | None:
         """Allocate the copy of a layout's buckets if it is wanted and fits. Dense tables need none."""

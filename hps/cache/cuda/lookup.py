@@ -200,7 +200,7 @@ class CupyLookup(StreamOrderedLookup):
             for link in links:
                 link.keep_layouts()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]
-                    raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
+                    raise NotReadyError("looking up without waiting: a table was dropped, or the device can no longer read it")
         try:
             if self._pooled:
                 self._launch_bags()

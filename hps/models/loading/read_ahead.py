@@ -1,20 +1,31 @@
 """Reads the rows of sparse model files ahead of their use, within a few chunks of memory."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.models.files import SparseModel, extend_checksum
+from hps.models.files import SparseModel, extend_checksum, join_checksums
 from hps.models.sealed import SealedModel
 from hps.types import FloatArray, KeyArray
 
 _READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
 
 Allocate = Callable[..., np.ndarray]
+
+
+class Chunk(NamedTuple):
+    """Some rows of a model, in arrays that the next chunk may overwrite."""
+
+    first_row: int
+    keys: KeyArray  # (n,)
+    vectors: FloatArray  # (n, dim)
+    checksum: str  # of these rows alone, as `extend_checksum` computes it; empty if nobody asked
 
 
 def read_ahead(
@@ -30,13 +41,26 @@ def read_ahead(
     Raises:
         ModelFileError: as in `OpenedFile`, or a chunk took too long. Earlier rows are of unchanged files.
     """
+    with closing(read_chunks(model, ranges, allocate)) as chunks:
+        for chunk in chunks:
+            yield chunk.first_row, chunk.keys, chunk.vectors
+
+
+def read_chunks(
+    model: SparseModel | SealedModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty, *, sums: bool = False
+) -> Generator[Chunk, None, None]:
+    """As `read_ahead`; with `sums`, the reading threads compute the checksum of each chunk, too.
+
+    Raises:
+        ModelFileError: as in `OpenedFile`, or a chunk took too long. Earlier rows are of unchanged files.
+    """
     # A chunk is read in parts of a size that suits the file system. One buffer more than chunks ahead, so that all threads read
     # while the caller uses the last chunk.
     length = min(model.chunk_rows, model.rows)
     free = deque(
         (allocate((length,), np.int64), allocate((length, model.dim), np.float32)) for _ in range(model.chunks_ahead + 1)
     )
-    pending: deque[tuple[int, int, tuple[KeyArray, FloatArray], list[Future[None]]]] = deque()
+    pending: deque[tuple[int, int, tuple[KeyArray, FloatArray], list[Future[None]], Future[str] | None]] = deque()
     remaining = iter(ranges)
     pool = ThreadPoolExecutor(model.parallel_reads, thread_name_prefix="hps-model-reader")
     stuck = False
@@ -46,21 +70,34 @@ def read_ahead(
                 start, count = bounds[0], bounds[1] - bounds[0]
                 buffer = free.popleft()
                 parts = model.parts(start, buffer[0][:count], buffer[1][:count])
-                pending.append((start, count, buffer, [pool.submit(part) for part in parts]))
+                reading = [pool.submit(part) for part in parts]
+                sum_ = partial(_checksum, reading, buffer[0][:count], buffer[1][:count])
+                pending.append((start, count, buffer, reading, pool.submit(sum_) if sums else None))
             if not pending:
                 return
-            start, count, buffer, reading = pending.popleft()
-            done, late = wait(reading, _READ_TIMEOUT_S, FIRST_EXCEPTION)
+            start, count, buffer, reading, summing = pending.popleft()
+            done, late = wait(_all_of(reading, summing), _READ_TIMEOUT_S, FIRST_EXCEPTION)
             for part in done:
                 part.result()
             if stuck := bool(late):
                 raise ModelFileError(
                     f"reading {model.place}: rows from {start} on did not arrive within {_READ_TIMEOUT_S:.0f} s"
                 )
-            yield start, buffer[0][:count], buffer[1][:count]
+            yield Chunk(start, buffer[0][:count], buffer[1][:count], summing.result() if summing else "")
             free.append(buffer)
     finally:
         pool.shutdown(wait=not stuck, cancel_futures=True)  # a stuck read would never end
+
+
+def _all_of(reading: list[Future[None]], summing: Future[str] | None) -> list[Future[Any]]:
+    return [*reading, summing] if summing else [*reading]
+
+
+def _checksum(reading: Sequence[Future[None]], keys: KeyArray, vectors: FloatArray) -> str:
+    """Compute the checksum of a chunk once it is read; its parts were started before, so some thread reads each."""
+    for part in reading:
+        part.result(_READ_TIMEOUT_S)
+    return extend_checksum("", keys, vectors)
 
 
 def chunk_ranges(model: SparseModel | SealedModel, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -78,9 +115,9 @@ def read_rows(model: SparseModel | SealedModel) -> Generator[tuple[KeyArray, Flo
         ModelFileError: the files changed, cannot be read, or are not those that were written.
     """
     checksum = 16 * "0"
-    with closing(read_ahead(model, chunk_ranges(model, 0, model.rows))) as chunks:
-        for _, keys, vectors in chunks:
-            checksum = extend_checksum(checksum, keys, vectors)
-            yield model.owned(keys, vectors)
+    with closing(read_chunks(model, chunk_ranges(model, 0, model.rows), sums=True)) as chunks:
+        for chunk in chunks:
+            checksum = join_checksums(checksum, chunk.checksum, chunk.keys, chunk.vectors)
+            yield model.owned(chunk.keys, chunk.vectors)
     model.check_content(checksum)
     return checksum

@@ -14,9 +14,10 @@ from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
 from hps.ground.shares import owned_rows, rows_of_share, share_text
+from hps.ground.threads.thread_pool import POOL
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
-from hps.models.files import SparseModel, extend_checksum
-from hps.models.loading.read_ahead import chunk_ranges, read_ahead
+from hps.models.files import SparseModel, extend_checksum, join_checksums
+from hps.models.loading.read_ahead import chunk_ranges, read_chunks
 from hps.models.loading.repeats import find_repeats
 from hps.models.loading.warm_up import DatabaseRows, WarmUpSource
 from hps.models.sealed import SealedModel
@@ -29,6 +30,7 @@ from hps.stores.base import (
     InProcessDatabase,
     LastingDatabase,
     LoadRecord,
+    MergesRows,
     PersistentDatabase,
     SharedDatabase,
 )
@@ -38,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 _LONG_MERGE_S = 5.0  # a merge that takes longer is logged
 _CLAIM_WAIT_S = 1.0  # between two reports of progress while another process loads
+_SQUARED_ELEMENTS = 1 << 18  # of a piece that is worth a thread
 _MOST_BATCH_ROWS = 1 << 20  # sorting them takes 25 bytes a row
 
 
@@ -117,10 +120,16 @@ class NonfiniteRows:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        elements = vectors.reshape(-1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(np.dot(elements, elements)):  # reads as fast as memory allows; a sum takes three times as long
-                return
+        squares = []
+
+        def part(first: int, last: int) -> None:
+            elements = vectors[first:last].reshape(-1)
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares.append(np.dot(elements, elements))  # reads as fast as memory allows; a sum takes three times as long
+
+        POOL.run(keys.size, max(1, _SQUARED_ELEMENTS // vectors.shape[1]), part)
+        if np.isfinite(squares).all():
+            return
         nonfinite = ~np.isfinite(vectors).all(axis=1)
         if self.first_key is None and nonfinite.any():
             self.first_key = int(keys[np.argmax(nonfinite)])
@@ -356,11 +365,9 @@ class TableLoad:
     def _differs(self, authority: PersistentDatabase) -> bool:
         """Return True if the persistent database, once loaded or kept, has other vectors than the files."""
         record, kept = authority.load_record(self._tag_in(authority)), authority in self._targets.keep
-        if (
-            record is not None
-            and record.modified
-            and record.fingerprint == self._model.fingerprint
-            and self._adopter(authority)
+        later = record is not None and record.modified and record.fingerprint == self._model.fingerprint
+        if later and (
+            self._adopter(authority) or (authority.keeps_changes(self._tag_in(authority)) and not self._targets.force)
         ):
             return True  # also before its file is complete
         if record is None or not self._is_complete(record):
@@ -409,6 +416,8 @@ class TableLoad:
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
+        if same and isinstance(database, PersistentDatabase) and database.keeps_changes(self._tag_in(database)):
+            return 0
         # Not if it was updated online: it is neither a state of these files nor complete, unless a database keeps its changes
         # beside the file that it takes. A delta has no order to continue in.
         kept = not record.modified or self._adopter(database) is not None
@@ -469,7 +478,12 @@ class TableLoad:
         if not isinstance(model, SealedModel) or (adopter := self._adopter(database)) is None:
             return False
         record = LoadRecord(
-            model.fingerprint, model.rows, model.rows, False, model.place, model.size_bytes, model.head.content[:16]
+            model.fingerprint,
+            model.rows,
+            model.rows,
+            source=model.place,
+            size_bytes=model.size_bytes,
+            checksum=model.head.content[:16],
         )
         self._nonfinite = NonfiniteRows()
         self._nonfinite.rows = model.head.nonfinite_rows
@@ -486,12 +500,12 @@ class TableLoad:
         feeds = [self._feed(database, load) for database, load in targets]
         self._nonfinite = NonfiniteRows()
         self._checksum(model, 0, first, count=True)  # the rows of an interrupted load
-        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
-            for start, keys, vectors in chunks:
+        with closing(read_chunks(model, chunk_ranges(model, first, last), sums=any(feed.sums for feed in feeds))) as chunks:
+            for start, keys, vectors, checksum in chunks:
                 self._nonfinite.add(keys, vectors)
                 rows = self._encoded(keys, vectors)
                 for feed in feeds:
-                    feed.add(start, keys, vectors, vectors if feed.is_exact else rows)
+                    feed.add(start, keys, vectors, vectors if feed.is_exact else rows, checksum)
                 self._progress.advance(self._tag, keys.size)
         self._check_unchanged(model, targets, feeds)
         self._check_finite([database for database, _ in targets])
@@ -516,6 +530,11 @@ class TableLoad:
             self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
             feed, merge = self._feed(database, replace(load, first_row=0), base), Merge(model, base)
             self._nonfinite = NonfiniteRows()
+            if base and isinstance(database, MergesRows) and self._merged_within(database, merge, base, feed.record):
+                if base.is_current():
+                    break
+                self._empty(database)
+                continue
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:
@@ -534,6 +553,19 @@ class TableLoad:
         if database.persistent:
             self._write_record(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
         self._progress.finish(self._tag)
+
+    def _merged_within(self, database: MergesRows, merge: Merge, base: BaseRows, record: LoadRecord) -> bool:
+        """Let the database merge the changes with the table that has the base's rows; return whether it did."""
+
+        def rows() -> Iterator[tuple[KeyArray, RowArray | None]]:
+            for keys, vectors in merge.changes():
+                if vectors is not None:
+                    self._nonfinite.add(keys, vectors)
+                self._progress.advance(self._tag, keys.size)
+                yield keys, None if vectors is None else self._encoded(keys, vectors)
+
+        changes = merge.rows_changed
+        return bool(base.tag) and database.load_merged(self._table.tag, base.tag, rows(), changes, record)
 
     def _check_at_rest(self, model: DeltaModel) -> None:
         if model.is_open_for_writing():
@@ -555,7 +587,7 @@ class TableLoad:
                 if (record := self._unmodified_record(database, base)) and record.fingerprint == fingerprint:
                     chunks = partial(self._vectors_in, database, base, model.chunk_rows)
                     is_current = partial(self._is_unmodified, database, base.tag, record)
-                    return BaseRows(level, chunks, record.checksum, is_current)
+                    return BaseRows(level, chunks, record.checksum, is_current, base.tag)
             elif resident.database is not None and resident.fingerprint == fingerprint:
                 base = resident.database.stored(resident.table)
                 if base.row_dtype != database.stored(self._table).row_dtype or not _is_open(resident.database, base.tag):
@@ -627,11 +659,11 @@ class TableLoad:
     def _checksum(self, model: SparseModel | SealedModel, first: int, last: int, *, count: bool = False) -> str:
         """Compute the checksum of rows [first, last); with `count`, also count those that are not finite."""
         checksum = ""
-        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
-            for _, keys, vectors in chunks:
+        with closing(read_chunks(model, chunk_ranges(model, first, last), sums=True)) as chunks:
+            for _, keys, vectors, next_rows in chunks:
                 if count:
                     self._nonfinite.add(keys, vectors)
-                checksum = extend_checksum(checksum, keys, vectors)
+                checksum = join_checksums(checksum, next_rows, keys, vectors)
         return checksum
 
     def _feed(self, database: Database, load: DatabaseLoad, base: BaseRows | None = None) -> "LoadFeed":
@@ -784,6 +816,7 @@ class LoadFeed:
 
     Attributes:
         is_exact: the database stores float32 rows of a table with fewer bits.
+        sums: the record has the checksum of the rows.
 
     Args:
         record: `rows_done` is the first row to load, `checksum` is of the rows before it.
@@ -809,7 +842,7 @@ class LoadFeed:
         self._stored = record
         self._counts = counts
         self._share = table.share if counts else None
-        self._sums = sums or database.persistent  # others are never compared with files
+        self.sums = sums or database.persistent  # others are never compared with files
         self.first_summed_row = 0 if record.checksum else record.rows_done
         rows = min(database.load_bytes // (8 + 4 * width), _MOST_BATCH_ROWS, last_row - record.rows_done)
         self._keys, self._rows = np.empty(rows, np.int64), np.empty((rows, width), np.float32)
@@ -821,6 +854,7 @@ class LoadFeed:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
         rows: RowArray,  # (n, width)
+        checksum: str = "",
     ) -> None:
         """Load the missing rows of a chunk. They are certain to be in the database only after `end`.
 
@@ -828,16 +862,22 @@ class LoadFeed:
             start: first row of the chunk; chunks come in order, without gaps.
             keys, vectors: as read, C-contiguous; the checksum is theirs. May be reused afterwards.
             rows: the vectors as the table stores them; may be reused afterwards.
+            checksum: checksum of the chunk alone, if known.
         """
         missing = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
+        complete = missing.start == 0 and missing.stop >= keys.size
         keys, vectors, rows = keys[missing], vectors[missing], rows[missing]
         if not keys.size:
             return
         if self._gathered + keys.size > self._keys.size:
             self._flush()
         if self._counts:
-            checksum = extend_checksum(self.record.checksum, keys, vectors) if self._sums else ""
-            self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=checksum)
+            before, done = self.record.checksum, ""
+            if self.sums and checksum and complete:
+                done = join_checksums(before, checksum, keys, vectors)
+            elif self.sums:
+                done = extend_checksum(before, keys, vectors)
+            self.record = replace(self.record, rows_done=start + missing.start + keys.size, checksum=done)
         if self._share is not None:
             keys, rows = owned_rows(self._share, keys, rows)
         if keys.size > self._keys.size:

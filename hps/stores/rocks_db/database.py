@@ -91,7 +91,7 @@ _ROOM_BYTES = 4 << 20  # written by RocksDB at an opening, beside the content of
 _open_for_writing: WeakSet["RocksDatabase"] = WeakSet()
 
 
-def _writer_of(path: Path) -> int:
+def writer_of(path: Path) -> int:
     """Return the process that has a database open for writing; 0 if there is none."""
     # RocksDB's lock is a POSIX record lock, which a process loses when it closes any descriptor of the file. So the lock of
     # this process must not be queried through the file.
@@ -258,7 +258,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         present: set[str] = set()
         replaced: set[str] = set()
         loads = config.initialize_after_startup
-        writer = 0 if config.read_only else _writer_of(path)
+        writer = 0 if config.read_only else writer_of(path)
         try:
             if config.read_only or (path == place and directory.check_directory(path, read_only=False)):
                 with closing(cls(path, read_only=True, num_threads=1, load_timeout_s=0)) as database:
@@ -371,7 +371,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             if not defect:
                 return
             before = self._view.files if self._view else None
-            writer, changed = _writer_of(self.path), directory.files_of(self.path) != before
+            writer, changed = writer_of(self.path), directory.files_of(self.path) != before
             if not (writer or changed):
                 with self._calls:
                     self._check_defect(tag, doing, defect)
@@ -403,7 +403,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             return "it does not exist"
         record = self._records.get(tag)
         if record is None:
-            return "it has no rows, and no load of it is recorded" if self._is_empty(tag) else ""
+            return "it has no rows, and no load of it is recorded" if not self._beside_files and self._is_empty(tag) else ""
         if not record.complete:
             return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
         if record.rows_total and not record.modified and self._is_empty(tag):
@@ -439,6 +439,10 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             engine.close()
             if view:
                 view.cleanup()
+
+    def is_written_by_others(self) -> bool:
+        """Return whether another process has it open for writing."""
+        return writer_of(self.path) not in (0, os.getpid())
 
     def release_table(self, tag: str) -> None:
         if self.read_only:  # the next opening may then show a later state

@@ -318,9 +318,14 @@ class RocksTable:
         with self._alone(doing):
             if self.follows_log and self._sealed is None:
                 self._sealed = self._engine.create(SEALED + self.tag)
+            stored: list[bytes | None] = []
+            if self._sealed is not None:
+                self._engine.flush(self._times, doing)  # RocksDB sorts the memtable for each read: see `_are_latest`
+                for rows in pieces(keys.size, self._fetch_rows):
+                    stored += self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
             for rows in pieces(keys.size, self._write_rows):
                 batch = _key_list(keys[order[rows]])
-                values = self._engine.get(self._times, batch, doing) if self._sealed is not None else []
+                values = stored[rows]
                 known = [*_presence(values)]
                 puts = {SEALED + self.tag: (list(compress(batch, known)), list(compress(values, known)))} if known else {}
                 self._engine.write(puts, {self.tag: batch, times: batch}, doing)  # type: ignore[arg-type]

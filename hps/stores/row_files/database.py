@@ -4,54 +4,82 @@
 its file (`layout.py`), if any; `changes/` a RocksDB database of what was written online (`stores/rocks_db`). Tags are
 percent-encoded.
 
-**Loads** are gathered in memory and become a file at once, by `finish_load`: a load that is interrupted starts over.
+**Loads** are gathered in memory, what does not fit there in temporary files, and become a file by `finish_load`: a load that is
+interrupted starts over. A loaded file is served at once, and becomes durable in the background.
+
+**Seals.** Once many rows of a table have changed, a thread makes a new file of the old one and the changes, at a pace that
+leaves half of the time to lookups.
 """
 
+import logging
 import os
 import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, TableWidthError, UnknownTableError
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseTimeoutError,
+    NotReadyError,
+    ReadOnlyError,
+    TableWidthError,
+    UnknownTableError,
+)
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, available_memory, check_fits
 from hps.ground.memory.host_tables import HostTable
+from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
+from hps.ground.threads.pacing import paced
+from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.stores.base import (
     LOAD_ADVICE,
     Adoption,
     AdoptsRowFiles,
+    DatabaseReport,
     DeviceReadable,
     LoadRecord,
     LogPosition,
+    MergesRows,
     OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
     RowFileSource,
+    SealStats,
     TableStats,
 )
-from hps.stores.rocks_db.database import RocksDatabase
+from hps.stores.rocks_db.database import RocksDatabase, writer_of
 from hps.stores.row_files import adoption
 from hps.stores.row_files.download import EXTENTS_SUFFIX, PARTIAL_SUFFIX
+from hps.stores.row_files.inspection import CHANGES, FILES, inspect, is_directory_of_row_files
 from hps.stores.row_files.layout import Head, buckets_for
-from hps.stores.row_files.row_file import read_kernels
+from hps.stores.row_files.row_file import RowFile, read_kernels
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
 from hps.stores.row_files.writer import TEMPORARY, write_kernels
 from hps.tensors.array_checks import check_positive
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec, stored_text
+
+_log = logging.getLogger(__name__)
+
+_SEAL_EVERY_S: Final = 1.0  # between two looks at the numbers of changed rows
+_SEAL_AGAIN_S: Final = 60.0  # after a failure
+_MOST_PAUSE_S: Final = 0.1
+_LOAD_POLL_S: Final = 0.02
 
 _PROGRESS_S: Final = 0.5
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, DeviceReadable):
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowFiles, DeviceReadable):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -63,6 +91,11 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         wait_for_download: serve a file from elsewhere only once it is complete here, not at once.
         write_timeout_s: how long a write waits for another write or a slow disk.
         close_timeout_s: how long `close` waits for running calls.
+        load_timeout_s: with `read_only`, how long `open_table` waits for a table that another process is loading.
+        seal_share: share of a file's rows that may change before a new one is made; 0 to make none.
+        least_sealed_rows: fewer changed rows are not sealed.
+        most_changed_bytes: changes of a table in bytes that are sealed at any share.
+        most_load_bytes: memory for the rows of a load or a seal; by default a quarter of what is free.
 
     Raises:
         DatabaseLockedError: another process has it open for writing.
@@ -70,7 +103,6 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
     """
 
     kind = "row_files"
-    load_bytes = 128 << 20
 
     def __init__(
         self,
@@ -84,6 +116,11 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         wait_for_download: bool = False,
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
+        load_timeout_s: float = 10.0,
+        seal_share: float = 0.1,
+        least_sealed_rows: int = 65_536,
+        most_changed_bytes: int = 1 << 30,
+        most_load_bytes: int | None = None,
     ) -> None:
         self.path = self.directory = Path(path).absolute()
         self.read_only = read_only
@@ -92,10 +129,13 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         self._wait_for_download = wait_for_download
         self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._seal_when = (seal_share, least_sealed_rows, most_changed_bytes)
+        self._most_load_bytes = most_load_bytes
         self._calls = OpenCalls(f"the database {self.path}")
         self._tables_lock = threading.Lock()
         self._tables: dict[str, RowTable] = {}
-        self._files = self.path / "tables"
+        self._files = self.path / FILES
         compile_kernels(*self.kernels(None))
         try:
             if not read_only:
@@ -103,16 +143,21 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         except OSError as error:
             raise DatabaseError(f"opening the database {path}: {error}; expected a directory that it may write") from error
         self._changes = RocksDatabase(
-            self.path / "changes",
+            self.path / CHANGES,
             num_threads=num_threads,
             read_only=read_only,
             max_batch_size=max_batch_size,
             write_timeout_s=write_timeout_s,
             close_timeout_s=close_timeout_s,
+            load_timeout_s=load_timeout_s,
             beside_files=True,
         )
+        self._sealer: PeriodicTask | None = None
+        self._retry_at: dict[str, float] = {}  # when a table is sealed again after a failure
         if not read_only:
             self._remove_the_rest()
+            if seal_share:
+                self._sealer = PeriodicTask("sealer", self.seal_due, _SEAL_EVERY_S, what=f"sealing tables of {self.path}")
         disown_in_children(self)
 
     def _remove_the_rest(self) -> None:
@@ -141,8 +186,51 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             read_only=config.read_only,
             max_batch_size=config.max_batch_size,
             verify=config.verify,
+            seal_share=config.seal_share,
+            wait_for_download=config.ready == "complete",
             resident=config.resident,
         )
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        path, where = Path(config.path).absolute(), "persistent_db.path"
+        place = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not place.is_dir():
+            return [CheckResult("wrong", where, f"{place} is no directory; give another path")]
+        if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
+            return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
+        if path == place and not is_directory_of_row_files(path) and any(path.iterdir()):
+            return [CheckResult("wrong", where, f"{path} holds other files; give the path of an empty directory")]
+        present = {tag_of(record) for record in (path / FILES).glob(f"*{RECORD_SUFFIX}")}
+        loads, replaced = config.initialize_after_startup, set()
+        try:
+            for spec in tables:
+                record = TableRecord.read(path / FILES / (file_name(spec.tag) + RECORD_SUFFIX))
+                if record and record.width != spec.width and not (loads and record.load):
+                    raise TableWidthError(f"{path}: table {spec.tag} holds rows of {record.width} words, expected {spec.width}")
+                if record and record.width != spec.width:
+                    replaced.add(spec.tag)
+                elif (rows := path / FILES / (file_name(spec.tag) + ROWS_SUFFIX)).exists():
+                    RowFile(rows)
+        except DatabaseError as error:
+            return [CheckResult("wrong", where, str(error))]
+        found = sum(spec.tag in present for spec in tables)
+        state = f"{path} holds {found} of {len(tables)} tables" if present else f"{path} would be created"
+        if replaced:
+            state += f", of which a start drops {len(replaced)} of another width, with its online writes, to load it anew"
+        if not config.read_only and (writer := writer_of(path / CHANGES)):
+            locked = f"{state}; process {writer} has it open, and only one may write to it: stop that process first"
+            return [CheckResult("unreachable", where, locked)]
+        needed = sum(size for spec, size in tables.items() if spec.tag not in present - replaced) if loads else 0
+        free = shutil.disk_usage(place).free
+        room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
+        if needed > free:
+            return [CheckResult("wrong", where, f"{state}; {room}: free some, or give a path on a larger disk")]
+        return [CheckResult("good", where, f"{state}; {room}")]
+
+    @classmethod
+    def inspect(cls, path: Path) -> DatabaseReport:
+        return inspect(Path(path).absolute())
 
     @classmethod
     def kernels(cls, config: Any) -> Sequence[Callable[..., Any]]:
@@ -157,7 +245,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
                 self._check_width(tag, self._tables[tag].width, dim)
                 return
             path = self._files / (file_name(tag) + RECORD_SUFFIX)
-            record = TableRecord.read(path)
+            record = self._loaded_record(tag) if self.read_only else TableRecord.read(path)
             if record is None:
                 record = TableRecord(dim)
                 record.write(path)
@@ -170,10 +258,32 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
                 verify=self._verify,
                 resident=self._is_resident(tag),
                 write_timeout_s=self._write_timeout_s,
+                most_load_bytes=self._most_load_bytes,
             )
 
     def _is_resident(self, tag: str) -> bool:
         return any(expression.search(tag) for expression in self._resident)
+
+    def _loaded_record(self, tag: str) -> TableRecord:
+        """Wait until a table that another process is loading is complete; return its record."""
+        doing, deadline = f"opening table {tag} in {self.path} with read_only", time.monotonic() + self._load_timeout_s
+        while True:
+            record = TableRecord.read(self._files / (file_name(tag) + RECORD_SUFFIX))
+            if record and (record.load is None or record.load.complete):
+                return record
+            if not self._changes.is_written_by_others():
+                if record is None:
+                    tables = ", ".join(self._recorded()) or "none"
+                    raise ReadOnlyError(
+                        f"{doing}: it does not exist; existing tables: {tables}. Load it first, without read_only"
+                    )
+                raise DatabaseError(f"{doing}: its load was interrupted. Complete it with `hps load`")
+            if time.monotonic() >= deadline:
+                raise DatabaseTimeoutError(
+                    f"{doing}: another process writes there, and the table was not complete and durable within "
+                    f"{self._load_timeout_s:g} s. Try again when it is"
+                )
+            time.sleep(_LOAD_POLL_S)
 
     def _check_width(self, tag: str, held: int, dim: int) -> None:
         if held != dim:
@@ -208,6 +318,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             if (table := self._tables.get(tag)) is not None:
                 table.retire()
                 del self._tables[tag]
+            self._retry_at.pop(tag, None)
             name = file_name(tag)
             for suffix in (
                 RECORD_SUFFIX,
@@ -219,6 +330,13 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             self._changes.drop_table(tag)
 
     def close(self) -> None:
+        """As `Database.close`. Waits until loaded files are durable, and ends a seal, which the next start repeats."""
+        if self._sealer:
+            self._sealer.stop.set()  # a seal that runs ends at its next step
+        for table in list(self._tables.values()):
+            table.wait_until_durable()
+        if self._sealer:
+            self._sealer.join(self._close_timeout_s)
         if not self._calls.close(self._close_timeout_s):
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
@@ -234,6 +352,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
     def disown(self) -> None:
         """In a forked child: leave the files to the parent."""
         self._tables_lock = threading.Lock()
+        self._sealer = None
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -317,6 +436,37 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         with self._calls:
             return self._table(tag).seal()
 
+    def wait_until_durable(self, tag: str) -> None:
+        """Wait until the last load of a table is on the disk, or has failed to get there."""
+        with self._calls:
+            self._table(tag).wait_until_durable()
+
+    def seal_due(self) -> None:
+        """Seal the tables of which many rows have changed, at a pace; called periodically.
+
+        Raises:
+            DatabaseError: a table could not be sealed; the others were. It is tried again after a while.
+        """
+        failure: DatabaseError | None = None
+        for tag, table in list(self._tables.items()):
+            if not table.is_due(*self._seal_when) or time.monotonic() < self._retry_at.get(tag, 0.0):
+                continue
+            try:
+                with paced():
+                    rows = table.seal(_Pace(self._sealer.stop if self._sealer else None))
+                _log.info("Table: %s; sealed %d changed rows.", tag, rows)
+            except (NotReadyError, UnknownTableError):  # closed or dropped meanwhile
+                continue
+            except DatabaseError as error:
+                self._retry_at[tag] = time.monotonic() + _SEAL_AGAIN_S
+                failure = failure or error
+        if failure:
+            raise failure
+
+    def changed_rows(self, tag: str) -> int:
+        """Return how many rows of a table have changed since its file was made."""
+        return self._table(tag).changed_rows
+
     def host_table(self, tag: str) -> HostTable:
         with self._calls:
             return self._table(tag).in_place
@@ -344,8 +494,10 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
             table = self._table(tag)
             rows = table.size()
             vector_bytes = rows * table.width * 4
+            counts = table.counts
+            sealing = SealStats(table.changed_rows, counts.seals, counts.rows, counts.seconds, counts.failures)
             overhead_bytes = max(0, table.disk_bytes() - vector_bytes)
-            return TableStats(rows, vector_bytes, overhead_bytes, file=table.file_statistics())
+            return TableStats(rows, vector_bytes, overhead_bytes, sealing=sealing, file=table.file_statistics())
 
     def size(self, tag: str) -> int:
         with self._calls:
@@ -370,6 +522,16 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         with self._calls:
             self._table(tag).load_chunk(keys, vectors, record)
+
+    def keeps_changes(self, tag: str) -> bool:
+        with self._calls:
+            return self._table(tag).keeps_changes
+
+    def load_merged(
+        self, tag: str, base_tag: str, changes: Iterable[tuple[KeyArray, RowArray | None]], rows: int, record: LoadRecord
+    ) -> bool:
+        with self._calls:
+            return self._table(tag).merge(self._table(base_tag), changes, rows, record)
 
     def finish_load(self, tag: str) -> None:
         with self._calls:
@@ -420,6 +582,19 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, AdoptsRowFiles, Device
         with self._calls:
             found = {tag: table.download_progress() for tag, table in list(self._tables.items())}
         return {tag: progress for tag, progress in found.items() if progress is not None}
+
+
+class _Pace:
+    """Pauses after each step for as long as it took, so that lookups get half of the time. *One thread.*"""
+
+    def __init__(self, stop: Stop | None) -> None:
+        self._stop = stop
+        self._since = time.monotonic()
+
+    def __call__(self, rows: int) -> None:
+        if self._stop and self._stop.wait(min(_MOST_PAUSE_S, time.monotonic() - self._since)):
+            raise NotReadyError("sealing: the database is being closed")
+        self._since = time.monotonic()
 
 
 def _file_bytes(tag: str, dim: int, rows: int) -> int:

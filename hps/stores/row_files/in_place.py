@@ -109,8 +109,14 @@ class PinnedFile:
             self.undo()
             raise
         start = (self._copy.address if self._copy else address) - head.records_at  # of the file, if it began there
-        parts = (start + at for at in (head.records_at, head.starts_at, head.fingerprints_at))
-        self.layout = FileLayout(*parts, head.rows, head.buckets, head.record_bytes)
+        self.layout = FileLayout(
+            start + head.records_at,
+            start + head.starts_at,
+            start + head.fingerprints_at,
+            head.rows,
+            head.buckets,
+            head.record_bytes,
+        )
 
     def _pin(self, address: int, progress: Callable[[int, int], None], *, read_only: bool) -> None:
         for start in range(0, self.size_bytes, _PIECE_BYTES):

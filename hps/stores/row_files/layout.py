@@ -190,7 +190,7 @@ def first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
         near -= np.int64(1 << 32)
     elif near < -np.int64(1 << 31):
         near += np.int64(1 << 32)
-    return expected + near
+    return min(max(expected + near, np.int64(0)), np.int64(rows))  # a damaged start must not lead out of the file
 
 
 @njit(inline="always")
@@ -346,12 +346,6 @@ def checksum(content: np.ndarray) -> int:
 # -- merging -----------------------------------------------------------------------------------------------------------
 
 
-@kernel(_void, _KEYS, uint64[::1])
-def hash_keys(keys, hashes):  # type: ignore[no-untyped-def]
-    for i in range(keys.size):
-        hashes[i] = mix(keys[i])
-
-
 @kernel(int64, _RECORDS, uint64)
 def rank_of(records, lowest):  # type: ignore[no-untyped-def]
     """Return the number of the first record whose hash is not below `lowest`."""
@@ -370,26 +364,6 @@ def hash_records(records, start, stop, hashes, at):  # type: ignore[no-untyped-d
     """Write the hashes of records [start, stop) to `hashes` from position `at` on."""
     for row in range(start, stop):
         hashes[at + row - start] = mix(_key_of(records, row))
-
-
-@kernel(_void, _KEYS, read_only(uint32[:, ::1]), read_only(int64[::1]), int64, int64, uint32[:, ::1])
-def join_records(keys, rows, order, start, stop, records):  # type: ignore[no-untyped-def]
-    """Write records [start, stop): keys and rows in this order."""
-    for at in range(start, stop):
-        i = order[at]
-        word = np.uint64(keys[i])
-        records[at, 0] = np.uint32(word & _LOW)
-        records[at, 1] = np.uint32(word >> np.uint64(32))
-        for w in range(rows.shape[1]):
-            records[at, 2 + w] = rows[i, w]
-
-
-@kernel(_void, _RECORDS, read_only(int64[::1]), read_only(int64[::1]), int64, uint32[:, ::1])
-def pick_records(records, rows, places, shift, out):  # type: ignore[no-untyped-def]
-    """Copy record `rows[i]` to `out[shift + places[i]]`."""
-    for i in range(rows.size):
-        for word in range(out.shape[1]):
-            out[shift + places[i], word] = records[rows[i], word]
 
 
 @kernel(int64, read_only(uint64[::1]), int64, int64, int64, int64, uint32[::1], uint8[::1])

@@ -7,6 +7,10 @@ acknowledges.
 **A state** is a file and its set. A new file and its set replace both at once; only then the changes that the file has are
 removed from RocksDB. So a reader that finds a changed key nowhere in RocksDB knows that it was deleted if the state is still
 the current one, and reads again if it is not.
+
+**A load** ends when its file is complete in the page cache: from then on it is served. Making it durable takes as long as the
+disk does, and a thread of its own. Until then the durable record says that nothing is loaded and, once a row is written online,
+that the load had *ended*: after a crash the same files are loaded again, below the changes in RocksDB, which are later.
 """
 
 import json
@@ -14,9 +18,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, unquote
@@ -27,16 +32,18 @@ from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.key_sets import KeySet
 from hps.ground.log_limits import LineLimit
 from hps.ground.progress import size_text
+from hps.ground.threads.workers import new_thread
 from hps.statistics.snapshot import FileStatistics
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
+from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
+from hps.stores.row_files.collector import RowCollector
 from hps.stores.row_files.download import Download
 from hps.stores.row_files.in_place import RowFileInPlace
 from hps.stores.row_files.layout import Head, RowFacts
 from hps.stores.row_files.row_file import RowFile
-from hps.stores.row_files.writer import Run, sorted_run, sync_directory, write_row_file
+from hps.stores.row_files.writer import TEMPORARY, Run, build_row_file, sync_directory, sync_file, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
 
@@ -45,9 +52,11 @@ _log = logging.getLogger(__name__)
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
 _LOG_S: Final = 5.0
-_SEAL_ROWS: Final = 65_536  # changes read at a time for a new file
 _KEEP_TIMEOUT_S: Final = 600.0
 _FORGET_ROWS: Final = 16_384  # writers wait while these are removed
+_FILE_TIMEOUT_S: Final = 600.0  # for another load or seal of the table
+_SLOWEST_DISK: Final = 20 << 20  # bytes a second, to bound waiting for it
+_CHANGE_BYTES: Final = 64  # of a changed row in memory and in RocksDB, beside its vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +65,11 @@ class TableRecord:
 
     width: int
     load: LoadRecord | None = None
+    ended: bool = False  # the load had ended before a crash, so that changes are later than it
 
     def write(self, path: Path) -> None:
         """Replace the record of a table, durably on return."""
-        fresh = path.with_name(f"{path.name}.tmp")
+        fresh = path.with_name(f"{path.name}{TEMPORARY}")
         try:
             with open(fresh, "w") as file:
                 json.dump(asdict(self), file)
@@ -68,6 +78,8 @@ class TableRecord:
             fresh.replace(path)
             sync_directory(path.parent)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink()
             raise DatabaseError(f"writing {path}: {error}") from error
 
     @classmethod
@@ -75,7 +87,7 @@ class TableRecord:
         """Read the record of a table; None if there is none."""
         try:
             fields = json.loads(path.read_text())
-            return cls(fields["width"], fields["load"] and LoadRecord(**fields["load"]))
+            return cls(fields["width"], fields["load"] and LoadRecord(**fields["load"]), fields.get("ended", False))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -107,7 +119,39 @@ class _Load:
     """A load that has not been finished."""
 
     record: LoadRecord
-    runs: list[Run] = field(default_factory=list)  # the latest first
+    rows: RowCollector
+
+
+@dataclass(slots=True, eq=False)
+class _Settling:
+    """A loaded file on its way to the disk."""
+
+    file: Path  # temporary
+    size_bytes: int
+    fingerprint: str
+    done: threading.Event = field(default_factory=threading.Event)  # also after a failure
+
+
+class _Recent:
+    """Keys that were written while a new file is made."""
+
+    def __init__(self) -> None:
+        self.keys = KeySet()
+        self.parts: list[KeyArray] = []
+
+    def add(self, keys: KeyArray) -> None:
+        if (new := keys[self.keys.add(keys)]).size:
+            self.parts.append(new)
+
+
+@dataclass(slots=True)
+class SealCounts:
+    """What sealing did since the start."""
+
+    seals: int = 0
+    rows: int = 0  # changes that came into files
+    seconds: float = 0.0
+    failures: int = 0  # of seals, and of loads that could not be made durable
 
 
 def check_belongs(head: Head, place: object, tag: str, width: int) -> None:
@@ -137,6 +181,7 @@ class RowTable:
         verify: bool,
         resident: bool,
         write_timeout_s: float,
+        most_load_bytes: int | None = None,
     ) -> None:
         self.tag = tag
         self.width = record.width
@@ -147,13 +192,17 @@ class RowTable:
         self._resident = resident
         self._cold_reads = ColdReads()
         self._write_timeout_s = write_timeout_s
+        self._most_load_bytes = most_load_bytes
         self._writing = threading.Lock()
         self._sealing = threading.Lock()
         self._record = record
         self._load: _Load | None = None
         self._dropped = False
+        self._recent: _Recent | None = None  # while a new file is made
+        self._settling: _Settling | None = None  # until its file is durable
+        self._leftover = False  # whether RocksDB has changes that are not in the set, since a seal failed
+        self.counts = SealCounts()
         self._download: Download | None = None  # of the file that lookups read meanwhile
-        self._recent: KeySet | None = None  # keys written while a new file is made
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
         self._shadowed = self._count_shadowed(self._state)
@@ -174,12 +223,12 @@ class RowTable:
             file.hold(required=True, progress=self._holding())
         return file
 
-    def _open_file(self) -> RowFile:
-        return RowFile(self._rows_path, cold_reads=self._cold_reads)
+    def _open_file(self, path: Path | None = None) -> RowFile:
+        return RowFile(path or self._rows_path, cold_reads=self._cold_reads)
 
-    def _replacement(self) -> RowFile:
+    def _replacement(self, path: Path | None = None) -> RowFile:
         """Open a new file, held in memory if the table is resident and that is possible."""
-        file = self._open_file()
+        file = self._open_file(path)
         if self._resident:
             file.hold(required=False, progress=self._holding())
         return file
@@ -379,7 +428,12 @@ class RowTable:
     def _mark_modified(self) -> None:
         load = self._record.load
         if load is not None and not load.modified:
-            self._put(replace(load, modified=True))
+            modified = replace(load, modified=True)
+            if self._settling and self._settling.fingerprint == load.fingerprint and self._load is None:
+                self._write_ended(modified)
+                self._record = replace(self._record, load=modified)
+            else:
+                self._put(modified)
 
     # -- for devices --------------------------------------------------------------------------------------------------
 
@@ -418,14 +472,25 @@ class RowTable:
             self._sealing.release()
 
     def _put(self, load: LoadRecord | None) -> None:
-        record = replace(self._record, load=load)
+        same = load is not None and self._record.load is not None and self._record.load.fingerprint == load.fingerprint
+        record = replace(self._record, load=load, ended=self._record.ended and same and load is not None and not load.complete)
         record.write(self._record_path)
         self._record = record
+
+    def _write_ended(self, load: LoadRecord) -> None:
+        """Store durably that a load had ended whose file is not durable."""
+        nothing = replace(load, rows_done=0, rows_total=max(1, load.rows_total), checksum="")
+        TableRecord(self.width, nothing, ended=True).write(self._record_path)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load_record(self) -> LoadRecord | None:
         return self._load.record if self._load else self._record.load
+
+    @property
+    def keeps_changes(self) -> bool:
+        """Whether its changes are later than the load that is recorded as incomplete."""
+        return self._record.ended
 
     def load_chunk(self, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         """Gather rows of a load for `finish_load`. Without rows the record alone is stored, durably on return."""
@@ -435,61 +500,210 @@ class RowTable:
             before = self.load_record()
             if before is None or before.fingerprint != record.fingerprint:
                 if keys.size or not record.complete:  # else the files were only moved
+                    self._end_settling()
                     self._changes.forget_log(self.tag)
                     self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
             elif before.modified:
                 record = replace(record, modified=True)
             if not keys.size:
-                if self._load is None:
-                    self._put(record)
-                else:
+                if self._load is not None:
                     self._load.record = record
+                elif self._settling:
+                    self._record = replace(self._record, load=record)  # stored with the file
+                else:
+                    self._put(record)
                 return
             if self._load is None or self._load.record.fingerprint != record.fingerprint:
-                self._load = _Load(record)
+                rows = RowCollector(self._rows_path, self.width, record.rows_total, self._most_load_bytes)
+                self._load = _Load(record, rows)
             self._load.record = record
-            self._load.runs.insert(0, sorted_run(keys, vectors))
-            older = np.unique(keys[self._state.changed.contains(keys)])
-            if older.size:  # the loaded rows are later
-                self._changes.forget(self.tag, older)
-                self._state = _State(self._state.file, self._changed())
-                self.in_place.changed(older)
+            self._load.rows.add(keys, vectors)
+            if not self._record.ended:
+                self._forget_older(keys)
+
+    def _forget_older(self, keys: KeyArray) -> None:
+        """Forget the changes of loaded rows, which are later."""
+        changed = self._changes.are_changed(self.tag, keys) if self._leftover else self._state.changed.contains(keys)
+        older = np.unique(keys[changed])
+        if older.size:
+            self._changes.forget(self.tag, older)
+            self._state = _State(self._state.file, self._changed())
+            self._shadowed = self._count_shadowed(self._state)
+            self.in_place.changed(older)
 
     def finish_load(self) -> None:
-        with self._sealing, self._alone(f"finishing the load of table {self.tag}"):
+        """Make a file of the loaded rows, and serve it. A thread then makes it durable; writers wait for short pieces only."""
+        doing = f"finishing the load of table {self.tag}"
+        with self._making_a_file(doing):
             if self._load is None:
                 return
             file = self._state.file
-            runs = [*self._load.runs, *([Run(file.records)] if file else [])]
-            record = self._load.record
-            write_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
-            self._replace(self._replacement(), self._state.changed)
-            self._put(replace(record, loaded_at_us=time.time_ns() // 1000))
-            self._load = None
+            try:
+                runs = [*self._load.rows.runs(), *([Run(file.records)] if file else [])]
+                self._load_file(runs, self._load.record, doing)
+            finally:
+                self._load = None  # after a failure the durable record counts, which says that nothing is loaded
 
-    def _replace(self, file: RowFile, changed: ChangedRows) -> None:
-        before, state = self._state.file, _State(file, changed)
-        self._state, self._shadowed = state, self._count_shadowed(state)
+    def merge(
+        self, base: "RowTable", changes: Iterable[tuple[KeyArray, FloatArray | None]], rows: int, record: LoadRecord
+    ) -> bool:
+        """As `MergesRows.load_merged`."""
+        doing = f"loading table {self.tag} from the rows of table {base.tag}"
+        with self._making_a_file(doing):
+            state = base._state
+            if state.file is None or len(state.changed) or base.width != self.width or self._state.file is not None:
+                return False
+            changed = RowCollector(self._rows_path, self.width, rows, self._most_load_bytes)
+            for keys, vectors in changes:
+                if vectors is None:
+                    changed.add(keys, np.zeros((keys.size, self.width), np.float32), np.ones(keys.size, np.bool_))
+                else:
+                    changed.add(*check_rows(doing, keys, vectors, self.width))
+            self._load_file([*changed.runs(), Run(state.file.records)], record, doing)
+            return True
+
+    def _load_file(self, runs: list[Run], record: LoadRecord, doing: str) -> None:
+        fresh, head = build_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
+        settling = _Settling(fresh, head.size_bytes, record.fingerprint)
+        with self._removed_on_failure(fresh):
+            file = self._replacement(fresh)
+            self.in_place.prepare(file)
+        with self._removed_on_failure(fresh), self._alone(doing):
+            stored = self._record.load
+            modified = record.modified or bool(stored and stored.fingerprint == record.fingerprint and stored.modified)
+            record = replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000)
+            if modified:
+                self._write_ended(record)
+            self._replace(file, self._state.changed)
+            if self._settling:  # one that failed
+                self._settling.file.unlink(missing_ok=True)
+            self._record, self._settling = replace(self._record, load=record), settling
+        new_thread(f"settle-{file_name(self.tag)[:40]}", partial(self._settle, settling), lasting=False).start()
+
+    @contextmanager
+    def _removed_on_failure(self, fresh: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                fresh.unlink()
+            raise
+
+    @contextmanager
+    def _making_a_file(self, doing: str) -> Iterator[None]:
+        """Wait until no other file of the table is made or on its way to the disk, and exclude others."""
+        busy = f"{doing}: another load or seal of it did not end within {_FILE_TIMEOUT_S:g} s; try again"
+        with exclusive(self._sealing, _FILE_TIMEOUT_S, busy):
+            self.wait_until_durable()
+            yield
+
+    # -- durability of loads ------------------------------------------------------------------------------------------
+
+    def wait_until_durable(self) -> None:
+        """Wait until the last loaded file is on the disk, or has failed to get there.
+
+        Raises:
+            DatabaseTimeoutError: it took too long.
+        """
+        if settling := self._settling:
+            limit = self._write_timeout_s + settling.size_bytes / _SLOWEST_DISK
+            if not settling.done.wait(limit):
+                raise DatabaseTimeoutError(
+                    f"writing table {self.tag} to the disk: {settling.size_bytes:,} bytes were not durable after {limit:.0f} s;"
+                    " its rows are served, and a start would load them again"
+                )
+
+    def _settle(self, settling: _Settling) -> None:
+        """Make a loaded file durable, then its record."""
+        try:
+            sync_file(settling.file)
+            with self._writing:
+                if self._settling is not settling or self._dropped:
+                    return
+                settling.file.replace(self._rows_path)
+                if file := self._state.file:
+                    file.path = self._rows_path
+            sync_directory(self._rows_path.parent)
+            with self._writing:
+                if self._settling is settling and not self._dropped:
+                    self._settling = None
+                    self._put(self._record.load)
+        except (OSError, DatabaseError) as error:
+            self._settling_failed(settling, error)
+        finally:
+            settling.done.set()
+
+    def _settling_failed(self, settling: _Settling, error: Exception) -> None:
+        # After a failed fsync the system may drop pages that never reached the disk. So rows are compared with their checksums.
+        self._verify = True
+        self.counts.failures += 1
+        _log.error(
+            "table %s: the loaded rows could not be made durable: %s. They are served, each compared with its checksum; the "
+            "next start loads them again",
+            self.tag,
+            error,
+        )
+        with self._writing:
+            if self._settling in (settling, None) and (load := self._record.load) and not self._dropped:
+                self._settling = settling  # so that the durable record goes on to say that the load is incomplete
+                self._record = replace(
+                    self._record, load=replace(load, rows_done=0, rows_total=max(1, load.rows_total)), ended=True
+                )
+
+    def _end_settling(self) -> None:
+        """Forget a file that failed to become durable, since other rows replace it."""
+        if self._settling and self._settling.done.is_set():
+            self._settling = None
+
+    # -- sealing ------------------------------------------------------------------------------------------------------
+
+    @property
+    def changed_rows(self) -> int:
+        """Number of rows that were changed since the file was made."""
+        return len(self._state.changed)
+
+    @property
+    def changed_bytes(self) -> int:
+        return self.changed_rows * (4 * self.width + _CHANGE_BYTES)
+
+    def is_due(self, share: float, least_rows: int, most_bytes: int) -> bool:
+        """Return whether its changes are to be sealed: they exceed a share of the file's rows, or so many bytes."""
+        file, changed = self._state.file, self.changed_rows
+        enough = changed > share * (file.head.rows if file else 0) or self.changed_bytes > most_bytes
+        return changed >= least_rows and enough and self._load is None
+
+    def _replace(self, file: RowFile, changed: ChangedRows, parts: list[KeyArray] | None = None) -> None:
+        """Serve a file; `parts` are the changed keys, by default all that RocksDB has."""
+        state = _State(file, changed)
+        shadowed = self._count_shadowed(state) if parts is None else sum(int((file.numbers(keys) >= 0).sum()) for keys in parts)
+        before, self._state, self._shadowed = self._state.file, state, shadowed
         self.in_place.replaced()
         if before:
             before.release()
 
     def seal(self, progress: Callable[[int], None] | None = None) -> int:
-        """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""
-        doing = f"sealing table {self.tag}"
-        with self._sealing:
+        """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait.
+
+        Args:
+            progress: called now and then with the number of rows that were read or written, without a lock; may raise.
+        """
+        doing, started = f"sealing table {self.tag}", time.monotonic()
+        with self._making_a_file(doing):
             with self._alone(doing):
-                if self._load is not None or self._download is not None or not len(self._state.changed):
+                if self._load is not None or self._settling or self._download is not None or not self.changed_rows:
                     return 0
-                self._recent = KeySet()
+                self._recent = _Recent()
                 file = self._state.file
             try:
-                runs, snapshot = [Run(file.records)] if file else [], []
+                rows, sealed = RowCollector(self._rows_path, self.width, self.changed_rows, self._most_load_bytes), []
                 for keys in self._changes.changed_keys(self.tag):
-                    rows, there = np.zeros((keys.size, self.width), np.float32), np.zeros(keys.size, np.bool_)
-                    self._changes.fetch(self.tag, keys, rows, there)
-                    runs.insert(0, sorted_run(keys, rows, ~there))
-                    snapshot.append(keys)
+                    vectors, there = np.zeros((keys.size, self.width), np.float32), np.zeros(keys.size, np.bool_)
+                    self._changes.fetch(self.tag, keys, vectors, there)
+                    rows.add(keys, vectors, ~there)
+                    sealed.append(keys)
+                    if progress:
+                        progress(keys.size)
+                runs = [*rows.runs(), *([Run(file.records)] if file else [])]
                 source, facts = "", RowFacts(row_dtype_of(self.tag))
                 if file:  # what is written online may have any key, and is not counted
                     source, facts = file.head.source, facts._replace(dim=file.head.dim)
@@ -497,19 +711,39 @@ class RowTable:
                 fresh = self._replacement()
                 self.in_place.prepare(fresh)
                 with self._alone(doing):
-                    changed = ChangedRows(self.width)
-                    for keys in self._changes.changed_keys(self.tag):
-                        stay = keys[self._recent.contains(keys)]
-                        changed.add(stay, *self._state.changed.known(stay))
-                    self._replace(fresh, changed)
-                for keys in snapshot:
-                    for start in range(0, keys.size, _FORGET_ROWS):
-                        piece = keys[start : start + _FORGET_ROWS]
-                        with self._alone(doing):
-                            self._changes.forget(self.tag, piece[~self._recent.contains(piece)])
-                return sum(keys.size for keys in snapshot)
+                    changed, parts = ChangedRows(self.width), self._recent.parts
+                    for keys in parts:
+                        changed.add(keys, *self._state.changed.known(keys))
+                    self._replace(fresh, changed, parts)
+                    self._recent = None
+                self._forget(sealed, doing, progress)
+            except BaseException:
+                self.counts.failures += 1
+                raise
             finally:
                 self._recent = None
+            self.counts.seals += 1
+            self.counts.rows += rows.rows
+            self.counts.seconds += time.monotonic() - started
+            return rows.rows
+
+    def _forget(self, sealed: list[KeyArray], doing: str, progress: Callable[[int], None] | None) -> None:
+        """Remove sealed changes from RocksDB, unless the row was changed again."""
+        keys, start = np.concatenate(sealed), 0
+        try:
+            for start in range(0, keys.size, _FORGET_ROWS):
+                piece = keys[start : start + _FORGET_ROWS]
+                with self._alone(doing):
+                    self._changes.forget(self.tag, piece[~self._state.changed.contains(piece)])
+                if progress:
+                    progress(piece.size)
+        except BaseException:
+            with self._writing:  # what RocksDB still has is a change, as for the next start
+                self._leftover = True
+                with suppress(DatabaseError):
+                    self._add(keys[start:][self._changes.are_changed(self.tag, keys[start:])])
+                    self._leftover = False
+            raise
 
     def can_adopt(self, head: Head) -> bool:
         """Return whether a file may become that of the table: it has none, or this one."""
@@ -600,9 +834,13 @@ class RowTable:
             download.stop(self._write_timeout_s)
 
     def retire(self) -> None:
-        """Refuse writes from now on."""
-        with self._sealing, self._alone(f"dropping table {self.tag}"):
+        """Refuse writes from now on, and remove a file that is not durable yet."""
+        doing = f"dropping table {self.tag}"
+        busy = f"{doing}: a load or seal of it did not end within {_FILE_TIMEOUT_S:g} s; try again"
+        with exclusive(self._sealing, _FILE_TIMEOUT_S, busy), self._alone(doing):
             self._dropped = True
+            if self._settling:
+                self._settling.file.unlink(missing_ok=True)
             self.in_place.close()
             if self._state.file:
                 self._state.file.release()

@@ -92,10 +92,11 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
     segments = words[layout.SEGMENTS :]
     rest = [0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments))
-    assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS)
+    assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS, *[0] * 8)
     mirrors = list(range(1, len(segments) // 2 + 1))
     packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
-    assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *[0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors)))
+    without = [0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors))
+    assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *without, *[0] * 8)
     assert (layout.DENSE_ROWS, layout.SEGMENTS) == (host_tables.DENSE_ROWS_AT, host_tables.SEGMENTS_AT)
     assert words[layout.DENSE_ROWS] == rows * dense
     assert kernels.bins_per_row(words) == dense * kernels.MOST_BINS / rows

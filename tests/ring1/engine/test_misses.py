@@ -170,6 +170,29 @@ def test_a_quarantined_table_is_not_read_in_place_again(start, kind):
     assert count(server, "hps_linked_keys_total", "b") == 1
 
 
+@pytest.mark.parametrize("volatile", ["disabled", "hash_map"])
+def test_row_files_are_read_in_place_unless_a_hash_map_is_above_them(start, tmp_path, volatile):
+    tiers = {"volatile_db": {"type": volatile}, "persistent_db": {"type": "row_files", "path": str(tmp_path / "files")}}
+    server = start(tiers=tiers)
+    tier = "persistent_db" if volatile == "disabled" else "volatile_db"
+    keys = [3, 3, 9, ROWS, 4]
+    check(keys, lookup(server, keys))
+    assert count(server, "hps_linked_keys_total", "a") == 4
+    assert count(server, "hps_hits_total", "a", tier) == 4
+    server.insert([9, 50], vectors_of([9, 50], 1), "m", "a")
+    server.delete([4], "m", "a")
+    database = server.model("m").chain.databases[-1]
+    for _before_and_after_the_seal in range(2):
+        np.testing.assert_array_equal(lookup(server, [9, 50]), vectors_of([9, 50], 1))
+        np.testing.assert_array_equal(lookup(server, [4]), np.full((1, DIM), np.float32(DEFAULT)))
+        database.seal(server.model("m").tables[0].tag)
+    assert path_of(server, "link") == 1
+    if volatile == "disabled":  # the device answers alone
+        out = np.full((2, DIM), np.nan, np.float32)
+        server.lookup_fromdlpack(np.array([9, 7]), out, "m", "a", wait=False)
+        np.testing.assert_array_equal(out, np.concatenate([vectors_of([9], 1), vectors_of([7])]))
+
+
 @pytest.mark.parametrize(
     ("changes", "tiers", "reason"),
     [

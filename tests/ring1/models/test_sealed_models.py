@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hps.errors import ModelFileError
+from hps.ground.progress import size_text
 from hps.ground.rows import decode, encode
 from hps.models.deltas import DeltaModel, TableSource, open_table_files
 from hps.models.differences import rows_of as file_rows
@@ -21,6 +22,7 @@ from hps.models.writer import write_sparse_model, write_version
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.row_files.database import RowFilesDatabase
 from hps.types import TableSpec
+from tests.ring1.tools.cli.test_cli import run
 from tests.tables.table_loads import DIM, FILES, KEYS, NEW_KEY, TABLE, TAG, VECTORS, content, write_files
 
 SOURCES = ModelSources()
@@ -259,6 +261,25 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(source: str) -> No
     os.utime(Path(source) / "rows", ns=(0, 1))
     with pytest.raises(ModelFileError, match="changed"):
         rows_in(model)
+
+
+def test_what_errors_say_writes_a_file_again(source: str) -> None:
+    seal_version(source)
+    path = Path(source) / "rows"
+    path.chmod(0o644)
+    os.truncate(path, 5000)
+    with pytest.raises(ModelFileError, match="hps seal"):
+        opened(source)
+    result = run("seal", source, code=0)
+    assert result.stdout == f"{path}: 1,000 rows of 4 float32, {size_text(path.stat().st_size)}\n"
+    assert rows_in(opened(source)) == FILES
+
+
+def test_the_command_seals_what_it_imports(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", emb_a=VECTORS, emb_b=VECTORS + 1)
+    run("import", tmp_path / "m.npz", tmp_path / "shop", "--tables", "emb_*", "--row-dtype", "float16", "--seal", code=0)
+    sealed = [opened(str(path.parent)) for path in (tmp_path / "shop").rglob("rows")]
+    assert [isinstance(model, SealedModel) and model.head.row_dtype for model in sealed] == ["float16", "float16"]
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

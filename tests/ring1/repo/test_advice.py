@@ -30,6 +30,7 @@ FOLLOWED = {
     "hps load": "tests/ring1/models/test_table_load.py::test_the_command_line_loads_again_when_forced",
     "hps load --force": "tests/ring1/models/test_table_load.py::test_what_errors_say_loads_a_table_again",
     "hps models": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
+    "hps seal": "tests/ring1/models/test_sealed_models.py::test_what_errors_say_writes_a_file_again",
     "hps unpin": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
 }
 """The test, by the beginning of its name, that does what an error says; commands without what they are about."""

@@ -10,7 +10,7 @@ from hps.errors import CapacityError, DatabaseCorruptError, DatabaseTimeoutError
 from hps.stores.row_files import residency
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
-from hps.stores.row_files.layout import PAGE_BYTES, hash_keys
+from hps.stores.row_files.layout import PAGE_BYTES
 from hps.stores.row_files.presence import PageCache, Presence, advise_random
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sorted_run, write_row_file
@@ -130,9 +130,9 @@ def unmixed(hashed: int) -> int:
 
 @pytest.mark.parametrize("hashed", [0, 1, 2**40 + 7, 2**64 - 1])
 def test_a_key_can_be_made_for_a_hash(hashed):
-    hashes = np.empty(1, np.uint64)
-    hash_keys(np.array([unmixed(hashed)], np.int64), hashes)
-    assert int(hashes[0]) == hashed
+    run = sorted_run(np.array([unmixed(hashed)], np.int64), np.zeros((1, 1), np.float32))
+    assert run.hashes is not None
+    assert int(run.hashes[0]) == hashed
 
 
 def test_walks_wait_for_what_they_read(tmp_path):

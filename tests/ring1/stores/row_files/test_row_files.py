@@ -54,6 +54,7 @@ def table(database: RowFilesDatabase) -> RowFilesDatabase:
 class TestRowFilesDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract):
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         assert isinstance(database, RowFilesDatabase)
+        database.wait_until_durable(tag)
         changes = database.path / "changes"
         times, rows = items(changes, f"hps-written/{tag}"), items(changes, tag)
         file = database.path / "tables" / f"{tag}.rows"

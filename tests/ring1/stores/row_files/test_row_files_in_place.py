@@ -1,6 +1,5 @@
 """Row files as devices read them: what a layout says, and that it is true while it is the present one."""
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,14 +7,13 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
-from hps.ground.memory.host_tables import VERSIONS_AT, FileLayout, HostLayout, HostTable
+from hps.ground.memory.host_tables import VERSIONS_AT, HostLayout, HostTable
 from hps.stores.base import LoadRecord
 from hps.stores.row_files.database import RowFilesDatabase
-from hps.stores.row_files.layout import find_records
 from hps.testing.caches import AWKWARD_KEYS, distinct_keys
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner
-from tests.tables.host_layout_reader import MirroredTable, read_in_place
+from tests.tables.host_layout_reader import MirroredTable, array_at, read_pair
 
 WIDTH = 5
 KEYS = np.union1d(distinct_keys(2000), AWKWARD_KEYS)
@@ -25,34 +23,10 @@ def rows_of(keys: KeyArray, version: int = 0) -> FloatArray:
     return ((keys % 1000)[:, None] * 10 + np.arange(WIDTH) + 0.25 * version).astype(np.float32)
 
 
-def array_at(address: int, dtype: type, *shape: int) -> np.ndarray:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(ctypes.string_at(address, size), dtype).reshape(shape)
-
-
-def read_file(file: FileLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:
-    records = array_at(file.records, np.uint32, file.rows, file.record_bytes // 4)
-    starts, prints = array_at(file.starts, np.uint32, file.buckets + 1), array_at(file.fingerprints, np.uint8, file.rows)
-    numbers = np.empty(keys.size, np.int64)
-    find_records(keys, records, starts, prints, numbers, np.empty(96, np.int64))
-    return np.ascontiguousarray(records[numbers, 2:]).view(np.float32), numbers >= 0
-
-
-def read(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:
-    """What a device answers by a layout alone."""
-    rows, found = np.zeros((keys.size, WIDTH), np.float32), np.zeros(keys.size, np.bool_)
-    if layout.file is not None:
-        rows, found = read_file(layout.file, keys)
-    if layout.words[VERSIONS_AT]:
-        changed, there = read_in_place(layout, keys)
-        rows[there], found[there] = changed[there, :-1], changed[there, -1].view(np.uint32) == 0
-    return rows, found
-
-
 def check(layout: HostLayout | None, expected: dict[int, int]) -> None:
     """The layout has these versions of KEYS by key, and no other one."""
     assert layout is not None
-    rows, found = read(layout, KEYS)
+    rows, found = read_pair(layout, KEYS, WIDTH)
     versions = np.array([expected.get(key, -1) for key in KEYS.tolist()])
     assert np.array_equal(found, versions >= 0)
     assert np.array_equal(rows[found], np.stack([rows_of(KEYS, v) for v in range(9)])[versions, np.arange(KEYS.size)][found])
@@ -97,7 +71,7 @@ def test_a_file_without_changes_is_read_alone(database, pinner):
     assert layout.slabs.size == 0
     for address, size in ((layout.file.records, layout.file.rows * 28), (layout.file.starts, 4), (layout.file.fingerprints, 1)):
         assert pinner.holds(address, size)
-    assert not read(layout, np.setdiff1d(distinct_keys(500, seed=3), KEYS))[1].any()
+    assert not read_pair(layout, np.setdiff1d(distinct_keys(500, seed=3), KEYS))[1].any()
     assert host.pinned_bytes >= layout.file.rows * 28
 
 
@@ -114,7 +88,7 @@ def test_a_change_is_shown_before_it_is_acknowledged(database, pinner):
         check(host.layout(), expected)
     new = np.setdiff1d(distinct_keys(50, seed=3), KEYS)
     database.insert("t", new, rows_of(new))
-    assert read(host.layout(), new)[1].all()
+    assert read_pair(host.layout(), new)[1].all()
 
 
 def test_changes_from_before_are_shown_too(database, pinner):
@@ -134,11 +108,11 @@ def test_a_new_file_replaces_the_map_at_once(database, pinner):
         some = KEYS[version :: version + 1].copy()
         database.insert("t", some, rows_of(some, version))
         database.delete("t", KEYS[:version].copy())
-        before = read(host.layout(), KEYS)
+        before = read_pair(host.layout(), KEYS)
         shown.clear()
         assert database.seal("t")
         assert len(shown) == 1  # with nothing between the old pair and the new one
-        after = read(shown[0], KEYS)
+        after = read_pair(shown[0], KEYS)
         assert np.array_equal(before[1], after[1])
         assert np.array_equal(before[0][before[1]], after[0][after[1]])
         assert not shown[0].words[VERSIONS_AT]

@@ -80,7 +80,7 @@ def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure
     RocksDatabase(path).close()
 
 
-def test_a_reader_that_waits_leaves_the_lock_to_the_writer_of_its_process(path: Path):
+def test_a_reader_that_waits_leaves_the_lock_to_thewriter_of_its_process(path: Path):
     code = """
         with opened(sys.argv[1]) as writer:
             reader = RocksDatabase(sys.argv[1], read_only=True, load_timeout_s=0)

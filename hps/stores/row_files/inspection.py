@@ -1,0 +1,58 @@
+"""Inspects the directory of a database of row files for damage and readable rows, without changing it."""
+
+from pathlib import Path
+
+from hps.errors import DatabaseError
+from hps.stores.base import LOAD_ADVICE, DatabaseReport, TableCheck
+from hps.stores.rocks_db import inspection as changes_inspection
+from hps.stores.row_files.row_file import RowFile
+from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, TableRecord, file_name, tag_of
+
+FILES = "tables"
+CHANGES = "changes"
+
+
+def is_directory_of_row_files(path: Path) -> bool:
+    """Return whether a directory is that of a database of row files."""
+    return (path / FILES).is_dir()
+
+
+def inspect(path: Path) -> DatabaseReport:
+    """Inspect a database that no process writes to: all pages of all files, and the changes.
+
+    Rows that are both in a file and in the changes are counted once for each.
+    """
+    if not is_directory_of_row_files(path):
+        raise DatabaseError(f"inspecting {path}: got no directory with `{FILES}`, expected the path of a database of row files")
+    report = changes_inspection.inspect(path / CHANGES)
+    changed = {table.tag: table for table in report.tables}
+    tables, damages, cures = [], list(report.damages), list(report.cures)
+    for record_path in sorted((path / FILES).glob(f"*{RECORD_SUFFIX}")):
+        tag = tag_of(record_path)
+        rows, width, damage = _inspect_table(path / FILES, tag)
+        if damage:
+            damages.append(damage)
+            cures.append(f"table {tag}: restore a backup of the directory. {LOAD_ADVICE}")
+        beside = changed.get(tag)
+        tables.append(TableCheck(tag, width, rows + (beside.rows if beside else 0), damage))
+    return DatabaseReport(tables, damages, cures)
+
+
+def _inspect_table(files: Path, tag: str) -> tuple[int, int, str]:
+    """Return the readable rows of a table's file, the width of its rows, and its damage."""
+    path = files / (file_name(tag) + ROWS_SUFFIX)
+    width = 0
+    try:
+        record = TableRecord.read(files / (file_name(tag) + RECORD_SUFFIX))
+        width = record.width if record else 0
+        if not path.exists():
+            load = record.load if record else None
+            missing = load and load.complete and load.rows_total and not load.modified
+            return 0, width, f"table {tag}: {path} is missing" if missing else ""
+        file = RowFile(path)
+        if record is None or (file.head.tag, file.head.width) != (tag, record.width):
+            return 0, width, f"table {tag}: {path} holds rows of {file.head.width} words of table {file.head.tag}"
+        file.verify()
+        return file.head.rows, width, ""
+    except DatabaseError as error:
+        return 0, width, f"table {tag}: {error}"

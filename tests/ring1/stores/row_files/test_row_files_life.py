@@ -1,0 +1,261 @@
+"""Row files over their life: loads that are not durable yet, seals beside writers, readers of other processes, damage."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.errors import DatabaseError, DatabaseLockedError, DatabaseTimeoutError, NotReadyError, ReadOnlyError
+from hps.models.loading.table_load import LoadTargets, TableLoad
+from hps.models.writer import write_sparse_model
+from hps.stores.base import LoadRecord
+from hps.stores.row_files import table as table_module
+from hps.stores.row_files import writer as writer_module
+from hps.stores.row_files.database import RowFilesDatabase
+from hps.testing.databases import DIM, TAG, fetched, vectors_of
+from hps.types import TableSpec
+from tests.fakes.memory_database import MemoryDatabase
+
+KEYS = np.arange(300, dtype=np.int64) * 11 - 40
+NEW = np.arange(5000, 5040, dtype=np.int64)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rows"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[RowFilesDatabase]:
+    with closing(RowFilesDatabase(path, seal_share=0.1, least_sealed_rows=40)) as database:
+        database._sealer.stop.set()  # the tests say when
+        database.open_table(TAG, DIM)
+        load(database)
+        yield database
+
+
+def load(database: RowFilesDatabase) -> None:
+    database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM), LoadRecord("files", KEYS.size, KEYS.size))
+    database.finish_load(TAG)
+
+
+def answers(database: RowFilesDatabase, keys: np.ndarray, version: int, *, present: bool = True) -> bool:
+    rows, found = fetched(database, TAG, keys, DIM)
+    return bool(found.all() and (rows == vectors_of(keys, DIM, version)).all()) if present else not found.any()
+
+
+def sealing(database: RowFilesDatabase) -> Any:
+    return database.stats(TAG).sealing
+
+
+@pytest.fixture
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Threads that would make loads durable, not started."""
+    waiting: list[Callable[[], object]] = []
+
+    def keep(name: str, run: Callable[[], object], *, lasting: bool = True) -> Any:
+        return SimpleNamespace(start=lambda: waiting.append(run))
+
+    monkeypatch.setattr(table_module, "new_thread", keep)
+    return waiting
+
+
+def test_a_loaded_table_serves_before_it_is_durable(path: Path, unsettled: list) -> None:
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        assert answers(database, KEYS, 0)
+        assert database.load_record(TAG).complete
+        assert not (path / "tables" / f"{TAG}.rows").exists()
+        unsettled.pop()()
+        assert (path / "tables" / f"{TAG}.rows").exists()
+        database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        assert database.load_record(TAG).complete
+        assert answers(database, np.concatenate([KEYS, NEW]), 0)
+
+
+def test_the_same_files_are_loaded_again_below_what_was_written_since(path: Path, tmp_path: Path, unsettled: list) -> None:
+    spec = TableSpec("shop", "item", DIM, 0.0, 1000)
+    files = tmp_path / "files"
+    write_sparse_model(files, iter([(KEYS, vectors_of(KEYS, DIM))]))
+    with closing(RowFilesDatabase(path)) as database:
+        TableLoad(spec, str(files), LoadTargets((database,))).run()
+        database.insert(spec.tag, KEYS[:30], vectors_of(KEYS[:30], DIM, 1))
+        database.delete(spec.tag, KEYS[30:40])
+        shutil.copytree(path, tmp_path / "crashed")
+        unsettled.pop()()
+    with closing(RowFilesDatabase(tmp_path / "crashed")) as database:
+        volatile = MemoryDatabase()
+        report = TableLoad(spec, str(files), LoadTargets((database, volatile))).run()
+        unsettled.pop()()
+        assert report.differs
+        assert database.load_record(spec.tag).complete
+        assert database.load_record(spec.tag).modified
+        for holder in (database, volatile):
+            rows, found = fetched(holder, spec.tag, KEYS, DIM)
+            assert not found[30:40].any()
+            assert found[:30].all()
+            assert found[40:].all()
+            np.testing.assert_array_equal(rows[:30], vectors_of(KEYS[:30], DIM, 1))
+            np.testing.assert_array_equal(rows[40:], vectors_of(KEYS[40:], DIM))
+
+
+def test_a_load_that_the_disk_refuses_late_stays_incomplete_and_is_loaded_again(
+    path: Path, unsettled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        with monkeypatch.context() as patch:
+            patch.setattr(table_module, "sync_file", broken)
+            unsettled.pop()()
+        assert answers(database, KEYS, 0)
+        assert not database.load_record(TAG).complete
+        assert sealing(database).seal_failures == 1
+        database.insert(TAG, NEW, vectors_of(NEW, DIM))
+        load(database)
+        unsettled.pop()()
+        assert database.load_record(TAG).complete
+        assert answers(database, np.concatenate([KEYS, NEW]), 0)
+        assert len(list((path / "tables").iterdir())) == 2
+
+
+def test_a_table_is_sealed_once_a_share_of_its_rows_has_changed(database: RowFilesDatabase) -> None:
+    database.insert(TAG, NEW[:30], vectors_of(NEW[:30], DIM))
+    database.seal_due()
+    assert sealing(database).seals == 0, "fewer than least_sealed_rows"
+    database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    assert sealing(database).changed_rows == 40
+    database._sealer = None  # so that it is not being closed
+    database.seal_due()
+    assert (sealing(database).seals, sealing(database).sealed_rows, sealing(database).changed_rows) == (1, 40, 0)
+    assert answers(database, np.concatenate([KEYS, NEW]), 0)
+    assert database.size(TAG) == 340
+    assert database.seal(TAG) == 0
+
+
+def test_what_is_written_and_deleted_during_a_seal_stays(database: RowFilesDatabase) -> None:
+    table = database._tables[TAG]
+    database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    calls = []
+
+    def write(rows: int) -> None:
+        calls.append(rows)
+        if len(calls) == 1:
+            database.insert(TAG, NEW[:10], vectors_of(NEW[:10], DIM, 1))
+            database.delete(TAG, NEW[10:20])
+            database.delete(TAG, KEYS[:5])
+
+    assert 40 <= table.seal(write) <= 65, "it may see later changes"
+    assert sealing(database).changed_rows == 25
+    for _ in range(2):
+        assert answers(database, NEW[:10], 1)
+        assert answers(database, np.concatenate([NEW[10:20], KEYS[:5]]), 0, present=False)
+        assert answers(database, np.concatenate([NEW[20:], KEYS[5:]]), 0)
+        assert database.size(TAG) == 300 - 5 + 30
+        database.seal(TAG)
+    assert sealing(database).changed_rows == 0
+
+
+def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    database.seal_due()  # its stop is set, as by `close`
+    assert sealing(database).seals == 0
+    database._sealer = None
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module.os, "pwrite", full)
+        with pytest.raises(DatabaseError, match="No space left"):
+            database.seal_due()
+    database.seal_due()
+    assert sealing(database).seals == 0, "not before a while"
+    database._retry_at.clear()
+    database.seal_due()
+    assert sealing(database).seals == 1
+    assert answers(database, np.concatenate([KEYS, NEW]), 0)
+
+
+def test_two_seals_of_a_table_exclude_each_other(database: RowFilesDatabase) -> None:
+    table = database._tables[TAG]
+    database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    counts: list[int] = []
+    second = threading.Thread(target=lambda: counts.append(table.seal()))
+
+    def start(_: int) -> None:
+        if not second.is_alive() and not counts:
+            second.start()
+
+    counts_first = table.seal(start)
+    second.join(30)
+    assert (counts_first, counts) == (40, [0])
+    assert answers(database, NEW, 0)
+
+
+def test_other_processes_read_what_is_complete_and_only_one_writes(database: RowFilesDatabase, path: Path) -> None:
+    database.wait_until_durable(TAG)
+    with pytest.raises(DatabaseLockedError):
+        RowFilesDatabase(path)
+    with closing(RowFilesDatabase(path, read_only=True, load_timeout_s=0)) as reader:
+        reader.open_table(TAG, DIM)
+        database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+        database.seal(TAG)
+        assert answers(reader, KEYS, 0), "a reader has the rows of its opening"
+        with pytest.raises((ReadOnlyError, DatabaseTimeoutError), match="never"):
+            reader.open_table("never", DIM)
+    with closing(RowFilesDatabase(path, read_only=True)) as reader:
+        reader.open_table(TAG, DIM)
+        assert answers(reader, KEYS[:5], 1)
+        assert answers(reader, KEYS[5:], 0)
+
+
+def test_an_inspection_finds_damaged_and_missing_files(database: RowFilesDatabase, path: Path) -> None:
+    database.close()
+    assert not RowFilesDatabase.inspect(path).damages
+    file = path / "tables" / f"{TAG}.rows"
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[4096 + 1000] ^= 4
+    file.write_bytes(content)
+    report = RowFilesDatabase.inspect(path)
+    assert len(report.damages) == len(report.cures) == 1
+    assert "damaged" in report.tables[0].damage
+    file.unlink()
+    assert "missing" in RowFilesDatabase.inspect(path).damages[0]
+    with pytest.raises(DatabaseError):
+        RowFilesDatabase.inspect(path.parent)
+
+
+def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: Path, tmp_path: Path) -> None:
+    config = SimpleNamespace(path=str(path), read_only=False, initialize_after_startup=True)
+    spec = TableSpec("shop", "item", DIM, 0.0, 10)
+    (result,) = RowFilesDatabase.probe(config, {spec: 1000})
+    assert result.level == "good" or "has it open" in result.text
+    database.close()
+    (result,) = RowFilesDatabase.probe(config, {spec: 1000})
+    assert "holds 1 of 1 tables" in result.text
+    (result,) = RowFilesDatabase.probe(SimpleNamespace(**{**vars(config), "path": str(tmp_path / "new")}), {spec: 1000})
+    assert "would be created" in result.text
+    (result,) = RowFilesDatabase.probe(SimpleNamespace(**{**vars(config), "path": str(path / "tables")}), {spec: 1000})
+    assert "other files" in result.text
+
+
+def test_a_closed_database_seals_nothing(database: RowFilesDatabase) -> None:
+    database.close()
+    with pytest.raises(NotReadyError):
+        database.seal(TAG)

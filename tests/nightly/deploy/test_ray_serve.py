@@ -31,7 +31,9 @@ pytestmark = pytest.mark.ray
 def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in DIMS:
         hps.write_sparse_model(tmp_path / f"{name}.model", (np.arange(ROWS), vectors_of(name, np.arange(ROWS))))
-    entry = model_of("m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=2 * ROWS)
+    entry = model_of(
+        "m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=2 * ROWS
+    )
     path = tmp_path / "ps.json"
     path.write_text(json.dumps(document_of(entry)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

@@ -29,8 +29,8 @@ import numpy as np
 from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
-from hps.statistics.snapshot import FileStatistics
 from hps.ground.shares import may_be_empty
+from hps.statistics.snapshot import FileStatistics
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec
 
 CopyOutcome: TypeAlias = Literal["complete", "refused", "interrupted"]

@@ -22,7 +22,7 @@ from tests.servers.running_service import document_of, model_of
 ROWS = 5000
 DIMS = {"item": 4, "user": 8}
 WAIT_S = 120.0
-REQUESTS, AT_ONCE = 2_000, 20
+REQUESTS, AT_ONCE = 10_000, 20
 
 pytestmark = pytest.mark.ray
 

@@ -2,8 +2,8 @@
 
 All answer in turn with the same keys, so that whatever disturbs the machine meets all; every answer is checked. Rates of one
 thread are by processor time, which other processes disturb less, all others by the clock. `ratio` compares medians; above 1,
-row files are faster. `cold` drops the records from the page cache before each lookup; its peers are RocksDB with a multi-get
-in one thread, and with the threads that it uses once it has found its rows cold.
+row files are faster. `cold` is a lookup after a start without a page in memory; its peers are RocksDB with a multi-get in one
+thread, and with the threads that it uses once it has found its rows cold.
 
 HPS_BENCH_ROWS (4,000,000) and HPS_BENCH_DIM (32) size the table.
 
@@ -11,6 +11,7 @@ Axes: what · table rows · dim · batch · threads · the share of rows that we
 """
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import hps
-from benchmarks.harness import Report, memory_bytes, require, scratch, seconds_of, take_turns
+from benchmarks.harness import Report, memory_bytes, require, scratch, take_turns
 from hps.ground.threads.thread_pool import DISK_POOL, POOL
 
 KINDS = ("row_files", "rocks_db", "hash_map")
@@ -109,7 +110,7 @@ def run(report: Report, quick: bool) -> None:
     with scratch("row-files") as directory:
         rows.write(directory / "t.model")
         axes = {"table_rows": count, "dim": rows.dim}
-        for part in (_load, _start, _lookups, _in_process, _changed, _cold):
+        for part in (_load, _start, _cold, _lookups, _in_process, _changed):
             report.part(
                 part.__name__.strip("_"), _LIMIT_S, lambda part=part: part(report, directory, rows, axes, 3 if quick else 20)
             )
@@ -183,36 +184,32 @@ def _in_process(report: Report, directory: Path, rows: Rows, axes: dict[str, Any
 
 
 def _changed(report: Report, directory: Path, rows: Rows, axes: dict[str, Any], rounds: int) -> None:
-    """Row files before, after, and beside writes: `share_of_before` is the rate as a share of that without changes."""
-    with hps.HPS(document(directory, "row_files", rows)) as server:
-        POOL.limit_to(1)
-        before: dict[int, np.ndarray] = {}
-        changed = rows.rng.choice(rows.keys, rows.keys.size // _CHANGED, replace=False)
-        ended = threading.Event()
+    """Row files with rows that were changed online, and beside a writer, in turn with the same files unchanged."""
+    shutil.copytree(directory / "row_files", (copy := directory / "changed") / "row_files")
+    (copy / "t.model").symlink_to(directory / "t.model")
+    changed = rows.rng.choice(rows.keys, rows.keys.size // _CHANGED, replace=False)
+    ended = threading.Event()
+    with hps.HPS(document(directory, "row_files", rows)) as first, hps.HPS(document(copy, "row_files", rows)) as second:
+        for start in range(0, changed.size, 50_000):
+            second.insert(changed[start : start + 50_000], rows.of(changed[start : start + 50_000]), "m", "t")
 
         def write() -> None:
             at = 0
             while not ended.wait(_WRITE_EVERY_S):
                 piece = changed[at : at + _WRITTEN_ROWS]
-                server.insert(piece, rows.of(piece), "m", "t")
+                second.insert(piece, rows.of(piece), "m", "t")
                 at = at + _WRITTEN_ROWS if at + _WRITTEN_ROWS < changed.size else 0
 
-        for what in ("unchanged", "changed", "beside a writer"):
-            if what == "changed":
-                for start in range(0, changed.size, 50_000):
-                    server.insert(changed[start : start + 50_000], rows.of(changed[start : start + 50_000]), "m", "t")
-            writer = threading.Thread(target=write, daemon=True)
+        writer = threading.Thread(target=write, daemon=True)
+        POOL.limit_to(1)
+        for what in ("changed", "beside a writer"):
             if what == "beside a writer":
                 writer.start()
             for batch in BATCHES:
                 sets = rows.batches(batch, max(4, 400_000 // batch))
-                seconds = take_turns({"row_files": fetcher(server, rows, sets)}, 3 * rounds, clock=time.thread_time)[
-                    "row_files"
-                ]
-                before.setdefault(batch, seconds)
-                share = float(np.median(before[batch]) / np.median(seconds))
-                axis = {"batch": batch, "threads": 1, "changed": 0.0 if what == "unchanged" else 1 / _CHANGED}
-                report.add({"what": what, **axes, **axis}, figures({"row_files": seconds}, batch) | {"share_of_before": share})
+                calls = {"row_files": fetcher(second, rows, sets), "unchanged": fetcher(first, rows, sets)}
+                taken = take_turns(calls, 5 * rounds, warmup=len(sets), clock=time.thread_time)
+                report.add({"what": what, **axes, "batch": batch, "threads": 1, "changed": 1 / _CHANGED}, figures(taken, batch))
         ended.set()
         writer.join()
         POOL.limit_to(0)
@@ -223,36 +220,34 @@ def drop_from_memory(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.suffix in (".rows", ".sst"):
             file = os.open(path, os.O_RDONLY)
+            os.fsync(file)  # pages that are still to be written stay
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
 
 
 def _cold(report: Report, directory: Path, rows: Rows, axes: dict[str, Any], rounds: int) -> None:
+    """The second lookup of a start without a page in memory; of files in use, the kernel would drop few pages."""
     batch = 1_000
-    ways = {"row_files": ("row_files", 0), "rocks_db": ("rocks_db", 32), "rocks_db_one_thread": ("rocks_db", 1)}
-    with servers(directory, rows) as both:
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for i in range(-2, rounds):
-            for name, (kind, threads) in ways.items():
-                DISK_POOL.limit_to(threads or 32)
-                call_keys = rows.batches(batch, 1)
-                drop_from_memory(directory)
-                answer = np.empty(0, np.float32)
-
-                def call(kind: str = kind, keys: np.ndarray = call_keys[0]) -> None:
-                    nonlocal answer
-                    answer = both[kind].lookup(keys, "m", "t")
-
-                seconds = seconds_of(call)
-                require(np.array_equal(answer, rows.of(call_keys[0])))
-                if i >= 0:
-                    taken[name].append(seconds)
-        DISK_POOL.limit_to(32)
-        deployment = both["row_files"].model("m")
-        file = deployment.chain.databases[-1].stats(deployment.tables[0].tag).file
-        seen = {"cold_pages": file.cold_pages, "mean_depth": file.depth.total_s / max(1, file.depth.count)}
-        found = figures({name: np.array(seconds) for name, seconds in taken.items()}, batch)
-        report.add(
-            {"what": "cold", **axes, "batch": batch},
-            {**found, "row_files_ms": batch / found["row_files_rows_per_s"] * 1e3, **seen},
-        )
+    ways = {"row_files": ("row_files", 32), "rocks_db": ("rocks_db", 32), "rocks_db_one_thread": ("rocks_db", 1)}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    pages, depths = 0, []
+    for _ in range(rounds):
+        for name, (kind, threads) in ways.items():
+            DISK_POOL.limit_to(threads)
+            before, keys = rows.batches(batch, 2)
+            drop_from_memory(directory)
+            with hps.HPS(document(directory, kind, rows)) as server:
+                require(np.array_equal(server.lookup(before, "m", "t"), rows.of(before)))
+                start = time.perf_counter()
+                answer = server.lookup(keys, "m", "t")
+                taken[name].append(time.perf_counter() - start)
+                require(np.array_equal(answer, rows.of(keys)))
+                if kind == "row_files":
+                    deployment = server.model("m")
+                    file = deployment.chain.databases[-1].stats(deployment.tables[0].tag).file
+                    pages += file.cold_pages
+                    depths.append(file.depth.total_s / max(1, file.depth.count))
+    DISK_POOL.limit_to(32)
+    found = figures({name: np.array(seconds) for name, seconds in taken.items()}, batch)
+    seen = {"cold_pages_a_start": pages / rounds, "mean_depth": float(np.mean(depths))}
+    report.add({"what": "cold", **axes, "batch": batch}, {**found, "row_files_s": float(np.median(taken["row_files"])), **seen})

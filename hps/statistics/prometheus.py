@@ -174,6 +174,8 @@ def _file_families(stats: ServerStatistics) -> Iterator[Family]:
     yield family("gauge", "hps_row_file_resident_ratio", "Share of a row file's pages in memory, sampled.", shares)
     held = [(labels, file.held_bytes) for labels, file in files]
     yield family("gauge", "hps_row_file_held_bytes", "Bytes of a row file that are locked in memory.", held)
+    missing = [(labels, file.missing_bytes) for labels, file in files]
+    yield family("gauge", "hps_row_file_missing_bytes", "Bytes of a row file that are still to be downloaded.", missing)
     cold = [(labels, file.cold_pages) for labels, file in files]
     yield family("counter", "hps_row_file_cold_reads", "Pages of a row file that lookups read from the disk.", cold)
     depths = [(labels, file.depth) for labels, file in files]

@@ -49,6 +49,7 @@ class FileStatistics:
         cold_pages: pages that were missing when a lookup needed them; partly estimated.
         depth: how many missing pages were asked for together; `total_s` is their sum.
         seconds: times from asking to the last row.
+        missing_bytes: bytes that are still to be downloaded.
     """
 
     resident_share: float | None
@@ -56,6 +57,7 @@ class FileStatistics:
     cold_pages: int
     depth: Latency
     seconds: Latency
+    missing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,11 @@ class ChangedRows:
             rows: what RocksDB has for them by now; None if that is not at hand.
             present: which of the rows these are, not deletions.
         """
-        if rows is None or not self._make_room(keys.size):
+        if rows is not None and self._used + keys.size > len(self.view.rows):
+            self.add(keys)  # the rows that are replaced leave room
+            if not self._make_room(keys.size):
+                return
+        if rows is None:
             rows, present = np.empty((0, self.view.rows.shape[1]), np.float32), np.zeros(keys.size, np.bool_)
         elif present is None:
             present = np.ones(keys.size, np.bool_)
@@ -94,9 +98,7 @@ class ChangedRows:
 
     def _make_room(self, count: int) -> bool:
         """Have room for further rows, by leaving out replaced ones, or by growing; return False if memory does not suffice."""
-        view, needed = self.view, self._used + count
-        if needed <= len(view.rows):
-            return True
+        view = self.view
         live = int((view.places != ELSEWHERE).sum())
         if live + count > self._most:
             return False

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from hps.errors import CapacityError, DatabaseError, DeviceError, HPSError, InvalidInputError
 from hps.ground.kernels.numba_kernels import compile_kernels
+from hps.ground.key_sets import last_of_each
 from hps.ground.memory.capacity import available_memory, check_fits
 from hps.ground.memory.host_tables import (
     SEGMENTS_AT,
@@ -110,12 +111,12 @@ class PinnedFile:
             raise
         start = (self._copy.address if self._copy else address) - head.records_at  # of the file, if it began there
         self.layout = FileLayout(
-            start + head.records_at,
-            start + head.starts_at,
-            start + head.fingerprints_at,
-            head.rows,
-            head.buckets,
-            head.record_bytes,
+            records=start + head.records_at,
+            starts=start + head.starts_at,
+            fingerprints=start + head.fingerprints_at,
+            rows=head.rows,
+            buckets=head.buckets,
+            record_bytes=head.record_bytes,
         )
 
     def _pin(self, address: int, progress: Callable[[int, int], None], *, read_only: bool) -> None:
@@ -269,13 +270,26 @@ class RowFileInPlace(HostTable):
 
     # -- for the writer --------------------------------------------------------------------------------------------------
 
-    def changed(self, keys: KeyArray) -> None:
-        """Show devices what became of some keys, (n,), before it is acknowledged. Does not raise: devices then read no more."""
+    def changed(
+        self,
+        keys: KeyArray,  # (n,)
+        rows: FloatArray | None = None,  # (n, width)
+        present: BoolArray | None = None,  # (n,)
+    ) -> None:
+        """Show devices what became of some keys before it is acknowledged. Devices read no more where that fails.
+
+        Args:
+            rows, present: as of `ChangedRows.add`.
+        """
         if self._pinner is None or not keys.size:
             return
         with self._or_give_up("a change could not be copied for them"):
             for start in range(0, keys.size, SLICE_ROWS):
-                self._copy_changes(keys[start : start + SLICE_ROWS])
+                piece = slice(start, start + SLICE_ROWS)
+                if rows is None:
+                    self._copy_changes(keys[piece])
+                else:
+                    self._show_changes(keys[piece], rows[piece], None if present is None else present[piece])
 
     def prepare(self, file: RowFile) -> None:
         """Pin a file that is about to replace the present one. Slow; does not raise."""
@@ -311,15 +325,30 @@ class RowFileInPlace(HostTable):
             return
         keys = np.unique(keys)
         is_changed, rows, there = table.changes_of(keys)
-        some = keys[is_changed]
-        if some.size:
-            marked: npt.NDArray[np.uint32] = np.zeros((some.size, table.width + 1), np.uint32)
-            marked[:, :-1] = rows.view(np.uint32)
-            marked[:, -1] = ~there
-            changes.insert(some, marked.view(np.float32))
-        if some.size < keys.size and self._has_changes:
+        if self._has_changes and not is_changed.all():
             changes.delete(keys[~is_changed])
-        if some.size and not self._has_changes:
+        if is_changed.any():
+            self._show_changes(keys[is_changed], rows, there, show=show)
+
+    def _show_changes(
+        self,
+        keys: KeyArray,  # (n,)
+        rows: FloatArray,  # (n, width)
+        present: BoolArray | None,  # (n,)
+        *,
+        show: bool = True,
+    ) -> None:
+        """Copy changed rows to the map; of equal keys, the last counts."""
+        changes = self._map
+        if changes is None:
+            return
+        last = last_of_each(keys)
+        marked: npt.NDArray[np.uint32] = np.zeros((int(last.sum()), rows.shape[1] + 1), np.uint32)
+        marked[:, :-1] = rows[last].view(np.uint32)
+        if present is not None:
+            marked[:, -1] = ~present[last]
+        changes.insert(keys[last], marked.view(np.float32))
+        if not self._has_changes:
             self._has_changes = True
             if show and self._shown:
                 self._publish()

@@ -90,7 +90,11 @@ def lockable_bytes(status: Path = Path("/proc/self/status")) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fields: dict[str, str] = {}
     with suppress(OSError):
-        fields = {name: text.split()[0] for name, _, text in (line.partition(":") for line in status.open()) if text.split()}
+        fields = {
+            name: text.split()[0]
+            for name, _, text in (line.partition(":") for line in status.read_text().splitlines())
+            if text.split()
+        }
     if limit == resource.RLIM_INFINITY or int(fields.get("CapEff", "0"), 16) & _MAY_LOCK:
         return 1 << 62
     return max(0, limit - 1024 * int(fields.get("VmLck", "0")))

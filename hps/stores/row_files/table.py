@@ -330,7 +330,8 @@ class RowTable:
         file, cold = self._state.file, self._cold_reads.counts()
         if file is None:
             return None
-        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold)
+        there = self.download_progress() or (0, 0)
+        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold, missing_bytes=there[1] - there[0])
 
     def disk_bytes(self) -> int:
         """Return the size of its file and of its changes."""
@@ -423,7 +424,7 @@ class RowTable:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int((state.file.numbers(new) >= 0).sum())
         state.changed.add(keys, rows, present)
-        self.in_place.changed(keys)
+        self.in_place.changed(keys, rows, present)
 
     def _mark_modified(self) -> None:
         load = self._record.load

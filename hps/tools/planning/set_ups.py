@@ -58,7 +58,7 @@ def _set_up(name: str, configuration: Configuration, versions: Sequence[ServedVe
     return SetUp(
         name,
         memory,
-        disk if name == "row_files" else 0,
+        sum(need.size_bytes for need in tiers if need.table) if name == "row_files" else 0,
         disk,
         disk / _LOADED_BYTES_PER_S[kind],
         _START_S + (memory / _STARTED_BYTES_PER_S[name] if name in _STARTED_BYTES_PER_S else 0),

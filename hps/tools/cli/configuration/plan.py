@@ -119,8 +119,7 @@ def plan_command(
             document["set_ups"] = [asdict(set_up) for set_up in set_ups]
             typer.echo(json.dumps(document, indent=1))
         else:
-            _print(needs, totals, machine, predicted, suggestions, formats, sharings)
-            _print_set_ups(set_ups)
+            _print(needs, totals, machine, predicted, suggestions, formats, sharings, set_ups)
             if not run_networks and any(version.network is not None for version in versions):
                 typer.echo("\nmemory that networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
@@ -174,9 +173,11 @@ def _print(
     suggestions: "list[Suggestion]",
     formats: "list[FormatNeed]",
     sharings: "list[SharingForecast]",
+    set_ups: "list[SetUp]",
 ) -> None:
     screen = console.screen(160)
     _print_memory(screen, needs, totals, machine)
+    _print_set_ups(screen, set_ups)
     _print_formats(screen, formats)
     if forecasts:
         _print_hit_rates(screen, forecasts)
@@ -231,12 +232,11 @@ def _print_formats(screen: "Console", formats: "list[FormatNeed]") -> None:
         screen.print(table)
 
 
-def _print_set_ups(set_ups: "list[SetUp]") -> None:
+def _print_set_ups(screen: "Console", set_ups: "list[SetUp]") -> None:
     from hps.tools.planning.set_ups import MEASURED_ON
 
     if not set_ups:
         return
-    screen = console.screen(160)
     table = console.table(
         ("host tiers",), ("memory", "page cache, at most", "disk", "first start", "start", "rows/s of a thread")
     )

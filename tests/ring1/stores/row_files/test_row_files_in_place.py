@@ -9,6 +9,7 @@ import pytest
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.memory.host_tables import VERSIONS_AT, HostLayout, HostTable
 from hps.stores.base import LoadRecord
+from hps.stores.hash_map.table import HashMapTable
 from hps.stores.row_files.database import RowFilesDatabase
 from hps.testing.caches import AWKWARD_KEYS, distinct_keys
 from hps.types import FloatArray, KeyArray
@@ -87,8 +88,12 @@ def test_a_change_is_shown_before_it_is_acknowledged(database, pinner):
             del expected[key]
         check(host.layout(), expected)
     new = np.setdiff1d(distinct_keys(50, seed=3), KEYS)
-    database.insert("t", new, rows_of(new))
-    assert read_pair(host.layout(), new)[1].all()
+    database.insert(
+        "t", np.repeat(new, 2), np.repeat(rows_of(new), 2, 0) + np.tile([[1], [0]], (new.size, 1)).astype(np.float32)
+    )
+    rows, found = read_pair(host.layout(), new)  # of equal keys, the last
+    assert found.all()
+    assert np.array_equal(rows, rows_of(new))
 
 
 def test_changes_from_before_are_shown_too(database, pinner):
@@ -221,16 +226,15 @@ def test_a_file_that_memory_does_not_hold_is_refused(database, pinner, monkeypat
 def test_devices_read_no_more_where_a_change_cannot_be_shown(database, pinner, monkeypatch, caplog):
     host, shown = pinned(database, pinner), []
     host.watch(shown.append)
-    table = database._table("t")
 
-    def failed(_keys):
-        raise DatabaseError("the disk is gone")
+    def failed(*_arguments):
+        raise DatabaseError("the system refused memory")
 
-    monkeypatch.setattr(table, "changes_of", failed)
+    monkeypatch.setattr(HashMapTable, "insert", failed)
     database.insert("t", KEYS[:3].copy(), rows_of(KEYS[:3], 1))
     assert shown == [None]
     assert host.layout() is None
-    assert "the disk is gone" in caplog.text
+    assert "refused memory" in caplog.text
     assert not pinner.pinned
     out, found = np.empty((3, WIDTH), np.float32), np.zeros(3, np.bool_)
     assert database.fetch("t", KEYS[:3].copy(), out, found) == 3

@@ -58,8 +58,8 @@ class Shard:
 class Lookups:
     """Sends keys to the replicas of their shares."""
 
-    def reconfigure(self, user_config: dict[str, list[str]]) -> None:
-        names = user_config["replicas"]
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        names, self.timeout_s = user_config["replicas"], user_config["timeout_s"]
         self.replicas = Router(names), [serve.get_app_handle(name) for name in names]
 
     async def lookup(self, model: str, tables: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -82,11 +82,11 @@ class Lookups:
         """Request a part; without one, the share of the replica. Return the answer or an error."""
         try:
             answer = replica.share.remote(model) if call is None else replica.lookup.remote(model, *call)
-            return await asyncio.wait_for(answer, TIMEOUT_S)
+            return await asyncio.wait_for(answer, self.timeout_s)
         except hps.HPSError as error:
             return error
         except TimeoutError:
-            return hps.RemoteTimeoutError(f"asking {replica.app_name}: no answer within {TIMEOUT_S:g} s")
+            return hps.RemoteTimeoutError(f"asking {replica.app_name}: no answer within {self.timeout_s:g} s")
         except RayTaskError:  # a bug
             raise
         except RayError as error:
@@ -103,7 +103,7 @@ def names_of(shards: int, replicas: int) -> list[str]:
     return [f"share-{index}-of-{shards}-{nth}" for index in range(shards) for nth in range(replicas)]
 
 
-def start(configuration: str, shards: int, replicas: int) -> serve.handle.DeploymentHandle:
+def start(configuration: str, shards: int, replicas: int, timeout_s: float = TIMEOUT_S) -> serve.handle.DeploymentHandle:
     """Run shards and the application `lookups` before them; then delete the shards of other layouts.
 
     Both layouts run for a while. `lookups` uses the one with more shares as soon as it is complete.
@@ -114,7 +114,7 @@ def start(configuration: str, shards: int, replicas: int) -> serve.handle.Deploy
         if name not in running:
             shard = Shard.bind(str(Path(configuration).absolute()), place // replicas, shards)
             serve.run(shard, name=name, route_prefix=None)
-    lookups = serve.run(Lookups.options(user_config={"replicas": names}).bind(), name="lookups")
+    lookups = serve.run(Lookups.options(user_config={"replicas": names, "timeout_s": timeout_s}).bind(), name="lookups")
     for name in others:
         serve.delete(name)
     return lookups

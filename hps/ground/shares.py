@@ -22,6 +22,7 @@ _ROTATIONS: Final = (((25, 39), (50, 14)), ((24, 40), (49, 15)))
 _FACTORS: Final = (0xA24BAED4963EE407, 0x9FB21C651E98DF25)
 _LAST_SHIFT: Final = np.uint64(28)
 _HALF: Final = np.uint64(32)
+_SURELY_SOME: Final = 40  # rows of a share on average: it has none with probability e^-40
 _PIECE_KEYS: Final = 1 << 15  # of a pass, whose arrays then stay in the second-level cache
 
 
@@ -97,6 +98,12 @@ def with_share(fingerprint: str, share: TableShare | None) -> str:
 def share_text(fingerprint: str) -> str:
     """Return the share in a fingerprint, `index/of`; empty for all rows."""
     return fingerprint.partition(" ")[2]
+
+
+def may_be_empty(fingerprint: str, rows: int) -> bool:
+    """Return whether the share in a fingerprint may have none of so many rows of the files."""
+    text = share_text(fingerprint)
+    return bool(text) and rows / TableShare.parse(text).of < _SURELY_SOME
 
 
 def owned_rows(

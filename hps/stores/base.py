@@ -29,6 +29,7 @@ import numpy as np
 from hps.errors import DatabaseTimeoutError
 from hps.ground.memory.capacity import Need
 from hps.ground.memory.host_tables import HostTable
+from hps.ground.shares import may_be_empty
 from hps.statistics.snapshot import FileStatistics
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, RowArray, TableSpec
 
@@ -69,6 +70,12 @@ class LoadRecord:
     @property
     def complete(self) -> bool:
         return self.rows_done == self.rows_total
+
+    @property
+    def promises_rows(self) -> bool:
+        """Whether the loaded table has a row: without any, it was damaged."""
+        loaded = self.complete and self.rows_total > 0 and not self.modified
+        return loaded and not may_be_empty(self.fingerprint, self.rows_total)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -406,7 +406,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             return "it has no rows, and no load of it is recorded" if not self._beside_files and self._is_empty(tag) else ""
         if not record.complete:
             return f"it holds {record.rows_done} of {record.rows_total} rows of a load"
-        if record.rows_total and not record.modified and self._is_empty(tag):
+        if record.promises_rows and self._is_empty(tag):
             return f"its load record counts {record.rows_total} rows, and it has none"
         return ""
 

@@ -47,7 +47,7 @@ def _inspect_table(files: Path, tag: str) -> tuple[int, int, str]:
         width = record.width if record else 0
         if not path.exists():
             load = record.load if record else None
-            missing = load and load.complete and load.rows_total and not load.modified
+            missing = load and load.promises_rows
             return 0, width, f"table {tag}: {path} is missing" if missing else ""
         file = RowFile(path)
         if record is None or (file.head.tag, file.head.width) != (tag, record.width):

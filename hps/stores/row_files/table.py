@@ -211,7 +211,7 @@ class RowTable:
     def _opened(self) -> RowFile | None:
         if not self._rows_path.exists():
             load = self._record.load
-            if load and load.complete and load.rows_total and not load.modified:
+            if load and load.promises_rows:
                 raise DatabaseCorruptError(
                     f"opening table {self.tag}: {self._rows_path} is missing, and {load.rows_total:,} rows were loaded. "
                     f"{LOAD_ADVICE}"

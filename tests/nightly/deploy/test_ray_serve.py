@@ -22,7 +22,7 @@ from tests.servers.running_service import document_of, model_of
 ROWS = 5000
 DIMS = {"item": 4, "user": 8}
 WAIT_S = 120.0
-REQUESTS, AT_ONCE = 10_000, 50
+REQUESTS, AT_ONCE = 10_000, 20
 
 pytestmark = pytest.mark.ray
 
@@ -31,7 +31,9 @@ pytestmark = pytest.mark.ray
 def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in DIMS:
         hps.write_sparse_model(tmp_path / f"{name}.model", (np.arange(ROWS), vectors_of(name, np.arange(ROWS))))
-    entry = model_of("m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=2 * ROWS)
+    entry = model_of(
+        "m", [str(tmp_path / f"{name}.model") for name in DIMS], DIMS, hit_rate_threshold=1.1, max_batch_size=2 * ROWS
+    )
     path = tmp_path / "ps.json"
     path.write_text(json.dumps(document_of(entry)))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -98,7 +100,7 @@ def look_up_in_shares(configuration: str) -> None:
     every = np.arange(-50, ROWS + 50)
 
     with cluster() as serve, hps.HPS(configuration) as one:
-        handle = sharded.start(configuration, 2, 1)
+        handle = sharded.start(configuration, 2, 1, WAIT_S)
 
         def kill(*names: str) -> None:
             for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -121,7 +123,7 @@ def look_up_in_shares(configuration: str) -> None:
         compare(AT_ONCE)
         with load(handle) as asking:
             asking.more(10)
-            handle = sharded.start(configuration, 3, 2)
+            handle = sharded.start(configuration, 3, 2, WAIT_S)
             asking.more(10)
         assert asking.problems == []
         names = sharded.names_of(3, 2)

@@ -9,7 +9,7 @@ import hps
 from hps.engine import miss_path, stream_ordered
 from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError, MisplacedKeysError
 from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
-from hps.ground.shares import TableShare
+from hps.ground.shares import TableShare, share_indices
 from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.testing.waiting import PATIENCE_S
 from tests.servers.running_service import document_of, model_of
@@ -158,6 +158,21 @@ def test_a_share_is_left_and_taken_again(start, tiers):
         np.testing.assert_array_equal(vectors, vectors_of(own))
         database = server.model("m").chain.databases[-1]
         assert database.size(database.stored(server.model("m").tables[0]).tag) == own.size
+        start.opened.close()
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_share_may_have_no_row(tmp_path, start, tiers):
+    keys = np.arange(3)
+    hps.write_sparse_model(tmp_path / "a", (keys, vectors_of(keys)), overwrite=True)
+    shares = set(range(64)) - set(share_indices(keys, 64))
+    share = TableShare(min(shares), 64)
+    own = ABSENT[share.owns(ABSENT)] if share.owns(ABSENT).any() else np.flatnonzero(share.owns(np.arange(3000)))
+    for _ in range(2):
+        server = start(tiers, share)
+        assert (server.lookup(own, "m", "a") == DEFAULT).all()
+        with pytest.raises(MisplacedKeysError):
+            server.lookup(keys, "m", "a")
         start.opened.close()
 
 

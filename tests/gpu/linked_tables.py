@@ -35,6 +35,14 @@ def homes_of(keys, buckets):  # type: ignore[no-untyped-def]
     return homes
 
 
+@njit()
+def hashes_of(keys):  # type: ignore[no-untyped-def]
+    hashes = np.empty(keys.size, np.uint64)
+    for i in range(keys.size):
+        hashes[i] = mix(keys[i])
+    return hashes
+
+
 class LinkedTables:
     """A hash map and a cache above it, some of whose tables are attached. Use it in a `with`.
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from hps.errors import DeviceError, NotReadyError
-from hps.stores.row_files.layout import hash_keys
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.batch import Batch
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, distinct_keys, small_vectors_of
 from hps.types import FloatArray, KeyArray
 from tests.gpu.cupy_if_installed import cupy
-from tests.gpu.linked_tables import LinkedFiles, rows_of
+from tests.gpu.linked_tables import LinkedFiles, hashes_of, rows_of
 from tests.gpu.test_link import LARGE, SMALL, check, mixed
 from tests.gpu.test_link_stress import Population, link_lookups, say, stress, vectors_of
 
@@ -85,9 +84,7 @@ def test_rows_of_every_format_are_read(dim, row_dtype):
 def test_keys_of_equal_fingerprints_are_told_apart():
     """All records of the table match the byte of every key, so that the keys decide."""
     candidates = distinct_keys(400_000, seed=9)
-    hashes = np.empty(candidates.size, np.uint64)
-    hash_keys(candidates, hashes)
-    same = candidates[hashes & np.uint64(255) == 77]
+    same = candidates[hashes_of(candidates) & np.uint64(255) == 77]
     known, absent = same[: same.size // 2], same[same.size // 2 :]
     with LinkedFiles([32], 0, attached=[]) as tables:
         tables.load(known, rows_of(known, 32))

@@ -482,9 +482,6 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
         return "gpucache is false"
     if volatile is None or resident:  # these have their own hash map
         return ""
-    persistent = others.get("persistent_db")
-    if volatile.type == "disabled" and persistent is not None and persistent.type == "row_files":
-        return ""
     if volatile.type in ("disabled", "redis_cluster"):
         return f"volatile_db is {volatile.type}, not a hash map in this process"
     if volatile.overflow_margin < UINT64_MAX and volatile.overflow_policy != "evict_random":

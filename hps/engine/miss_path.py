@@ -23,6 +23,7 @@ from hps.ground.log_limits import LineLimit
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.progress import size_text
 from hps.statistics.metrics import Metrics
+from hps.stores.base import Database
 from hps.tensors.batch import Batch
 from hps.types import KeyArray, TableSpec
 
@@ -130,12 +131,13 @@ def _refusal(
     host = chain.host_table(table)
     if host is None:
         kinds = " and ".join(database.kind for database in chain.databases) or "none"
-        return f"no database is a hash map in this process or of row files: {kinds}"
+        return f"no database is a hash map in this process: {kinds}"
     if table.width in timings and not timings[table.width].link_is_faster:
         return str(timings[table.width])
     if reason := attach(index, host, authoritative=authoritative):
         return reason
-    if not timed or table.width in timings or not (sample := _sample(chain, table)).size:
+    database = chain.in_place
+    if not timed or database is None or table.width in timings or not (sample := _sample(database, table)).size:
         return ""
     link = _keys_per_s(cache, chain, index, sample)
     if isinstance(cache, HostTableReads):  # since it was attached
@@ -160,10 +162,8 @@ def _attach(cache: EmbeddingCache, index: int, host: HostTable, *, authoritative
     return cache.attach(index, host, advance, authoritative=authoritative, index=indexed) or ""
 
 
-def _sample(chain: DatabaseChain, table: TableSpec) -> KeyArray:
+def _sample(database: Database, table: TableSpec) -> KeyArray:
     """Return keys from several places of a table, at most one timed lookup's, in no order."""
-    if (database := chain.in_place) is None:
-        return np.empty(0, np.int64)
     most = max(1, min(_SAMPLE_KEYS, _SAMPLE_BYTES // (4 * table.width), table.max_keys))
     chunks = []
     for nth, (keys, _vectors) in enumerate(database.scan(table.tag, most)):

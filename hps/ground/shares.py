@@ -97,7 +97,8 @@ def with_share(fingerprint: str, share: TableShare | None) -> str:
 
 def share_text(fingerprint: str) -> str:
     """Return the share in a fingerprint, `index/of`; empty for all rows."""
-    return fingerprint.partition(" ")[2]
+    text = fingerprint.partition(" ")[2]
+    return text if "/" in text else ""  # the fingerprints of other databases' records may have blanks
 
 
 def may_be_empty(fingerprint: str, rows: int) -> bool:

@@ -33,6 +33,8 @@ def linked(monkeypatch):
         monkeypatch.setitem(
             IMPLEMENTATIONS["database"], kind, BuiltIn("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
         )
+    readable = BuiltIn("tests.fakes.linked_cache:ReadableRowFiles", section="persistent_db")
+    monkeypatch.setitem(IMPLEMENTATIONS["database"], "row_files", readable)
     monkeypatch.setattr(miss_path, "_keys_per_s", lambda *_: 1.0)
     monkeypatch.setattr(stream_ordered, "_POLL_INTERVAL_S", 0.0)
 

@@ -20,6 +20,7 @@ SMALL = {
     "hps/cache/cuda/queries.py::self.query_of": "1,024 choices among the tables of a deployment, and it ends with that",
     "hps/cache/cuda/queries.py::self.scatter": "1,024 choices among the shapes of a deployment, and it ends with that",
     "hps/cache/cuda/spread_memory.py::_driver": "without arguments",
+    "hps/models/files.py::_shift_by": "64 sizes of chunks of model files",
     "hps/client/routing.py::_seed": "one for each server that the caller names",
     "hps/stores/redis/requests.py::_framed": "16 marks, which the program makes",
     "hps/stores/redis/requests.py::_framed_size": "16 sizes of rows",

@@ -291,6 +291,7 @@ def test_what_a_request_can_call_is_compiled_before_a_service_is_ready(tmp_path)
     """A new kernel is in the one list of those that are compiled ahead, or says here what calls it."""
     kinds = [("hash_map", {}), ("hash_map", {"overflow_margin": 1000}), ("redis_cluster", {})]
     documents = [kernels_document(tmp_path, {"type": kind, **more}, row_dtype="int8") for kind, more in kinds]
+    documents.append(documents[0] | {"persistent_db": {"type": "row_files", "path": str(tmp_path / "rows")}})
     cpu = implementation("cache", "cpu")
     served = {kernel for one in documents for kernel in served_kernels(load_configuration(one), cpu)}
     others = [kernel.py_func for kernel in declared_kernels() if kernel not in served]

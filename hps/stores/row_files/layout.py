@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import boolean, int64, njit, types, uint8, uint32, uint64
+from numba import int64, njit, types, uint8, uint32, uint64
 
 from hps.ground.hashing import mix, scale
 from hps.ground.kernels.numba_atomics import address_of, prefetch
@@ -255,20 +255,6 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
             numbers[begin + i] = row if row < last[i] else -1
 
 
-@kernel(int64, _RECORDS, read_only(int64[::1]), uint32[:, ::1], boolean[::1])
-def copy_records(records, numbers, out, found):  # type: ignore[no-untyped-def]
-    """Copy the rows of these records to the rows of `out` that are not yet `found`; return how many."""
-    copied = 0
-    for i in range(numbers.size):
-        row = numbers[i]
-        if row >= 0 and not found[i]:
-            for word in range(out.shape[1]):
-                out[i, word] = records[row, 2 + word]
-            found[i] = True
-            copied += 1
-    return copied
-
-
 @kernel(int64, _RECORDS, int64, int64, int64, int64[::1], uint32[:, ::1])
 def split_records(records, start, stop, at, keys, out):  # type: ignore[no-untyped-def]
     """Copy keys and rows of records [start, stop) to `keys` and `out` from position `at` on; return the next position."""
@@ -316,18 +302,6 @@ def damaged_page(words, sums, start, stop):  # type: ignore[no-untyped-def]
     for page in range(start, stop):
         if sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
             return page
-    return -1
-
-
-@kernel(int64, _SUMS, _SUMS, read_only(int64[::1]), int64)
-def damaged_record(words, sums, numbers, record_bytes):  # type: ignore[no-untyped-def]
-    """Return the first page under one of these records whose checksum is wrong, or -1."""
-    for i in range(numbers.size):
-        if numbers[i] >= 0:
-            first = numbers[i] * record_bytes
-            for page in range(first // 4096, (first + record_bytes - 1) // 4096 + 1):
-                if sum_of(words, 512 * page, 512 * page + 512) != sums[page]:
-                    return page
     return -1
 
 

@@ -154,7 +154,7 @@ def test_what_no_option_says_is_asked_on_a_terminal(tmp_path: Path, target: Path
     with open(controller, "wb", buffering=0) as keyboard:
         process = children.hps("init", tmp_path / "item", "-o", target, "--ask", "--device", "cpu", stdin=terminal)
         os.close(terminal)
-        keyboard.write(b"redis_cluster\nr1:7000\nrocks_db\n0.25\n")
+        keyboard.write(b"rocks_db\nredis_cluster\nr1:7000\n0.25\n")
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     content = json.loads(target.read_text())

@@ -13,11 +13,13 @@ from tests.ring1.versions.test_versions import DIMS, Make, version_of
 from tests.ring1.versions.test_versions import document as document  # a fixture
 
 
-@pytest.mark.parametrize(("kind", "host"), [("direct", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db")])
+@pytest.mark.parametrize(
+    ("kind", "host"), [("direct", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db"), ("direct", "row_files")]
+)
 def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(document: Make, kind: str, host: str) -> None:
     """A refresh that outlives its version ends, on time and on demand, and goes on with the next."""
     refreshed = {"refresh_interval": 0.002, "refresh_device_share": 0.9} if kind == "cached" else {}
-    with hps.HPS(document(kind, persistent=host == "rocks_db", **refreshed), deploy_models=False) as server:
+    with hps.HPS(document(kind, persistent="" if host == "hash_map" else host, **refreshed), deploy_models=False) as server:
         server.deploy("ranker", "1")
         stop, seen = threading.Event(), set()
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hps.ground.shares import TableShare
 
 
-class Layout(NamedTuple):
+class ShareLayout(NamedTuple):
     """Servers of one number of shares."""
 
     of: int
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
         return tuple(share for share, servers in enumerate(self.replicas) if not servers)
 
 
-def layouts_of(declared: Mapping[int, TableShare]) -> list[Layout]:
+def layouts_of(declared: Mapping[int, TableShare]) -> list[ShareLayout]:
     """Return the layouts of servers, the best first: complete ones, then incomplete ones, each with most shares first.
 
     Args:
@@ -34,11 +34,11 @@ def layouts_of(declared: Mapping[int, TableShare]) -> list[Layout]:
         for server, share in sorted(declared.items()):
             if share.of == of:
                 replicas[share.index].append(server)
-        found.append(Layout(of, tuple(map(tuple, replicas))))
+        found.append(ShareLayout(of, tuple(map(tuple, replicas))))
     return sorted(found, key=lambda layout: (bool(layout.missing), -layout.of))
 
 
-def refusal_text(model: str, layouts: list[Layout]) -> str:
+def refusal_text(model: str, layouts: list[ShareLayout]) -> str:
     """Describe why no layout can be used."""
     found = "; ".join(
         f"of {layout.of} shares none has {', '.join(map(str, layout.missing))}" for layout in layouts if layout.missing

@@ -18,7 +18,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from hps.client.layouts import Layout, layouts_of, refusal_text
+from hps.client.layouts import ShareLayout, layouts_of, refusal_text
 from hps.errors import (
     HPSError,
     MisplacedKeysError,
@@ -101,7 +101,7 @@ class Declared(NamedTuple):
     share: TableShare | None  # None: all rows
 
 
-class _Part(NamedTuple):
+class _RequestedPart(NamedTuple):
     """The keys of a lookup for one server."""
 
     server: int
@@ -135,7 +135,7 @@ class _KnownShares:
 
     def __init__(self) -> None:
         self.declared: dict[int, TableShare] = {}
-        self.layouts: list[Layout] = []
+        self.layouts: list[ShareLayout] = []
         self._doubtful: set[int] = set()  # have not answered since
         self._asks: dict[int, tuple[float, float]] = {}  # by server: earliest time of the next question, and the pause after it
 
@@ -180,7 +180,7 @@ class _KnownShares:
         """Ask a server again: it may come back with another share."""
         self._doubtful.add(server)
 
-    def best(self, servers: int, without: Collection[int]) -> Layout | None:
+    def best(self, servers: int, without: Collection[int]) -> ShareLayout | None:
         """Return the best layout whose number of shares is not in `without`; None if there is none, or no server holds a share.
 
         An incomplete one is used while there are servers that have not declared their shares.
@@ -283,12 +283,12 @@ class Router:
         lost: set[int] = set()
         lookup = _Lookup(keys)
         missing: IndexArray | None = None
-        done: list[tuple[_Part, PartAnswer]] = []
+        done: list[tuple[_RequestedPart, PartAnswer]] = []
         for _ in range(_MOST_ROUNDS):
             parts = lookup.split(missing, self._names, excluded, done)
             probed |= self._probe(part.server for part in parts)
             outcomes = yield [(part.server, call(lookup.keys(part), part.rows is None)) for part in parts]
-            failed: list[_Part] = []
+            failed: list[_RequestedPart] = []
             for part, outcome in zip(parts, outcomes, strict=True):
                 if isinstance(outcome, PartAnswer):
                     done.append((part, outcome))
@@ -318,7 +318,7 @@ class Router:
         keys: Mapping[str, KeyArray],
         call: Callable[[Mapping[str, KeyArray], bool], Call],
         shares: ShareCalls[Call],
-        layout: Layout,
+        layout: ShareLayout,
         known: _KnownShares,
     ) -> Routed[Call]:
         """Request keys from the servers of their shares.
@@ -331,7 +331,7 @@ class Router:
             NotReadyError: no version is served by all shares with keys.
         """
         doing = f"looking up model {shares.model!r}"
-        lookup, done = _Lookup(keys), list[tuple[_Part, PartAnswer]]()
+        lookup, done = _Lookup(keys), list[tuple[_RequestedPart, PartAnswer]]()
         resting, probed, lost = self._resting(), set[int](), set[int]()
         failed, without_version = set[int](), set[int]()
         version, refused = "", set[str]()  # the version requested by its number, and those that a share lacks
@@ -438,8 +438,8 @@ class _Lookup:
         missing: IndexArray | None,
         names: Sequence[str],
         excluded: Collection[int],
-        done: Iterable[tuple[_Part, PartAnswer]],
-    ) -> list[_Part]:
+        done: Iterable[tuple[_RequestedPart, PartAnswer]],
+    ) -> list[_RequestedPart]:
         """Split keys over the servers that are not excluded.
 
         Args:
@@ -452,10 +452,10 @@ class _Lookup:
     def split_shares(
         self,
         names: Sequence[str],
-        layout: Layout,
+        layout: ShareLayout,
         excluded: Sequence[Collection[int]],
-        done: Sequence[tuple[_Part, PartAnswer]],
-    ) -> tuple[list[_Part], int | None]:
+        done: Sequence[tuple[_RequestedPart, PartAnswer]],
+    ) -> tuple[list[_RequestedPart], int | None]:
         """Split the keys without an answer over the servers of their shares.
 
         Args:
@@ -499,8 +499,8 @@ class _Lookup:
         servers: IndexArray,
         count: int,
         anywhere: int,
-        done: Iterable[tuple[_Part, PartAnswer]],
-    ) -> list[_Part]:
+        done: Iterable[tuple[_RequestedPart, PartAnswer]],
+    ) -> list[_RequestedPart]:
         """Return a part for each server.
 
         Args:
@@ -510,19 +510,19 @@ class _Lookup:
         counts = np.bincount(servers, minlength=count)
         used_servers = np.flatnonzero(counts).tolist()
         if missing is None and len(used_servers) <= 1:
-            return [_Part(used_servers[0] if used_servers else anywhere, None, None)]
+            return [_RequestedPart(used_servers[0] if used_servers else anywhere, None, None)]
         order = np.argsort(servers.astype(np.min_scalar_type(count)), kind="stable")
         order = order if missing is None else missing[order]
         answered = {table for _, answer in done for table in answer.vectors}
         bare = [table for table, keys in self._tables.items() if not keys.size and table not in answered]
         ends = np.cumsum(counts).tolist()
-        parts: list[_Part] = []
+        parts: list[_RequestedPart] = []
         for server in used_servers:
             flat = order[ends[server] - counts[server] : ends[server]]
-            parts.append(_Part(server, flat, self._by_table(flat, () if parts else bare)))
+            parts.append(_RequestedPart(server, flat, self._by_table(flat, () if parts else bare)))
         return parts
 
-    def keys(self, part: _Part) -> Mapping[str, KeyArray]:
+    def keys(self, part: _RequestedPart) -> Mapping[str, KeyArray]:
         """Return the keys of a part by table."""
         if part.rows is None:
             return self._tables
@@ -569,8 +569,8 @@ def merge_parts(
 
 
 def _split_by_version(
-    done: list[tuple[_Part, PartAnswer]],
-) -> tuple[list[_Part], list[tuple[_Part, PartAnswer]], int]:
+    done: list[tuple[_RequestedPart, PartAnswer]],
+) -> tuple[list[_RequestedPart], list[tuple[_RequestedPart, PartAnswer]], int]:
     """Return the parts of other versions than that of most keys, the parts of that version, and a server with it."""
     if len({answer.version for _, answer in done}) == 1:
         return [], done, done[0][0].server

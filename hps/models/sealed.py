@@ -29,7 +29,7 @@ from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
-from hps.stores.row_files.layout import PAGE_BYTES, Head
+from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.types import ROW_DTYPES, FloatArray, KeyArray, row_width
 
 _log = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ _KEY_BYTES: Final = 8
 _UINT32_KEYS: Final = 1 << 32
 
 
-class _Sums:
+class _PageSums:
     """The checksums of a file's pages, read at first use. *Thread-safe.*"""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: npt.NDArray[np.uint64] | None = None
 
-    def read(self, file: OpenedFile, head: Head) -> npt.NDArray[np.uint64]:
+    def read(self, file: OpenedFile, head: FileHead) -> npt.NDArray[np.uint64]:
         with self._lock:  # every reader needs them
             if self._sums is None:
                 sums = np.empty(head.pages, np.uint64)
@@ -87,12 +87,12 @@ class SealedModel:
     """
 
     place: str
-    head: Head
+    head: FileHead
     fingerprint: str
     int32_keys: bool
     file: OpenedFile
     share: TableShare | None = None
-    _sums: _Sums = field(default_factory=_Sums, repr=False, compare=False)
+    _sums: _PageSums = field(default_factory=_PageSums, repr=False, compare=False)
 
     @property
     def rows(self) -> int:
@@ -248,7 +248,7 @@ def open_sealed_model(
     if content:
         file.read(0, memoryview(content))
     try:
-        head = Head.unpacked(bytes(content))
+        head = FileHead.unpacked(bytes(content))
         if head.size_bytes != file.size_bytes:
             raise ValueError(f"it has {file.size_bytes:,} bytes, expected {head.size_bytes:,}")
         if head.row_dtype not in ROW_DTYPES or head.dim < 1 or head.width != row_width(head.dim, head.row_dtype):

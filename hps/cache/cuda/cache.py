@@ -129,7 +129,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         for tables, *kind_of in models:
             rows, kind = [kernels.Rows(dim, ROW_DTYPES.index(row_dtype)) for dim, row_dtype in tables], Kind(*kind_of)
             needed += kernels.lookup_kernels(rows, kind) + kernels.modification_kernels(rows, kind)
-            needed += [one for files in (False, True) for one in kernels.link_kernels(rows, kind, files)]
+            needed += kernels.link_kernels(rows, kind) + kernels.link_kernels(rows, kind, files=True)
             if kind.shared:
                 needed += kernels.near_kernels(rows)
         return compile_ahead(needed, architecture)

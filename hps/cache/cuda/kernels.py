@@ -413,7 +413,7 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
     return found
 
 
-def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC, files: bool = False) -> list[Kernel]:
+def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC, *, files: bool = False) -> list[Kernel]:
     """Return the kernels that read tables in host memory; `files`: those of row files."""
     return [answer_kernel(name, shape._replace(files=files), kind) for shape in _shapes(tables) for name in ANSWERS]
 

@@ -52,7 +52,7 @@ class LookupKernels:
         return kernels.lookup_kernels(self.rows, self._kind)
 
     def for_links(self, files: bool = False) -> list[Kernel]:
-        return kernels.link_kernels(self.rows, self._kind, files)
+        return kernels.link_kernels(self.rows, self._kind, files=files)
 
     def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use and cached by `query_of`.

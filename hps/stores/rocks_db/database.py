@@ -91,6 +91,25 @@ _ROOM_BYTES = 4 << 20  # written by RocksDB at an opening, beside the content of
 _open_for_writing: WeakSet["RocksDatabase"] = WeakSet()
 
 
+def check_room_of(where: str, state: str, place: Path, needed: int, replaced: int, writer: int) -> CheckResult:
+    """Return whether a database can be opened and has room on its disk.
+
+    Args:
+        where: the setting that names the database. state: what is there. place: an existing directory on its file system.
+        needed: bytes to load. replaced: number of tables that a start drops. writer: process that has it open, or 0.
+    """
+    if replaced:
+        state += f", of which a start drops {replaced} of another width, with its online writes, to load it anew"
+    if writer:
+        locked = f"{state}; process {writer} has it open, and only one may write to it: stop that process first"
+        return CheckResult("unreachable", where, locked)
+    free = shutil.disk_usage(place).free
+    room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
+    if needed > free:
+        return CheckResult("wrong", where, f"{state}; {room}: free some, or give a path on a larger disk")
+    return CheckResult("good", where, f"{state}; {room}")
+
+
 def writer_of(path: Path) -> int:
     """Return the process that has a database open for writing; 0 if there is none."""
     # RocksDB's lock is a POSIX record lock, which a process loses when it closes any descriptor of the file. So the lock of
@@ -281,17 +300,8 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             if path != place
             else f"{path}"
         )
-        if replaced:
-            state += f", of which a start drops {len(replaced)} of another width, with its online writes, to load it anew"
-        if writer:
-            locked = f"{state}; process {writer} has it open, and only one may write to it: stop that process first"
-            return [CheckResult("unreachable", where, locked)]
         needed = sum(size for spec, size in tables.items() if spec.tag not in present - replaced) if loads else 0
-        free = shutil.disk_usage(place).free
-        room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
-        if needed > free:
-            return [CheckResult("wrong", where, f"{state}; {room}: free some, or give a path on a larger disk")]
-        return [CheckResult("good", where, f"{state}; {room}")]
+        return [check_room_of(where, state, place, needed, len(replaced), writer)]
 
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:

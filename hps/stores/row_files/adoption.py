@@ -9,7 +9,7 @@ from typing import Final
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileError
 from hps.stores.base import RowFileSource
-from hps.stores.row_files.layout import PAGE_BYTES, Head
+from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sync_directory
 from hps.types import row_dtype_of
@@ -18,7 +18,7 @@ _COPY_BYTES: Final = 64 << 20
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
-def checked_head(file: RowFileSource, tag: str, width: int) -> Head:
+def checked_head(file: RowFileSource, tag: str, width: int) -> FileHead:
     """Read the head of a file, and check that a table can have its rows.
 
     Raises:
@@ -29,7 +29,7 @@ def checked_head(file: RowFileSource, tag: str, width: int) -> Head:
         file.read(0, memoryview(content))
     doing = f"adopting {file.place} as table {tag}"
     try:
-        head = Head.unpacked(bytes(content))
+        head = FileHead.unpacked(bytes(content))
     except (ValueError, TypeError) as error:
         raise ModelFileError(f"{doing}: {error}; write it again with `hps seal`") from error
     if head.size_bytes != file.size_bytes:

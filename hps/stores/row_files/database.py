@@ -36,7 +36,6 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, available_memory, check_fits
 from hps.ground.memory.host_tables import HostTable
-from hps.ground.progress import size_text
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.ground.threads.pacing import paced
@@ -57,11 +56,11 @@ from hps.stores.base import (
     SealStats,
     TableStats,
 )
-from hps.stores.rocks_db.database import RocksDatabase, writer_of
+from hps.stores.rocks_db.database import RocksDatabase, check_room_of, writer_of
 from hps.stores.row_files import adoption
 from hps.stores.row_files.download import EXTENTS_SUFFIX, PARTIAL_SUFFIX
 from hps.stores.row_files.inspection import CHANGES, FILES, inspect, is_directory_of_row_files
-from hps.stores.row_files.layout import Head, buckets_for
+from hps.stores.row_files.layout import FileHead, buckets_for
 from hps.stores.row_files.row_file import RowFile, read_kernels
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, RowTable, TableRecord, file_name, tag_of
 from hps.stores.row_files.writer import TEMPORARY, write_kernels
@@ -215,17 +214,9 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
             return [CheckResult("wrong", where, str(error))]
         found = sum(spec.tag in present for spec in tables)
         state = f"{path} holds {found} of {len(tables)} tables" if present else f"{path} would be created"
-        if replaced:
-            state += f", of which a start drops {len(replaced)} of another width, with its online writes, to load it anew"
-        if not config.read_only and (writer := writer_of(path / CHANGES)):
-            locked = f"{state}; process {writer} has it open, and only one may write to it: stop that process first"
-            return [CheckResult("unreachable", where, locked)]
+        writer = 0 if config.read_only else writer_of(path / CHANGES)
         needed = sum(size for spec, size in tables.items() if spec.tag not in present - replaced) if loads else 0
-        free = shutil.disk_usage(place).free
-        room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
-        if needed > free:
-            return [CheckResult("wrong", where, f"{state}; {room}: free some, or give a path on a larger disk")]
-        return [CheckResult("good", where, f"{state}; {room}")]
+        return [check_room_of(where, state, place, needed, len(replaced), writer)]
 
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:
@@ -564,7 +555,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
                 fresh.unlink()
 
     def _download(
-        self, table: RowTable, file: RowFileSource, head: Head, record: LoadRecord, progress: Callable[[int], None]
+        self, table: RowTable, file: RowFileSource, head: FileHead, record: LoadRecord, progress: Callable[[int], None]
     ) -> Adoption:
         if table.has_adopted(head, record):
             return "copied"
@@ -599,4 +590,4 @@ class _Pace:
 
 
 def _file_bytes(tag: str, dim: int, rows: int) -> int:
-    return Head(tag, dim, rows, buckets_for(rows), "", 0).size_bytes
+    return FileHead(tag, dim, rows, buckets_for(rows), "", 0).size_bytes

@@ -35,7 +35,7 @@ from hps.errors import (
 from hps.ground.threads.workers import new_thread
 from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
-from hps.stores.row_files.layout import PAGE_BYTES, Head
+from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.presence import Presence
 from hps.stores.row_files.writer import sync_directory
 from hps.types import IndexArray
@@ -70,7 +70,7 @@ class Download(Presence):
         resumed_bytes: bytes that an earlier download left.
     """
 
-    def __init__(self, file: RowFileSource, head: Head, path: Path, finished: Callable[[], None]) -> None:
+    def __init__(self, file: RowFileSource, head: FileHead, path: Path, finished: Callable[[], None]) -> None:
         self.doubtful = True
         self.head = head
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)

@@ -2,7 +2,7 @@
 
 A row file holds the rows of one table at one moment, and never changes. All numbers are little-endian:
 
-    head           4,096 bytes: `HEAD`, then a JSON object (see `Head`) padded with zeros, then the checksum of all before it
+    head           4,096 bytes: `MAGIC`, then a JSON object (`FileHead`) padded with zeros, then the checksum of all before it
     records        (rows, 2 + width) uint32: a key (int64) and its row (`ground/rows.py`), in the order of the keys' hash
     starts         (buckets + 1,) uint32: the number of the first record of each bucket, modulo 2^32
     fingerprints   (rows,) uint8: the low byte of each key's hash
@@ -62,7 +62,7 @@ class RowFacts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class FileHead:
     """What a row file says of itself, enough to read it without a configuration. *Immutable.*
 
     Attributes:
@@ -133,7 +133,7 @@ class Head:
         return content + _SUM.pack(checksum(np.frombuffer(content, np.uint8)))
 
     @classmethod
-    def unpacked(cls, content: bytes) -> "Head":
+    def unpacked(cls, content: bytes) -> "FileHead":
         """Decode a head.
 
         Raises:
@@ -155,7 +155,7 @@ class Head:
         return head
 
 
-def content_fingerprint(head: Head, sums: np.ndarray) -> str:
+def content_fingerprint(head: FileHead, sums: np.ndarray) -> str:
     """Identify the content of a file by its geometry and the checksums of its pages, (pages,) uint64."""
     digest = hashlib.blake2b(
         json.dumps([head.width, head.rows, head.buckets, head.row_dtype, head.dim]).encode(), digest_size=16

@@ -16,7 +16,7 @@ from hps.stores.base import LOAD_ADVICE
 from hps.stores.row_files import layout, reading
 from hps.stores.row_files.changed_rows import ChangesView, changes_kernels
 from hps.stores.row_files.cold_reads import ColdReads
-from hps.stores.row_files.layout import PAGE_BYTES, Head
+from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.presence import (
     MOST_PAGES,
     PageCache,
@@ -75,7 +75,7 @@ class RowFile:
                         f"opening the row file {path}: others than its owner may write to it (mode {there.st_mode & 0o777:o}), "
                         "and cutting it short would end this process; expected mode 444: `chmod go-w` it"
                     )
-                self.head = Head.unpacked(file.read(PAGE_BYTES))
+                self.head = FileHead.unpacked(file.read(PAGE_BYTES))
                 if there.st_size != self.head.size_bytes:
                     raise ValueError(f"it has {there.st_size:,} bytes, expected {self.head.size_bytes:,}")
                 # Lookups have a mapping of their own, where a fault reads one page.

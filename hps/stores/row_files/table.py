@@ -41,7 +41,7 @@ from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.collector import RowCollector
 from hps.stores.row_files.download import Download
 from hps.stores.row_files.in_place import RowFileInPlace
-from hps.stores.row_files.layout import Head, RowFacts
+from hps.stores.row_files.layout import FileHead, RowFacts
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import TEMPORARY, Run, build_row_file, sync_directory, sync_file, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
@@ -52,7 +52,6 @@ _log = logging.getLogger(__name__)
 ROWS_SUFFIX: Final = ".rows"
 RECORD_SUFFIX: Final = ".json"
 _LOG_S: Final = 5.0
-_KEEP_TIMEOUT_S: Final = 600.0
 _FORGET_ROWS: Final = 16_384  # writers wait while these are removed
 _FILE_TIMEOUT_S: Final = 600.0  # for another load or seal of the table
 _SLOWEST_DISK: Final = 20 << 20  # bytes a second, to bound waiting for it
@@ -154,7 +153,7 @@ class SealCounts:
     failures: int = 0  # of seals, and of loads that could not be made durable
 
 
-def check_belongs(head: Head, place: object, tag: str, width: int) -> None:
+def check_belongs(head: FileHead, place: object, tag: str, width: int) -> None:
     """Check that a file has rows of a table; those of model versions name none.
 
     Raises:
@@ -462,15 +461,10 @@ class RowTable:
         """Let no other thread write."""
         return self._alone(doing)
 
-    @contextmanager
-    def keeping_file(self, doing: str) -> Iterator[None]:
-        """Keep the file from being replaced."""
-        if not self._sealing.acquire(timeout=_KEEP_TIMEOUT_S):
-            raise DatabaseTimeoutError(f"{doing}: the table was loaded or sealed for all of {_KEEP_TIMEOUT_S:g} s; try again")
-        try:
-            yield
-        finally:
-            self._sealing.release()
+    def keeping_file(self, doing: str) -> AbstractContextManager[None]:
+        """Keep the file from being replaced, by a load, a seal or a download."""
+        busy = f"{doing}: a load or seal of the table did not end within {_FILE_TIMEOUT_S:g} s; try again"
+        return exclusive(self._sealing, _FILE_TIMEOUT_S, busy)
 
     def _put(self, load: LoadRecord | None) -> None:
         same = load is not None and self._record.load is not None and self._record.load.fingerprint == load.fingerprint
@@ -593,8 +587,7 @@ class RowTable:
     @contextmanager
     def _making_a_file(self, doing: str) -> Iterator[None]:
         """Wait until no other file of the table is made or on its way to the disk, and exclude others."""
-        busy = f"{doing}: another load or seal of it did not end within {_FILE_TIMEOUT_S:g} s; try again"
-        with exclusive(self._sealing, _FILE_TIMEOUT_S, busy):
+        with self.keeping_file(doing):
             self.wait_until_durable()
             yield
 
@@ -746,14 +739,15 @@ class RowTable:
                     self._leftover = False
             raise
 
-    def can_adopt(self, head: Head) -> bool:
+    def can_adopt(self, head: FileHead) -> bool:
         """Return whether a file may become that of the table: it has none, or this one."""
         file = self._state.file
         return self._load is None and (file is None or (bool(file.head.content) and file.head.content == head.content))
 
     def adopt(self, fresh: Path, record: LoadRecord) -> bool:
         """Make a complete file under another name that of the table, as a load would; return False if it has another."""
-        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+        doing = f"adopting a file for table {self.tag}"
+        with self.keeping_file(doing), self._alone(doing):
             file, before = RowFile(fresh), self._record.load
             check_belongs(file.head, fresh, self.tag, self.width)
             if not self.can_adopt(file.head):
@@ -774,10 +768,10 @@ class RowTable:
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True
 
-    def download(self, file: RowFileSource, head: Head, record: LoadRecord) -> Download | None:
+    def download(self, file: RowFileSource, head: FileHead, record: LoadRecord) -> Download | None:
         """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
         doing = f"adopting {file.place} for table {self.tag}"
-        with self._sealing:
+        with self.keeping_file(doing):
             if self._download is not None:
                 return self._download if self._download.head.content == head.content else None
             before = self._record.load
@@ -802,7 +796,8 @@ class RowTable:
 
     def _finish_download(self, download: Download) -> None:
         """Make the complete file that of the table."""
-        with self._sealing, self._alone(f"completing the download of table {self.tag}"):
+        doing = f"completing the download of table {self.tag}"
+        with self.keeping_file(doing), self._alone(doing):
             load = self._record.load
             if self._download is not download or load is None:
                 raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
@@ -812,9 +807,10 @@ class RowTable:
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
             self._download = None
 
-    def has_adopted(self, head: Head, record: LoadRecord) -> bool:
+    def has_adopted(self, head: FileHead, record: LoadRecord) -> bool:
         """Return whether the table has a complete file of this content already, which was adopted with this record."""
-        with self._sealing, self._alone(f"adopting a file for table {self.tag}"):
+        doing = f"adopting a file for table {self.tag}"
+        with self.keeping_file(doing), self._alone(doing):
             file, load = self._state.file, self._record.load
             if file is None or self._download is not None or load is None or load.fingerprint != record.fingerprint:
                 return False
@@ -837,8 +833,7 @@ class RowTable:
     def retire(self) -> None:
         """Refuse writes from now on, and remove a file that is not durable yet."""
         doing = f"dropping table {self.tag}"
-        busy = f"{doing}: a load or seal of it did not end within {_FILE_TIMEOUT_S:g} s; try again"
-        with exclusive(self._sealing, _FILE_TIMEOUT_S, busy), self._alone(doing):
+        with self.keeping_file(doing), self._alone(doing):
             self._dropped = True
             if self._settling:
                 self._settling.file.unlink(missing_ok=True)

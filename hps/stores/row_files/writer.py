@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hps.errors import DatabaseError
 from hps.ground.threads.thread_pool import POOL, available_threads
 from hps.stores.row_files import layout
-from hps.stores.row_files.layout import PAGE_BYTES, Head, RowFacts, buckets_for, content_fingerprint, lowest_hash
+from hps.stores.row_files.layout import PAGE_BYTES, FileHead, RowFacts, buckets_for, content_fingerprint, lowest_hash
 from hps.stores.row_files.row_file import Records
 from hps.stores.row_files.sorting import Hashes, append_rows, gather_records, sort_kernels, sorted_order
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
@@ -150,7 +150,7 @@ def write_row_file(
     source: str = "",
     facts: RowFacts | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Head:
+) -> FileHead:
     """Merge runs into a row file, which replaces one of this name. It is complete and durable, or not there.
 
     Memory beside the runs: two bytes a row, and some 16 MB for each thread.
@@ -178,7 +178,7 @@ def build_row_file(
     source: str = "",
     facts: RowFacts | None = None,
     progress: Callable[[int], None] | None = None,
-) -> tuple[Path, Head]:
+) -> tuple[Path, FileHead]:
     """Write a row file under a temporary name beside `path`, for `publish_row_file`. It can be read, but is not durable.
 
     Raises:
@@ -225,7 +225,7 @@ def _write(
     source: str,
     facts: RowFacts,
     progress: Callable[[int], None] | None,
-) -> Head:
+) -> FileHead:
     most = sum(run.rows for run in runs)
     buckets = buckets_for(most)
     starts, fingerprints = np.zeros(buckets + 1, np.uint32), np.empty(most, np.uint8)
@@ -274,7 +274,7 @@ def _write(
             pages.pad()
         total = pages.end()
     _write_all(file, total.view(np.uint8), pages.at)
-    head = Head(tag, width, rows, buckets, source, layout.checksum(total.view(np.uint8)), **facts._asdict())
+    head = FileHead(tag, width, rows, buckets, source, layout.checksum(total.view(np.uint8)), **facts._asdict())
     head = replace(head, content=content_fingerprint(head, total))
     _write_all(file, np.frombuffer(head.packed(), np.uint8), 0)
     return head

@@ -12,7 +12,7 @@ from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedErro
 from hps.stores.base import LoadRecord, RowFileSource
 from hps.stores.row_files import download
 from hps.stores.row_files.database import RowFilesDatabase
-from hps.stores.row_files.layout import Head
+from hps.stores.row_files.layout import FileHead
 from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.waiting import wait_until
 
@@ -100,8 +100,8 @@ def files(database: RowFilesDatabase) -> list[str]:
     return sorted(path.name.removeprefix(TAG) for path in (database.path / "tables").iterdir())
 
 
-def head_of(elsewhere: Elsewhere) -> Head:
-    return Head.unpacked(elsewhere.content[:4096])
+def head_of(elsewhere: Elsewhere) -> FileHead:
+    return FileHead.unpacked(elsewhere.content[:4096])
 
 
 def test_lookups_are_right_before_the_file_is_there_and_after(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:

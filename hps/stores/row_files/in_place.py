@@ -188,6 +188,7 @@ class RowFileInPlace(HostTable):
         self._next: PinnedFile | None = None  # of a file that is about to replace the present one
         self._map: HashMapTable | None = None
         self._has_changes = self._shown = self._closed = False
+        self._filling = False  # while a new map lacks changes; it must not be shown, though it grows
         self._number = 0
         self._layout: HostLayout | None = None
         self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
@@ -313,9 +314,13 @@ class RowFileInPlace(HostTable):
                 pinned = PinnedFile(file, pinner, lambda done, total: None)
             self._file = pinned
             self._new_map()
-            for keys in self._table.changed_keys():
-                for start in range(0, keys.size, SLICE_ROWS):
-                    self._copy_changes(keys[start : start + SLICE_ROWS], show=False)
+            self._filling = True
+            try:
+                for keys in self._table.changed_keys():
+                    for start in range(0, keys.size, SLICE_ROWS):
+                        self._copy_changes(keys[start : start + SLICE_ROWS], show=False)
+            finally:
+                self._filling = False
             if self._shown:
                 self._publish()
 
@@ -380,7 +385,7 @@ class RowFileInPlace(HostTable):
         self._map, self._has_changes = changes, False
 
     def _grown(self, number: int, layout: HostLayout | None) -> None:
-        if number != self._number or not self._shown:
+        if number != self._number or not self._shown or self._filling:
             return
         if layout is None:
             self.close()

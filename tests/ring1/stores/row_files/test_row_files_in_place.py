@@ -279,3 +279,21 @@ def test_a_large_file_is_unpinned_in_the_background(database, pinner, monkeypatc
     database.seal("t")
     wait_until(lambda: not pinner.holds(records, 1), "the replaced file is unpinned")
     check(host.layout(), all_of(0) | dict.fromkeys(KEYS[:3].tolist(), 1))
+
+
+def test_a_new_map_is_shown_only_with_all_changes_although_it_grows(database, pinner, monkeypatch):
+    monkeypatch.setattr("hps.stores.row_files.in_place.SLICE_ROWS", 100)
+    host = pinned(database, pinner)
+    database.insert("t", KEYS[:1].copy(), rows_of(KEYS[:1], 1))
+    prepare, ends = host.prepare, []
+
+    def prepare_beside_writes(file):
+        database.insert("t", KEYS.copy(), rows_of(KEYS, 2))  # after the seal has read the changes
+        prepare(file)
+        ends.append(host.watch(lambda layout: check(layout, all_of(2))))
+
+    monkeypatch.setattr(host, "prepare", prepare_beside_writes)
+    database.seal("t")
+    for end in ends:
+        end()
+    check(host.layout(), all_of(2))

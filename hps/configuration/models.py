@@ -483,7 +483,10 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
     if volatile is None or resident:  # these have their own hash map
         return ""
     if volatile.type in ("disabled", "redis_cluster"):
-        return f"volatile_db is {volatile.type}, not a hash map in this process"
+        persistent = others.get("persistent_db")
+        if persistent is not None and persistent.type == "row_files":
+            return ""
+        return f"volatile_db is {volatile.type}, not a hash map in this process, and no persistent_db of row files is below"
     if volatile.overflow_margin < UINT64_MAX and volatile.overflow_policy != "evict_random":
         return f"overflow_policy {volatile.overflow_policy} must record every read of a row"
     return ""

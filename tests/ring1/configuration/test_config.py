@@ -298,17 +298,23 @@ def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict
 
 
 @pytest.mark.parametrize(
-    ("changes", "device"),
+    ("changes", "device", "top"),
     [
-        ({"index_on_device": True}, "cuda"),
-        ({"device_sharing": "replicate", "deployed_device_list": [0, 1]}, "cuda"),
-        ({"device_sharing": "partition", "deployed_device_list": [0, 1]}, "auto"),
-        ({"device_sharing": "hot", "deployed_device_list": [0, 1]}, "cuda"),
-        ({}, "cpu"),
+        ({"index_on_device": True}, "cuda", {}),
+        ({"miss_path": "link"}, "cuda", {"persistent_db": {"type": "row_files", "path": "x"}}),
+        (
+            {"miss_path": "link"},
+            "cuda",
+            {"volatile_db": {"type": "redis"}, "persistent_db": {"type": "row_files", "path": "x"}},
+        ),
+        ({"device_sharing": "replicate", "deployed_device_list": [0, 1]}, "cuda", {}),
+        ({"device_sharing": "partition", "deployed_device_list": [0, 1]}, "auto", {}),
+        ({"device_sharing": "hot", "deployed_device_list": [0, 1]}, "cuda", {}),
+        ({}, "cpu", {}),
     ],
 )
-def test_what_is_read_and_done_gives_no_warning(changes: dict[str, Any], device: str) -> None:
-    assert notices(changes, device=device) == ""
+def test_what_is_read_and_done_gives_no_warning(changes: dict[str, Any], device: str, top: dict[str, Any]) -> None:
+    assert notices(changes, device=device, **top) == ""
     assert load(changes, device=device).models[0].device_sharing == changes.get("device_sharing", "replicate")
 
 

@@ -75,7 +75,8 @@ def linked_kind(config: ModelConfig, kinds: Iterable[type[Database]]) -> type[De
     """
     if not config.gpucache or config.miss_path == "copy" or is_static(config):
         return None
-    return next((kind for kind in kinds if issubclass(kind, DeviceReadable)), None)
+    first = next(iter(kinds), None)
+    return first if first is not None and issubclass(first, DeviceReadable) else None
 
 
 def index_sizes(config: ModelConfig, rows: Sequence[int], kinds: Iterable[type[Database]]) -> list[int]:

@@ -197,7 +197,11 @@ def test_row_files_are_read_in_place_unless_a_hash_map_is_above_them(start, tmp_
     ("changes", "tiers", "reason"),
     [
         ({"miss_path": "copy"}, {}, None),
-        ({}, {"volatile_db": {"type": "disabled"}}, "no database is a hash map in this process or of row files"),
+        (
+            {},
+            {"volatile_db": {"type": "disabled"}},
+            "the first database is neither a hash map in this process nor of row files",
+        ),
         ({}, {}, "the limit on locked memory"),
     ],
 )

@@ -159,7 +159,8 @@ def test_databases_answer_where_a_cache_is_no_faster(settings: dict[str, Any], d
     [
         ({}, [HashMapDatabase, RowFilesDatabase], None),
         ({"index_on_device": True}, [HashMapDatabase, RowFilesDatabase], HashMapDatabase),
-        ({"index_on_device": True}, [RedisDatabase, RowFilesDatabase], RowFilesDatabase),
+        ({"index_on_device": True}, [RedisDatabase, RowFilesDatabase], None),
+        ({"index_on_device": True}, [RowFilesDatabase], RowFilesDatabase),
         ({"index_on_device": True}, [RocksDatabase], None),
         ({}, [RowFilesDatabase], None),  # it is kept, but misses are slower without it, not impossible
         ({"miss_path": "link"}, [RowFilesDatabase], RowFilesDatabase),

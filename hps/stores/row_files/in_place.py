@@ -220,7 +220,7 @@ class RowFileInPlace(HostTable):
             )
             file = self._table.file
             if file and not file.is_complete:
-                raise self._refused("its file is still being downloaded")
+                raise self._refused("its file is still being downloaded, or has other shares of the table")
             pinned = PinnedFile(file, pinner, progress or (lambda done, total: None)) if file and file.head.rows else None
             try:
                 with self._table.alone(doing):

@@ -729,6 +729,7 @@ class RowTable:
                 piece = keys[start : start + _FORGET_ROWS]
                 with self._alone(doing):
                     self._changes.forget(self.tag, piece[~self._state.changed.contains(piece)])
+                start += piece.size
                 if progress:
                     progress(piece.size)
         except BaseException:

@@ -124,7 +124,8 @@ class HostTable(ABC):
     def layout(self) -> HostLayout | None:
         """Return the current layout: the same object until the table grows. Cheap, since every lookup calls it.
 
-        None before `pin` and while the table is being downloaded, and permanently after the table was dropped or its growth could not be pinned.
+        None before `pin` and while the table is being downloaded, and permanently after the table was dropped or its growth
+        could not be pinned.
         """
 
     @abstractmethod

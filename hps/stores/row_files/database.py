@@ -45,6 +45,7 @@ from hps.stores.base import (
     Adoption,
     AdoptsRowFiles,
     DatabaseReport,
+    DeviceReadable,
     LoadRecord,
     LogPosition,
     MergesRows,
@@ -77,7 +78,7 @@ _LOAD_POLL_S: Final = 0.02
 _PROGRESS_S: Final = 0.5
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowFiles):
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, MergesRows, AdoptsRowFiles):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -101,6 +102,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
     """
 
     kind = "row_files"
+    always_indexed = True
 
     def __init__(
         self,
@@ -458,8 +460,6 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
         """Return how many rows of a table have changed since its file was made."""
         return self._table(tag).changed_rows
 
-    # Not `DeviceReadable` yet, so that no deployment uses it: beside writers and seals, devices answered rows from before a
-    # seal (tests/gpu/test_row_file_link.py).
     def host_table(self, tag: str) -> HostTable:
         with self._calls:
             return self._table(tag).in_place

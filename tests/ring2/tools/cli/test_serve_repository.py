@@ -57,7 +57,7 @@ def test_a_server_that_is_killed_finds_its_rows_again_with_what_was_written_onli
         np.testing.assert_array_equal(client.lookup(KEYS, "shop", "item"), expected)
     served.stop()
     result = run("check-database", ours, code=0)
-    assert "rows of 8 floats can be read" in result.stdout
+    assert "3,000 rows of 8 floats can be read" in result.stdout
 
 
 def test_two_servers_share_the_file_of_a_sealed_version(served: ServedProcess, repository: Path, tmp_path: Path) -> None:

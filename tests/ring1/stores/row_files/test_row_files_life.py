@@ -255,6 +255,17 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
         assert answers(reader, KEYS[5:], 0)
 
 
+def test_an_inspection_counts_each_row_once(database: RowFilesDatabase, path: Path) -> None:
+    database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+    absent = KEYS.max() + 1 + np.arange(3)
+    database.insert(TAG, absent, vectors_of(absent, DIM, 1))
+    database.delete(TAG, np.concatenate([KEYS[4:7], absent[:1]]))
+    rows = database.size(TAG)
+    database.close()
+    [table] = RowFilesDatabase.inspect(path).tables
+    assert table.rows == rows == KEYS.size - 3 + 2
+
+
 def test_an_inspection_finds_damaged_and_missing_files(database: RowFilesDatabase, path: Path) -> None:
     database.close()
     assert not RowFilesDatabase.inspect(path).damages

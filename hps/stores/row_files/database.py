@@ -377,7 +377,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
             needs,
             shutil.disk_usage(self.path).free,
             "on its file system",
-            "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
+            "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume "
+            "(persistent_db.path; for a repository --state of `hps serve`)",
         )
         resident = {
             f"{rows:,} resident rows of table {tag} ({stored_text(tag, dim)})": _file_bytes(tag, dim, rows)

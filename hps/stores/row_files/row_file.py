@@ -59,7 +59,8 @@ class RowFile:
         share: of the table; None for all rows.
         has_share: all pages of the share are here, or will be. Else it has the rows of another one as well.
         range: the records of the share.
-        is_complete: all of it is here, and of the share, so that devices may read it.
+        is_complete: all that the share reads is here.
+        is_whole: it has no row of other shares, so that devices may read it.
         records: (rows, 2 + width) uint32, those of the range, mapped, read only, for walks in order: a fault reads ahead.
         starts, fingerprints: the other parts that a lookup reads, mapped, read only; see `layout.py`.
         content: all of these in one piece of whole pages, (n,) uint8, mapped as `records`.
@@ -111,7 +112,8 @@ class RowFile:
         advise_random(self._mapped[: head.starts_at])
         for start, stop in self.range.index_runs(head):
             advise_needed(self._mapped[start:stop])  # two bytes a row, which every lookup reads
-        self.is_complete = presence is None and not here and self.range.rows == head.rows
+        self.is_complete = presence is None
+        self.is_whole = not here and self.range.rows == head.rows
         self.records: Records = self._records_in(walked)[self.range.first : self.range.last]
         self._records = self._records_in(looked_up)
         self.content: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)[head.records_at : head.sums_at]

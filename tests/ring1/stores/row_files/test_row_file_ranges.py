@@ -126,7 +126,7 @@ def test_a_copy_has_the_pages_of_the_share_alone(whole: Path, tmp_path: Path, sh
     assert path.stat().st_size == whole.stat().st_size
     assert 512 * path.stat().st_blocks < whole.stat().st_size * (1 / share.of + 0.1)
     file = RowFile(path)
-    assert (file.share, file.has_share, file.is_complete) == (share, True, False)
+    assert (file.share, file.has_share, file.is_whole) == (share, True, False)
     assert file.head.content == FileHead.unpacked(whole.read_bytes()[:PAGE_BYTES]).content
     answers(file, KEYS, share)
     answers(file, KEYS, share, verify=True)
@@ -261,7 +261,7 @@ def test_a_table_has_its_share_through_writes_seals_and_restarts(
     holds(database, expected)
     assert database.seal(TAG) == new.size + old.size
     holds(database, expected)
-    assert database._tables[TAG]._state.file.is_complete  # devices may read it
+    assert database._tables[TAG]._state.file.is_whole  # devices may read it
     database.insert(TAG, new[:1], vectors_of(new[:1], 2))
     expected[int(new[0])] = float(np.float32(new[0]) + 2 * 10**6)
     database.close()

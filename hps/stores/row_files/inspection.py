@@ -48,7 +48,7 @@ def _changed_rows(path: Path, tag: str, width: int) -> int:
     file = RowFile(path / FILES / (file_name(tag) + ROWS_SUFFIX))
     with closing(RocksDatabase(path / CHANGES, read_only=True, beside_files=True)) as changes:
         changes.open_table(tag, width)
-        return sum(int((file.numbers(keys) >= 0).sum()) for keys in changes.changed_keys(tag))
+        return sum(int(file.contains(keys).sum()) for keys in changes.changed_keys(tag))
 
 
 def _inspect_table(files: Path, tag: str) -> tuple[int, int, str]:

@@ -265,7 +265,8 @@ def test_a_table_has_its_share_through_writes_seals_and_restarts(
     database.insert(TAG, new[:1], vectors_of(new[:1], 2))
     expected[int(new[0])] = float(np.float32(new[0]) + 2 * 10**6)
     database.close()
-    assert RowFilesDatabase.inspect(tmp_path / "database").damages == []
+    report = RowFilesDatabase.inspect(tmp_path / "database")
+    assert (report.damages, report.tables[0].rows) == ([], len(expected))
     database = opened(tmp_path)
     holds(database, expected)
     database.close()

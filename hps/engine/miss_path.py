@@ -137,6 +137,8 @@ def _refusal(
     if reason := attach(index, host, authoritative=authoritative):
         return reason
     database = chain.in_place
+    if host.layout() is None:  # its file is still being downloaded
+        return ""
     if not timed or database is None or table.width in timings or not (sample := _sample(database, table)).size:
         return ""
     link = _keys_per_s(cache, chain, index, sample)

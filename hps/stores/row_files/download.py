@@ -40,6 +40,7 @@ from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.presence import Presence
+from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sync_directory
 from hps.types import IndexArray
 
@@ -67,6 +68,7 @@ class Download(Presence):
         head: its head.
         path: local name without suffix.
         share: the share whose rows are needed; by default all are.
+        beside: files of other tables here; what they have of this content is not read from elsewhere.
         finished: called in the background once the file is complete and durable, before its name is `<path>.partial` no more;
             gives it its name.
 
@@ -82,9 +84,11 @@ class Download(Presence):
         finished: Callable[[], None],
         *,
         share: TableShare | None = None,
+        beside: Sequence[RowFile] = (),
     ) -> None:
         self.doubtful = True
         self._share = share
+        self._beside = [other for other in beside if head.content and other.head.content == head.content]
         self.head = head
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self.error: DatabaseError | None = None  # of the background, while it lasts
@@ -235,8 +239,10 @@ class Download(Presence):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.head.size_bytes)
             words = np.empty(-(-(stop - start) // PAGE_BYTES) * (PAGE_BYTES // 8), np.uint64)
             content = words.view(np.uint8).data[: stop - start]
-            for tried in range(1, _TRIES + 1):
-                self._read(start, content)
+            here = any(other.copy_to(start, content) for other in self._beside)
+            for tried in range(1 - here, _TRIES + 1):
+                if tried:
+                    self._read(start, content)
                 if (page := self._damaged_page(words, start, stop)) < 0:
                     break
                 if tried == _TRIES:
@@ -440,7 +446,7 @@ class Download(Presence):
     def _finish(self) -> None:
         os.fsync(self._descriptor)
         os.fchmod(self._descriptor, 0o444)
-        self._complete, self.error = True, None
+        self._complete, self.error, self._beside = True, None, []
         self.doubtful = False
         self._finished()
         self._extents.unlink(missing_ok=True)

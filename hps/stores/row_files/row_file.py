@@ -56,6 +56,7 @@ class RowFile:
         is_complete: all of it is here, so that devices may read it.
         records: (rows, 2 + width) uint32, mapped, read only, for walks in order: a fault reads ahead.
         starts, fingerprints: the other parts that a lookup reads, mapped, read only; see `layout.py`.
+        mapped: the whole file, mapped as `records`, (size,) uint8.
         content: all of these in one piece of whole pages, (n,) uint8, mapped as `records`.
 
     Raises:
@@ -93,7 +94,8 @@ class RowFile:
         self.presence = presence or PageCache(self._mapped, owned=owned)
         self.records: Records = self._records_in(walked)
         self._records = self._records_in(looked_up)
-        self.content: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)[head.records_at : head.sums_at]
+        self.mapped: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)
+        self.content: npt.NDArray[np.uint8] = self.mapped[head.records_at : head.sums_at]
         self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)

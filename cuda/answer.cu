@@ -322,7 +322,8 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
 
 // The bin of a key, of 1 << bin_bits that ascend with its row: rows lie in the order of their keys' hashes, dense ones in that of
 // the keys. What is no dense key and taken for one is only read out of order.
-__device__ __forceinline__ u32 bin_of(const Answer& request, const AnswerSegment& segment, i64 key, u64 hashed) {
+__device__ __forceinline__ u32 bin_of(const Answer& request, const AnswerSegment& segment, i64 key) {
+    const u64 hashed = HPS_ROW_FILES ? share_hash(key) : mix(key);
     const u32 bin = static_cast<u32>(static_cast<float>(static_cast<u32>(key)) * segment.bins_per_row);
     const bool by_key = segment.bins_per_row > 0 && static_cast<u64>(key) >> 32 == 0 && bin < MOST_BINS;
     return by_key ? bin >> (MOST_BIN_BITS - request.bin_bits) : static_cast<u32>(hashed >> (64 - request.bin_bits));
@@ -353,7 +354,7 @@ __device__ __forceinline__ void mark(const Answer& request, u32 slot_mask, u32 w
         }
         request.leaders[i] = leader;
         if (leader == i) {
-            const u32 bin = s << request.bin_bits | bin_of(request, segment, key, hashed);
+            const u32 bin = s << request.bin_bits | bin_of(request, segment, key);
             request.ranks[i] = atomicAdd(request.bins + bin, 1);
         }
     }
@@ -411,7 +412,7 @@ __device__ __forceinline__ void place(const Answer& request, u32 block, u32 warp
         const u32 i = segment.missing + first + lane;
         if (request.leaders[i] != i) continue;
         const i64 key = request.missing_keys[i];
-        const u32 in_bin = bin_of(request, segment, key, mix(key));
+        const u32 in_bin = bin_of(request, segment, key);
         const u32 own = s << request.bin_bits;
         request.order[segment.missing + starts[own + in_bin] - starts[own] + request.ranks[i]] = i;
     }

@@ -13,7 +13,13 @@
 
 #ifndef HPS_ROW_FILES
 #define HPS_ROW_FILES 0  // 1: the tables of a launch are of row files
+#define HPS_SHARE_SEED 0  // of the hash that orders files, from hps/ground/shares.py
 #endif
+
+// The hash that orders the records of a file: share_hash of hps/ground/hashing.py.
+__device__ __forceinline__ u64 share_hash(i64 key) {
+    return mix(key ^ static_cast<i64>(HPS_SHARE_SEED));
+}
 
 constexpr u64 NO_RECORD = ~0ull;
 constexpr u32 RECORD = 1;    // beside an address: it is one of a record, whose row follows its key
@@ -182,7 +188,7 @@ template <bool LOOKS, typename Copy>
 __device__ __forceinline__ u32 read_row_file(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 width, u32 patience,
                                              u32 zero, Copy copy) {
     const u32 tile = threadIdx.x % 32 / 4;
-    const u64 hashed = mix(key);
+    const u64 hashed = mix(key), in_file = share_hash(key);
     u32 state = LEFT;
 #pragma unroll 1
     for (u32 attempt = 0; attempt < patience && __any_sync(FULL_WARP, asks); ++attempt) {
@@ -206,12 +212,12 @@ __device__ __forceinline__ u32 read_row_file(const HostLayout* const* where, i64
         const RowFile& file = layout->file;
         bool searches = asks && look.absent && file.rows != 0, found = look.source && !deleted;
         u64 source = found ? look.source : 0;
-        Candidates candidates(file, hashed, searches);
+        Candidates candidates(file, in_file, searches);
         u32 copied = deleted;
         acquire_from_host();
 #pragma unroll 1
         for (;;) {
-            const u64 record = candidates.find(file, hashed, searches);
+            const u64 record = candidates.find(file, in_file, searches);
             searches = searches && record != NO_RECORD;
             if (searches) source = file.records + record * file.record_bytes + RECORD;
             if (!__any_sync(FULL_WARP, source != 0)) break;

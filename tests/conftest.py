@@ -126,6 +126,14 @@ def _no_secrets_of_the_environment() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_state_of_this_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the row files of repositories that are served out of the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_plug_ins_of_this_machine() -> Iterator[None]:
     """What other packages register beside the repository is none of its tests' business."""
     groups = (group for group in importlib.metadata.entry_points().groups if group.startswith("hps."))

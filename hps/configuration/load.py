@@ -44,6 +44,8 @@ __all__ = [
     "load_configuration",
     "override_model",
     "read_configuration",
+    "repository_of",
+    "state_home",
 ]
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | ParameterServerConfig | Configuration
@@ -151,7 +153,7 @@ def document_of_source(source: Source) -> Document:
         elif isinstance(source, str | os.PathLike):
             place = os.fsdecode(source)
             name = place.encode(errors="backslashreplace").decode()  # a file name need not be Unicode, a message must
-            repository = _repository(place)
+            repository = repository_of(place)
             what = "a ps.json" if not os.path.isdir(place) else "a ps.json, or of a directory with <model>/model.json"
             document = {"model_repository": repository} if repository else read_json(place, name, what)
         content = plain(document, problems, path=path)
@@ -164,7 +166,7 @@ def document_of_source(source: Source) -> Document:
     return Document(name, content, problems, warnings, lambda location: origins.get(location) or path(location))
 
 
-def _repository(place: str) -> str:
+def repository_of(place: str) -> str:
     """Return the repository that a path or URI names in place of a `ps.json`; empty if it names none."""
     if remote := re.fullmatch(r"([a-z0-9]{2,}):/{1,2}([^/].*)", place):  # a Path keeps one slash
         return f"{remote[1]}://{remote[2]}"
@@ -225,6 +227,17 @@ def load_dense(section: Mapping[str, Any] | DenseConfig) -> DenseConfig:
 def default_network_threads(count: int) -> None:
     """Let networks of this process run each operator with `count` threads, unless `OMP_NUM_THREADS` is set."""
     os.environ.setdefault(_THREADS, str(count))
+
+
+def state_home() -> Path | None:
+    """Return the directory for what programs of this user keep (XDG Base Directory Specification); None without a home."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if given.is_absolute():
+        return given
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:  # an unknown user, as of containers
+        return None
 
 
 def network_threads() -> int:

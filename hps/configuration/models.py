@@ -482,8 +482,15 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
         return "gpucache is false"
     if volatile is None or resident:  # these have their own hash map
         return ""
-    if volatile.type in ("disabled", "redis_cluster"):
-        return f"volatile_db is {volatile.type}, not a hash map in this process"
+    if volatile.type == "redis_cluster":
+        return "volatile_db is redis_cluster, which other servers write to"
+    if volatile.type == "disabled":
+        persistent = others.get("persistent_db")
+        return (
+            ""
+            if persistent is None or persistent.type == "row_files"
+            else "volatile_db is disabled, and persistent_db not row_files"
+        )
     if volatile.overflow_margin < UINT64_MAX and volatile.overflow_policy != "evict_random":
         return f"overflow_policy {volatile.overflow_policy} must record every read of a row"
     return ""

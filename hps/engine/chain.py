@@ -243,9 +243,10 @@ class DatabaseChain:
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
-        # `take_in` changes neither: no device reads a database in place that can be away.
+        # `take_in` changes neither: no device reads a database in place that can be away, nor one below another, which other
+        # processes may have written to.
         authority = persistent or volatile
-        self._in_place = next((tier for tier in self._tiers if isinstance(tier.database, DeviceReadable)), None)
+        self._in_place = next((tier for tier in self._tiers[:1] if isinstance(tier.database, DeviceReadable)), None)
         self._order: OrderedWrites | None = authority if isinstance(authority, OrderedWrites) else None
         self._authority = persistent
         self.metrics = metrics
@@ -408,7 +409,7 @@ class DatabaseChain:
                     return
 
     def host_table(self, table: TableSpec) -> HostTable | None:
-        """Return a table that devices can read in place, of the first database that supports it; None without one."""
+        """Return a table that devices can read in place, of the first database; None if it does not support that."""
         tier = self._in_place
         if tier is None or not isinstance(tier.database, DeviceReadable) or tier.is_exact(table):
             return None

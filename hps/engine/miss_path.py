@@ -131,12 +131,14 @@ def _refusal(
     host = chain.host_table(table)
     if host is None:
         kinds = " and ".join(database.kind for database in chain.databases) or "none"
-        return f"no database is a hash map in this process: {kinds}"
+        return f"the first database is neither a hash map in this process nor of row files: {kinds}"
     if table.width in timings and not timings[table.width].link_is_faster:
         return str(timings[table.width])
     if reason := attach(index, host, authoritative=authoritative):
         return reason
     database = chain.in_place
+    if host.layout() is None:  # its file is still being downloaded
+        return ""
     if not timed or database is None or table.width in timings or not (sample := _sample(database, table)).size:
         return ""
     link = _keys_per_s(cache, chain, index, sample)

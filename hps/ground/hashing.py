@@ -3,6 +3,8 @@
 import numpy as np
 from numba import njit
 
+from hps.ground.shares import SHARE_SEED
+
 _M1 = np.uint64(0xA24BAED4963EE407)
 _M2 = np.uint64(0x9FB21C651E98DF25)
 
@@ -20,6 +22,12 @@ def mix(key: np.int64) -> np.uint64:
     x ^= ((x >> np.uint64(24)) | (x << np.uint64(40))) ^ ((x >> np.uint64(49)) | (x << np.uint64(15)))
     x *= _M2
     return x ^ (x >> np.uint64(28))
+
+
+@njit(inline="always")
+def share_hash(key: np.int64) -> np.uint64:
+    """Mix a key by the hash of shares, which also orders the records of a row file: so a share is a range of the file."""
+    return mix(np.int64(key ^ SHARE_SEED))
 
 
 @njit(inline="always")

@@ -1,7 +1,8 @@
 """Shares of a table: which of several servers holds a key.
 
-The hash of shares is independent of `mix`, by which caches, hash maps, sets of keys and row files place a key: the keys of a
-range of `mix` would fill a part of the sets of a cache, and of a hash map the buckets of that part many times over.
+The hash of shares is independent of `mix`, by which caches, hash maps and sets of keys place a key: the keys of a range of
+`mix` would fill a part of the sets of a cache, and of a hash map the buckets of that part many times over. Row files are
+ordered by the hash of shares, so that a share is a range of a file.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ def share_indices(
     keys: npt.NDArray[np.int64],  # (n,)
     of: int,
 ) -> npt.NDArray[np.int64]:  # (n,)
-    """Return the share of each key: `scale(mix(key ^ SHARE_SEED), of)` of `hashing.py`."""
+    """Return the share of each key: `scale(share_hash(key), of)` of `hashing.py`."""
     indices = np.empty(keys.shape, np.int64)
     for start in range(0, keys.size, _PIECE_KEYS):
         piece = slice(start, start + _PIECE_KEYS)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import uvicorn
 import uvloop
 
-from hps.configuration.load import Configuration, ServiceConfig, default_network_threads, load_configuration
+from hps.configuration.load import Configuration, ServiceConfig, Source, default_network_threads, load_configuration
 from hps.configuration.tokens import load_tokens
 from hps.errors import ConfigError, MissingDependencyError
 from hps.ground.log_limits import OnceAMinute
@@ -57,7 +57,7 @@ def serve(
     progress: Progress | None = None,
     *,
     force: bool = False,
-    path: str | os.PathLike[str] | None = None,
+    source: Source | None = None,
     log_level: str | None = None,
     log_format: LogFormat | None = None,
     on_open: Callable[[HPS], object] = lambda server: None,
@@ -74,7 +74,7 @@ def serve(
             one, which is logged; without frontend processes (`fronts` is 0) this process does everything.
         progress: receives loading progress; by default it is logged.
         force: load the model files even if a database already holds them; online updates are lost.
-        path: file of the configuration, reread on SIGHUP.
+        source: of the configuration, reread on SIGHUP.
         on_open: receives the parameter server before any model is loaded; an exception ends the service.
 
     Returns:
@@ -123,8 +123,8 @@ def serve(
         }
         if shared is not None:
             actions[signal.SIGINT] = lambda: None  # the parent handles it
-        if path is not None:
-            actions[signal.SIGHUP] = partial(server.reload, path, given)
+        if source is not None:
+            actions[signal.SIGHUP] = partial(server.reload, source, given)
         before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
         try:
             server.run()
@@ -255,14 +255,14 @@ class Server:
         """
         self._run_on_loop(partial(self._on_stop, why, drain=drain, force=force))
 
-    def reload(self, path: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
+    def reload(self, source: Source, kept: Collection[str] = ()) -> None:
         """Reread the configuration, apply the changes that a running service can apply, and log the others.
 
         Args:
-            path: file of the configuration. If it is invalid nothing changes.
+            source: of the configuration. If it is invalid nothing changes.
             kept: keys of `service` that are not changed.
         """
-        self._run_on_loop(partial(self._on_reload, path, kept))
+        self._run_on_loop(partial(self._on_reload, source, kept))
 
     @property
     def _settings(self) -> ServiceConfig:
@@ -343,13 +343,13 @@ class Server:
         await asyncio.wait([self._serving])
         _log.info("stopped, %.1f s after %s", time.monotonic() - began, why)
 
-    def _on_reload(self, path: str | os.PathLike[str], kept: Collection[str]) -> None:
+    def _on_reload(self, source: Source, kept: Collection[str]) -> None:
         self._reads += 1
-        new_thread("reload", partial(self._reread, path, kept, self._reads), lasting=False).start()
+        new_thread("reload", partial(self._reread, source, kept, self._reads), lasting=False).start()
 
-    def _reread(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
+    def _reread(self, source: Source, kept: Collection[str], number: int) -> None:
         try:
-            wanted = load_configuration(path)
+            wanted = load_configuration(source)
             if wanted.service.tokens_path:
                 load_tokens(wanted.service.tokens_path)
         except ConfigError as error:

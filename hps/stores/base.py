@@ -11,7 +11,7 @@ test with `isinstance` once, when they are built.
 
     OrderedWrites              keeps the order of changes, so that a log of updates can be followed (all three engines)
     MergesRows                 loads a table from another one and changes (row files)
-    DeviceReadable             devices read its tables in place (the hash map)
+    DeviceReadable             devices read its tables in place (the hash map, row files)
     AdoptsRowFiles             takes row files of model versions as they are (row files)
 """
 
@@ -524,7 +524,13 @@ class AdoptsRowFiles(ABC):
 
 
 class DeviceReadable(ABC):
-    """Its tables are in memory that devices can map and read in place."""
+    """Its tables are in memory that devices can map and read in place.
+
+    Attributes:
+        always_indexed: a device that reads a table keeps a copy of its index, also without `index_on_device`.
+    """
+
+    always_indexed: ClassVar[bool] = False
 
     @abstractmethod
     def host_table(self, tag: str) -> HostTable:

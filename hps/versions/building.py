@@ -70,7 +70,7 @@ def load_deployment(
     rows = tuple(load.rows for load in loads)
     network = _open_network(version, targets.sources, cache_class)
     try:
-        _check_room(config, tables, loads, targets, None if is_direct(config, cache_class) else cache_class)
+        _check_room(config, tables, loads, targets, chain, None if is_direct(config, cache_class) else cache_class)
     except BaseException:
         if network is not None:
             network.close()
@@ -334,6 +334,7 @@ def _check_room(
     tables: Sequence[TableSpec],
     loads: Sequence[TableLoad],
     targets: LoadTargets,
+    chain: DatabaseChain,
     cache_class: type[EmbeddingCache] | None,
 ) -> None:
     """Check, before loading, that a version fits."""
@@ -349,8 +350,9 @@ def _check_room(
     if cache_class:
         sharing, _reason = usable_sharing(config, cache_class, rows)
         capacities = cache_capacities(config, rows, sharing)
+        indexes = index_sizes(config, rows, [type(database) for database in chain.databases])
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
-            cache_class.check_room(tables, capacities, device_id, is_static(config), index_sizes(config, rows), sharing)
+            cache_class.check_room(tables, capacities, device_id, is_static(config), indexes, sharing)
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

@@ -2,11 +2,11 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache, SharedRows
 from hps.configuration.load import ModelConfig
-from hps.ground.registry import implementation
+from hps.stores.base import Database, DeviceReadable
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +67,25 @@ def cache_capacities(config: ModelConfig, rows: Sequence[int], sharing: DeviceSh
     return [min(count, devices * (cached - hot)) for count, cached, hot in zip(rows, sizes, near, strict=True)]
 
 
-def index_sizes(config: ModelConfig, rows: Sequence[int]) -> list[int]:
-    """Return the bytes of the indexes that a device keeps of the tables that it reads in host memory; empty without."""
-    if not (config.index_on_device and config.gpucache and config.miss_path != "copy") or is_static(config):
+def linked_kind(config: ModelConfig, kinds: Iterable[type[Database]]) -> type[DeviceReadable] | None:
+    """Return the kind of database that devices read in place for a model's misses; None without one.
+
+    Args:
+        kinds: of the databases that the model's lookups ask, from the first.
+    """
+    if not config.gpucache or config.miss_path == "copy" or is_static(config):
+        return None
+    first = next(iter(kinds), None)
+    return first if first is not None and issubclass(first, DeviceReadable) else None
+
+
+def index_sizes(config: ModelConfig, rows: Sequence[int], kinds: Iterable[type[Database]]) -> list[int]:
+    """Return the bytes of the indexes of tables in host memory for which a device must have room; empty without.
+
+    Args:
+        kinds: as of `linked_kind`.
+    """
+    kind = linked_kind(config, kinds)
+    if kind is None or not (config.index_on_device or (kind.always_indexed and config.miss_path == "link")):
         return []
-    return [implementation("database", "hash_map").index_bytes(count) for count in rows]
+    return [kind.index_bytes(count) for count in rows]

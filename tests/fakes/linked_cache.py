@@ -21,9 +21,7 @@ from hps.cache.base import (
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.errors import DatabaseError, DeviceError, InvalidInputError, NotReadyError
 from hps.ground.memory.host_tables import HostTable
-from hps.stores.base import DeviceReadable
 from hps.stores.hash_map.database import HashMapDatabase
-from hps.stores.row_files.database import RowFilesDatabase
 from hps.tensors.batch import Batch
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner
@@ -39,10 +37,6 @@ class FailingHashMap(HashMapDatabase):
         super().insert(tag, keys, vectors)
         if self.fails:
             raise DatabaseError("an insertion was told to fail")
-
-
-class ReadableRowFiles(RowFilesDatabase, DeviceReadable):
-    """Row files that devices may read, as no deployment lets them yet."""
 
 
 class FakeGraph(LookupGraph, StreamCapture):

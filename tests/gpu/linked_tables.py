@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from hps.errors import UnknownTableError
-from hps.ground.hashing import mix, scale
+from hps.ground.hashing import mix, scale, share_hash
 from hps.ground.rows import decode, encode
 from hps.stores.base import LoadRecord
 from hps.stores.hash_map.database import HashMapDatabase
@@ -37,9 +37,10 @@ def homes_of(keys, buckets):  # type: ignore[no-untyped-def]
 
 @njit()
 def hashes_of(keys):  # type: ignore[no-untyped-def]
+    """The hashes of keys in a row file."""
     hashes = np.empty(keys.size, np.uint64)
     for i in range(keys.size):
-        hashes[i] = mix(keys[i])
+        hashes[i] = share_hash(keys[i])
     return hashes
 
 

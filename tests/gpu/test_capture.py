@@ -13,7 +13,7 @@ import torch
 import hps
 from hps.testing.waiting import wait_until
 from tests.gpu.cupy_if_installed import cupy
-from tests.servers.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of, row_files_alone
 
 pytestmark = pytest.mark.gpu
 DIMS, ROWS, MOST_KEYS = {"a": 32, "b": 5}, 50_000, 40_000
@@ -35,12 +35,14 @@ def check(keys: np.ndarray, out: Any, least: int = 0) -> None:
     np.testing.assert_array_equal(vectors[~there], np.float32(ABSENT))
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[hps.HPS]:
+@pytest.fixture(params=[False, True], ids=["hash map", "row files"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[hps.HPS]:
     for name, dim in DIMS.items():
         hps.write_sparse_model(tmp_path / name, (np.arange(ROWS), vectors_of(np.arange(ROWS), dim, 0)))
     settings = {"gpucacheper": 0.05, "max_batch_size": MOST_KEYS, "default_value_for_each_table": [ABSENT] * 2, **SETTINGS}
-    with hps.HPS(document_of(model_of("m", [tmp_path / name for name in DIMS], DIMS, **settings), device="cuda")) as server:
+    model = model_of("m", [tmp_path / name for name in DIMS], DIMS, **settings)
+    tiers = row_files_alone(tmp_path / "rows") if request.param else {}
+    with hps.HPS(document_of(model, device="cuda", **tiers)) as server:
         yield server
 
 

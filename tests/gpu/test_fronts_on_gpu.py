@@ -15,7 +15,7 @@ from hps.regions.exchange import D_TIMES
 from hps.testing.caches import bits, vectors_of
 from tests.gpu.cupy_if_installed import cupy
 from tests.servers.binary_tensors import request_of, tensors_of
-from tests.servers.running_service import RunningService, document_of, model_of, running_service
+from tests.servers.running_service import RunningService, document_of, model_of, row_files_alone, running_service
 
 pytestmark = pytest.mark.gpu
 
@@ -100,9 +100,12 @@ def of_loops(service: RunningService) -> int:
     return sum(int(loop_state.deployments[:, D_TIMES:].sum()) for loop_state in service.app.link._loop_states)
 
 
-@pytest.fixture(params=[1.0, 0.5], ids=["resident", "half resident"])
+@pytest.fixture(params=[(1.0, False), (0.5, False), (0.5, True)], ids=["resident", "half resident", "of row files"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningService]:
-    with running_service(document(tmp_path, cached=request.param)) as service:
+    cached, in_files = request.param
+    with running_service(
+        document(tmp_path, cached=cached, **(row_files_alone(tmp_path / "rows") if in_files else {}))
+    ) as service:
         yield service
 
 

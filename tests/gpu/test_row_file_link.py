@@ -202,7 +202,6 @@ def test_memory_of_replaced_files_is_given_back():
             assert host.pinned_bytes < 2 * 20_000 * 140
 
 
-@pytest.mark.xfail(reason="devices answer rows from before a seal; so no deployment lets them read row files")
 @pytest.mark.parametrize(("dim", "capacity"), [(3, 0), (32, 3000), (128, 5000), (300, 500)])
 def test_no_vector_is_wrong_beside_writers_and_seals(dim, capacity, capsys):
     population = Population(distinct_keys(30_000))

@@ -13,11 +13,18 @@ import torch
 import hps
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.gpu.test_capture import ABSENT, DIMS, ROWS, Writer, check, vectors_of
-from tests.servers.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of, row_files_alone
 
 pytestmark = pytest.mark.gpu
 DEVICES = [0, 1]
-KINDS = [("partition", "dynamic"), ("hot", "dynamic"), ("partition", "static"), ("hot", "uvm")]
+KINDS = [
+    ("partition", "dynamic"),
+    ("hot", "dynamic"),
+    ("partition", "static"),
+    ("hot", "uvm"),
+    ("partition", "dynamic", "row_files"),
+    ("hot", "dynamic", "row_files"),
+]
 
 
 def write_models(directory: Path) -> None:
@@ -25,7 +32,7 @@ def write_models(directory: Path) -> None:
         hps.write_sparse_model(directory / name, (np.arange(ROWS), vectors_of(np.arange(ROWS), dim, 0)))
 
 
-def document(directory: Path, sharing: str, cache_type: str = "dynamic") -> dict[str, Any]:
+def document(directory: Path, sharing: str, cache_type: str = "dynamic", database: str = "hash_map") -> dict[str, Any]:
     settings = {
         "gpucacheper": 0.2,
         "max_batch_size": 40_000,
@@ -36,8 +43,10 @@ def document(directory: Path, sharing: str, cache_type: str = "dynamic") -> dict
         "embedding_cache_type": cache_type,
         "num_of_worker_buffer_in_pool": 4,
     }
-    resident = {"persistent": directory / "rocksdb"} if cache_type != "dynamic" else {}
-    return document_of(model_of("m", [directory / name for name in DIMS], DIMS, **settings), device="cuda", **resident)
+    model = model_of("m", [directory / name for name in DIMS], DIMS, **settings)
+    if database == "row_files":
+        return document_of(model, device="cuda", **row_files_alone(directory / "rows"))
+    return document_of(model, device="cuda", persistent=directory / "rocksdb" if cache_type != "dynamic" else None)
 
 
 @pytest.fixture(autouse=True)

@@ -96,6 +96,11 @@ def model_of(name, sources, dims, **more):
     }
 
 
+def row_files_alone(directory):
+    """The tiers of a configuration whose only database is one of row files."""
+    return {"volatile_db": {"type": "disabled"}, "persistent_db": {"type": "row_files", "path": str(directory)}}
+
+
 def document_of(*models, persistent=None, kind="rocks_db", **more):
     """A configuration of models on the CPU: a hash map and, given its directory, a persistent database of a kind."""
     document = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": list(models), **more}

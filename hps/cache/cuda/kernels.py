@@ -18,6 +18,7 @@ import numpy as np
 from hps.cache.cuda import structs
 from hps.cache.integrity import hashes_of
 from hps.ground.memory.host_tables import DENSE_ROWS_AT, FileLayout
+from hps.ground.shares import SHARE_SEED
 from hps.tensors.bags import Arithmetic
 from hps.types import ROW_DTYPES, TableSpec, row_width
 
@@ -274,7 +275,7 @@ def answer_kernel(name: str, shape: Shape, kind: Kind = DYNAMIC) -> Kernel:
         lanes = next((lanes for lanes in (4, 8, 16) if lanes >= parts), 32)
         sizes += (("PIECE", piece), ("PART_LANES", lanes), ("LONG_PARTS", int(parts > lanes)), *shape.constants)
     if shape.files:
-        sizes += (("ROW_FILES", 1),)
+        sizes += (("ROW_FILES", 1), ("SHARE_SEED", int(SHARE_SEED)))
     loads = _row_loads(piece, shape.most_words)
     shared = Kind(shared=kind.shared).constants  # of static tables, nothing is admitted
     return Kernel(name, "answer", (*sizes, *loads, ("THREADS", answer_threads(shape)), *shared))

@@ -200,7 +200,9 @@ class CupyLookup(StreamOrderedLookup):
             for link in links:
                 link.keep_layouts()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]
-                    raise NotReadyError("looking up without waiting: a table was dropped, or the device can no longer read it")
+                    raise NotReadyError(
+                        "looking up without waiting: a table was dropped, is still being downloaded, or can no longer be read"
+                    )
         try:
             if self._pooled:
                 self._launch_bags()

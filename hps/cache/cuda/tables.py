@@ -166,7 +166,7 @@ def _does_not_fit(
     )
     usable = max(0, free_bytes - geometry.RESERVE_BYTES)
     share = usable / sum(sizes)
-    index_text = f" beside {index_bytes:,} for index_on_device" if index_bytes else ""
+    index_text = f" beside {index_bytes:,} for indexes of tables in host memory" if index_bytes else ""
     return (
         f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
         f"to allocate ({needs}), expected at most the {usable:,} that are free{index_text}; a gpucacheper of at most "

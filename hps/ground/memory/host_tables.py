@@ -110,6 +110,8 @@ class HostTable(ABC):
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
         """Pin all memory of the table, in pieces, and from now on its growth. Pinning it again changes nothing.
 
+        The memory of a table that is still being downloaded is pinned later, when there is a layout.
+
         Args:
             progress: called after each piece with the pinned and the total bytes.
 
@@ -122,7 +124,8 @@ class HostTable(ABC):
     def layout(self) -> HostLayout | None:
         """Return the current layout: the same object until the table grows. Cheap, since every lookup calls it.
 
-        None before `pin`, and permanently after the table was dropped or its growth could not be pinned.
+        None before `pin` and while the table is being downloaded, and permanently after the table was dropped or its growth
+        could not be pinned.
         """
 
     @abstractmethod

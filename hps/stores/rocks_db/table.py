@@ -305,6 +305,7 @@ class RocksTable:
         if self._times is not None:
             order = np.argsort(_ranks(keys))
             doing = f"reading the changes of table {self.tag}"
+            self._engine.flush(self._times, doing)  # as in `_are_latest`
             for rows in pieces(keys.size, self._fetch_rows):
                 values = self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
                 changed[order[rows]] = np.fromiter(_presence(values), np.bool_, len(values))
@@ -320,7 +321,7 @@ class RocksTable:
                 self._sealed = self._engine.create(SEALED + self.tag)
             stored: list[bytes | None] = []
             if self._sealed is not None:
-                self._engine.flush(self._times, doing)  # RocksDB sorts the memtable for each read: see `_are_latest`
+                self._engine.flush(self._times, doing)  # as in `_are_latest`
                 for rows in pieces(keys.size, self._fetch_rows):
                     stored += self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
             for rows in pieces(keys.size, self._write_rows):

@@ -45,6 +45,7 @@ from hps.stores.base import (
     Adoption,
     AdoptsRowFiles,
     DatabaseReport,
+    DeviceReadable,
     LoadRecord,
     LogPosition,
     MergesRows,
@@ -78,7 +79,7 @@ _LOAD_POLL_S: Final = 0.02
 _PROGRESS_S: Final = 0.5
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowFiles):
+class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, MergesRows, AdoptsRowFiles):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -102,6 +103,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
     """
 
     kind = "row_files"
+    always_indexed = True
 
     def __init__(
         self,
@@ -375,7 +377,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
             needs,
             shutil.disk_usage(self.path).free,
             "on its file system",
-            "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
+            "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume "
+            "(persistent_db.path; for a repository --state of `hps serve`)",
         )
         resident = {
             f"{rows:,} resident rows of table {tag} ({stored_text(tag, dim)})": _file_bytes(tag, dim, rows)
@@ -458,8 +461,6 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, MergesRows, AdoptsRowF
         """Return how many rows of a table have changed since its file was made."""
         return self._table(tag).changed_rows
 
-    # Not `DeviceReadable` yet, so that no deployment uses it: beside writers and seals, devices answered rows from before a
-    # seal (tests/gpu/test_row_file_link.py).
     def host_table(self, tag: str) -> HostTable:
         with self._calls:
             return self._table(tag).in_place

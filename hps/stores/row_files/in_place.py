@@ -7,7 +7,8 @@ rows have one more word, which is not 0 for a deleted key.
 **A pair** of a file and a map is replaced as a whole, by one layout: a new file comes with a new map, which has only the
 changes that the file lacks. No map is changed after its pair was replaced, so a device that still reads it has what was true
 when it began. Versions of the stripes begin at a number of their own for each pair, so no version of one map is one of another.
-A layout has no map until a row is changed: devices then read the file alone.
+A layout has no map until a row is changed: devices then read the file alone. A file that is still being downloaded is pinned
+once it is complete; until then there is no layout.
 """
 
 import logging
@@ -184,6 +185,7 @@ class RowFileInPlace(HostTable):
         self._pinning = threading.Lock()
         self._changing = threading.Lock()  # guards the layout and `_closed`; watchers are called under it
         self._pinner: Pinner | None = None
+        self._awaiting: Pinner | None = None  # of devices that will read the file once it is complete
         self._file: PinnedFile | None = None
         self._next: PinnedFile | None = None  # of a file that is about to replace the present one
         self._map: HashMapTable | None = None
@@ -208,7 +210,10 @@ class RowFileInPlace(HostTable):
         return (file.size_bytes if file else 0) + (changes.in_place.pinned_bytes if changes else 0)
 
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
-        """As `HostTable.pin`; writers continue while the file is pinned and earlier changes are copied, and seals wait."""
+        """As `HostTable.pin`; writers continue while the file is pinned and earlier changes are copied, and seals wait.
+
+        A file that is still being downloaded is pinned by `completed`, and there is no layout until then.
+        """
         doing = f"pinning table {self._tag!r} of row files"
         with self._pinning, self._table.keeping_file(doing):
             if self._shown and not self._closed:
@@ -220,7 +225,8 @@ class RowFileInPlace(HostTable):
             )
             file = self._table.file
             if file and not file.is_complete:
-                raise self._refused("its file is still being downloaded")
+                self._awaiting = pinner
+                return
             pinned = PinnedFile(file, pinner, progress or (lambda done, total: None)) if file and file.head.rows else None
             try:
                 with self._table.alone(doing):
@@ -249,7 +255,7 @@ class RowFileInPlace(HostTable):
         return lambda: self._watchers.pop(token, None) and None
 
     def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
-        if self._layout is None:
+        if self._layout is None and (self._awaiting is None or self._closed):
             raise self._refused("it is not pinned, or was dropped")
         token = object()
         with self._table.alone("starting a mirror of the changed rows' buckets"):
@@ -266,7 +272,8 @@ class RowFileInPlace(HostTable):
     def close(self) -> None:
         with self._changing:
             if not self._closed:
-                self._closed, self._pinner, self._file, self._next, self._map = True, None, None, None, None
+                self._closed, self._awaiting = True, None
+                self._pinner, self._file, self._next, self._map = None, None, None, None
                 self._ends.clear()
                 self._notify(None)
 
@@ -292,6 +299,12 @@ class RowFileInPlace(HostTable):
                     self._copy_changes(keys[piece])
                 else:
                     self._show_changes(keys[piece], rows[piece], None if present is None else present[piece])
+
+    def completed(self) -> None:
+        """Show devices a file that was downloaded, if they wait for it. Slow; does not raise."""
+        if (pinner := self._awaiting) is not None:
+            with self._or_give_up("its downloaded file could not be pinned for them"):
+                self.pin(pinner)
 
     def prepare(self, file: RowFile) -> None:
         """Pin a file that is about to replace the present one. Slow; does not raise."""

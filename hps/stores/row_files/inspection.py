@@ -1,10 +1,12 @@
 """Inspects the directory of a database of row files for damage and readable rows, without changing it."""
 
+from contextlib import closing
 from pathlib import Path
 
 from hps.errors import DatabaseError
 from hps.stores.base import LOAD_ADVICE, DatabaseReport, TableCheck
 from hps.stores.rocks_db import inspection as changes_inspection
+from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.table import RECORD_SUFFIX, ROWS_SUFFIX, TableRecord, file_name, tag_of
 
@@ -20,7 +22,7 @@ def is_directory_of_row_files(path: Path) -> bool:
 def inspect(path: Path) -> DatabaseReport:
     """Inspect a database that no process writes to: all pages of all files, and the changes.
 
-    Rows that are both in a file and in the changes are counted once for each.
+    If the changes are damaged, rows of a file that they replace or delete are counted, too.
     """
     if not is_directory_of_row_files(path):
         raise DatabaseError(f"inspecting {path}: got no directory with `{FILES}`, expected the path of a database of row files")
@@ -34,8 +36,18 @@ def inspect(path: Path) -> DatabaseReport:
             damages.append(damage)
             cures.append(f"table {tag}: restore a backup of the directory. {LOAD_ADVICE}")
         beside = changed.get(tag)
+        if beside and rows and not report.damages:
+            rows -= _changed_rows(path, tag, width)
         tables.append(TableCheck(tag, width, rows + (beside.rows if beside else 0), damage))
     return DatabaseReport(tables, damages, cures)
+
+
+def _changed_rows(path: Path, tag: str, width: int) -> int:
+    """Count the rows of a table's file that changes replace or delete."""
+    file = RowFile(path / FILES / (file_name(tag) + ROWS_SUFFIX))
+    with closing(RocksDatabase(path / CHANGES, read_only=True, beside_files=True)) as changes:
+        changes.open_table(tag, width)
+        return sum(int((file.numbers(keys) >= 0).sum()) for keys in changes.changed_keys(tag))
 
 
 def _inspect_table(files: Path, tag: str) -> tuple[int, int, str]:

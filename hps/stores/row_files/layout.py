@@ -8,11 +8,12 @@ A row file holds the rows of one table at one moment, and never changes. All num
     fingerprints   (rows,) uint8: the low byte of each key's hash
     sums           (pages,) uint64: the checksum of each page of 4,096 bytes, from the records to the end of the fingerprints
 
-Each part begins at a multiple of 4,096 bytes. The hash is `mix` (`ground/hashing.py`), a bijection: so equal hashes are equal
-keys, and the order of a file is total. Bucket `scale(hash, buckets)` has the records from its start to the next one's, four on
-average. A lookup thus reads two starts, some fingerprints, which lie together in two bytes a row, and one record, which is a
-key and its row side by side: nothing else is read, and no space is left between records. Pages with fixed numbers of slots, the
-usual layout, waste a fifth of the file, and read three to five times as many lines (benchmarks/bench_row_files.py).
+Each part begins at a multiple of 4,096 bytes. The hash is `share_hash` (`ground/hashing.py`), a bijection: so equal hashes are
+equal keys, the order of a file is total, and a share of a table is a range of its records. Bucket `scale(hash, buckets)` has
+the records from its start to the next one's, four on average. A lookup thus reads two starts, some fingerprints, which lie
+together in two bytes a row, and one record, which is a key and its row side by side: nothing else is read, and no space is left
+between records. Pages with fixed numbers of slots, the usual layout, waste a fifth of the file, and read three to five times as
+many lines (benchmarks/bench_row_files.py).
 """
 
 import hashlib
@@ -24,17 +25,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import int64, njit, types, uint8, uint32, uint64
 
-from hps.ground.hashing import mix, scale
+from hps.ground.hashing import mix, scale, share_hash
 from hps.ground.kernels.numba_atomics import address_of, prefetch
 from hps.ground.kernels.numba_kernels import kernel, read_only
+from hps.ground.shares import SHARE_SEED
 
 MAGIC: Final = b"HPSROWS\0"
-VERSION: Final = 1
+VERSION: Final = 2
 PAGE_BYTES: Final = 4096
 ROWS_A_BUCKET: Final = 4
 """Records of a bucket, on average. Two take another byte a row and save a fifth of the time; eight take more time."""
-HASH: Final = "rrxmrrxmsx_0"
-"""Name of the hash of keys, for readers of other programs; `mix` computes it."""
+HASH: Final = f"rrxmrrxmsx_0(key ^ 0x{int(SHARE_SEED) % (1 << 64):X})"
+"""Name of the hash of keys, for readers of other programs; `share_hash` computes it."""
 MOST_ROWS: Final = 1 << 33
 """Buckets are numbered by 31 bits, so that `scale` applies."""
 
@@ -143,7 +145,7 @@ class FileHead:
             raise ValueError("it is not a row file")
         _, version, length = _HEAD.unpack_from(content)
         if version != VERSION:
-            raise ValueError(f"got version {version} of the format, expected {VERSION}")
+            raise ValueError(f"got version {version} of the format, expected {VERSION}: load or seal the table again")
         if _SUM.unpack(content[-_SUM.size :])[0] != checksum(np.frombuffer(content[: -_SUM.size], np.uint8)):
             raise ValueError("its head is damaged")
         read = json.loads(content[_HEAD.size : _HEAD.size + length])
@@ -200,7 +202,7 @@ def _fingerprint(hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def fingerprint_of(key):  # type: ignore[no-untyped-def]
-    return _fingerprint(mix(key))
+    return _fingerprint(share_hash(key))
 
 
 @njit(inline="always")
@@ -228,7 +230,7 @@ def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type
     for begin in range(0, keys.size, _BLOCK):
         count = min(_BLOCK, keys.size - begin)
         for i in range(count):
-            first[i] = scale(mix(keys[begin + i]), buckets)
+            first[i] = scale(share_hash(keys[begin + i]), buckets)
             prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
             bucket = first[i]
@@ -326,7 +328,7 @@ def rank_of(records, lowest):  # type: ignore[no-untyped-def]
     low, high = 0, records.shape[0]
     while low < high:
         middle = (low + high) // 2
-        if mix(_key_of(records, middle)) < lowest:
+        if share_hash(_key_of(records, middle)) < lowest:
             low = middle + 1
         else:
             high = middle
@@ -337,7 +339,7 @@ def rank_of(records, lowest):  # type: ignore[no-untyped-def]
 def hash_records(records, start, stop, hashes, at):  # type: ignore[no-untyped-def]
     """Write the hashes of records [start, stop) to `hashes` from position `at` on."""
     for row in range(start, stop):
-        hashes[at + row - start] = mix(_key_of(records, row))
+        hashes[at + row - start] = share_hash(_key_of(records, row))
 
 
 @kernel(int64, read_only(uint64[::1]), int64, int64, int64, int64, uint32[::1], uint8[::1])

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numba import boolean, int64, njit, types, uint8, uint32, uint64
 
-from hps.ground.hashing import mix, scale
+from hps.ground.hashing import mix, scale, share_hash
 from hps.ground.kernels.numba_atomics import address_of, call_4, load_acquire, prefetch
 from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.ground.key_sets import slot_of_hash
@@ -101,10 +101,10 @@ def fetch_records(  # type: ignore[no-untyped-def]
         count = 0
         while at < keys.size and count < _BLOCK:
             if not found[at]:
-                hashed = mix(keys[at])
-                if marks.size and is_marked(marks, hashed):
-                    slot = slot_of_hash(hashed, slots)
-                    if slots[slot] != np.uint64(0):
+                if marks.size:
+                    mixed = mix(keys[at])
+                    slot = slot_of_hash(mixed, slots) if is_marked(marks, mixed) else -1
+                    if slot >= 0 and slots[slot] != np.uint64(0):
                         place = load_acquire(at_places + 8 * slot)
                         if place < 0:
                             left[at] = True
@@ -117,7 +117,7 @@ def fetch_records(  # type: ignore[no-untyped-def]
                         at += 1
                         continue
                 positions[count] = at
-                bucket = scale(hashed, buckets)
+                bucket = scale(share_hash(keys[at]), buckets)
                 first[count] = bucket
                 prefetch(at_starts + np.uint64(4) * np.uint64(bucket))  # type: ignore[arg-type]
                 count += 1
@@ -180,7 +180,7 @@ def start_pages(keys, found, buckets, at, pages):  # type: ignore[no-untyped-def
     count = 0
     for i in range(keys.size):
         if not found[i]:
-            word = at + 4 * scale(mix(keys[i]), buckets)
+            word = at + 4 * scale(share_hash(keys[i]), buckets)
             pages[count] = word // PAGE_BYTES
             pages[count + 1] = (word + 7) // PAGE_BYTES
             count += 2
@@ -194,7 +194,7 @@ def record_ranges(keys, found, rows, starts, ranges):  # type: ignore[no-untyped
     for i in range(keys.size):
         ranges[i, 0] = ranges[i, 1] = 0
         if not found[i]:
-            bucket = scale(mix(keys[i]), starts.size - 1)
+            bucket = scale(share_hash(keys[i]), starts.size - 1)
             ranges[i, 0] = min(max(first_record(starts, bucket, rows, starts.size - 1), 0), rows)
             ranges[i, 1] = min(max(first_record(starts, bucket + 1, rows, starts.size - 1), ranges[i, 0]), rows)
             total += ranges[i, 1] - ranges[i, 0]

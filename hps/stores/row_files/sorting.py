@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import int64, types, uint32, uint64
 
-from hps.ground.hashing import mix, scale
+from hps.ground.hashing import scale, share_hash
 from hps.ground.kernels.numba_atomics import address_of, prefetch
 from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.ground.threads.thread_pool import POOL
@@ -39,7 +39,7 @@ def append_rows(keys, rows, start, stop, at, records, hashes):  # type: ignore[n
         records[at + i, 1] = np.uint32(word >> np.uint64(32))
         for w in range(rows.shape[1]):
             records[at + i, 2 + w] = rows[i, w]
-        hashes[at + i] = mix(keys[i])
+        hashes[at + i] = share_hash(keys[i])
 
 
 @kernel(_void, _HASHES, int64, int64, int64, int64[::1])

@@ -740,6 +740,7 @@ class RowTable:
                 piece = keys[start : start + _FORGET_ROWS]
                 with self._alone(doing):
                     self._changes.forget(self.tag, piece[~self._state.changed.contains(piece)])
+                start += piece.size
                 if progress:
                     progress(piece.size)
         except BaseException:
@@ -799,7 +800,8 @@ class RowTable:
                     modified = same and before is not None and before.modified
                     self._put(replace(record, rows_done=0, checksum="", modified=modified))
                     self._state, self._download, self._shadowed = state, download, 0
-                    self.in_place.close()  # what is not here yet cannot be pinned
+                    if self.in_place.layout() is not None:
+                        self.in_place.close()  # what is not here yet cannot be pinned
             except BaseException:
                 download.stop(self._write_timeout_s)
                 raise
@@ -817,6 +819,7 @@ class RowTable:
             self._replace(self._replacement(), self._state.changed)
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
             self._download = None
+        self.in_place.completed()
 
     def has_adopted(self, head: FileHead, record: LoadRecord) -> bool:
         """Return whether the table has a complete file of this content already, which was adopted with this record."""

@@ -22,7 +22,7 @@ from hps.regions.layout import MOST_SNAPSHOT_BYTES, SLAB
 from hps.regions.sharing import body_bytes, default_fronts, slab_bytes
 from hps.stores.base import Database
 from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
-from hps.versions.cache_sizes import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static
+from hps.versions.cache_sizes import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static, linked_kind
 from hps.versions.catalog import ModelCatalog
 
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
@@ -127,9 +127,10 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
             for device in config.deployed_device_list[: None if on_cuda else 1]:
                 needs_of_cache = plan.room_for(tables, capacities, is_static(config), sharing)
                 if on_cuda:
+                    sizes = index_sizes(config, version.rows, _kinds(configuration, config))
                     needs_of_cache += [
                         Need("gpu", f"index of table {table.table_name!r} in host memory", size_bytes, table.table_name)
-                        for table, size_bytes in zip(tables, index_sizes(config, version.rows), strict=False)
+                        for table, size_bytes in zip(tables, sizes, strict=False)
                     ]
                 workspaces = plan.workspaces_for(tables, config.num_of_worker_buffer_in_pool)
                 needs += _needs_of(config, "embedding_cache", needs_of_cache, device if on_cuda else None)
@@ -150,8 +151,15 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
         for need in database.room_for(section, rows):
             model, number, table = tables_by_tag.get(need.table, ("", "", ""))
             place = need.place
-            if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _is_linked(versions, model, number):
-                place = "pinned"
+            linked = _linked(configuration, versions, model, number, database) if on_cuda and need.table else None
+            if linked:
+                if tier != "persistent_db" and place == "ram":
+                    place = "pinned"
+                elif tier == "persistent_db" and linked.miss_path == "link":  # else the host answers where it does not fit
+                    if place == "ram":
+                        continue  # pinned files are resident, too
+                    pinned = Need("pinned", f"{need.what}, which devices read in place", need.size_bytes, table)
+                    needs.append(PlannedNeed(model, number, tier, pinned))
             needs.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.temporary)))
     formats = {version.network.config.format for version in versions if version.network is not None}
     needs += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
@@ -288,10 +296,20 @@ def _databases(
         yield "persistent_db", implementation("database", persistent.type), persistent, 1.0
 
 
-def _is_linked(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
-    """Return whether a device may read the hash map of this version in place, which pins it."""
+def _kinds(configuration: Configuration, model: ModelConfig) -> list[type[Database]]:
+    """Return the kinds of the databases that a model's lookups ask, from the first."""
+    resident = ["hash_map"] if model.embedding_cache_type in RESIDENT else []
+    types = [*resident, configuration.volatile_db.type, configuration.persistent_db.type]
+    return [implementation("database", kind) for kind in types if kind != "disabled"]
+
+
+def _linked(
+    configuration: Configuration, versions: Sequence[ServedVersion], model: str, number: str, database: type[Database]
+) -> ModelConfig | None:
+    """Return the version's configuration if a device may read its tables in such a database in place, which pins them."""
     config = next(version.config for version in versions if (version.config.model, version.config.version) == (model, number))
-    return config.gpucache and config.miss_path != "copy"
+    kind = linked_kind(config, _kinds(configuration, config))
+    return config if kind and issubclass(database, kind) else None
 
 
 def _needs_of(config: ModelConfig, tier: str, needs: Iterable[Need], device: int | None) -> list[PlannedNeed]:

@@ -273,6 +273,11 @@ def test_secrets_are_in_no_repr() -> None:
         ({"miss_path": "link"}, {"volatile_db": {"type": "redis"}}, "miss_path link is impossible:.*is redis_cluster"),
         (
             {"miss_path": "link"},
+            {"volatile_db": {"type": "disabled"}, "persistent_db": {"type": "rocks_db", "path": "x"}},
+            "miss_path link is impossible: volatile_db is disabled, and persistent_db not row_files",
+        ),
+        (
+            {"miss_path": "link"},
             {"volatile_db": {"type": "hash_map", "overflow_margin": 10, "overflow_policy": "evict_oldest"}},
             "miss_path link is impossible: overflow_policy evict_oldest",
         ),
@@ -298,17 +303,18 @@ def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict
 
 
 @pytest.mark.parametrize(
-    ("changes", "device"),
+    ("changes", "device", "top"),
     [
-        ({"index_on_device": True}, "cuda"),
-        ({"device_sharing": "replicate", "deployed_device_list": [0, 1]}, "cuda"),
-        ({"device_sharing": "partition", "deployed_device_list": [0, 1]}, "auto"),
-        ({"device_sharing": "hot", "deployed_device_list": [0, 1]}, "cuda"),
-        ({}, "cpu"),
+        ({"index_on_device": True}, "cuda", {}),
+        ({"miss_path": "link"}, "cuda", {"persistent_db": {"type": "row_files", "path": "x"}}),
+        ({"device_sharing": "replicate", "deployed_device_list": [0, 1]}, "cuda", {}),
+        ({"device_sharing": "partition", "deployed_device_list": [0, 1]}, "auto", {}),
+        ({"device_sharing": "hot", "deployed_device_list": [0, 1]}, "cuda", {}),
+        ({}, "cpu", {}),
     ],
 )
-def test_what_is_read_and_done_gives_no_warning(changes: dict[str, Any], device: str) -> None:
-    assert notices(changes, device=device) == ""
+def test_what_is_read_and_done_gives_no_warning(changes: dict[str, Any], device: str, top: dict[str, Any]) -> None:
+    assert notices(changes, device=device, **top) == ""
     assert load(changes, device=device).models[0].device_sharing == changes.get("device_sharing", "replicate")
 
 

@@ -11,6 +11,7 @@ from hps.engine.chain import DatabaseChain
 from hps.engine.miss_path import Timing
 from hps.engine.session import CachedSession
 from hps.statistics.metrics import Metrics
+from hps.stores.row_files.database import RowFilesDatabase
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
@@ -22,6 +23,16 @@ def test_a_device_reads_in_place_unless_the_host_is_quicker(link: float, copy: f
     timing = Timing(link, copy)
     assert timing.link_is_faster is faster
     assert str(timing) == f"a test answered {link / 1e6:.1f} M keys/s in place and {copy / 1e6:.1f} M/s through the host"
+
+
+@pytest.mark.parametrize("above", [None, MemoryDatabase])
+def test_no_table_below_another_database_is_read_in_place(tmp_path, above) -> None:
+    """Other servers write to a database that they share, and what is below it does not know."""
+    table = TableSpec("m", "t", 4, 0.0, 1000)
+    chain = DatabaseChain(above() if above else None, RowFilesDatabase(tmp_path), metrics=Metrics())
+    chain.open_table(table)
+    assert (chain.host_table(table) is None) == (above is not None)
+    chain.close()
 
 
 @pytest.mark.parametrize(

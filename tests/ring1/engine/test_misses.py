@@ -33,8 +33,6 @@ def linked(monkeypatch):
         monkeypatch.setitem(
             IMPLEMENTATIONS["database"], kind, BuiltIn("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
         )
-    readable = BuiltIn("tests.fakes.linked_cache:ReadableRowFiles", section="persistent_db")
-    monkeypatch.setitem(IMPLEMENTATIONS["database"], "row_files", readable)
     monkeypatch.setattr(miss_path, "_keys_per_s", lambda *_: 1.0)
     monkeypatch.setattr(stream_ordered, "_POLL_INTERVAL_S", 0.0)
 
@@ -199,7 +197,11 @@ def test_row_files_are_read_in_place_unless_a_hash_map_is_above_them(start, tmp_
     ("changes", "tiers", "reason"),
     [
         ({"miss_path": "copy"}, {}, None),
-        ({}, {"volatile_db": {"type": "disabled"}}, "no database is a hash map in this process"),
+        (
+            {},
+            {"volatile_db": {"type": "disabled"}},
+            "the first database is neither a hash map in this process nor of row files",
+        ),
         ({}, {}, "the limit on locked memory"),
     ],
 )

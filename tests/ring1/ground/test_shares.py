@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numba import njit
 
 from hps.client.routing import server_indices
-from hps.ground.hashing import mix, scale
-from hps.ground.shares import MOST_SHARES, SHARE_SEED, TableShare, rows_of_share, share_indices, share_text, with_share
+from hps.ground.hashing import mix, scale, share_hash
+from hps.ground.shares import MOST_SHARES, TableShare, rows_of_share, share_indices, share_text, with_share
 
 EXTREMES = np.array([0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**31 - 1], np.int64)
 
@@ -19,7 +19,7 @@ EXTREMES = np.array([0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**31 - 1],
 @njit
 def in_shares(keys, of, indices):  # pragma: no cover - compiled
     for i in range(keys.size):
-        indices[i] = scale(mix(keys[i] ^ SHARE_SEED), of)
+        indices[i] = scale(share_hash(keys[i]), of)
 
 
 @njit

@@ -127,7 +127,7 @@ def test_a_range_is_sent() -> None:
 @pytest.mark.parametrize(
     ("settings", "name", "range_", "status"),
     [
-        (None, NAME, "bytes=0-1", 404),
+        (None, NAME, "bytes=0-1", 409),
         (PeersConfig(), "e" * 32, "bytes=0-1", 404),
         (PeersConfig(), NAME, "bytes=599999-600000", 404),  # its last byte is not here yet
         (PeersConfig(), NAME, f"bytes={len(CONTENT)}-", 416),

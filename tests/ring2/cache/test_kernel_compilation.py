@@ -22,6 +22,8 @@ SPECIALISATIONS = [
     kernels.answer_kernel("answer", shape(32)),
     kernels.answer_kernel("admit_answers", shape(128, 64)),
     kernels.answer_kernel("answer", shape(300, 7)),
+    kernels.answer_kernel("answer", shape(128)._replace(files=True)),
+    kernels.answer_kernel("answer", shape(128, dtypes=(INT8,))._replace(files=True)),
     kernels.insert_kernel(4, 32),
     kernels.insert_kernel(1, 300),
     kernels.scatter_kernel(shape(32)),

@@ -105,7 +105,7 @@ class RowFileRoutes:
 
     def router(self, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["models"])
-        errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 416, 421, 503)}
+        errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 409, 416, 421, 503)}
 
         @router.get("/row-files/{content}", responses=errors, response_class=Response, status_code=206)
         async def row_file(
@@ -127,12 +127,12 @@ class RowFileRoutes:
         """Answer with a range, the value of a header, of the file of this content.
 
         Raises:
-            RequestError: 400, 404, 416: the range is missing, not here, or not in the file.
+            RequestError: 400, 404, 409, 416: there is no range, no such bytes here, no peers, or no such range in the file.
             NotReadyError: too many answers, or bytes, are under way.
         """
         doing, server = f"reading the row file {content[:80]}", self._lifecycle.opened
         if self._rate is None:
-            raise RequestError(404, f"{doing}: model_source.peers is not configured")
+            raise RequestError(409, f"{doing}: model_source.peers is not configured")
         if server is None or (file := server.row_file(content)) is None:
             raise RequestError(404, f"{doing}: no table has it")
         part = parse_range(wanted, file.size_bytes)

@@ -93,12 +93,14 @@ def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
     from hps.configuration.load import read_configuration
     from hps.configuration.usable_part import UsablePart, usable_part
     from hps.models.sources import ModelSources
+    from hps.tools.cli.state_directories import completed
     from hps.types import CheckResult
 
     report = _Report(None)
+    source = completed(path)
     part: UsablePart | None
     try:
-        report.configuration = read_configuration(path)
+        report.configuration = read_configuration(source)
         places = {model.model: f"models[{i}]" for i, model in enumerate(report.configuration.models)}
         part = UsablePart(report.configuration, places, frozenset())
         levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in report.configuration.unlogged)
@@ -113,7 +115,7 @@ def _checked(path: Path, *, files: bool, reach_s: float) -> _Report:
         report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
         part = None
         with suppress(errors.ConfigError):  # not a document, which is already reported
-            part = usable_part(path)
+            part = usable_part(source)
     if part is None:
         return report
     sources = ModelSources(part.configuration.model_source)

@@ -203,8 +203,7 @@ def _tiers(
     half = available_memory()[0] // 2
     fits = needed <= half
     size = f"{size_text(needed)} of rows, and half of the free memory is {size_text(half)}"
-    # A GPU reads a hash map in place, and no row file yet.
-    below = "disabled" if choices.persistent in (None, "row_files") and choices.device != "cuda" else "hash_map"
+    below = "disabled" if choices.persistent in (None, "row_files") else "hash_map"
     volatile_type = choices.volatile or ("redis_cluster" if choices.redis else below)
     persistent_type = choices.persistent or ("disabled" if fits and volatile_type != "disabled" else "row_files")
     if volatile_type == persistent_type == "disabled":

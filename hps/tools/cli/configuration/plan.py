@@ -77,6 +77,7 @@ def plan_command(
 
         from hps.configuration.load import load_configuration
         from hps.statistics.key_traces import read_traces
+        from hps.tools.cli.state_directories import completed
         from hps.tools.planning import memory
         from hps.tools.planning.device_sharing import forecast_sharings
         from hps.tools.planning.forecast import Forecast
@@ -86,7 +87,7 @@ def plan_command(
         check_picture(picture)
         capacities = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
         sizes: dict[Place, int] = {place: _size(text) for place, text in capacities.items() if text is not None}  # type: ignore[misc]
-        configuration = load_configuration(config)
+        configuration = load_configuration(completed(config))
         versions = memory.served_versions(configuration)
         machine = memory.this_machine(configuration, sizes)
         on_cuda = memory.caches_on_cuda(configuration, machine)

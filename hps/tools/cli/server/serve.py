@@ -1,5 +1,7 @@
 """`hps serve`: load the models of a configuration and answer lookups over HTTP."""
 
+import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +10,7 @@ import typer
 from hps.tools.cli import console
 
 EXAMPLE = "Example: `hps serve configs/minimal.json --port 8000`"
+_log = logging.getLogger(__name__)
 
 
 def serve_command(
@@ -43,20 +46,31 @@ def serve_command(
     trace_rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="The share of distinct keys to record.")] = 0.01,
     trace_max_mb: Annotated[int, typer.Option(min=1, help="Stop recording at this size of FILE.")] = 256,
     hash_keys: Annotated[bool, typer.Option("--hash-keys", help="Record hashes that cannot be traced back to keys.")] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep row files of a repository below DIR. Default: hps in the user's state directory."
+        ),
+    ] = None,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
 
-    Tables in RocksDB are not reloaded. Each model answers as soon as it is loaded, and a model that cannot be loaded does not
+    CONFIG may be a repository of models, a directory or URI. Then rows are kept in row files below --state, where the next
+    server of the repository finds them, with its online writes; where no files can be kept, in a hash map.
+
+    Tables on disk are not reloaded. Each model answers as soon as it is loaded, and a model that cannot be loaded does not
     stop the others. /v2/health/ready answers 200 when every model is ready; until then it reports the progress.
 
     SIGTERM gives load balancers time before the server stops (service.drain_s); Ctrl-C does not. SIGHUP reloads CONFIG:
     settings that may change at run time do, and the log names the others.
     """
-    with console.reported():
+    with console.reported(), ExitStack() as stack:
         from hps.configuration.load import read_configuration
         from hps.serve.logs.lines import formatter_of
+        from hps.tools.cli.state_directories import state_directory
 
-        configuration = read_configuration(config)  # has the settings of logs; its notices are logged when it is used
+        source, notes = stack.enter_context(state_directory(config, state))
+        configuration = read_configuration(source)  # has the settings of logs; its notices are logged when it is used
         service = configuration.service
         with console.progress(log_level or service.log_level, formatter_of(log_format or service.log_format)) as progress:
             from hps.parameter_server import HPS
@@ -66,13 +80,15 @@ def serve_command(
                 if record_trace is not None:
                     server.record_trace(record_trace, rate=trace_rate, max_bytes=trace_max_mb << 20, hash_keys=hash_keys)
 
+            for note in notes:
+                _log.info("%s", note)
             closed = serve(
                 configuration,
                 host,
                 port,
                 progress,
                 force=force,
-                path=config,
+                source=source,
                 log_level=log_level,
                 log_format=log_format,
                 on_open=record,

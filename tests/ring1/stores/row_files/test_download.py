@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedError, ModelSourceError
+from hps.ground.memory.host_tables import BucketChanges
 from hps.statistics.snapshot import FileStatistics
 from hps.stores.base import FilePeers, LoadRecord, PeerRead, RowFileSource
 from hps.stores.row_files import download
@@ -17,6 +18,8 @@ from hps.stores.row_files.database import RowFilesDatabase
 from hps.stores.row_files.layout import FileHead
 from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.waiting import wait_until
+from tests.fakes.populating_pinner import PopulatingPinner
+from tests.tables.host_layout_reader import read_pair
 
 DIM, ROWS, TAG = 16, 20_000, "hps_et.m.t"
 KEYS = np.random.default_rng(1).permutation(np.arange(ROWS, dtype=np.int64)) * 7 - 3
@@ -166,6 +169,7 @@ def test_a_failed_range_is_an_error_and_never_an_absent_key(database: RowFilesDa
     elsewhere.before = fail
     with pytest.raises(DatabaseError, match="no answer"):
         assert_right(database)
+    elsewhere.before = lambda offset, size: None
     assert_right(database)
     elsewhere.gate.set()
 
@@ -200,6 +204,37 @@ def test_damaged_checksums_and_other_sizes_are_refused(database: RowFilesDatabas
     with pytest.raises(Exception, match="bytes, expected"):
         database.adopt(TAG, elsewhere.source(len(elsewhere.content) - 4096), RECORD)
     assert database.downloads() == {}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_devices_wait_for_the_file_and_then_read_it(
+    database: RowFilesDatabase, elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    host, pinner = database.host_table(TAG), PopulatingPinner(refuse_at=1 if refused else None)
+    shown: list[bool] = []
+    mirrored: list[BucketChanges] = []
+    host.watch(lambda layout: shown.append(layout is not None))
+    host.pin(pinner)
+    host.mirror(mirrored.append)
+    database.insert(TAG, KEYS[:10].copy(), -VECTORS[:10])
+    database.delete(TAG, KEYS[10:20].copy())
+    assert (host.layout(), shown, mirrored) == (None, [], [])
+    elsewhere.gate.set()
+    wait_until(lambda: shown, "devices were told")
+    if refused:
+        assert not shown[-1]
+        assert "could not be pinned" in caplog.text
+        assert not pinner.pinned
+        return
+    layout = host.layout()
+    assert layout is not None
+    assert mirrored
+    rows, found = read_pair(layout, KEYS, DIM)
+    assert (found == ~np.isin(KEYS, KEYS[10:20])).all()
+    assert (rows[:10] == -VECTORS[:10]).all()
+    assert (rows[20:] == VECTORS[20:]).all()
 
 
 def test_an_object_that_changes_ends_the_download(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
@@ -243,8 +278,10 @@ def test_a_download_goes_on_after_a_restart(tmp_path: Path, elsewhere: Elsewhere
     database.adopt(TAG, elsewhere.source(), RECORD)
     assert_right(database)
     database.insert(TAG, np.array([10**9]), np.full((1, DIM), 5, np.float32))
+    running = database._tables[TAG]._download
     stopping = threading.Thread(target=database.close)
     stopping.start()
+    wait_until(lambda: running._stopped, "it is told to stop")
     elsewhere.gate.set()
     stopping.join()
     assert files_of(tmp_path) == [".extents", ".json", ".partial"]

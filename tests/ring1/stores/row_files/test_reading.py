@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hps.errors import CapacityError, DatabaseCorruptError, DatabaseTimeoutError
+from hps.ground.shares import SHARE_SEED
 from hps.stores.row_files import residency
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
@@ -99,13 +100,18 @@ def test_a_lookup_asks_for_nothing_that_was_found_before(tmp_path):
 def test_a_bucket_may_be_larger_than_a_page(tmp_path):
     """Keys may be chosen so that their hashes are close."""
     target = np.uint64(1) << np.uint64(40)
-    keys = np.array([unmixed(int(target) + i) for i in range(20_000)], np.int64)
+    keys = np.array([key_with(int(target) + i) for i in range(20_000)], np.int64)
     vectors = rng.random((keys.size, 1), np.float32)
     write_row_file(tmp_path / "whole", "t", 1, [sorted_run(keys, vectors)])
     file = arriving(tmp_path)
     out, found = fetch(file, keys[::3000].copy())
     assert found.all()
     assert np.array_equal(out, vectors[::3000])
+
+
+def key_with(hashed: int) -> int:
+    """Return the key with a hash of shares, which orders a file."""
+    return unmixed(hashed) ^ int(SHARE_SEED)
 
 
 def unmixed(hashed: int) -> int:
@@ -130,7 +136,7 @@ def unmixed(hashed: int) -> int:
 
 @pytest.mark.parametrize("hashed", [0, 1, 2**40 + 7, 2**64 - 1])
 def test_a_key_can_be_made_for_a_hash(hashed):
-    run = sorted_run(np.array([unmixed(hashed)], np.int64), np.zeros((1, 1), np.float32))
+    run = sorted_run(np.array([key_with(hashed)], np.int64), np.zeros((1, 1), np.float32))
     assert run.hashes is not None
     assert int(run.hashes[0]) == hashed
 

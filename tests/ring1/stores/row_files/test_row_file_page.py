@@ -14,7 +14,9 @@ from tests import ROOT
 
 PAGE = (ROOT / "docs" / "row-files.md").read_text()
 FORMAT = PAGE[PAGE.index("## The format") :]
-FIRST, SECOND, PRIME = (int(number, 16) for number in re.findall(r"0x([0-9A-F]{16})", FORMAT))
+SEED = int(re.findall(r"mix\(key \^ 0x([0-9A-F]{16})\)", FORMAT)[0], 16)
+FIRST, SECOND = (int(number, 16) for number in re.findall(r"x \*= 0x([0-9A-F]{16})", FORMAT))
+(PRIME,) = (int(number, 16) for number in re.findall(r"P = 0x([0-9A-F]{16})", FORMAT))
 ROTATED = [int(bits) for bits in re.findall(r">>> (\d+)", FORMAT)]
 (SHIFT,) = (int(bits) for bits in re.findall(r"x >> (\d+)", FORMAT))
 LANES = [int(bits) for bits in re.findall(r"\* P, (\d+)\)", FORMAT)]
@@ -25,11 +27,14 @@ def rotate_left(x: int, bits: int) -> int:
     return (x << bits | x >> 64 - bits) & U64
 
 
-def hash_of(x: int) -> int:
-    x &= U64
+def mix(x: int) -> int:
     for (first, second), factor in zip((ROTATED[:2], ROTATED[2:]), (FIRST, SECOND), strict=True):
         x = (x ^ rotate_left(x, 64 - first) ^ rotate_left(x, 64 - second)) * factor & U64
     return x ^ x >> SHIFT
+
+
+def hash_of(key: int) -> int:
+    return mix(key & U64 ^ SEED)
 
 
 def page_sum(page: bytes) -> int:
@@ -37,7 +42,7 @@ def page_sum(page: bytes) -> int:
     for i, word in enumerate(struct.unpack("<512Q", page)):
         lanes[i % 4] = rotate_left((lanes[i % 4] ^ word) * PRIME & U64, LANES[i % 4])
     a, b, c, d = lanes
-    return hash_of(a ^ hash_of(b ^ hash_of(c ^ hash_of(d))))
+    return mix(a ^ mix(b ^ mix(c ^ mix(d))))
 
 
 def sum_of(content: bytes) -> int:
@@ -56,7 +61,7 @@ class Reader:
         self.content = content
         assert content[:8] == b"HPSROWS\0"
         version, length = struct.unpack_from("<II", content, 8)
-        assert version == 1
+        assert version == 2
         assert content[16 + length : 4088].strip(b"\0") == b""
         assert struct.unpack_from("<Q", content, 4088)[0] == sum_of(content[:4088])
         self.head: dict[str, Any] = json.loads(content[16 : 16 + length])
@@ -150,4 +155,4 @@ def test_starts_of_more_than_2_32_rows_are_told_by_their_place() -> None:
 def test_every_member_of_the_head_is_on_the_page(tmp_path: Path) -> None:
     reader, _ = written(tmp_path / "item.rows", [1, 2], 2)
     assert set(reader.head) - set(re.findall(r"`(\w+)`", FORMAT)) == set()
-    assert {reader.head["hash"], str(reader.head["page_bytes"])} <= set(re.findall(r"\w+", FORMAT))
+    assert f"`{reader.head['hash']}`, {reader.head['page_bytes']}" in FORMAT

@@ -191,6 +191,37 @@ def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later
     assert answers(database, np.concatenate([KEYS, NEW]), 0)
 
 
+def test_a_seal_that_ends_while_it_forgets_reads_what_is_left_from_a_file(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RocksDB sorts the memtable of the changes for each key that is read from it, so 200,000 keys took a minute."""
+    table, forgotten = database._tables[TAG], []
+    engine, calls = database._changes._engine, []
+    before = table.file
+    database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    monkeypatch.setattr(table_module, "_FORGET_ROWS", 10)
+    for name in ("flush", "get"):
+        real = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *given, name=name, real=real: (calls.append(name), real(*given))[1])
+
+    def close(rows: int) -> None:
+        if table.file is not before:
+            forgotten.append(rows)
+            if len(forgotten) == 2:
+                calls.clear()
+                raise NotReadyError("the database is being closed")
+
+    with pytest.raises(NotReadyError):
+        table.seal(close)
+    assert calls == ["flush", "get"]
+    assert sealing(database).changed_rows == 20
+    assert answers(database, np.concatenate([KEYS, NEW]), 0)
+    assert database.size(TAG) == 340
+    assert database.seal(TAG) == 20
+    assert sealing(database).changed_rows == 0
+    assert answers(database, np.concatenate([KEYS, NEW]), 0)
+
+
 def test_two_seals_of_a_table_exclude_each_other(database: RowFilesDatabase) -> None:
     table = database._tables[TAG]
     database.insert(TAG, NEW, vectors_of(NEW, DIM))
@@ -222,6 +253,17 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
         reader.open_table(TAG, DIM)
         assert answers(reader, KEYS[:5], 1)
         assert answers(reader, KEYS[5:], 0)
+
+
+def test_an_inspection_counts_each_row_once(database: RowFilesDatabase, path: Path) -> None:
+    database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+    absent = KEYS.max() + 1 + np.arange(3)
+    database.insert(TAG, absent, vectors_of(absent, DIM, 1))
+    database.delete(TAG, np.concatenate([KEYS[4:7], absent[:1]]))
+    rows = database.size(TAG)
+    database.close()
+    [table] = RowFilesDatabase.inspect(path).tables
+    assert table.rows == rows == KEYS.size - 3 + 2
 
 
 def test_an_inspection_finds_damaged_and_missing_files(database: RowFilesDatabase, path: Path) -> None:

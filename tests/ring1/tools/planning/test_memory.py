@@ -74,6 +74,22 @@ def test_gpu_memory_is_planned_without_one(tmp_path):
     assert found["ram"].fits
 
 
+@pytest.mark.parametrize("path", ["link", "auto"])
+def test_row_files_that_a_device_must_read_are_pinned(tmp_path, path):
+    config = configuration(tmp_path, [(16, 10_000)], miss_path=path)
+    tiers = {"volatile_db": {"type": "disabled"}, "persistent_db": {"type": "row_files", "path": "x", "resident": ["t0"]}}
+    config = load_configuration({**config.model_dump(exclude_unset=True), **tiers})
+    index = sum(need.size_bytes for need in needs_of(config, "embedding_cache", True) if need.what.startswith("index"))
+    by_place = [planned(config, "persistent_db", place, on_cuda=True) for place in ("pinned", "ram")]
+    file_bytes = 10_000 * (8 + 64 + 2)
+    if path == "link":
+        assert by_place == [pytest.approx(file_bytes, rel=0.1), 0]
+        assert index == pytest.approx(2 * 10_000, rel=0.1)
+    else:  # the host answers if there is no room
+        assert by_place == [0, pytest.approx(file_bytes, rel=0.1)]
+        assert index == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "rows"), SIZES + LARGE)
 def test_planned_gpu_memory_is_then_used(tmp_path, dim, rows):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.errors import DatabaseError, DatabaseLockedError, DatabaseTimeoutError, NotReadyError, ReadOnlyError
+from hps.errors import CapacityError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError, NotReadyError, ReadOnlyError
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
 from hps.stores.base import LoadRecord
@@ -253,6 +253,11 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
         reader.open_table(TAG, DIM)
         assert answers(reader, KEYS[:5], 1)
         assert answers(reader, KEYS[5:], 0)
+
+
+def test_rows_without_room_are_refused_and_the_refusal_names_other_places(database: RowFilesDatabase, path: Path) -> None:
+    with pytest.raises(CapacityError, match=rf"{path}.*persistent_db.path; for a repository --state of `hps serve`"):
+        database.check_room([("large", DIM, 10**12)])
 
 
 def test_an_inspection_counts_each_row_once(database: RowFilesDatabase, path: Path) -> None:

@@ -27,7 +27,7 @@ from hps.models import files
 from hps.models.files import OpenedFile, open_file, open_sparse_model, rows_of_a_chunk, stored_shape
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
-from hps.stores.base import RowFileSource
+from hps.stores.base import FilePeers, RowFileSource
 from hps.stores.row_files import layout
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.ranges import RecordRange, compared, find_range, hash_bounds
@@ -103,6 +103,7 @@ class SealedModel:
         fingerprint: of the content, and the share.
         int32_keys: whether keys outside [0, 2^32) are refused.
         share: as of `SparseModel`; always None, since other shares' rows are not among those of the model.
+        peers: other replicas, which may have the file.
     """
 
     place: str
@@ -111,6 +112,7 @@ class SealedModel:
     int32_keys: bool
     file: OpenedFile
     _own: _OwnRecords = field(repr=False, compare=False)
+    peers: FilePeers | None = None
     _sums: _PageSums = field(default_factory=_PageSums, repr=False, compare=False)
 
     share = None
@@ -186,6 +188,7 @@ class SealedModel:
             self.file.read,
             self.parallel_reads,
             filesystem.part_bytes,
+            self.peers,
         )
 
     def check_content(self, checksum: str) -> None:
@@ -257,6 +260,7 @@ def open_sealed_model(
     int32_keys: bool = False,
     checks: Mapping[str, FileCheck] | None = None,
     share: TableShare | None = None,
+    peers: FilePeers | None = None,
 ) -> SealedModel:
     """Open the row file in a directory of a file system. Reads its head.
 
@@ -265,6 +269,7 @@ def open_sealed_model(
         int32_keys: refuse keys outside [0, 2^32).
         checks: checks from `version.json`, by file name.
         share: the share of the rows to load; None for all.
+        peers: as of `SealedModel`.
 
     Raises:
         ModelFileNotFoundError: there is none.
@@ -293,7 +298,7 @@ def open_sealed_model(
     compile_kernels(*kernels, *row_kernels([head.row_dtype]))
     identity = f"rows {head.content or file.version} {head.rows} {head.dim} {head.row_dtype}"
     fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    return SealedModel(place, head, with_share(fingerprint, share), int32_keys, file, _OwnRecords(share))
+    return SealedModel(place, head, with_share(fingerprint, share), int32_keys, file, _OwnRecords(share), peers)
 
 
 def find_sealed_model(
@@ -316,7 +321,7 @@ def find_sealed_model(
             return None
     elif not filesystem.exists(within(place, ROWS_FILE)):
         return None
-    model = open_sealed_model(filesystem, place, dim, int32_keys=int32_keys, checks=checks, share=share)
+    model = open_sealed_model(filesystem, place, dim, int32_keys=int32_keys, checks=checks, share=share, peers=sources.peers)
     if checks or not filesystem.exists(within(place, "key")):
         return model
     try:

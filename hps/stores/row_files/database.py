@@ -56,6 +56,7 @@ from hps.stores.base import (
     RowChanges,
     RowFileSource,
     SealStats,
+    SharedRowFile,
     TableStats,
 )
 from hps.stores.rocks_db.database import RocksDatabase, check_room_of, writer_of
@@ -571,6 +572,11 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
             progress(max(0, there - done))
             done = max(done, there)
         return "downloading"
+
+    def shared_file(self, content: str) -> SharedRowFile | None:
+        with self._calls:
+            files = [table.shared_file(content) for table in list(self._tables.values())]
+        return next((file for file in files if file is not None), None)
 
     def downloads(self) -> dict[str, tuple[int, int]]:
         """Return the bytes that are here, and all, of each file that is being downloaded, by table."""

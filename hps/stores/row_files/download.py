@@ -59,6 +59,25 @@ _RECORDED_S: Final = 5.0  # between records of what is durable
 _MISSING, _AHEAD, _ASKED, _THERE = 0, 1, 2, 3  # being read in the background, or for a lookup
 
 
+class TransferCounts:
+    """What the downloads of a table read, and from where. *Thread-safe.*
+
+    Attributes:
+        from_peers, from_source: bytes of blocks that were right.
+        failures: failed attempts to read from a peer, wrong bytes included.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.from_peers = self.from_source = self.failures = 0
+
+    def add(self, *, from_peers: int = 0, from_source: int = 0, failures: int = 0) -> None:
+        with self._lock:
+            self.from_peers += from_peers
+            self.from_source += from_source
+            self.failures += failures
+
+
 class Download(Presence):
     """A row file that is being copied from elsewhere. *Thread-safe.* One lock, never held during I/O.
 
@@ -69,6 +88,7 @@ class Download(Presence):
         share: the share whose rows are needed; by default all are.
         finished: called in the background once the file is complete and durable, before its name is `<path>.partial` no more;
             gives it its name.
+        counts: of the table.
 
     Attributes:
         resumed_bytes: bytes that an earlier download left.
@@ -82,6 +102,7 @@ class Download(Presence):
         finished: Callable[[], None],
         *,
         share: TableShare | None = None,
+        counts: TransferCounts | None = None,
     ) -> None:
         self.doubtful = True
         self._share = share
@@ -92,6 +113,7 @@ class Download(Presence):
         self._file = file
         self._extents = path.with_name(path.name + EXTENTS_SUFFIX)
         self._finished = finished
+        self._counts = counts or TransferCounts()
         self._blocks: npt.NDArray[np.uint8] = np.zeros(-(-head.size_bytes // BLOCK_BYTES), np.uint8)
         self._changed = threading.Condition()
         self._lookups: list[None] = []  # an element for each that waits for parts; the background makes way for them
@@ -132,6 +154,11 @@ class Download(Presence):
     @property
     def complete(self) -> bool:
         return self._complete
+
+    def has_bytes(self, start: int, stop: int) -> bool:
+        """Return whether bytes [start, stop) are here; head and checksums are from the start."""
+        start, stop = max(start, self.head.records_at), min(stop, self.head.sums_at)
+        return start >= stop or bool((self._blocks[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] == _THERE).all())
 
     @property
     def size_bytes(self) -> int:
@@ -193,25 +220,50 @@ class Download(Presence):
 
     # -- ranges -------------------------------------------------------------------------------------------------------
 
-    def _read(self, offset: int, buffer: memoryview) -> None:
+    def _read(self, offset: int, buffer: memoryview, *, from_peers: bool) -> str:
+        """Read bytes from a peer, or else from the source; return the peer, empty for the source. They are not checked yet."""
+        if from_peers and (peers := self._file.peers) is not None:
+            peer, failures = peers.read(self.head.content, self.head.size_bytes, offset, buffer)
+            self._counts.add(failures=failures)
+            if peer:
+                return peer
         try:
             self._file.read(offset, buffer)
         except ModelFileError as error:
             raise DatabaseError(f"reading the row file {self._file.place}, which is not complete here: {error}") from error
+        return ""
+
+    def _leave(self, peer: str) -> None:
+        """Ask a peer no more for a while whose bytes were wrong."""
+        if self._file.peers is not None:
+            self._counts.add(failures=1)
+            self._file.peers.report_damage(peer, self.head.content)
 
     def _read_sums(self) -> npt.NDArray[np.uint64]:
         """Read the checksums of all pages, two thousandths of the file, and compare them with the head."""
+        from_peers = self._file.peers is not None
+        while True:
+            sums, peers = self._gather_sums(from_peers=from_peers)
+            if layout.checksum(sums.view(np.uint8)) == self.head.sums and (
+                not self.head.content or layout.content_fingerprint(self.head, sums) == self.head.content
+            ):
+                return sums
+            if not any(peers):
+                raise self._damage("its checksums contradict its head")
+            for peer in peers - {""}:
+                self._leave(peer)
+            from_peers = False
+
+    def _gather_sums(self, *, from_peers: bool) -> tuple[npt.NDArray[np.uint64], set[str]]:
+        """Read the checksums; return them, not checked yet, and the peers that they came from."""
         sums = np.empty(self.head.pages, np.uint64)
         view, step = sums.view(np.uint8).data, self._file.part_bytes
         with ThreadPoolExecutor(self._file.parallel_reads, thread_name_prefix="hps-row-file-range") as pool:
-            parts = [pool.submit(self._read, self.head.sums_at + at, view[at : at + step]) for at in range(0, len(view), step)]
-            for part in parts:
-                part.result(_WAIT_S)
-        if layout.checksum(sums.view(np.uint8)) != self.head.sums or (
-            self.head.content and layout.content_fingerprint(self.head, sums) != self.head.content
-        ):
-            raise self._damage("its checksums contradict its head")
-        return sums
+            parts = [
+                pool.submit(self._read, self.head.sums_at + at, view[at : at + step], from_peers=from_peers)
+                for at in range(0, len(view), step)
+            ]
+            return sums, {part.result(_WAIT_S) for part in parts}
 
     def _write_start(self) -> None:
         """Write the head and the checksums, which are known, so that the file can be opened."""
@@ -235,11 +287,15 @@ class Download(Presence):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.head.size_bytes)
             words = np.empty(-(-(stop - start) // PAGE_BYTES) * (PAGE_BYTES // 8), np.uint64)
             content = words.view(np.uint8).data[: stop - start]
-            for tried in range(1, _TRIES + 1):
-                self._read(start, content)
+            tried, from_peers = 0, True
+            while True:
+                peer = self._read(start, content, from_peers=from_peers)
                 if (page := self._damaged_page(words, start, stop)) < 0:
                     break
-                if tried == _TRIES:
+                if peer:
+                    self._leave(peer)
+                    from_peers = False
+                elif (tried := tried + 1) == _TRIES:
                     raise self._damage(f"the page at byte {page * PAGE_BYTES:,} contradicts its checksum")
             # The head and the checksums are written already, as they were checked.
             low, high = max(start, self.head.records_at), min(stop, self.head.sums_at)
@@ -248,6 +304,7 @@ class Download(Presence):
         except BaseException:
             self._give_up(state, first, last)
             raise
+        self._counts.add(**{"from_peers" if peer else "from_source": stop - start})
         with self._changed:
             self._blocks[first:last] = _THERE
             self._changed.notify_all()

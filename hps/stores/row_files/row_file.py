@@ -63,6 +63,7 @@ class RowFile:
         is_whole: it has no row of other shares, so that devices may read it.
         records: (rows, 2 + width) uint32, those of the range, mapped, read only, for walks in order: a fault reads ahead.
         starts, fingerprints: the other parts that a lookup reads, mapped, read only; see `layout.py`.
+        mapped: the whole file, mapped as `records`, (size,) uint8.
         content: all of these in one piece of whole pages, (n,) uint8, mapped as `records`.
 
     Raises:
@@ -116,7 +117,8 @@ class RowFile:
         self.is_whole = not here and self.range.rows == head.rows
         self.records: Records = self._records_in(walked)[self.range.first : self.range.last]
         self._records = self._records_in(looked_up)
-        self.content: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)[head.records_at : head.sums_at]
+        self.mapped: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)
+        self.content: npt.NDArray[np.uint8] = self.mapped[head.records_at : head.sums_at]
         self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
@@ -149,6 +151,11 @@ class RowFile:
         if self._is_whole:
             return [self._mapped]
         return [self._mapped[start:stop] for start, stop in self.range.runs(self.head)]
+
+    def has_bytes(self, start: int, stop: int) -> bool:
+        """Return whether bytes [start, stop) of a complete file are those of the whole file, and no hole beside a share."""
+        runs = (*self.range.runs(self.head), (self.head.sums_at, self.head.size_bytes))
+        return not self.head.share or any(first <= start and stop <= last for first, last in runs)
 
     def _read(self, at: int, buffer: memoryview) -> None:
         self._require_bytes(at, at + len(buffer))

@@ -40,10 +40,11 @@ from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.collector import RowCollector
-from hps.stores.row_files.download import Download
+from hps.stores.row_files.download import Download, TransferCounts
 from hps.stores.row_files.in_place import RowFileInPlace
 from hps.stores.row_files.layout import FileHead, RowFacts
 from hps.stores.row_files.row_file import RowFile
+from hps.stores.row_files.sharing import TableFile
 from hps.stores.row_files.writer import TEMPORARY, Run, build_row_file, sync_directory, sync_file, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
@@ -202,6 +203,7 @@ class RowTable:
         self._settling: _Settling | None = None  # until its file is durable
         self._leftover = False  # whether RocksDB has changes that are not in the set, since a seal failed
         self.counts = SealCounts()
+        self._transfers = TransferCounts()
         self._download: Download | None = None  # of the file that lookups read meanwhile
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
@@ -336,7 +338,16 @@ class RowTable:
         if file is None:
             return None
         there = self.download_progress() or (0, 0)
-        return FileStatistics(file.resident_share(), file.held_bytes, *cold, missing_bytes=there[1] - there[0])
+        transfers = self._transfers
+        return FileStatistics(
+            file.resident_share(),
+            file.held_bytes,
+            *cold,
+            missing_bytes=there[1] - there[0],
+            from_peers=transfers.from_peers,
+            from_source=transfers.from_source,
+            peer_failures=transfers.failures,
+        )
 
     def disk_bytes(self) -> int:
         """Return the size of its file and of its changes."""
@@ -791,7 +802,7 @@ class RowTable:
             if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
                 return None
             name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
-            download = Download(file, head, name, lambda: self._finish_download(download), share=share)
+            download = Download(file, head, name, lambda: self._finish_download(download), share=share, counts=self._transfers)
             try:
                 opened = RowFile(download.partial, download, self._cold_reads, share=share)
                 download.start(opened.range.runs(head))
@@ -842,6 +853,11 @@ class RowTable:
         """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""
         download = self._download
         return None if download is None else (download.bytes_there, download.size_bytes)
+
+    def shared_file(self, content: str) -> TableFile | None:
+        """Return its file for other replicas, if it is that of this content."""
+        file = self._state.file
+        return TableFile(file) if file is not None and content and file.head.content == content else None
 
     def stop_download(self) -> None:
         """End a download, which a later one of the same file continues."""

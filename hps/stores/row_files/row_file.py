@@ -161,6 +161,14 @@ class RowFile:
         self._require_bytes(at, at + len(buffer))
         buffer[:] = self._mapped[at : at + len(buffer)].data
 
+    def copy_to(self, at: int, buffer: memoryview) -> bool:
+        """Fill a buffer with bytes from one on; return False if they are not all here. They may be damaged."""
+        stop = at + len(buffer)
+        if not self.is_complete or not self.has_bytes(at, stop):
+            return False
+        buffer[:] = self._mapped[at:stop].data
+        return True
+
     def contains(self, keys: KeyArray) -> BoolArray:
         """Return which keys have a row, (n,) bool."""
         found: BoolArray = np.zeros(keys.size, np.bool_)

@@ -5,13 +5,17 @@ the `Pinner` that makes memory readable by its device, and reads by the rules of
 `stores/row_files/in_place.py`. Neither imports the other.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from hps.errors import DeviceError
 
 VERSIONS_AT = 5
 """Position in `HostLayout.words` of the address of the stripes' versions; 0 if there is no map."""
@@ -20,6 +24,7 @@ DENSE_ROWS_AT = 6
 SEGMENTS_AT = 9
 """Position in `HostLayout.words` of the first segment: address and number of buckets of each."""
 BUCKET_BYTES = 128
+_PIN_TIMEOUT_S: Final = 600.0
 
 
 class Pinner(Protocol):
@@ -101,6 +106,12 @@ class HostTable(ABC):
 
     has_files: ClassVar[bool] = False
 
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._layout: HostLayout | None = None
+        self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
+        self._one_pins = threading.Lock()
+
     @property
     @abstractmethod
     def pinned_bytes(self) -> int:
@@ -120,23 +131,25 @@ class HostTable(ABC):
             InvalidInputError: this table cannot be read in place, for instance because accesses have to be recorded.
         """
 
-    @abstractmethod
     def layout(self) -> HostLayout | None:
         """Return the current layout: the same object until the table grows. Cheap, since every lookup calls it.
 
         None before `pin` and while the table is being downloaded, and permanently after the table was dropped or its growth
         could not be pinned.
         """
+        return self._layout
 
-    @abstractmethod
     def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
         """Call `watcher` with each new layout, or None, before the old one may be freed.
 
-        The writing thread calls it during the write, so it must be quick and must not write to the table.
+        The writing thread calls it during the write, so it must be quick, and must neither write to the table nor raise.
 
         Returns:
-            Function that unregisters the watcher.
+            Function that unregisters the watcher, which may be called once more meanwhile.
         """
+        token = object()
+        self._watchers[token] = watcher
+        return lambda: self._watchers.pop(token, None) and None
 
     @abstractmethod
     def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
@@ -156,3 +169,22 @@ class HostTable(ABC):
     @abstractmethod
     def close(self) -> None:
         """End reading in place permanently: `layout` returns None from now on, and watchers are called."""
+
+    def _notify(self, layout: HostLayout | None) -> None:
+        self._layout = layout
+        for watcher in list(self._watchers.values()):
+            watcher(layout)
+
+    @contextmanager
+    def _pinning(self) -> Iterator[None]:
+        """Exclude other calls that pin the table.
+
+        Raises:
+            DeviceError: one of them has been running for long.
+        """
+        if not self._one_pins.acquire(timeout=_PIN_TIMEOUT_S):
+            raise DeviceError(f"pinning table {self._tag!r}: another call has been doing so for {_PIN_TIMEOUT_S} s")
+        try:
+            yield
+        finally:
+            self._one_pins.release()

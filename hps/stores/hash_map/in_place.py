@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 256 << 20
 """Maximum bytes to pin at once, a multiple of any page, so that the process stalls briefly and progress is visible."""
-_PIN_TIMEOUT_S: Final = 600.0
 
 
 class SharedTable(Protocol):
@@ -76,21 +75,17 @@ class PinnedPages:
 class TableInPlace(HostTable):
     """A table of the hash map as devices read it. *Thread-safe*; only the writer calls `show`.
 
-    The first pinner pins for all devices of the process, since memory registered with one is registered with all. Watchers must
-    not raise. A watcher that is removed while it is called may be called once more.
+    The first pinner pins for all devices of the process, since memory registered with one is registered with all.
     """
 
     def __init__(self, tag: str, table: SharedTable) -> None:
         """Offer a table, which owns this object; no reference to it is kept."""
-        self._tag = tag
+        super().__init__(tag)
         self._table = weakref.ref(table)
-        self._pinning = threading.Lock()
         self._changing = threading.Lock()  # guards the layout and `_closed`; watchers are called under it
         self._pinner: Pinner | None = None
         self._pins: dict[Pages, PinnedPages] = {}
-        self._layout: HostLayout | None = None
         self._closed = False
-        self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
         self._mirrors: dict[object, Callable[[BucketChanges], None]] = {}
         self._mirrored: npt.NDArray[np.uint64] | None = None  # versions of the last notification; None: mirrors copy all
 
@@ -100,21 +95,9 @@ class TableInPlace(HostTable):
 
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
         """As `HostTable.pin`; writers wait only while the table grows."""
-        if not self._pinning.acquire(timeout=_PIN_TIMEOUT_S):
-            raise DeviceError(f"hash map: pinning table {self._tag!r}: another call has been doing so for {_PIN_TIMEOUT_S} s")
-        try:
+        with self._pinning():
             if self._pinner is None:
                 self._pin(pinner, progress or (lambda done, total: None))
-        finally:
-            self._pinning.release()
-
-    def layout(self) -> HostLayout | None:
-        return self._layout
-
-    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        token = object()
-        self._watchers[token] = watcher
-        return lambda: self._watchers.pop(token, None) and None
 
     def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
         table, token = self._table(), object()
@@ -197,11 +180,6 @@ class TableInPlace(HostTable):
             self._mirrored = None
             self._notify(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
         return True
-
-    def _notify(self, layout: HostLayout | None) -> None:
-        self._layout = layout
-        for watcher in list(self._watchers.values()):
-            watcher(layout)
 
     def _refused(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"hash map: table {self._tag!r} cannot be read by devices in place: {why}")

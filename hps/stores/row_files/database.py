@@ -36,6 +36,7 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, available_memory, check_fits
 from hps.ground.memory.host_tables import HostTable
+from hps.ground.shares import share_in
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.ground.threads.pacing import paced
@@ -549,7 +550,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
         try:
             if not adoption.link(file, fresh):
                 how = "copied"
-                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes))
+                share = share_in(record.fingerprint)
+                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes), share=share)
             with self._calls:
                 return how if table.adopt(fresh, record) else "refused"
         finally:

@@ -1,8 +1,9 @@
 """Copies a row file from elsewhere in the background, while lookups read it in place.
 
-The local file has its final size from the start, with holes. Blocks of 64 KB arrive by ranges: those that a lookup needs, at
-once and together; all others in the background, the index first. A block is compared with the checksums of its pages before it
-is written, and counts as there after that. So nobody reads a hole: a block that cannot be had is an error of its readers.
+The local file has its final size from the start, with holes; that of a share keeps those outside of the share. Blocks of 64 KB
+arrive by ranges: those that a lookup needs, at once and together; all others in the background, the index first. A block is
+compared with the checksums of its pages before it is written, and counts as there after that. So nobody reads a hole: a block
+that cannot be had is an error of its readers.
 
 Two files beside it survive the process: `<name>.partial`, and `<name>.extents`, which says which blocks are durable. The next
 download of the same content goes on from there. The complete file is renamed to `<name>.rows`.
@@ -15,9 +16,10 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +34,7 @@ from hps.errors import (
     ModelFileChangedError,
     ModelFileError,
 )
+from hps.ground.shares import TableShare
 from hps.ground.threads.workers import new_thread
 from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
@@ -82,6 +85,7 @@ class Download(Presence):
         file: the file elsewhere.
         head: its head.
         path: local name without suffix.
+        share: the share whose rows are needed; by default all are.
         finished: called in the background once the file is complete and durable, before its name is `<path>.partial` no more;
             gives it its name.
         counts: of the table.
@@ -96,9 +100,12 @@ class Download(Presence):
         head: FileHead,
         path: Path,
         finished: Callable[[], None],
+        *,
+        share: TableShare | None = None,
         counts: TransferCounts | None = None,
     ) -> None:
         self.doubtful = True
+        self._share = share
         self.head = head
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self.error: DatabaseError | None = None  # of the background, while it lasts
@@ -120,7 +127,26 @@ class Download(Presence):
         # Lookups never queue behind the background.
         self._asked = ThreadPoolExecutor(2 * file.parallel_reads, thread_name_prefix="hps-row-file-range")
         self._ahead = ThreadPoolExecutor(file.parallel_reads, thread_name_prefix="hps-row-file-download")
+        self._needed = np.zeros(self._blocks.size, np.bool_)  # of these blocks; set by `start`
+        self._runs: list[tuple[int, int]] = []
         self._worker = new_thread("row-file-download", self._run, lasting=False)
+
+    def start(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Begin to read what is needed of the file in the background: ranges of its bytes, beside head and checksums.
+
+        Raises:
+            DatabaseError: the disk has no room for them.
+        """
+        index = [run for run in runs if run[0] >= self.head.starts_at]  # which every lookup needs
+        self._runs = [*index, *(run for run in runs if run not in index)]
+        for start, stop in runs:
+            self._needed[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = True
+        self.resumed_bytes = self.bytes_there
+        free, needed = shutil.disk_usage(self.partial.parent).free, self.size_bytes - self.resumed_bytes
+        if needed > free:
+            raise DatabaseError(
+                f"downloading {self._file.place} to {self.partial}: it needs {needed:,} bytes, and {free:,} are free; make room"
+            )
         self._worker.start()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -135,8 +161,17 @@ class Download(Presence):
         return start >= stop or bool((self._blocks[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] == _THERE).all())
 
     @property
+    def size_bytes(self) -> int:
+        """Size of what is needed."""
+        return self._size_of(self._needed)
+
+    @property
     def bytes_there(self) -> int:
-        return min(int(np.count_nonzero(self._blocks == _THERE)) * BLOCK_BYTES, self.head.size_bytes)
+        return self._size_of(self._needed & (self._blocks == _THERE))
+
+    def _size_of(self, blocks: npt.NDArray[np.bool_]) -> int:
+        rest = -self.head.size_bytes % BLOCK_BYTES if blocks[-1] else 0
+        return int(np.count_nonzero(blocks)) * BLOCK_BYTES - rest
 
     def _opened(self) -> int:
         """Open the partial file, with the blocks that an earlier download left."""
@@ -151,10 +186,6 @@ class Download(Presence):
                 there = os.fstat(descriptor)
                 if known is not None and there.st_size == self.head.size_bytes:
                     self._blocks[known] = _THERE
-                    self.resumed_bytes = self.bytes_there
-                free, needed = shutil.disk_usage(self.partial.parent).free, self.head.size_bytes - self.resumed_bytes
-                if needed > free:
-                    raise DatabaseError(f"{doing}: it needs {needed:,} bytes, and {free:,} are free; make room")
                 os.ftruncate(descriptor, self.head.size_bytes)
             except BaseException:
                 os.close(descriptor)
@@ -236,7 +267,8 @@ class Download(Presence):
 
     def _write_start(self) -> None:
         """Write the head and the checksums, which are known, so that the file can be opened."""
-        self._write(np.frombuffer(self.head.packed(), np.uint8).data, 0)
+        head = replace(self.head, share=str(self._share or ""))
+        self._write(np.frombuffer(head.packed(), np.uint8).data, 0)
         self._write(self._sums.view(np.uint8).data, self.head.sums_at)
 
     def _write(self, content: memoryview, at: int) -> None:
@@ -382,11 +414,11 @@ class Download(Presence):
     # -- in the background --------------------------------------------------------------------------------------------
 
     def _order(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of blocks: those of the index, which every lookup needs, then all."""
-        index = self.head.starts_at // BLOCK_BYTES
+        """Yield the ranges of blocks that are needed, those of the index first."""
         most = max(1, self._file.part_bytes // BLOCK_BYTES)
-        for first, last in ((index, self._blocks.size), (0, index)):
-            for at in range(first, last, most):
+        for start, stop in self._runs:
+            last = -(-stop // BLOCK_BYTES)
+            for at in range(start // BLOCK_BYTES, last, most):
                 yield at, min(at + most, last)
 
     def _run(self) -> None:
@@ -405,7 +437,7 @@ class Download(Presence):
                     "The download of %s has %d of %d bytes: %s; %s.",
                     self._file.place,
                     self.bytes_there,
-                    self.head.size_bytes,
+                    self.size_bytes,
                     error,
                     "it ends here" if final else "it is tried again",
                 )
@@ -451,7 +483,7 @@ class Download(Presence):
                 raise DatabaseTimeoutError(f"downloading {self._file.place}: parts did not arrive within {_WAIT_S:g} s")
             if self._stopped:
                 return False
-            if (self._blocks != _THERE).any():
+            if (self._blocks[self._needed] != _THERE).any():
                 raise DatabaseError(f"downloading {self._file.place}: a lookup could not read a part of it")
             return True
 
@@ -469,7 +501,7 @@ class Download(Presence):
         self.doubtful = False
         self._finished()
         self._extents.unlink(missing_ok=True)
-        _log.info("The download of %s is complete: %d bytes.", self._file.place, self.head.size_bytes)
+        _log.info("The download of %s is complete: %d bytes.", self._file.place, self.size_bytes)
         with self._changed:
             self._renamed = True
             self._changed.notify_all()
@@ -495,7 +527,7 @@ class Download(Presence):
             self._changed.notify_all()
         self._asked.shutdown(wait=False, cancel_futures=True)
         self._ahead.shutdown(wait=False, cancel_futures=True)
-        if self._worker is not threading.current_thread():
+        if self._worker.ident is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout_s)
         if not self._complete:
             with suppress(OSError):

@@ -171,18 +171,14 @@ def _unpin(pinner: Pinner, pieces: list[int], *_memory: object) -> None:
 
 
 class RowFileInPlace(HostTable):
-    """A table of row files as devices read it. *Thread-safe*; only the writer calls `changed` and `replaced`.
-
-    Watchers must not raise. A watcher that is removed while it is called may be called once more.
-    """
+    """A table of row files as devices read it. *Thread-safe*; only the writer calls `changed` and `replaced`."""
 
     has_files = True
 
     def __init__(self, tag: str, table: ChangingTable) -> None:
         """Offer a table, which owns this object; no reference to it is kept."""
-        self._tag = tag
+        super().__init__(tag)
         self._owner = weakref.ref(table)
-        self._pinning = threading.Lock()
         self._changing = threading.Lock()  # guards the layout and `_closed`; watchers are called under it
         self._pinner: Pinner | None = None
         self._awaiting: Pinner | None = None  # of devices that will read the file once it is complete
@@ -192,8 +188,6 @@ class RowFileInPlace(HostTable):
         self._has_changes = self._shown = self._closed = False
         self._filling = False  # while a new map lacks changes; it must not be shown, though it grows
         self._number = 0
-        self._layout: HostLayout | None = None
-        self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
         self._mirrors: dict[object, Callable[[BucketChanges], None]] = {}
         self._ends: dict[object, Callable[[], None]] = {}  # of mirrors of the present map
 
@@ -215,7 +209,7 @@ class RowFileInPlace(HostTable):
         A file that is still being downloaded is pinned by `completed`, and there is no layout until then.
         """
         doing = f"pinning table {self._tag!r} of row files"
-        with self._pinning, self._table.keeping_file(doing):
+        with self._pinning(), self._table.keeping_file(doing):
             if self._shown and not self._closed:
                 return
             if self._closed:
@@ -224,6 +218,8 @@ class RowFileInPlace(HostTable):
                 kernels.insert, kernels.delete, kernels.rehash, kernels.retire, kernels.count_by_hash, kernels.show_all_holes
             )
             file = self._table.file
+            if file and not file.is_whole:
+                raise self._refused("its file has other shares of the table")
             if file and not file.is_complete:
                 self._awaiting = pinner
                 return
@@ -245,14 +241,6 @@ class RowFileInPlace(HostTable):
                 if not self._shown:
                     self._pinner = self._file = self._map = None
                 raise
-
-    def layout(self) -> HostLayout | None:
-        return self._layout
-
-    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
-        token = object()
-        self._watchers[token] = watcher
-        return lambda: self._watchers.pop(token, None) and None
 
     def mirror(self, mirror: Callable[[BucketChanges], None]) -> Callable[[], None]:
         if self._layout is None and (self._awaiting is None or self._closed):
@@ -447,11 +435,6 @@ class RowFileInPlace(HostTable):
         except BaseException:
             self.close()
             raise
-
-    def _notify(self, layout: HostLayout | None) -> None:
-        self._layout = layout
-        for watcher in list(self._watchers.values()):
-            watcher(layout)
 
     def _refused(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"row files: table {self._tag!r} cannot be read by devices in place: {why}")

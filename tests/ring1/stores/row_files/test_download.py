@@ -11,6 +11,7 @@ import pytest
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedError, ModelSourceError
 from hps.ground.memory.host_tables import BucketChanges
+from hps.ground.shares import TableShare, with_share
 from hps.statistics.snapshot import FileStatistics
 from hps.stores.base import FilePeers, LoadRecord, PeerRead, RowFileSource
 from hps.stores.row_files import download
@@ -447,3 +448,17 @@ def test_a_replica_reads_what_is_here_and_no_hole(database: RowFilesDatabase, el
     database.drop_table(TAG)
     assert database.shared_file(head.content) is None
     assert shared.read(0, shared.size_bytes) == elsewhere.content  # a reader keeps what it has
+
+
+def test_a_replica_with_a_share_has_no_holes_to_send(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    size = len(elsewhere.content)
+    share = TableShare(1, 4)
+    database.adopt(TAG, elsewhere.source(), replace(RECORD, fingerprint=with_share("print", share)))
+    await_complete(database)
+    shared = database.shared_file(head_of(elsewhere).content)
+    assert shared is not None
+    there = [start for start in range(4096, size, 4096) if shared.has(start, min(start + 4096, size))]
+    assert 0.2 < len(there) / (size // 4096) < 0.4
+    for start in there:
+        assert shared.read(start, min(start + 4096, size)) == elsewhere.content[start : start + 4096]
+    assert not shared.has(4096, size)

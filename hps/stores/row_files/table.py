@@ -299,8 +299,11 @@ class RowTable:
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Yield every row once: the file's unchanged ones, then the changed ones as they are by then."""
-        state = self._state
-        changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+        while True:
+            state = self._state
+            changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+            if state is self._state:  # else a seal may have forgotten some of them
+                break
         beside = KeySet()
         for keys in changed:
             beside.add(keys)

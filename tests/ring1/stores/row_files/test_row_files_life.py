@@ -11,13 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.errors import DatabaseError, DatabaseLockedError, DatabaseTimeoutError, NotReadyError, ReadOnlyError
+from hps.errors import (
+    CapacityError,
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseTimeoutError,
+    NotReadyError,
+    ReadOnlyError,
+)
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
 from hps.stores.base import LoadRecord
+from hps.stores.row_files import database as database_module
 from hps.stores.row_files import table as table_module
 from hps.stores.row_files import writer as writer_module
 from hps.stores.row_files.database import RowFilesDatabase
+from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.databases import DIM, TAG, fetched, vectors_of
 from hps.types import TableSpec
 from tests.fakes.memory_database import MemoryDatabase
@@ -168,6 +178,55 @@ def test_what_is_written_and_deleted_during_a_seal_stays(database: RowFilesDatab
     assert sealing(database).changed_rows == 0
 
 
+def test_a_lookup_during_which_a_seal_ends_has_the_changed_rows(
+    database: RowFilesDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.insert(TAG, NEW, vectors_of(NEW, DIM, 1))
+    database.close()
+    with closing(RowFilesDatabase(path, seal_share=0)) as reopened:  # whose changes are in RocksDB alone
+        reopened.open_table(TAG, DIM)
+        fetch = reopened._changes.fetch
+
+        def seal_first(*given: Any) -> int:
+            monkeypatch.setattr(reopened._changes, "fetch", fetch)
+            assert reopened.seal(TAG) == NEW.size
+            return fetch(*given)
+
+        monkeypatch.setattr(reopened._changes, "fetch", seal_first)
+        assert answers(reopened, NEW, 1)
+
+
+def test_a_file_that_is_missing_or_another_tables_is_not_opened(database: RowFilesDatabase, path: Path) -> None:
+    database.close()
+    file = path / "tables" / f"{TAG}.rows"
+    file.unlink()
+    for problem in ("is missing, and 300 rows were loaded", "of table other, expected"):
+        with closing(RowFilesDatabase(path)) as reopened, pytest.raises(DatabaseCorruptError, match=problem):
+            reopened.open_table(TAG, DIM)
+        write_row_file(file, "other", DIM, [sorted_run(KEYS, vectors_of(KEYS, DIM))])
+
+
+def test_a_scan_that_begins_while_a_seal_ends_has_the_changed_rows(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.insert(TAG, KEYS[:30], vectors_of(KEYS[:30], DIM, 1))
+    database.delete(TAG, KEYS[30:40])
+    changed_keys = database._changes.changed_keys
+
+    def seal_first(tag: str) -> Iterator[np.ndarray]:
+        monkeypatch.setattr(database._changes, "changed_keys", changed_keys)
+        assert database.seal(tag) == 40
+        return changed_keys(tag)
+
+    monkeypatch.setattr(database._changes, "changed_keys", seal_first)
+    rows = {
+        int(key): row.tobytes() for keys, vectors in database.scan(TAG, 100) for key, row in zip(keys, vectors, strict=True)
+    }
+    expected = np.concatenate([vectors_of(KEYS[:30], DIM, 1), vectors_of(KEYS[40:], DIM)])
+    keys = np.concatenate([KEYS[:30], KEYS[40:]]).tolist()
+    assert rows == {key: row.tobytes() for key, row in zip(keys, expected, strict=True)}
+
+
 def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later(
     database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +248,29 @@ def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later
     database.seal_due()
     assert sealing(database).seals == 1
     assert answers(database, np.concatenate([KEYS, NEW]), 0)
+
+
+def test_a_table_that_cannot_be_sealed_stops_no_other_one_and_is_forgotten_with_its_failure(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(tag: str) -> None:
+        database.open_table(tag, DIM)
+        database.insert(tag, NEW, vectors_of(NEW, DIM))
+
+    def refuse(progress: Callable[[int], None]) -> int:
+        raise DatabaseError("refused")
+
+    database._sealer = None
+    fill(TAG)
+    fill("other")
+    monkeypatch.setattr(database._tables[TAG], "seal", refuse)
+    with pytest.raises(DatabaseError, match="refused"):
+        database.seal_due()
+    assert database.stats("other").sealing.seals == 1
+    database.drop_table(TAG)
+    fill(TAG)
+    database.seal_due()
+    assert sealing(database).seals == 1
 
 
 def test_a_seal_that_ends_while_it_forgets_reads_what_is_left_from_a_file(
@@ -249,6 +331,10 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
         assert answers(reader, KEYS, 0), "a reader has the rows of its opening"
         with pytest.raises((ReadOnlyError, DatabaseTimeoutError), match="never"):
             reader.open_table("never", DIM)
+        database.open_table("loading", DIM)
+        database.load_chunk("loading", KEYS, vectors_of(KEYS, DIM), LoadRecord("files", KEYS.size, KEYS.size))
+        with pytest.raises(DatabaseError, match="interrupted"):  # not by another process
+            reader.open_table("loading", DIM)
     with closing(RowFilesDatabase(path, read_only=True)) as reader:
         reader.open_table(TAG, DIM)
         assert answers(reader, KEYS[:5], 1)
@@ -283,6 +369,35 @@ def test_an_inspection_finds_damaged_and_missing_files(database: RowFilesDatabas
         RowFilesDatabase.inspect(path.parent)
 
 
+def test_a_record_that_cannot_be_read_is_dropped_by_force_alone(database: RowFilesDatabase, path: Path) -> None:
+    database.close()
+    (path / "tables" / f"{TAG}.json").write_text("{")
+    with closing(RowFilesDatabase(path)) as reopened:
+        with pytest.raises(DatabaseCorruptError, match="record of a table"):
+            reopened.open_table(TAG, DIM)
+        assert not reopened.must_drop(TAG, DIM)
+        assert reopened.must_drop(TAG, DIM, force=True)
+        reopened.drop_table(TAG)
+        reopened.open_table(TAG, DIM)
+        assert answers(reopened, KEYS, 0, present=False)
+
+
+def test_room_is_needed_for_further_rows_and_memory_for_resident_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    monkeypatch.setattr(database_module, "available_memory", lambda: (100_000, "in this test"))
+    with closing(RowFilesDatabase(path, resident=["held$"])) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        database.check_room([(TAG, DIM, KEYS.size), ("more", DIM, 1000)])
+        database.check_room([("held", DIM, 1000)])
+        with pytest.raises(CapacityError, match="on its file system"):
+            database.check_room([(TAG, DIM, KEYS.size + 1), ("more", DIM, 1000), ("others", DIM, 1000)])
+        monkeypatch.setattr(database_module, "available_memory", lambda: (1000, "in this test"))
+        database.check_room([("more", DIM, 1000)])
+        with pytest.raises(CapacityError, match="1,000 resident rows of table held"):
+            database.check_room([("held", DIM, 1000), ("more", DIM, 10)])
+
+
 def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: Path, tmp_path: Path) -> None:
     config = SimpleNamespace(path=str(path), read_only=False, initialize_after_startup=True)
     spec = TableSpec("shop", "item", DIM, 0.0, 10)
@@ -295,9 +410,19 @@ def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: 
     assert "would be created" in result.text
     (result,) = RowFilesDatabase.probe(SimpleNamespace(**{**vars(config), "path": str(path / "tables")}), {spec: 1000})
     assert "other files" in result.text
+    wider = TableSpec("shop", "item", DIM + 1, 0.0, 10)
+    (result,) = RowFilesDatabase.probe(config, {wider: 1000})
+    assert result.level == "good", "the load replaces it"
+    config.initialize_after_startup = False
+    (result,) = RowFilesDatabase.probe(config, {wider: 1000})
+    assert result.level == "wrong"
+    assert f"holds rows of {DIM} words, expected {DIM + 1}" in result.text
 
 
-def test_a_closed_database_seals_nothing(database: RowFilesDatabase) -> None:
+def test_a_database_that_closes_ends_its_seal_and_seals_nothing_more(database: RowFilesDatabase) -> None:
+    stop, told = threading.Event(), list[bool]()
+    database._sealer = SimpleNamespace(stop=stop, join=lambda timeout_s: told.append(stop.is_set()))
     database.close()
+    assert told == [True]
     with pytest.raises(NotReadyError):
         database.seal(TAG)

@@ -19,10 +19,11 @@ from hps.errors import (
     DatabaseTimeoutError,
     NotReadyError,
     ReadOnlyError,
+    UnknownTableError,
 )
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
-from hps.stores.base import LoadRecord
+from hps.stores.base import LoadRecord, RowChanges
 from hps.stores.row_files import database as database_module
 from hps.stores.row_files import table as table_module
 from hps.stores.row_files import writer as writer_module
@@ -204,6 +205,57 @@ def test_a_file_that_is_missing_or_another_tables_is_not_opened(database: RowFil
         with closing(RowFilesDatabase(path)) as reopened, pytest.raises(DatabaseCorruptError, match=problem):
             reopened.open_table(TAG, DIM)
         write_row_file(file, "other", DIM, [sorted_run(KEYS, vectors_of(KEYS, DIM))])
+
+
+def test_a_write_that_fails_halfway_is_answered_as_after_a_restart(
+    database: RowFilesDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert = database._changes.insert
+
+    def fail(tag: str, keys: np.ndarray, vectors: np.ndarray) -> None:
+        insert(tag, keys[:5], vectors[:5])
+        raise DatabaseError("the disk is full")
+
+    monkeypatch.setattr(database._changes, "insert", fail)
+    with pytest.raises(DatabaseError, match="full"):
+        database.insert(TAG, KEYS[:10].copy(), vectors_of(KEYS[:10], DIM, 1))
+    for _ in range(2):
+        assert answers(database, KEYS[:5], 1)
+        assert answers(database, KEYS[5:], 0)
+        database.seal(TAG)
+
+
+@pytest.mark.parametrize("verb", ["insert", "delete", "apply"])
+def test_a_table_is_known_to_differ_from_its_files_before_it_does(
+    database: RowFilesDatabase, path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    database.wait_until_durable(TAG)
+    database.follow_log(TAG)
+    write, known = getattr(database._changes, verb), list[bool]()
+
+    def note(*given: Any) -> Any:
+        record = table_module.TableRecord.read(path / "tables" / f"{TAG}.json")
+        known.append(record is not None and record.load is not None and record.load.modified)
+        return write(*given)
+
+    monkeypatch.setattr(database._changes, verb, note)
+    rows = vectors_of(KEYS[:5], DIM, 1)
+    changes = RowChanges(KEYS[:5].copy(), rows, np.arange(1, 6))
+    {
+        "insert": lambda: database.insert(TAG, KEYS[:5].copy(), rows),
+        "delete": lambda: database.delete(TAG, KEYS[:5].copy()),
+        "apply": lambda: database.apply(TAG, changes, {}),
+    }[verb]()
+    assert known == [True]
+
+
+def test_a_write_that_waited_for_a_drop_is_refused(database: RowFilesDatabase) -> None:
+    table = database._tables[TAG]
+    database.drop_table(TAG)
+    database.open_table(TAG, DIM)
+    with pytest.raises(UnknownTableError, match="dropped meanwhile"):
+        table.insert(NEW, vectors_of(NEW, DIM))
+    assert answers(database, NEW, 0, present=False)
 
 
 def test_a_scan_that_begins_while_a_seal_ends_has_the_changed_rows(

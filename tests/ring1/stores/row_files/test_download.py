@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from hps.ground.memory.host_tables import BucketChanges
 from hps.stores.base import LoadRecord, RowFileSource
 from hps.stores.row_files import download
 from hps.stores.row_files.database import RowFilesDatabase
-from hps.stores.row_files.layout import FileHead
+from hps.stores.row_files.layout import PAGE_BYTES, FileHead
+from hps.stores.row_files.table import TableRecord
 from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.waiting import wait_until
 from tests.fakes.populating_pinner import PopulatingPinner
@@ -318,15 +320,25 @@ def test_a_file_with_holes_is_never_opened_without_its_download(tmp_path: Path, 
     database.close()
 
 
-def test_what_a_complete_download_leaves_is_removed_at_the_next_start(tmp_path: Path, elsewhere: Elsewhere) -> None:
+def test_a_download_that_was_killed_after_the_file_had_its_name_is_complete(tmp_path: Path, elsewhere: Elsewhere) -> None:
     database = opened(tmp_path)
     database.adopt(TAG, elsewhere.source(), RECORD)
     await_complete(database)
     database.close()
-    for suffix in (".partial", ".extents"):  # the process ended before they were
+    for suffix in (".partial", ".extents"):  # the process ended after the file had its name
         (database.path / "tables" / f"{TAG}{suffix}").touch()
+    path = database.path / "tables" / f"{TAG}.json"
+    record = TableRecord.read(path)
+    assert record is not None
+    replace(record, load=replace(RECORD, rows_done=0)).write(path)
+    elsewhere.ranges.clear()
     database = opened(tmp_path)
     assert files(database) == [".json", ".rows"]
+    for _ in range(2):
+        assert database.adopt(TAG, elsewhere.source(), RECORD) == "copied"
+        assert database.downloads() == {}
+        await_complete(database)
+    assert elsewhere.ranges == [(0, PAGE_BYTES)] * 2, "its head"
     assert_right(database)
     database.close()
 

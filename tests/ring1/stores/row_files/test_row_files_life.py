@@ -3,7 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from hps.errors import (
 )
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
-from hps.stores.base import LoadRecord, RowChanges
+from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges
 from hps.stores.row_files import database as database_module
 from hps.stores.row_files import table as table_module
 from hps.stores.row_files import writer as writer_module
@@ -134,12 +134,74 @@ def test_a_load_that_the_disk_refuses_late_stays_incomplete_and_is_loaded_again(
         assert answers(database, KEYS, 0)
         assert not database.load_record(TAG).complete
         assert sealing(database).seal_failures == 1
+        with damaged(database._tables[TAG].file.path), pytest.raises(DatabaseCorruptError):
+            answers(database, KEYS, 0)
         database.insert(TAG, NEW, vectors_of(NEW, DIM))
+        database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
         load(database)
         unsettled.pop()()
         assert database.load_record(TAG).complete
-        assert answers(database, np.concatenate([KEYS, NEW]), 0)
+        assert answers(database, KEYS[:5], 1)
+        assert answers(database, np.concatenate([KEYS[5:], NEW]), 0)
+        changed = vectors_of(KEYS, DIM, 2)
+        database.load_chunk(TAG, KEYS, changed, LoadRecord("other files", KEYS.size, KEYS.size))
+        database.finish_load(TAG)
+        unsettled.pop()()
+        assert answers(database, KEYS, 2), "rows of other files are later"
         assert len(list((path / "tables").iterdir())) == 2
+
+
+@contextmanager
+def damaged(file: Path) -> Iterator[None]:
+    """A bit of its rows is another one."""
+    file.chmod(0o644)
+    for end in (False, True):
+        with open(file, "r+b") as opened:
+            opened.seek(4096 + 1000)
+            byte = opened.read(1)[0]
+            opened.seek(4096 + 1000)
+            opened.write(bytes([byte ^ 4]))
+        if not end:
+            yield
+
+
+def test_rows_of_other_files_are_older_than_any_change_of_a_log(database: RowFilesDatabase) -> None:
+    position = {Partition("updates", 0): LogPosition("17", 40)}
+    database.follow_log(TAG)
+    database.apply(TAG, RowChanges(KEYS[:5].copy(), vectors_of(KEYS[:5], DIM, 1), np.full(5, 5)), position)
+    assert database.follow_log(TAG) == position
+    database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM, 2), LoadRecord("other files", KEYS.size, KEYS.size))
+    database.finish_load(TAG)
+    assert database.follow_log(TAG) == {}
+    assert database.apply(TAG, RowChanges(KEYS[:5].copy(), vectors_of(KEYS[:5], DIM, 3), np.full(5, 1)), {}).all()
+    assert answers(database, KEYS[:5], 3)
+    assert answers(database, KEYS[5:], 2)
+
+
+def test_a_load_of_other_files_has_nothing_of_one_that_did_not_end(database: RowFilesDatabase) -> None:
+    database.load_chunk(TAG, KEYS[:50], vectors_of(KEYS[:50], DIM, 1), LoadRecord("second files", 50, 60))
+    database.load_chunk(TAG, NEW, vectors_of(NEW, DIM, 2), LoadRecord("third files", NEW.size, NEW.size))
+    database.finish_load(TAG)
+    assert answers(database, KEYS, 0)
+    assert answers(database, NEW, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "share", "least_rows", "most_bytes", "due"),
+    [
+        *[(30, 0.1, 30, 1 << 30, False), (31, 0.1, 30, 1 << 30, True)],  # of 300
+        *[(31, 0.1, 31, 1 << 30, True), (31, 0.1, 32, 1 << 30, False)],
+        *[(30, 0.1, 1, 30 * (4 * DIM + 64), False), (30, 0.1, 1, 30 * (4 * DIM + 64) - 1, True)],
+    ],
+)
+def test_a_seal_is_due(
+    database: RowFilesDatabase, changed: int, share: float, least_rows: int, most_bytes: int, due: bool
+) -> None:
+    database.insert(TAG, NEW[:changed], vectors_of(NEW[:changed], DIM))
+    table = database._tables[TAG]
+    assert table.is_due(share, least_rows, most_bytes) is due
+    database.load_chunk(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM), LoadRecord("other files", 5, 300))
+    assert not table.is_due(share, least_rows, most_bytes), "while it is loaded"
 
 
 def test_a_table_is_sealed_once_a_share_of_its_rows_has_changed(database: RowFilesDatabase) -> None:
@@ -247,6 +309,17 @@ def test_a_table_is_known_to_differ_from_its_files_before_it_does(
         "apply": lambda: database.apply(TAG, changes, {}),
     }[verb]()
     assert known == [True]
+
+
+def test_deletions_of_a_log_are_made_beside_changes_that_come_too_late(database: RowFilesDatabase) -> None:
+    database.follow_log(TAG)
+    database.apply(TAG, RowChanges(KEYS[:10], vectors_of(KEYS[:10], DIM, 1), np.full(10, 5)), {})
+    keys, deleted = KEYS[5:15].copy(), np.arange(10) % 2 == 0
+    changes = RowChanges(keys, vectors_of(keys, DIM, 2), np.repeat([4, 6], 5), deleted)
+    assert np.array_equal(database.apply(TAG, changes, {}), np.arange(10) >= 5)
+    assert answers(database, KEYS[:10], 1)
+    assert answers(database, keys[5::2].copy(), 2)
+    assert answers(database, keys[6::2].copy(), 0, present=False)
 
 
 def test_a_write_that_waited_for_a_drop_is_refused(database: RowFilesDatabase) -> None:
@@ -394,7 +467,8 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
 
 
 def test_an_inspection_counts_each_row_once(database: RowFilesDatabase, path: Path) -> None:
-    database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+    repeated = np.repeat(KEYS[:5], 2)
+    database.insert(TAG, repeated, vectors_of(repeated, DIM, 1))
     absent = KEYS.max() + 1 + np.arange(3)
     database.insert(TAG, absent, vectors_of(absent, DIM, 1))
     database.delete(TAG, np.concatenate([KEYS[4:7], absent[:1]]))

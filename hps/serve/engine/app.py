@@ -163,10 +163,10 @@ class Application:
                 lifecycle, metrics, texts = self.lifecycle, self._metrics, self._texts
                 files = RowFileRoutes(lifecycle, lifecycle.configuration.model_source.peers, self._files)
                 routers = [
-                    files.router(ERRORS),
                     admin_routes(lifecycle, self._reports, ERRORS),
                     status_routes(lifecycle, metrics, self.problems, self._history, texts, ERRORS),
                     shared_memory_routes(self.link.shared_memory, ERRORS),
+                    files.router(ERRORS),
                 ]
                 self._control = control_app(
                     lifecycle, metrics, self._statistics, self._error_answer, texts, routers, files.families

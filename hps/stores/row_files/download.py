@@ -104,12 +104,12 @@ class Download(Presence):
         finished: Callable[[], None],
         *,
         share: TableShare | None = None,
-        beside: Sequence[RowFile] = (),
         counts: TransferCounts | None = None,
+        beside: Sequence[RowFile] = (),
     ) -> None:
         self.doubtful = True
         self._share = share
-        self._beside = [other for other in beside if other.is_complete and head.content and other.head.content == head.content]
+        self._beside = [other for other in beside if head.content and other.head.content == head.content]
         self.head = head
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self.error: DatabaseError | None = None  # of the background, while it lasts
@@ -291,22 +291,18 @@ class Download(Presence):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.head.size_bytes)
             words = np.empty(-(-(stop - start) // PAGE_BYTES) * (PAGE_BYTES // 8), np.uint64)
             content = words.view(np.uint8).data[: stop - start]
-            here = next((other for other in self._beside if other.has_bytes(start, stop)), None)
-            tried, from_peers, peer = 0, True, ""
-            while True:
-                if here is not None:
-                    content[:] = here.mapped[start:stop].data
-                else:
-                    peer = self._read(start, content, from_peers=from_peers)
-                if (page := self._damaged_page(words, start, stop)) < 0:
-                    break
-                if here is not None:
-                    here = None
+            here = any(other.copy_to(start, content) for other in self._beside)
+            tried, from_peers = 0, True
+            peer = "" if here else self._read(start, content, from_peers=from_peers)
+            while (page := self._damaged_page(words, start, stop)) >= 0:
+                if here:
+                    here = False
                 elif peer:
                     self._leave(peer)
                     from_peers = False
                 elif (tried := tried + 1) == _TRIES:
                     raise self._damage(f"the page at byte {page * PAGE_BYTES:,} contradicts its checksum")
+                peer = self._read(start, content, from_peers=from_peers)
             # The head and the checksums are written already, as they were checked.
             low, high = max(start, self.head.records_at), min(stop, self.head.sums_at)
             if low < high:
@@ -314,7 +310,7 @@ class Download(Presence):
         except BaseException:
             self._give_up(state, first, last)
             raise
-        if here is None:
+        if not here:
             self._counts.add(**{"from_peers" if peer else "from_source": stop - start})
         with self._changed:
             self._blocks[first:last] = _THERE

@@ -307,8 +307,11 @@ class RowTable:
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Yield every row once: the file's unchanged ones, then the changed ones as they are by then."""
-        state = self._state
-        changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+        while True:
+            state = self._state
+            changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+            if state is self._state:  # else a seal may have forgotten some of them
+                break
         beside = KeySet()
         for keys in changed:
             beside.add(keys)
@@ -809,13 +812,7 @@ class RowTable:
                 return None
             name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
             download = Download(
-                file,
-                head,
-                name,
-                lambda: self._finish_download(download),
-                share=share,
-                beside=beside,
-                counts=self._transfers,
+                file, head, name, lambda: self._finish_download(download), share=share, counts=self._transfers, beside=beside
             )
             try:
                 opened = RowFile(download.partial, download, self._cold_reads, share=share)

@@ -105,7 +105,8 @@ class RowFileRoutes:
 
     def router(self, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
         router = APIRouter(prefix="/v1", tags=["models"])
-        errors: dict[int | str, dict[str, Any]] = {code: responses[code] for code in (400, 401, 403, 404, 409, 416, 421, 503)}
+        statuses = (400, 401, 403, 404, 409, 416, 421, 503)
+        errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in statuses}
 
         @router.get("/row-files/{content}", responses=errors, response_class=Response, status_code=206)
         async def row_file(

@@ -87,10 +87,12 @@ class PinnedFile:
         """Pin all of a file, or nothing. It is read from the disk as far as it is not in memory.
 
         Raises:
-            DeviceError: the system or the device refuses, or the memory does not hold the file.
+            DeviceError: it has other shares, the system or the device refuses, or the memory does not hold the file.
         """
         self._file, self._pinner = file, pinner
         self._pieces: list[int] = []
+        if not file.is_whole:  # devices would answer what other shares had, or the holes in their place
+            raise DeviceError(f"{file.path}: it has other shares of the table")
         self._copy: Pages | None = None
         head, address, self.size_bytes = file.head, file.content.ctypes.data, file.content.size
         self._check_room("pinning it")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.errors import DatabaseCorruptError, ModelFileError
+from hps.errors import DatabaseCorruptError, InvalidInputError, ModelFileError
 from hps.ground.shares import TableShare, share_indices, with_share
 from hps.stores.base import LoadRecord, RowFileSource
 from hps.stores.row_files import adoption, download
@@ -16,6 +16,7 @@ from hps.stores.row_files.layout import PAGE_BYTES, FileHead, lowest_hash
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.waiting import wait_until
+from tests.fakes.populating_pinner import PopulatingPinner
 from tests.ring1.stores.row_files.test_download import Elsewhere
 from tests.ring1.stores.row_files.test_reading import key_with
 
@@ -294,6 +295,25 @@ def test_a_sealed_share_has_short_buckets(whole: Path, tmp_path: Path, database:
     file = database._tables[TAG]._state.file
     assert file is not None
     assert np.diff(file.starts).max() < 20
+
+
+@pytest.mark.parametrize("how", ["linked", "copied", "downloading"])
+def test_devices_do_not_read_a_file_with_other_shares(whole: Path, database: RowFilesDatabase, how: str) -> None:
+    pinner = PopulatingPinner()
+    table = database.host_table(TAG)
+    table.pin(pinner)  # before there is a file
+    database.open_table(f"{TAG}2", DIM)
+    adopt(database, whole, SHARE, how)
+    assert table.layout() is None
+    source = Elsewhere(whole.read_bytes()).source() if how == "downloading" else source_of(whole)
+    database.adopt(f"{TAG}2", source, record_of(SHARE))
+    wait_until(lambda: not database.downloads())
+    with pytest.raises(InvalidInputError, match="other shares"):
+        database.host_table(f"{TAG}2").pin(pinner)
+    database.insert(f"{TAG}2", np.array([*rows_of(SHARE)][:1]), np.zeros((1, DIM), np.float32))
+    assert database.seal(f"{TAG}2") == 1
+    database.host_table(f"{TAG}2").pin(pinner)
+    assert database.host_table(f"{TAG}2").layout() is not None
 
 
 def test_a_file_of_another_share_than_the_record_says_is_refused(whole: Path, tmp_path: Path) -> None:

@@ -362,6 +362,26 @@ def test_a_write_that_waited_for_a_drop_is_refused(database: RowFilesDatabase) -
     assert answers(database, NEW, 0, present=False)
 
 
+def test_a_table_that_is_dropped_before_it_is_durable_leaves_nothing(
+    path: Path, unsettled: list, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        database.drop_table(TAG)
+        assert not list((path / "tables").iterdir())
+        unsettled.pop()()
+        assert not list((path / "tables").iterdir())
+    assert "could not be made durable" not in caplog.text
+
+
+def test_rows_are_as_old_as_their_load_or_their_last_write(database: RowFilesDatabase) -> None:
+    loaded = database.load_record(TAG).loaded_at_us
+    database.insert(TAG, KEYS[:1].copy(), vectors_of(KEYS[:1], DIM, 1))
+    written, unchanged, absent = database.written_at(TAG, np.array([KEYS[0], KEYS[1], NEW[0]])).tolist()
+    assert written > loaded == unchanged > absent == 0
+
+
 def test_a_scan_that_begins_while_a_seal_ends_has_the_changed_rows(
     database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

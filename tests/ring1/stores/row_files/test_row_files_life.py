@@ -582,10 +582,10 @@ def test_room_is_needed_for_further_rows_and_memory_for_resident_tables(path: Pa
     with closing(RowFilesDatabase(path, resident=["held$"])) as database:
         database.open_table(TAG, DIM)
         load(database)
-        database.check_room([(TAG, DIM, KEYS.size), ("more", DIM, 1000)])
+        database.check_room([(TAG, DIM, KEYS.size), ("more", DIM, 1700)])
         database.check_room([("held", DIM, 1000)])
         with pytest.raises(CapacityError, match="on its file system"):
-            database.check_room([(TAG, DIM, KEYS.size + 1), ("more", DIM, 1000), ("others", DIM, 1000)])
+            database.check_room([(TAG, DIM, KEYS.size + 1), ("more", DIM, 1700)])
         monkeypatch.setattr(database_module, "available_memory", lambda: (1000, "in this test"))
         database.check_room([("more", DIM, 1000)])
         with pytest.raises(CapacityError, match="1,000 resident rows of table held"):
@@ -607,6 +607,13 @@ def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: 
     wider = TableSpec("shop", "item", DIM + 1, 0.0, 10)
     (result,) = RowFilesDatabase.probe(config, {wider: 1000})
     assert result.level == "good", "the load replaces it"
+    (result,) = RowFilesDatabase.probe(config, {wider: 1 << 60})
+    assert result.level == "wrong", "which needs room"
+    table_module.TableRecord(DIM + 2).write(path / "tables" / f"{TAG}.json")
+    (result,) = RowFilesDatabase.probe(config, {wider: 1000})
+    assert result.level == "wrong", "its rows were all written online"
+    load_record = LoadRecord("files", KEYS.size, KEYS.size)
+    table_module.TableRecord(DIM, load_record).write(path / "tables" / f"{TAG}.json")
     config.initialize_after_startup = False
     (result,) = RowFilesDatabase.probe(config, {wider: 1000})
     assert result.level == "wrong"

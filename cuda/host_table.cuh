@@ -44,7 +44,7 @@ constexpr u32 VERSION_BYTES = 64;  // from one version to the next: reads of one
 // A row file of a table (hps/stores/row_files/layout.py).
 struct RowFile {
     u64 records;         // address, in host memory
-    const u32* starts;   // of the buckets, modulo 2^32
+    const u32* starts;   // of the buckets
     const u8* fingerprints;
     u64 rows;            // 0: there is no file
     double rows_a_bucket;

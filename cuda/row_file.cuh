@@ -51,10 +51,8 @@ struct Candidates {
         if (asks && lane % 4 < 2) start = __ldg(file.starts + bucket + lane % 4);
         const u32 first = __shfl_sync(FULL_WARP, start, 4 * tile), last = __shfl_sync(FULL_WARP, start, 4 * tile + 1);
         if (!asks) return;
-        // The upper bits of a start follow from where its bucket is expected.
-        const u64 expected = static_cast<u64>(static_cast<double>(bucket) * file.rows_a_bucket);
-        next = expected + static_cast<i64>(static_cast<int>(first - static_cast<u32>(expected)));
-        stop = next + (last - first);
+        next = first;
+        stop = last;
     }
 
     // Find the first record from `next` on whose byte is that of the hash, or NO_RECORD; for whole warps.

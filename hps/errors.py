@@ -36,6 +36,7 @@
     │   └── TableWidthError      (ValueError)         a table holds vectors of another width
     ├── UpdateLogError           (RuntimeError)       a log of online updates failed, or cannot be reached
     ├── UpdateFormatError        (ValueError)         a message of a log of online updates cannot be read
+    ├── PartialWriteError        (RuntimeError)       some servers did not acknowledge their keys of a write
     ├── RemoteError              (RuntimeError)       a remote server failed, or did not answer the request
     │   ├── RemoteConnectionError (ConnectionError)   it cannot be reached, or disconnected
     │   ├── RemoteTimeoutError   (TimeoutError)
@@ -46,6 +47,9 @@
 A database error never means an absent key: an absent key gets the default vector, a failure is raised. The HTTP service adds
 one class, `RequestError` in `hps/serve/http/http_answer.py`, which never leaves it.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class HPSError(Exception):
@@ -208,6 +212,20 @@ class UpdateFormatError(HPSError, ValueError):
         super().__init__(message)
         self.reason = reason
         """The reason, as a label of the metric `hps_update_dead_letters_total`."""
+
+
+class PartialWriteError(HPSError, RuntimeError):
+    """Some servers of a table that is split did not acknowledge their keys; all others did.
+
+    Attributes:
+        keys: (m,) int64, those that not every server with them acknowledged. Each has its old or its new row there.
+        errors: by address, the errors of servers.
+    """
+
+    def __init__(self, keys: Any, total: int, errors: Mapping[str, HPSError]) -> None:
+        reasons = "; ".join(f"{server}: {error}" for server, error in errors.items()) or "No server holds them any more"
+        super().__init__(f"writing {total} keys: {len(keys)} of them were not acknowledged; write these again. {reasons}")
+        self.keys, self.errors = keys, dict(errors)
 
 
 class RemoteError(HPSError, RuntimeError):

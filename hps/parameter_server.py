@@ -27,6 +27,7 @@ from hps.scoring.features import arrays_of
 from hps.statistics.key_traces import KeyRecorder
 from hps.statistics.metrics import Metrics
 from hps.statistics.snapshot import ServerStatistics, UpdateStatus
+from hps.stores.base import AdoptsRowFiles, SharedRowFile
 from hps.tensors.array_checks import as_host_keys, as_host_vectors
 from hps.tensors.bags import Bags
 from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
@@ -845,6 +846,16 @@ class HPS:
         """
         self._require_open()
         return self.statistics.statistics()
+
+    def row_file(self, content: str) -> SharedRowFile | None:
+        """Return the row file of an open table by the fingerprint of its content, for other replicas; None if there is none.
+
+        Raises:
+            NotReadyError: the server is closed.
+        """
+        self._require_open()
+        adopters = [database for database in self._chain.databases if isinstance(database, AdoptsRowFiles)]
+        return next((file for database in adopters if (file := database.shared_file(content)) is not None), None)
 
     def check(self, timeout_s: float = 10.0) -> list[str]:
         """Check the invariants of versions, caches, databases and shared memory while lookups go on. Reads all indices.

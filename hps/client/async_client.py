@@ -13,7 +13,7 @@ from hps.client.answers import Answer
 from hps.client.calls import Calls, Joined
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.client.routing import Parts, Routed
+from hps.client.routing import Routed, RoutedWrite
 from hps.errors import HPSError, RemoteConnectionError
 
 
@@ -74,22 +74,25 @@ class AsyncClient(Calls):
             raise
 
     async def _request_in_parts(
-        self, routed: Routed[RemoteCall], timeout_s: float | None, merge: Joined, complete: RemoteCall
+        self,
+        routed: Routed[RemoteCall] | RoutedWrite[RemoteCall],
+        timeout_s: float | None,
+        merge: Joined,
+        complete: RemoteCall,
     ) -> Any:
         attempts = Attempts(complete, self.timeout_s if timeout_s is None else timeout_s)
-        parts_to_request = next(routed)
+        outcomes: Any = None  # starts it
         while True:
-            timeout_s = attempts.remaining_s() / 2  # others have the rest
-            calls = [self._of_servers[index]._request(call, timeout_s) for index, call in parts_to_request]
-            outcomes: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException) and not isinstance(outcome, HPSError):
-                    raise outcome
             try:
                 parts_to_request = routed.send(outcomes)
             except StopIteration as end:
-                parts: Parts | None = end.value
-                return await self._request(complete, attempts.remaining_s()) if parts is None else merge(parts)
+                return await self._request(complete, attempts.remaining_s()) if end.value is None else merge(end.value)
+            timeout_s = attempts.remaining_s() / 2  # others have the rest
+            calls = [self._of_servers[index]._request(call, timeout_s) for index, call in parts_to_request]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException) and not isinstance(outcome, HPSError):
+                    raise outcome
 
     async def _exchange(self, connection: "_AsyncConnection", call: RemoteCall) -> Answer:
         answer = call.answer()

@@ -8,11 +8,12 @@ import numpy as np
 
 from hps.client.addresses import Address
 from hps.client.answers import Answer
+from hps.client.bag_parts import BagParts
 from hps.client.requests import (
     Encoder,
     Input,
     RemoteCall,
-    bag_inputs,
+    bag_request,
     deadline,
     json_call,
     narrow_datatypes,
@@ -21,15 +22,27 @@ from hps.client.requests import (
     score_inputs,
 )
 from hps.client.retries import Attempts
-from hps.client.routing import Declared, PartAnswer, Parts, Routed, Router, ShareCalls, merge_parts
+from hps.client.routing import (
+    Declared,
+    PartAnswer,
+    Parts,
+    Routed,
+    RoutedWrite,
+    Router,
+    Rows,
+    ShareCalls,
+    Written,
+    merge_parts,
+)
 from hps.client.shared_memory import SharedMemory
 from hps.errors import InvalidInputError, NotReadyError, RemoteConnectionError
 from hps.ground.shares import TableShare
-from hps.tensors.array_checks import as_host_keys, as_output
+from hps.tensors.array_checks import as_host_keys, as_host_vectors, as_output
 from hps.tensors.bags import Bags
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
-Joined: TypeAlias = Callable[[Parts], Any]
+Joined: TypeAlias = Callable[[Any], Any]
+"""Makes the result of a call from what its routing returns."""
 
 
 class Calls:
@@ -97,15 +110,25 @@ class Calls:
         raise NotImplementedError
 
     def _request_in_parts(
-        self, routed: Routed[RemoteCall], timeout_s: float | None, merge: Joined, complete: RemoteCall
+        self,
+        routed: Routed[RemoteCall] | RoutedWrite[RemoteCall],
+        timeout_s: float | None,
+        merge: Joined,
+        complete: RemoteCall,
     ) -> Any:
-        """Request parts of a lookup from several servers; if that fails, all keys from one.
+        """Request parts of a call from several servers; if its routing returns None, all keys from one.
 
         Args:
-            merge: makes the result of the call from its parts.
+            merge: makes the result of the call from what the routing returns.
             complete: the request for all keys.
         """
         raise NotImplementedError
+
+    def _share_calls(
+        self, model_name: str, part_of: Callable[[Mapping[str, KeyArray], Rows, str], RemoteCall]
+    ) -> ShareCalls[RemoteCall]:
+        path = f"/v2/models/{quote(model_name, safe='')}"
+        return ShareCalls(model_name, lambda: json_call("GET", path, _declared, repeatable=False), part_of)
 
     def _lookup(
         self,
@@ -134,15 +157,9 @@ class Calls:
                 model_name, version, inputs, rows, output, read, found=found, datatypes=datatypes, parameters=parameters
             )
 
-        def part(keys: Mapping[str, KeyArray], is_complete: bool) -> RemoteCall:
-            remote_call = call(keys, out if is_complete else None, _part_answer)
+        def part(keys: Mapping[str, KeyArray], rows: Rows, version: str | None = version) -> RemoteCall:
+            remote_call = call(keys, out if rows is None else None, _part_answer, version)
             return remote_call._replace(repeatable=False)  # the router repeats
-
-        def part_of(keys: Mapping[str, KeyArray], version: str) -> RemoteCall:
-            return call(keys, None, _part_answer, version)._replace(repeatable=False)
-
-        def declare() -> RemoteCall:
-            return json_call("GET", f"/v2/models/{quote(model_name, safe='')}", _declared, repeatable=False)
 
         def of_parts(parts: Parts) -> Any:
             return result(*merge_parts(tables, parts, lambda name, shape: _output(out, name, shape)), parts[0][1].version)
@@ -150,7 +167,7 @@ class Calls:
         complete = call(tables, out, lambda answer: result(answer.vectors, answer.found, answer.version))
         if self._router is None:
             return self._request(complete, timeout_s)
-        routed = self._router.route(tables, part, ShareCalls(model_name, declare, part_of))
+        routed = self._router.route(tables, part, self._share_calls(model_name, part))
         return self._request_in_parts(routed, timeout_s, of_parts, complete)
 
     def lookup(
@@ -230,6 +247,8 @@ class Calls:
     ) -> Any:
         """Look up bags of keys in several tables at once; the server combines the vectors of each bag into one.
 
+        Of tables that are split, each share combines its keys and the client the answers; of a maximum it takes all vectors.
+
         Args:
             tables: bags by table, in host memory.
             out: by table, as for `lookup`.
@@ -237,23 +256,50 @@ class Calls:
         Returns:
             {table: (bags, dim) float32}, or `out`; views of one array. With `return_version` also the version that answered.
         """
-        inputs: list[Input] = []
-        rows: dict[str, tuple[int, ...]] = {}
-        parameters: dict[str, Any] = {} if device_id is None else {"DeviceID": device_id}
-        for name, bags in tables.items():
-            of_table, count, options = bag_inputs(name, bags)
-            inputs += of_table
-            rows[name] = (count,)
-            parameters |= options
+        requests = {name: bag_request(name, bags) for name, bags in tables.items()}
         _check_outputs(tables, out)
-
-        def result(answer: Answer) -> Any:
-            output = answer.vectors if out is None else dict(out)
-            return (output, answer.version) if return_version else output
-
         datatypes = narrow_datatypes(tables, out)
-        call = self._encoder.lookup(model_name, version, inputs, rows, out, result, datatypes=datatypes, parameters=parameters)
-        return self._request(call, timeout_s)
+        device = {} if device_id is None else {"DeviceID": device_id}
+
+        def call(read: Callable[[Answer], Any], version: str | None = version) -> RemoteCall:
+            inputs, parameters = list[Input](), dict[str, Any](device)
+            for request in requests.values():
+                of_table, options = request.inputs()
+                inputs += of_table
+                parameters |= options
+            rows = {name: (request.pooling.count,) for name, request in requests.items()}
+            return self._encoder.lookup(
+                model_name, version, inputs, rows, out, read, datatypes=datatypes, parameters=parameters
+            )
+
+        def result(vectors: Mapping[str, FloatArray], answered: str) -> Any:
+            output = vectors if out is None else dict(out)
+            return (output, answered) if return_version else output
+
+        complete = call(lambda answer: result(answer.vectors, answer.version))
+        if self._router is None:
+            return self._request(complete, timeout_s)
+        bags_of = {name: BagParts(request) for name, request in requests.items()}
+
+        def part(_: Mapping[str, KeyArray], rows: Rows, version: str | None = version) -> RemoteCall:
+            if rows is None:
+                return call(_part_answer, version)._replace(repeatable=False)
+            inputs, parameters, shapes = list[Input](), dict[str, Any](device), dict[str, tuple[int, ...]]()
+            for name, of_table in rows.items():
+                of_keys, count, options = bags_of[name].request(of_table)
+                inputs += of_keys
+                parameters |= options
+                shapes[name] = (count,)
+            remote_call = self._encoder.lookup(model_name, version, inputs, shapes, None, _part_answer, parameters=parameters)
+            return remote_call._replace(repeatable=False)
+
+        def of_parts(parts: Parts) -> Any:
+            vectors = dict(parts[0][1].vectors) if parts[0][0] is None else _combined(bags_of, parts, out)
+            return result(vectors, parts[0][1].version)
+
+        keys = {name: bags.keys for name, bags in bags_of.items()}
+        routed = self._router.route(keys, part, self._share_calls(model_name, part), between_replicas=False)
+        return self._request_in_parts(routed, timeout_s, of_parts, complete)
 
     def score(
         self,
@@ -275,11 +321,14 @@ class Calls:
             `Scores`: outputs of the network by name, (samples, ...), and the version that answered.
 
         Raises:
-            InvalidInputError: inputs are wrong, or the client routes keys, while scores come from one server.
+            InvalidInputError: inputs are wrong, or the client routes keys, while a network reads all vectors on one server.
             RemoteError: the network failed.
         """
         if self._router is not None:
-            raise InvalidInputError("scoring: got a client that routes keys, expected one without a route")
+            raise InvalidInputError(
+                "scoring: got a client that routes keys, expected one without a route, of servers with all rows: a network "
+                "reads all vectors of its samples on one server"
+            )
         arrays = score_inputs(inputs)
         parameters = deadline(self.timeout_s if timeout_s is None else timeout_s)
         if device_id is not None:
@@ -309,7 +358,9 @@ class Calls:
         version: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Add or replace vectors in every tier, online. Needs the admin token. Sent at most once.
+        """Add or replace vectors in every tier, online. Needs the admin token. Sent at most once to a server.
+
+        A client that routes keys writes rows of tables that are split to all servers of their shares.
 
         Args:
             keys: (n,) integers. The last of equal keys counts.
@@ -317,18 +368,42 @@ class Calls:
 
         Returns:
             The modified version. After `RemoteConnectionError` and `RemoteTimeoutError` each key has its old or its new vector.
+
+        Raises:
+            PartialWriteError: some servers of a table that is split did not acknowledge their keys, which it names.
         """
-        return self._request(rows_call("POST", model_name, table, version, keys, vectors), timeout_s)
+        return self._write("POST", model_name, table, version, as_host_keys(keys), as_host_vectors(vectors), timeout_s)
 
     def delete(
         self, keys: Any, model_name: str, table: str, *, version: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """Remove keys from every tier, online. Needs the admin token. Sent at most once.
+        """Remove keys from every tier, online, as `insert` writes them.
 
         Returns:
             The modified version, as for `insert`.
         """
-        return self._request(rows_call("DELETE", model_name, table, version, keys), timeout_s)
+        return self._write("DELETE", model_name, table, version, as_host_keys(keys), None, timeout_s)
+
+    def _write(
+        self,
+        method: str,
+        model_name: str,
+        table: str,
+        version: str | None,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray | None,  # (n, dim)
+        timeout_s: float | None,
+    ) -> Any:
+        complete = rows_call(method, model_name, table, version, keys, vectors)
+        if self._router is None or (vectors is not None and vectors.shape[:1] != keys.shape):  # which a server refuses
+            return self._request(complete, timeout_s)
+
+        def write(rows: IndexArray) -> RemoteCall:
+            call = rows_call(method, model_name, table, version, keys[rows], None if vectors is None else vectors[rows])
+            return call._replace(result=lambda answer: Written(call.result(answer)))
+
+        shares = self._share_calls(model_name, lambda *_: complete)
+        return self._request_in_parts(self._router.route_write(keys, write, shares), timeout_s, str, complete)
 
     def row(self, key: int, model_name: str, table: str, *, version: str | None = None, timeout_s: float | None = None) -> Any:
         """Return the stored row of a key: `vector`, `found`, `tier`, `written_at_us`, `version` and others. For debugging."""
@@ -417,6 +492,25 @@ def _part_answer(answer: Answer) -> PartAnswer:
 def _declared(model: dict[str, Any]) -> Declared:
     shard = model.get("shard")
     return Declared(None if shard is None else TableShare(int(shard["index"]), int(shard["of"])))
+
+
+def _combined(bags_of: Mapping[str, BagParts], parts: Parts, out: Mapping[str, Any] | None) -> dict[str, FloatArray]:
+    """Combine the answers of parts to the vectors of bags, and write them to the outputs, if there are any."""
+    vectors = {}
+    for name, bags in bags_of.items():
+        of_table = [(rows[name], answer.vectors[name]) for rows, answer in parts if rows is not None and name in rows]
+        combined = bags.combine(of_table, of_table[0][1].shape[1])
+        if out is not None:
+            output = _output(out, name, combined.shape)
+            if output.dtype == np.float32:
+                output[...] = combined
+            else:
+                from hps.ground.rows import to_16_bits  # imports numba, which takes a second
+
+                to_16_bits(combined, output)
+            combined = output
+        vectors[name] = combined
+    return vectors
 
 
 def _output(out: Mapping[str, Any] | None, name: str, shape: tuple[int, ...]) -> FloatArray:

@@ -16,7 +16,7 @@ from hps.client.answers import Answer
 from hps.client.calls import Calls, Joined
 from hps.client.requests import RemoteCall
 from hps.client.retries import Attempts
-from hps.client.routing import PartRequests, Parts, Routed
+from hps.client.routing import PartRequests, Routed, RoutedWrite
 from hps.errors import HPSError, RemoteConnectionError
 
 _MOST_PARTS: Final = 1000  # of one sendmsg
@@ -108,17 +108,20 @@ class Client(Calls):
             self._start()
 
     def _request_in_parts(
-        self, routed: Routed[RemoteCall], timeout_s: float | None, merge: Joined, complete: RemoteCall
+        self,
+        routed: Routed[RemoteCall] | RoutedWrite[RemoteCall],
+        timeout_s: float | None,
+        merge: Joined,
+        complete: RemoteCall,
     ) -> Any:
         attempts = Attempts(complete, self.timeout_s if timeout_s is None else timeout_s)
-        parts_to_request = next(routed)
+        outcomes: Any = None  # starts it
         while True:
-            outcomes = self._request_each(parts_to_request, attempts)
             try:
                 parts_to_request = routed.send(outcomes)
             except StopIteration as end:
-                parts: Parts | None = end.value
-                return self._request(complete, attempts.remaining_s()) if parts is None else merge(parts)
+                return self._request(complete, attempts.remaining_s()) if end.value is None else merge(end.value)
+            outcomes = self._request_each(parts_to_request, attempts)
 
     def _request_each(self, calls: PartRequests[RemoteCall], attempts: Attempts) -> list[Any]:
         """Send a request to each server, then receive the answers; return results and errors.

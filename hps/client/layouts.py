@@ -38,9 +38,9 @@ def layouts_of(declared: Mapping[int, TableShare]) -> list[ShareLayout]:
     return sorted(found, key=lambda layout: (bool(layout.missing), -layout.of))
 
 
-def refusal_text(model: str, layouts: list[ShareLayout]) -> str:
+def refusal_text(layouts: list[ShareLayout]) -> str:
     """Describe why no layout can be used."""
     found = "; ".join(
         f"of {layout.of} shares none has {', '.join(map(str, layout.missing))}" for layout in layouts if layout.missing
     )
-    return f"looking up model {model!r}: the servers do not have all shares of its tables: {found}"
+    return f"the servers do not have all shares of its tables: {found}"

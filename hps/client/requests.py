@@ -15,9 +15,9 @@ from hps.client.addresses import Address
 from hps.client.answers import DTYPES, Answer, ExpectedAnswer
 from hps.client.shared_memory import Reference, SharedMemory
 from hps.errors import InvalidDtypeError, InvalidInputError, RemoteError
-from hps.tensors.array_checks import as_host_array, as_host_keys, as_host_vectors, as_output
-from hps.tensors.bags import Bags, input_arrays, pooling_of
-from hps.types import FloatArray, Scores
+from hps.tensors.array_checks import as_host_array, as_host_keys, as_output
+from hps.tensors.bags import Bags, Pooling, input_arrays, pooling_of
+from hps.types import FloatArray, KeyArray, Scores
 
 _MOST_FORMS: Final = 256
 _NARROW: Final = {np.dtype(np.float16): "FP16", np.dtype(np.uint16): "BF16"}  # of outputs that are adopted
@@ -237,12 +237,18 @@ def json_call(
     return RemoteCall(f"{method} {path}".encode(), rest, (), Answer, read, repeatable, refused is not None)
 
 
-def rows_call(method: str, model: str, table: str, version: str | None, keys: Any, vectors: Any = None) -> RemoteCall:
+def rows_call(
+    method: str,
+    model: str,
+    table: str,
+    version: str | None,
+    keys: KeyArray,  # (n,)
+    vectors: FloatArray | None = None,  # (n, dim)
+) -> RemoteCall:
     """Make a request that writes or deletes rows."""
-    flat = as_host_keys(keys)
-    inputs = [Input("KEYS", flat)]
+    inputs = [Input("KEYS", keys)]
     if vectors is not None:
-        inputs.append(Input("VECTORS", as_host_vectors(vectors)))
+        inputs.append(Input("VECTORS", vectors))
     text = orjson.dumps({"inputs": [_tensor(input_) for input_ in inputs]})
     size = len(text) + sum(input_.array.nbytes for input_ in inputs)
     rest = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n%s" % (len(text), size, text)
@@ -264,28 +270,40 @@ def rows_path(model: str, table: str, version: str | None, key: int | None = Non
     return f"/v1/models/{quote(model, safe='')}/tables/{quote(table, safe='')}/rows{of_key}{of_version}"
 
 
-def bag_inputs(name: str, bags: Bags) -> tuple[list[Input], int, dict[str, Any]]:
-    """Return the inputs of a table's bags, the number of bags, and the parameters of the request.
+class BagRequest(NamedTuple):
+    """The bags of a table, checked."""
+
+    name: str
+    keys: KeyArray  # (n,)
+    pooling: Pooling
+
+    def inputs(self) -> tuple[list[Input], dict[str, Any]]:
+        """Return the inputs of all bags, and the parameters of the request."""
+        name, pooling = self.name, self.pooling
+        parameters: dict[str, Any] = {f"{name}.combiner": pooling.combiner.name.lower()}
+        if pooling.max_norm:
+            parameters[f"{name}.max_norm"] = pooling.max_norm
+        if pooling.padding_key is not None:
+            parameters[f"{name}.padding_key"] = pooling.padding_key
+        if pooling.offsets is None:
+            inputs = [Input(name, self.keys.reshape(pooling.count, pooling.hotness))]
+        else:
+            offsets = np.append(pooling.offsets[: pooling.count], self.keys.size).astype(np.int64)
+            inputs = [Input(name, self.keys), Input(f"{name}.offsets", offsets)]
+        if pooling.weights is not None:
+            inputs.append(Input(f"{name}.weights", pooling.weights))
+        return inputs, parameters
+
+
+def bag_request(name: str, bags: Bags) -> BagRequest:
+    """Check the bags of a table.
 
     Raises:
         InvalidInputError, InvalidDtypeError: they are not as `hps.Bags` requires.
     """
     array = as_host_array(bags.keys, "keys", "integers, or as many of them for every bag")
     flat = as_host_keys(array.reshape(-1))
-    pooling = pooling_of(name, bags, flat.size, array.shape, on_cuda=False)
-    parameters: dict[str, Any] = {f"{name}.combiner": pooling.combiner.name.lower()}
-    if pooling.max_norm:
-        parameters[f"{name}.max_norm"] = pooling.max_norm
-    if pooling.padding_key is not None:
-        parameters[f"{name}.padding_key"] = pooling.padding_key
-    if pooling.offsets is None:
-        inputs = [Input(name, flat.reshape(pooling.count, pooling.hotness))]
-    else:
-        offsets = np.append(pooling.offsets[: pooling.count], flat.size).astype(np.int64)
-        inputs = [Input(name, flat), Input(f"{name}.offsets", offsets)]
-    if pooling.weights is not None:
-        inputs.append(Input(f"{name}.weights", pooling.weights))
-    return inputs, pooling.count, parameters
+    return BagRequest(name, flat, pooling_of(name, bags, flat.size, array.shape, on_cuda=False))
 
 
 def score_inputs(inputs: Mapping[str, Any]) -> list[Input]:

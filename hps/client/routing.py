@@ -5,7 +5,7 @@ that fails go to others, and keys whose answers have another version than the re
 version of most keys.
 
 Where servers hold shares of the tables (`models[].shard`), the keys of a share go to its servers alone. All answers of a lookup
-are of one layout and of one version.
+are of one layout and of one version. A write goes to every server that holds its keys, of all layouts.
 """
 
 import random
@@ -20,10 +20,12 @@ import numpy as np
 
 from hps.client.layouts import ShareLayout, layouts_of, refusal_text
 from hps.errors import (
+    ConflictError,
     HPSError,
     MisplacedKeysError,
     MissingShareError,
     NotReadyError,
+    PartialWriteError,
     RemoteConnectionError,
     RemoteTimeoutError,
     UnknownModelError,
@@ -101,6 +103,12 @@ class Declared(NamedTuple):
     share: TableShare | None  # None: all rows
 
 
+class Written(NamedTuple):
+    """The answer of a server that wrote keys."""
+
+    version: str
+
+
 class _RequestedPart(NamedTuple):
     """The keys of a lookup for one server."""
 
@@ -114,7 +122,13 @@ PartRequests: TypeAlias = list[tuple[int, Call]]
 """Calls to make at the same time, each with the index of its server."""
 Parts: TypeAlias = Sequence[tuple[Mapping[str, IndexArray] | None, PartAnswer]]
 """Answers, each with the positions of its keys by table; None for all keys."""
-Routed: TypeAlias = Generator[list[tuple[int, Call]], list[PartAnswer | Declared | HPSError], Parts | None]
+Outcomes: TypeAlias = Sequence[PartAnswer | Declared | Written | HPSError]
+Routed: TypeAlias = Generator[PartRequests[Call], Outcomes, Parts | None]
+RoutedWrite: TypeAlias = Generator[PartRequests[Call], Outcomes, str | None]
+Rows: TypeAlias = Mapping[str, IndexArray] | None
+"""Positions of keys by table; None for all keys."""
+PartCall: TypeAlias = Callable[[Mapping[str, KeyArray], Rows], Call]
+"""Makes the request for keys by table, which have these positions."""
 
 
 class ShareCalls(NamedTuple, Generic[Call]):
@@ -122,7 +136,7 @@ class ShareCalls(NamedTuple, Generic[Call]):
 
     model: str
     declare: Callable[[], Call]  # asks a server for its share: `Declared`
-    part_of: Callable[[Mapping[str, KeyArray], str], Call]  # requests keys in a version
+    part_of: Callable[[Mapping[str, KeyArray], Rows, str], Call]  # requests keys in a version
 
 
 class _KnownShares:
@@ -131,11 +145,13 @@ class _KnownShares:
     Attributes:
         declared: by server, the share that it holds.
         layouts: of the declared shares, the best first.
+        refusals: by server, the error that was its last answer to the question.
     """
 
     def __init__(self) -> None:
         self.declared: dict[int, TableShare] = {}
         self.layouts: list[ShareLayout] = []
+        self.refusals: dict[int, HPSError] = {}
         self._doubtful: set[int] = set()  # have not answered since
         self._asks: dict[int, tuple[float, float]] = {}  # by server: earliest time of the next question, and the pause after it
 
@@ -171,6 +187,7 @@ class _KnownShares:
     def declare(self, server: int, share: TableShare | None) -> None:
         self._doubtful.discard(server)
         self._asks.pop(server, None)
+        self.refusals.pop(server, None)
         share = share or _WHOLE
         if self.declared.get(server) != share:
             self.declared = {**self.declared, server: share}
@@ -207,8 +224,10 @@ class Router:
     def route(
         self,
         keys: Mapping[str, KeyArray],
-        call: Callable[[Mapping[str, KeyArray], bool], Call],
+        call: PartCall[Call],
         shares: ShareCalls[Call] | None = None,
+        *,
+        between_replicas: bool = True,
     ) -> Routed[Call]:
         """Request the keys of a lookup in parts.
 
@@ -217,8 +236,8 @@ class Router:
 
         Args:
             keys: (n,) of each table.
-            call: makes the request for keys by table; the flag is True for all keys.
             shares: further calls; None if every server has all rows.
+            between_replicas: whether keys are also split over servers with all rows; if not, one of these must answer.
 
         Returns:
             Parts of one version with all keys; None if one server must answer all of them.
@@ -230,13 +249,20 @@ class Router:
         if shares is None:
             return (yield from self._route_whole(keys, call, frozenset()))
         count, known = len(self._names), self._shares.setdefault(shares.model, _KnownShares())
+        doing = f"looking up model {shares.model!r}"
         yield from self._learn(known, shares, known.to_ask(count, self._resting()))
         failed: set[int] = set()  # layouts, by their number of shares
         failure: HPSError | None = None
         for _ in range(_MOST_LAYOUTS_TRIED):
             layout = known.best(count, failed)
+            if not between_replicas and not known.is_split:
+                return None
             if layout is None and known.is_split:
-                raise failure if isinstance(failure, MissingShareError) else self._refusal(shares.model, known)
+                raise (
+                    failure
+                    if isinstance(failure, MissingShareError)
+                    else self._refusal(f"looking up model {shares.model!r}", known)
+                )
             try:
                 if layout is not None and layout.of > 1:
                     return (yield from self._route_shares(keys, call, shares, layout, known))
@@ -244,7 +270,7 @@ class Router:
                 parts = yield from self._route_whole(keys, call, others)
                 if parts is not None or not others:
                     return parts
-                raise MissingShareError(f"looking up model {shares.model!r}: no server with all rows answers", (0,))
+                raise MissingShareError(f"{doing}: no server with all rows answers", (0,))
             except MissingShareError as error:
                 failure = error
                 failed.add(1 if layout is None else layout.of)
@@ -252,15 +278,15 @@ class Router:
             except MisplacedKeysError as error:  # a server has another share by now
                 failure, asked = error, list(range(count))
             yield from self._learn(known, shares, asked)
-        raise failure or self._refusal(shares.model, known)
+        raise failure or self._refusal(doing, known)
 
     @staticmethod
-    def _refusal(model: str, known: _KnownShares) -> MissingShareError:
-        return MissingShareError(refusal_text(model, known.layouts), known.layouts[0].missing)
+    def _refusal(doing: str, known: _KnownShares) -> MissingShareError:
+        return MissingShareError(f"{doing}: {refusal_text(known.layouts)}", known.layouts[0].missing)
 
     def _learn(
         self, known: _KnownShares, calls: ShareCalls[Call], servers: Sequence[int]
-    ) -> Generator[list[tuple[int, Call]], list[PartAnswer | Declared | HPSError], None]:
+    ) -> Generator[PartRequests[Call], Outcomes, None]:
         """Ask servers for their shares of a model."""
         if not servers:
             return
@@ -271,13 +297,13 @@ class Router:
             if isinstance(outcome, Declared):
                 known.declare(server, outcome.share)
                 self._rests.pop(server, None)
-            elif isinstance(outcome, _SILENT):
+                continue
+            known.refusals[server] = _error_of(outcome)
+            if isinstance(outcome, _SILENT):
                 known.doubt(server)
                 self._rest(server, server in probed)
 
-    def _route_whole(
-        self, keys: Mapping[str, KeyArray], call: Callable[[Mapping[str, KeyArray], bool], Call], others: Collection[int]
-    ) -> Routed[Call]:
+    def _route_whole(self, keys: Mapping[str, KeyArray], call: PartCall[Call], others: Collection[int]) -> Routed[Call]:
         """Request keys from servers with all rows; `others` are not asked."""
         excluded, probed = self._unavailable(others), set[int]()
         lost: set[int] = set()
@@ -287,7 +313,7 @@ class Router:
         for _ in range(_MOST_ROUNDS):
             parts = lookup.split(missing, self._names, excluded, done)
             probed |= self._probe(part.server for part in parts)
-            outcomes = yield [(part.server, call(lookup.keys(part), part.rows is None)) for part in parts]
+            outcomes = yield [(part.server, call(lookup.keys(part), part.rows)) for part in parts]
             failed: list[_RequestedPart] = []
             for part, outcome in zip(parts, outcomes, strict=True):
                 if isinstance(outcome, PartAnswer):
@@ -316,7 +342,7 @@ class Router:
     def _route_shares(
         self,
         keys: Mapping[str, KeyArray],
-        call: Callable[[Mapping[str, KeyArray], bool], Call],
+        call: PartCall[Call],
         shares: ShareCalls[Call],
         layout: ShareLayout,
         known: _KnownShares,
@@ -355,7 +381,7 @@ class Router:
             outcomes = yield [
                 (
                     part.server,
-                    shares.part_of(lookup.keys(part), version) if version else call(lookup.keys(part), part.rows is None),
+                    shares.part_of(lookup.keys(part), part.rows, version) if version else call(lookup.keys(part), part.rows),
                 )
                 for part in parts
             ]
@@ -391,6 +417,87 @@ class Router:
             if not version or len(refused) > _MOST_ROUNDS:
                 raise NotReadyError(f"{doing}: its shares serve different versions, got {', '.join(sorted(seen))}; retry")
 
+    def route_write(
+        self,
+        keys: KeyArray,  # (n,)
+        write: Callable[[IndexArray], Call],  # of the keys at these positions
+        shares: ShareCalls[Call],
+    ) -> RoutedWrite[Call]:
+        """Write keys to every server that holds them, once. Yields calls as `route`.
+
+        A server with another share by now has refused its keys whole: they are sent to the servers that hold them now. One that
+        does not say its share has acknowledged no key, of its last share or, if that is unknown, of all.
+
+        Returns:
+            The modified version; None if no server holds a share, or there are no keys: one server must answer.
+
+        Raises:
+            MissingShareError: no server is known for some of the keys; nothing was written.
+            PartialWriteError: some servers did not acknowledge their keys, or modified another version.
+            HPSError: no server acknowledged its keys.
+        """
+        count, known = len(self._names), self._shares.setdefault(shares.model, _KnownShares())
+        # Each time: a server that was started again with another share accepts keys of the old one that are in both, and would
+        # miss the others.
+        yield from self._learn(known, shares, range(count))
+        if not known.is_split or not keys.size:
+            return None
+        versions: dict[int, str] = {}
+        acknowledged = {server: np.zeros(keys.size, np.bool_) for server in range(count)}
+        failures = dict(known.refusals)
+        for _ in range(_MOST_LAYOUTS_TRIED):
+            owned = {server: share.owns(keys) for server, share in known.declared.items()}
+            if not versions and not np.logical_or.reduce(list(owned.values())).all():
+                raise self._refusal(f"writing to model {shares.model!r}", known)
+            rows = {server: np.flatnonzero(of_server & ~acknowledged[server]) for server, of_server in owned.items()}
+            servers = [server for server in sorted(rows) if rows[server].size and server not in failures]
+            outcomes = yield [(server, write(rows[server])) for server in servers]
+            misplaced: dict[int, HPSError] = {}
+            for server, outcome in zip(servers, outcomes, strict=True):
+                if isinstance(outcome, Written):
+                    versions[server] = outcome.version
+                    acknowledged[server][rows[server]] = True
+                elif isinstance(outcome, MisplacedKeysError):
+                    misplaced[server] = outcome
+                else:
+                    failures[server] = _error_of(outcome)
+                    known.doubt(server)
+            if not misplaced:
+                break
+            yield from self._learn(known, shares, range(count))
+            failures |= known.refusals
+        else:
+            failures |= misplaced
+        return self._written(keys, known, versions, acknowledged, failures)
+
+    def _written(
+        self,
+        keys: KeyArray,
+        known: _KnownShares,
+        versions: dict[int, str],
+        acknowledged: Mapping[int, BoolArray],
+        failures: dict[int, HPSError],
+    ) -> str:
+        """Return the version of most acknowledged keys, if every server acknowledged all its keys in this version."""
+        if not versions:
+            raise next((error for error in failures.values() if isinstance(error, _SILENT)), next(iter(failures.values())))
+        counts: Counter[str] = Counter()
+        for server, version in versions.items():
+            counts[version] += int(acknowledged[server].sum())
+        version = max(counts, key=counts.__getitem__)
+        missed: BoolArray = ~np.logical_or.reduce(list(acknowledged.values()))
+        for server in acknowledged:
+            share = known.declared.get(server, _WHOLE)
+            owned = share.owns(keys)
+            if versions.get(server, version) != version:
+                missed |= owned
+                failures[server] = ConflictError(f"it modified version {versions[server]}, others modified version {version}")
+            missed |= owned & ~acknowledged[server]
+        if not missed.any():
+            return version
+        reasons = {self._names[server]: error for server, error in failures.items()}
+        raise PartialWriteError(keys[missed], keys.size, reasons)
+
     def _resting(self) -> set[int]:
         now = time.monotonic()
         return {server for server, (until, _) in list(self._rests.items()) if until > now}
@@ -420,8 +527,8 @@ class Router:
             self._rests[server] = time.monotonic() + rest_s * random.uniform(0.75, 1.0), rest_s
 
 
-def _error_of(outcome: Declared | HPSError) -> HPSError:
-    return outcome if isinstance(outcome, HPSError) else HPSError("routing keys: got the share of a server, expected vectors")
+def _error_of(outcome: PartAnswer | Declared | Written | HPSError) -> HPSError:
+    return outcome if isinstance(outcome, HPSError) else HPSError("routing keys: got the answer to another question")
 
 
 class _Lookup:

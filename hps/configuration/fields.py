@@ -217,6 +217,9 @@ Endpoint: TypeAlias = Annotated[
     str,
     _matching(r"(https?://[^/\s]+.*)?", "https://host or http://host, optionally with a port, or an empty string"),
 ]
+PeerUrl: TypeAlias = Annotated[
+    str, _matching(r"https?://[^/\s?#@]+/?", "http://host or https://host, optionally with a port, and without a path")
+]
 Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
 
 

@@ -20,6 +20,7 @@ from hps.configuration.networks import DenseConfig, KeysProgramConfig, LookupCon
 from hps.configuration.tiers import (
     OLD_DATABASES,
     ModelSourceConfig,
+    PeersConfig,
     PersistentDbConfig,
     Section,
     UpdateSourceConfig,
@@ -57,6 +58,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "volatile_db": VolatileDbConfig,
     "persistent_db": PersistentDbConfig,
     "model_source": ModelSourceConfig,
+    "model_source.peers": PeersConfig,
     "update_source": UpdateSourceConfig,
     "service": ServiceConfig,
     "models": ModelConfig,
@@ -81,6 +83,7 @@ _SECRETS = {
     ("volatile_db", "password"): "HPS_REDIS_PASSWORD",
     ("volatile_db", "sentinel_password"): "HPS_SENTINEL_PASSWORD",
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
+    ("model_source", "peers", "token"): "HPS_PEERS_TOKEN",
 }
 _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
 _SHARD = "HPS_SHARD"
@@ -90,12 +93,12 @@ _THREADS = "OMP_NUM_THREADS"  # OpenMP's, which PyTorch reads, too
 def load_configuration(source: Source) -> Configuration:
     """Read and check a configuration, and log its notices.
 
-    The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD`, `HPS_SENTINEL_PASSWORD` and
-    `HPS_UPDATE_PASSWORD`, if not empty, replace `service.bearer_token`, `service.admin_token`, `volatile_db.password`,
-    `volatile_db.sentinel_password` and `update_source.password`. `HPS_SHARD`, such as `1/4`, is the `shard` of every model
-    without one; in `<pod>-<ordinal>/4` the index is the remainder of the ordinal. Keys
-    without effect and settings that are not implemented are logged by `hps.configuration.load`. If that logger has no handler
-    yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
+    The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD`, `HPS_SENTINEL_PASSWORD`,
+    `HPS_UPDATE_PASSWORD` and `HPS_PEERS_TOKEN`, if not empty, replace `service.bearer_token`, `service.admin_token`,
+    `volatile_db.password`, `volatile_db.sentinel_password`, `update_source.password` and `model_source.peers.token`.
+    `HPS_SHARD`, such as `1/4`, is the `shard` of every model without one; in `<pod>-<ordinal>/4` the index is the remainder of
+    the ordinal. Keys without effect and settings that are not implemented are logged by `hps.configuration.load`. If that
+    logger has no handler yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 
     Args:
         source: path of a `ps.json`, path or URI of a repository of models, content of a `ps.json` as a mapping, a
@@ -246,13 +249,16 @@ def network_threads() -> int:
 def _apply_environment(content: dict[str, Any]) -> dict[Location, str]:
     """Put secrets, the trace endpoint and the share of the environment into a document; return their names in reports."""
     origins: dict[Location, str] = {}
-    for (section, key), variable in _SECRETS.items():
+    for (*sections, key), variable in _SECRETS.items():
         secret = os.environ.get(variable)
-        if secret and section == "service":
-            content.setdefault(section, {})
-        if secret and isinstance(content.get(section), dict):
-            content[section][key] = secret
-            origins[section, key] = f"environment variable {variable}"
+        if secret and sections == ["service"]:
+            content.setdefault("service", {})
+        section: Any = content
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if secret and isinstance(section, dict):
+            section[key] = secret
+            origins[*sections, key] = f"environment variable {variable}"
     endpoint = os.environ.get(_OTLP)
     if endpoint and isinstance(service := content.setdefault("service", {}), dict) and "otlp_endpoint" not in service:
         service["otlp_endpoint"] = endpoint

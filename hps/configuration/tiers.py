@@ -28,11 +28,13 @@ from hps.configuration.fields import (
     ListOf,
     NonNegative,
     Older,
+    PeerUrl,
     Positive,
     Real,
     Secret,
     Share,
     Timeout,
+    Token,
     check_addresses,
     check_place,
     check_redis_addresses,
@@ -246,6 +248,19 @@ class PersistentDbConfig(Section):
         return value
 
 
+class PeersConfig(Section):
+    """`model_source.peers`: servers that fill from each other."""
+
+    model_config = ConfigDict(title="model_source.peers")
+
+    urls: ListOf[PeerUrl] = ()
+    token: Token = ""
+    tls_ca_path: str = ""
+    timeout_s: Timeout = 2.0
+    least_bytes: NonNegative = 16 << 20
+    serve_bytes_per_s: Bytes = 256 << 20
+
+
 class ModelSourceConfig(Section):
     """`model_source`: how model files are read, and whether they may hold machine code. HugeCTR has no such object."""
 
@@ -258,6 +273,7 @@ class ModelSourceConfig(Section):
     s3_endpoint_url: Endpoint = ""
     gcs_endpoint_url: Endpoint = ""
     trust: Flag = False
+    peers: PeersConfig | None = None
 
 
 class UpdateSourceConfig(Section):

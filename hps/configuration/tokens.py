@@ -16,8 +16,8 @@ from hps.ground.small_files import FileMarks
 
 _log = logging.getLogger(__name__)
 
-Right: TypeAlias = Literal["lookup", "write", "admin"]
-_RIGHTS: Final = ("lookup", "write", "admin")
+Right: TypeAlias = Literal["lookup", "write", "files", "admin"]
+_RIGHTS: Final = ("lookup", "write", "files", "admin")
 
 
 def _listed(value: Any) -> Any:

@@ -20,7 +20,8 @@ class LocalFileSystem(FileSystem):
     """Reads and writes files by path, relative to the working directory or absolute, or by `file://` URI. *Immutable.*
 
     The version of a file is its modification and change times, size and inode: it changes when the file is written, even if its
-    modification time is reset, or replaced, even by a file of the same size and time.
+    modification time is reset, or replaced, even by a file of the same size and time. The change time of a file that its mode
+    lets nobody write to does not count: servers that link and drop a row file change it.
     """
 
     is_local = renames_directories = True
@@ -210,7 +211,8 @@ class _LocalWriter(FileWriter):
 
 def _status_of(path: str, status: os.stat_result) -> FileStatus:
     if stat.S_ISREG(status.st_mode):
-        return FileStatus(status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}-{status.st_ino}")
+        changed_ns = status.st_ctime_ns if status.st_mode & 0o222 else 0
+        return FileStatus(status.st_size, f"{status.st_mtime_ns}-{changed_ns}-{status.st_size}-{status.st_ino}")
     what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
     raise ModelFileError(f"opening {path}: it is {what}, expected a file")
 

@@ -82,6 +82,10 @@ class TableShare:
         owned: npt.NDArray[np.bool_] = share_indices(keys, self.of) == self.index
         return owned
 
+    def covers(self, other: "TableShare") -> bool:
+        """Return whether every key of another share, perhaps of another number of shares, belongs to this one."""
+        return self.index * other.of <= other.index * self.of and (other.index + 1) * self.of <= (self.index + 1) * other.of
+
     def most_rows(self, rows: int) -> int:
         """Bound the rows of a share of a table: the mean, and six standard deviations of hashed keys."""
         mean = rows / self.of
@@ -102,10 +106,16 @@ def share_text(fingerprint: str) -> str:
     return text if "/" in text else ""  # the fingerprints of other databases' records may have blanks
 
 
+def share_in(fingerprint: str) -> TableShare | None:
+    """Return the share in a fingerprint; None for all rows."""
+    text = share_text(fingerprint)
+    return TableShare.parse(text) if text else None
+
+
 def may_be_empty(fingerprint: str, rows: int) -> bool:
     """Return whether the share in a fingerprint may have none of so many rows of the files."""
-    text = share_text(fingerprint)
-    return bool(text) and rows / TableShare.parse(text).of < _SURELY_SOME
+    share = share_in(fingerprint)
+    return share is not None and rows / share.of < _SURELY_SOME
 
 
 def owned_rows(

@@ -22,7 +22,7 @@ import numpy as np
 from hps.errors import CapacityError, ModelFileError
 from hps.ground.key_sets import KeySet
 from hps.ground.memory.capacity import available_memory
-from hps.ground.shares import TableShare, rows_of_share, with_share
+from hps.ground.shares import TableShare, with_share
 from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
 from hps.models.loading.read_ahead import read_rows
 from hps.models.manifest import FileCheck, within
@@ -120,12 +120,13 @@ class DeltaModel:
 
     @property
     def share(self) -> TableShare | None:
-        return self.base.share
+        """The share of all rows, but of a sealed base, which has no others."""
+        return self.deltas[-1].changed.share
 
     @property
     def own_rows(self) -> int:
         """As `SparseModel.own_rows`; an upper bound."""
-        return rows_of_share(self.share, self.rows)
+        return self.base.own_rows + sum(delta.changed.own_rows for delta in self.deltas)
 
     @property
     def dim(self) -> int:

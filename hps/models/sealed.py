@@ -22,14 +22,15 @@ from hps.filesystems.base import FileSystem
 from hps.filesystems.local import local_path
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.rows import decode, row_kernels
-from hps.ground.shares import TableShare, owned_rows, rows_of_share, with_share
+from hps.ground.shares import TableShare, with_share
 from hps.models import files
 from hps.models.files import OpenedFile, open_file, open_sparse_model, rows_of_a_chunk, stored_shape
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
-from hps.stores.base import RowFileSource
+from hps.stores.base import FilePeers, RowFileSource
 from hps.stores.row_files import layout
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
+from hps.stores.row_files.ranges import RecordRange, compared, find_range, hash_bounds
 from hps.types import ROW_DTYPES, FloatArray, KeyArray, row_width
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,24 @@ class _PageSums:
             return self._sums
 
 
+class _OwnRecords:
+    """Which records of a file a share has, read at first use. *Thread-safe.*"""
+
+    def __init__(self, share: TableShare | None) -> None:
+        self._share = share
+        self._lock = threading.Lock()
+        self._range: RecordRange | None = None
+
+    def find(self, file: OpenedFile, head: FileHead) -> RecordRange:
+        with self._lock:
+            if self._range is None:
+                try:
+                    self._range = find_range(head, hash_bounds(self._share), compared(head, file.read))
+                except ValueError as error:
+                    raise _damaged(file.path, str(error)) from error
+            return self._range
+
+
 @dataclass(frozen=True, slots=True)
 class _SealedKeys:
     """The keys of a sealed table, as `OpenedFile.key_chunks` yields them."""
@@ -83,7 +102,8 @@ class SealedModel:
         place: absolute path or URI of the directory.
         fingerprint: of the content, and the share.
         int32_keys: whether keys outside [0, 2^32) are refused.
-        share: as of `SparseModel`.
+        share: as of `SparseModel`; always None, since other shares' rows are not among those of the model.
+        peers: other replicas, which may have the file.
     """
 
     place: str
@@ -91,25 +111,34 @@ class SealedModel:
     fingerprint: str
     int32_keys: bool
     file: OpenedFile
-    share: TableShare | None = None
+    _own: _OwnRecords = field(repr=False, compare=False)
+    peers: FilePeers | None = None
     _sums: _PageSums = field(default_factory=_PageSums, repr=False, compare=False)
+
+    share = None
+
+    @property
+    def range(self) -> RecordRange:
+        """The records of the share; finding them reads some pages."""
+        return self._own.find(self.file, self.head)
 
     @property
     def rows(self) -> int:
-        return self.head.rows
+        """Number of rows, those of the share."""
+        return self.range.rows
 
     @property
     def own_rows(self) -> int:
         """As `SparseModel.own_rows`."""
-        return rows_of_share(self.share, self.rows)
+        return self.rows
 
     def owned(
         self,
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> tuple[KeyArray, FloatArray]:
-        """As `SparseModel.owned`."""
-        return owned_rows(self.share, keys, vectors)
+        """As `SparseModel.owned`: all of them."""
+        return keys, vectors
 
     @property
     def dim(self) -> int:
@@ -125,7 +154,8 @@ class SealedModel:
 
     @property
     def size_bytes(self) -> int:
-        return self.head.size_bytes
+        whole = self.rows == self.head.rows
+        return self.head.size_bytes if whole else sum(stop - start for start, stop in self.range.runs(self.head))
 
     @property
     def chunk_rows(self) -> int:
@@ -158,6 +188,7 @@ class SealedModel:
             self.file.read,
             self.parallel_reads,
             filesystem.part_bytes,
+            self.peers,
         )
 
     def check_content(self, checksum: str) -> None:
@@ -208,8 +239,8 @@ class SealedModel:
         decode(rows, self.dim, self.head.row_dtype, vectors)
 
     def records(self, start: int, count: int) -> npt.NDArray[np.uint32]:
-        """Read records [start, start + count), (count, 2 + width), and compare their pages with the checksums."""
-        size = self.head.record_bytes
+        """Read records [start, start + count) of the share, (count, 2 + width), and compare their pages with the checksums."""
+        size, start = self.head.record_bytes, start + self.range.first
         first, last = start * size // PAGE_BYTES, -(-(start + count) * size // PAGE_BYTES)
         words = np.empty((last - first) * (PAGE_BYTES // 8), np.uint64)
         self.file.read(self.head.records_at + first * PAGE_BYTES, words.data.cast("B"))
@@ -229,6 +260,7 @@ def open_sealed_model(
     int32_keys: bool = False,
     checks: Mapping[str, FileCheck] | None = None,
     share: TableShare | None = None,
+    peers: FilePeers | None = None,
 ) -> SealedModel:
     """Open the row file in a directory of a file system. Reads its head.
 
@@ -237,6 +269,7 @@ def open_sealed_model(
         int32_keys: refuse keys outside [0, 2^32).
         checks: checks from `version.json`, by file name.
         share: the share of the rows to load; None for all.
+        peers: as of `SealedModel`.
 
     Raises:
         ModelFileNotFoundError: there is none.
@@ -255,14 +288,17 @@ def open_sealed_model(
             raise ValueError(f"got rows of {head.width} words for {head.dim} elements in {head.row_dtype!r}")
         if not head.rows:
             raise ValueError("got no rows, expected at least 1")
+        if head.share:
+            raise ValueError(f"it has the pages of share {head.share} alone, expected all")
     except (ValueError, TypeError) as error:
         raise ModelFileError(f"opening {path}: {error}; write it again with `hps seal`") from error
     if dim not in (0, head.dim):
         raise ModelFileError(f"opening {path}: got vectors of {head.dim} elements, expected {dim}; is it another table?")
-    compile_kernels(layout.split_records, layout.damaged_page, layout.sum_pages, *row_kernels([head.row_dtype]))
+    kernels = layout.split_records, layout.damaged_page, layout.sum_pages, layout.rank_of
+    compile_kernels(*kernels, *row_kernels([head.row_dtype]))
     identity = f"rows {head.content or file.version} {head.rows} {head.dim} {head.row_dtype}"
     fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    return SealedModel(place, head, with_share(fingerprint, share), int32_keys, file, share)
+    return SealedModel(place, head, with_share(fingerprint, share), int32_keys, file, _OwnRecords(share), peers)
 
 
 def find_sealed_model(
@@ -285,7 +321,7 @@ def find_sealed_model(
             return None
     elif not filesystem.exists(within(place, ROWS_FILE)):
         return None
-    model = open_sealed_model(filesystem, place, dim, int32_keys=int32_keys, checks=checks, share=share)
+    model = open_sealed_model(filesystem, place, dim, int32_keys=int32_keys, checks=checks, share=share, peers=sources.peers)
     if checks or not filesystem.exists(within(place, "key")):
         return model
     try:

@@ -9,6 +9,8 @@ from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem, without_secrets
 from hps.ground.registry import implementation, is_registered, names
+from hps.models.peers import Peers
+from hps.stores.base import FilePeers
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: C:\models is a path
 
@@ -29,12 +31,17 @@ class ModelSources:
 
     Args:
         settings: timeouts, attempts and addresses of remote file systems.
+
+    Attributes:
+        peers: servers that may have the same row files; None without any.
     """
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         self._settings = settings or ModelSourceConfig()
         self._filesystems: dict[str, FileSystem] = {}
         self._making = threading.Lock()
+        peers = self._settings.peers
+        self.peers: FilePeers | None = Peers(peers) if peers is not None and peers.urls else None
 
     @property
     def trusted(self) -> bool:

@@ -176,6 +176,18 @@ def _file_families(stats: ServerStatistics) -> Iterator[Family]:
     yield family("gauge", "hps_row_file_held_bytes", "Bytes of a row file that are locked in memory.", held)
     missing = [(labels, file.missing_bytes) for labels, file in files]
     yield family("gauge", "hps_row_file_missing_bytes", "Bytes of a row file that are still to be downloaded.", missing)
+    sources = ("peers", "from_peers"), ("store", "from_source")
+    fetched = [
+        (label_text(("model", "table", "source"), (model.name, table.name, source)), getattr(tier.file, attribute))
+        for model in stats.models
+        for table in in_turns(model.tables, _HISTOGRAMS)
+        for tier in table.tiers
+        if tier.file is not None
+        for source, attribute in sources
+    ]
+    yield family("counter", "hps_row_file_downloaded_bytes", "Bytes of a row file that were downloaded, by source.", fetched)
+    failures = [(labels, file.peer_failures) for labels, file in files]
+    yield family("counter", "hps_row_file_peer_failures", "Failed attempts to read a row file from other servers.", failures)
     cold = [(labels, file.cold_pages) for labels, file in files]
     yield family("counter", "hps_row_file_cold_reads", "Pages of a row file that lookups read from the disk.", cold)
     depths = [(labels, file.depth) for labels, file in files]

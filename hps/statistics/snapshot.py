@@ -50,6 +50,8 @@ class FileStatistics:
         depth: how many missing pages were asked for together; `total_s` is their sum.
         seconds: times from asking to the last row.
         missing_bytes: bytes that are still to be downloaded.
+        from_peers, from_source: bytes that were downloaded, from other replicas and from the model source.
+        peer_failures: failed attempts to read from other replicas.
     """
 
     resident_share: float | None
@@ -58,6 +60,9 @@ class FileStatistics:
     depth: Latency
     seconds: Latency
     missing_bytes: int = 0
+    from_peers: int = 0
+    from_source: int = 0
+    peer_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -428,6 +428,42 @@ class OrderedWrites(ABC):
         """
 
 
+class PeerRead(NamedTuple):
+    """How reading a range from other replicas ended."""
+
+    peer: str  # which of them filled the buffer; empty if none did, so that the range must be read elsewhere
+    failures: int  # how many failed to, other than by not having it
+
+
+class FilePeers(ABC):
+    """Other replicas, which may have parts of the same row files. *Thread-safe.* No method raises."""
+
+    @abstractmethod
+    def read(self, content: str, size_bytes: int, offset: int, buffer: memoryview) -> PeerRead:
+        """Fill a buffer from a byte of the file of this content on; unspecified bytes are left there if no peer can.
+
+        The bytes are those that a peer sent: only the checksums of their pages say whether they are right.
+        """
+
+    @abstractmethod
+    def report_damage(self, peer: str, content: str) -> None:
+        """Ask a peer no more for a while: it sent wrong bytes."""
+
+
+class SharedRowFile(ABC):
+    """A row file of this process that other replicas may read. *Thread-safe.* It stays readable after its table is dropped."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def has(self, start: int, stop: int) -> bool:
+        """Return whether bytes [start, stop) are here."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> memoryview:
+        """Copy bytes [start, stop), which are here. Without the GIL, since the disk may be slow."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowFileSource:
     """A row file of a model version, opened at one version. *Immutable, thread-safe.*
@@ -439,6 +475,7 @@ class RowFileSource:
         read: fills a buffer from a byte on; raises `ModelFileError`, also if the file has another version by now.
         parallel_reads: number of ranges to read at a time.
         part_bytes: largest range to read at once.
+        peers: have the file perhaps, and are asked first.
     """
 
     place: str
@@ -448,6 +485,7 @@ class RowFileSource:
     read: Callable[[int, memoryview], None] = field(repr=False, compare=False)
     parallel_reads: int = 8
     part_bytes: int = 4 << 20
+    peers: FilePeers | None = field(default=None, repr=False, compare=False)
 
 
 Adoption: TypeAlias = Literal["refused", "linked", "copied", "downloading"]
@@ -479,6 +517,10 @@ class AdoptsRowFiles(ABC):
     @abstractmethod
     def copies(self, file: RowFileSource) -> bool:
         """Return whether adopting a file takes disk space for another copy."""
+
+    def shared_file(self, content: str) -> SharedRowFile | None:
+        """Return the file of an open table by the fingerprint of its content, complete or not; None if no table has it."""
+        return None
 
 
 class DeviceReadable(ABC):

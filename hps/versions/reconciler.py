@@ -419,6 +419,8 @@ class Reconciler:
                         deployed.close("hand over")
                     raise
                 self._updates.hand_over(current, deployed)
+                if not only_available:
+                    self._retire_unselected(deployed, chosen)
                 return fingerprint
         replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
         try:
@@ -434,6 +436,20 @@ class Reconciler:
                 self._chain.take_in()  # the volatile database was not the cause
                 raise
         return fingerprint
+
+    def _retire_unselected(self, serving: Deployment, chosen: Sequence[str]) -> None:
+        """Retire versions that neither the policy nor `chosen` selects, such as one whose pin has ended."""
+        config, name = serving.config, serving.config.model
+        policy = self._catalog.model(name).version_policy
+
+        def select(versions: list[str]) -> list[str]:
+            return [*chosen, *policy.chosen(versions, also=serving.version)]
+
+        available = [entry.version for entry, state in self._live.versions(name) if state in ("serving", "available")]
+        if not {*available} <= {*select(available)}:
+            kept = self._live.kept(name)
+            self._live.serve(serving, select, "keep" if config.keep_versions else "drop")
+            self._drop_rest(name, kept, config)
 
     def _replace(
         self,

@@ -19,7 +19,7 @@ from hps.ground.hashing import mix
 from hps.ground.kernels.numba_atomics import fence_acquire, load_acquire, load_relaxed
 from hps.ground.memory.host_tables import BucketChanges, HostLayout, HostTable
 from hps.stores.hash_map.layout import segment_of
-from hps.stores.row_files.layout import find_records
+from hps.stores.row_files.reading import SCRATCH, fetch_records
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -98,10 +98,9 @@ def read_pair(layout: HostLayout, keys: KeyArray, width: int = 0) -> tuple[Float
     if file is not None:
         records = array_at(file.records, np.uint32, file.rows, width + 2)
         parts = array_at(file.starts, np.uint32, file.buckets + 1), array_at(file.fingerprints, np.uint8, file.rows)
-        numbers = np.empty(keys.size, np.int64)
-        find_records(keys, records, *parts, numbers, np.empty(96, np.int64))
-        found = numbers >= 0
-        rows[found] = np.ascontiguousarray(records[numbers[found], 2:]).view(np.float32)
+        words, none, out = np.empty(0, np.uint64), np.empty(0, np.int64), rows.view(np.uint32)
+        hashes, changes, scratch = (np.uint64(0), ~np.uint64(0)), (words, words, none, out[:0]), np.empty(SCRATCH, np.int64)
+        fetch_records(keys, records, *parts, *hashes, out, found, words, words, *changes, found, scratch, 0)
     if layout.words[VERSIONS]:
         changed, there = read_in_place(layout, keys)
         rows[there], found[there] = changed[there, :-1], changed[there, -1].view(np.uint32) == 0

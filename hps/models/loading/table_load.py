@@ -252,7 +252,14 @@ class TableLoad:
             had = {id(target): load.first_row > 0 or load.elsewhere for target, load in zip(databases, loads, strict=True)}
             shared = (database for database in (*databases, *self._targets.keep) if database.shared)
             differs = any(had.get(id(database), True) for database in shared)
-        self._read_into([pair for pair in zip(databases, loads, strict=True) if pair[1].rows and not pair[1].elsewhere])
+        self._read_into(
+            [
+                (database, load)
+                for database, load, record in zip(databases, loads, records, strict=True)
+                # A share may have no row, which is to be recorded.
+                if not load.elsewhere and (load.rows or (database.persistent and not self._is_complete(record)))
+            ]
+        )
         for i, database in enumerate(databases):
             if loads[i].elsewhere and isinstance(database, SharedDatabase):
                 loads[i] = self._wait_for_load(database, loads[i].last_row)
@@ -440,7 +447,7 @@ class TableLoad:
 
     def _share(self, database: Database, rows: int, *, of_files: bool = True) -> int:
         """Compute how many of these rows a volatile database gets. Of files, it gets those of the table's share."""
-        capacity, share = database.stats(self._tag_in(database)).capacity_rows, self._table.share
+        capacity, share = database.stats(self._tag_in(database)).capacity_rows, self._model.share
         if share is not None and of_files:
             capacity *= share.of
         return round(self._targets.initial_cache_rate * min(rows, capacity))
@@ -466,8 +473,6 @@ class TableLoad:
         """Return a database that can take the row file as it is; None if it must load the rows."""
         model = self._model
         if not isinstance(database, AdoptsRowFiles) or not isinstance(model, SealedModel) or self._open_for_writing:
-            return None
-        if model.share is not None:  # its rows are all over the file
             return None
         counted = 0 <= model.head.nonfinite_rows <= self._targets.max_nonfinite_rows  # else reading them finds the first
         return database if counted and database.stored(self._table).row_dtype == model.head.row_dtype else None
@@ -671,7 +676,9 @@ class TableLoad:
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
         stored = database.stored(self._table)
         if isinstance(database, InProcessDatabase):
-            database.reserve(stored.tag, rows_of_share(model.share, load.last_row), self._keys(load.last_row, base))
+            own = isinstance(model, DeltaModel)  # sealed rows are of the share, and those of later versions are not
+            rows = min(model.own_rows, load.last_row) if own else rows_of_share(model.share, load.last_row)
+            database.reserve(stored.tag, rows, self._keys(load.last_row, base))
         if isinstance(database, PersistentDatabase):
             before = database.load_record(stored.tag) if load.first_row else None
             if before is not None:  # the checksum of the interrupted load

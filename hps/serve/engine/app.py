@@ -50,6 +50,7 @@ CLOSE_TIMEOUT_S = 10.0
 """Timeout for running lookups, and then for the parameter server, when the service stops."""
 
 _MOST_WAITING = 16  # queued reports or texts
+_FILE_THREADS = 2  # read row files for peers
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"}) | OPEN_PATHS
 
 
@@ -81,6 +82,7 @@ class Application:
         self._reports, self._texts = (
             CallThreads(1, settings.request_timeout_s, memory, _MOST_WAITING, what) for what in ("report", "text")
         )
+        self._files = CallThreads(_FILE_THREADS, settings.request_timeout_s, memory, _MOST_WAITING, "read of a row file")
         self.link = FrontendLink(lifecycle)
         self._statistics.frontends, self._statistics.deployment_ids = self.link.figures, self.link.deployment_ids
         self._metrics = HTTPMetrics(
@@ -106,6 +108,7 @@ class Application:
         self._memory.limit_to(settings.max_held_bytes)
         self._reports.limit_to(settings.request_timeout_s)
         self._texts.limit_to(settings.request_timeout_s)
+        self._files.limit_to(settings.request_timeout_s)
         self._rows.configure(settings)
 
     def poll_tokens(self) -> None:
@@ -153,16 +156,21 @@ class Application:
             if self._control is None:
                 from hps.serve.engine.routes.administration import admin_routes
                 from hps.serve.engine.routes.control import ERRORS, control_app
+                from hps.serve.engine.routes.row_files import RowFileRoutes
                 from hps.serve.engine.routes.shared_memory import shared_memory_routes
                 from hps.serve.engine.routes.status import status_routes
 
                 lifecycle, metrics, texts = self.lifecycle, self._metrics, self._texts
+                files = RowFileRoutes(lifecycle, lifecycle.configuration.model_source.peers, self._files)
                 routers = [
                     admin_routes(lifecycle, self._reports, ERRORS),
                     status_routes(lifecycle, metrics, self.problems, self._history, texts, ERRORS),
                     shared_memory_routes(self.link.shared_memory, ERRORS),
+                    files.router(ERRORS),
                 ]
-                self._control = control_app(lifecycle, metrics, self._statistics, self._error_answer, texts, routers)
+                self._control = control_app(
+                    lifecycle, metrics, self._statistics, self._error_answer, texts, routers, files.families
+                )
             return self._control
 
     async def _serve(self, scope: Scope, headers: Mapping[bytes, bytes], served: Served, receive: Receive, send: Send) -> int:
@@ -251,7 +259,7 @@ class Application:
             self.lifecycle.refuse()
             await asyncio.to_thread(self._history.close)
             idle = True
-            for threads in (self.link, self._rows, self._reports, self._texts):
+            for threads in (self.link, self._rows, self._reports, self._texts, self._files):
                 if not await asyncio.to_thread(threads.close, CLOSE_TIMEOUT_S):
                     idle = False
                     _log.error("lookups or writes were still running after %g s", CLOSE_TIMEOUT_S)

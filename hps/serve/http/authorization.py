@@ -22,6 +22,7 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGEABLE = ("/v1/models/", "/v2/repository/")
 _INDEX = re.compile(r"/v2/repository/([^/]+/)?index")  # in Triton a POST, but it only reads
 _ROWS = re.compile(r"/v1/models/[^/]*/tables/[^/]*/rows(/[^/]*)?")
+ROW_FILES: Final = "/v1/row-files/"
 _SHARED = "/v2/systemsharedmemory/"  # of tensors of lookups
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 """Headers that proxies add."""
@@ -134,7 +135,9 @@ class Authorization:
         if bearer:
             self._by_digest[_digest(bearer.encode())] = Identity("bearer token", "the bearer token", ["lookup"])
         if admin:
-            self._by_digest[_digest(admin.encode())] = Identity("admin token", "the admin token", ["lookup", "write", "admin"])
+            self._by_digest[_digest(admin.encode())] = Identity(
+                "admin token", "the admin token", ["lookup", "write", "files", "admin"]
+            )
         for entry in entries:
             requests = self._bucket(before, entry.name, "requests", entry.requests_per_s, entry.burst)
             keys = self._bucket(before, entry.name, "keys", entry.keys_per_s, None)
@@ -211,9 +214,21 @@ class Authorization:
         """Authorize a request other than a lookup. Return the client that makes a change; empty if it changes nothing."""
         if is_change(scope["method"], scope["path"]):
             return self.check_change(scope, headers)
+        if scope["path"].startswith(ROW_FILES):
+            self._check_files(headers, identity, scope.get(CERTIFICATE, ()))
+            return ""
         looks_up = _ROWS.fullmatch(scope["path"]) or scope["path"].startswith(_SHARED)
         self.admit(identity, "lookup" if looks_up else None, headers, scope.get(CERTIFICATE, ()))
         return ""
+
+    def _check_files(self, headers: Mapping[bytes, bytes], identity: Identity | None, certificate: Sequence[str] = ()) -> None:
+        """Authorize reading a row file: all rows of a table, so the right to look up is not enough where there are tokens."""
+        if not self.requires_tokens:
+            return
+        if identity is None:
+            raise _unknown(headers, certificate, "<token with the right files>")
+        if "files" not in identity.rights:
+            raise _lacking(identity, "files")
 
     def check_change(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
         """Authorize a change, and return its client: the address and the kind of authorization.

@@ -4,12 +4,15 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileError
+from hps.ground.shares import TableShare
 from hps.stores.base import RowFileSource
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
+from hps.stores.row_files.ranges import compared, find_range, hash_bounds
 from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sync_directory
 from hps.types import row_dtype_of
@@ -32,6 +35,8 @@ def checked_head(file: RowFileSource, tag: str, width: int) -> FileHead:
         head = FileHead.unpacked(bytes(content))
     except (ValueError, TypeError) as error:
         raise ModelFileError(f"{doing}: {error}; write it again with `hps seal`") from error
+    if head.share:
+        raise ModelFileError(f"{doing}: it has the pages of share {head.share} alone, expected all; copy it from its version")
     if head.size_bytes != file.size_bytes:
         raise ModelFileError(f"{doing}: it has {file.size_bytes:,} bytes, expected {head.size_bytes:,}; copy it again")
     if (head.tag or tag, head.width, head.row_dtype) != (tag, width, row_dtype_of(tag)):
@@ -83,11 +88,14 @@ def link(file: RowFileSource, target: Path) -> bool:
     return True
 
 
-def copy(file: RowFileSource, path: Path, target: Path, progress: Callable[[int], None]) -> None:
+def copy(
+    file: RowFileSource, path: Path, target: Path, progress: Callable[[int], None], *, share: TableShare | None = None
+) -> None:
     """Copy a local file, and compare each page with its checksum. It is complete and durable on return, or not there.
 
     Args:
         path: of the file.
+        share: of the table, whose pages alone are copied; the others are holes then.
         progress: called with the number of further bytes.
 
     Raises:
@@ -102,13 +110,15 @@ def copy(file: RowFileSource, path: Path, target: Path, progress: Callable[[int]
     try:
         copied = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
-            _copy(source, copied, file.size_bytes, progress)
+            if share is None:
+                _copy(source, copied, 0, file.size_bytes, progress)
+            else:
+                _copy_share(file, source, copied, share, progress)
             os.fsync(copied)
         finally:
             os.close(copied)
-        head = bytearray(PAGE_BYTES)
-        file.read(0, memoryview(head))  # raises if it has another version by now
-        RowFile(target).verify()
+        file.read(0, memoryview(bytearray(PAGE_BYTES)))  # raises if it has another version by now
+        RowFile(target, share=share).verify()
         sync_directory(target.parent)
     except DatabaseCorruptError as error:
         target.unlink(missing_ok=True)
@@ -122,10 +132,24 @@ def copy(file: RowFileSource, path: Path, target: Path, progress: Callable[[int]
         os.close(source)
 
 
-def _copy(source: int, target: int, size: int, progress: Callable[[int], None]) -> None:
-    done, by_kernel = 0, True
-    while done < size:
-        count = min(_COPY_BYTES, size - done)
+def _copy_share(file: RowFileSource, source: int, target: int, share: TableShare, progress: Callable[[int], None]) -> None:
+    head_bytes = bytearray(PAGE_BYTES)
+    file.read(0, memoryview(head_bytes))
+    head = FileHead.unpacked(bytes(head_bytes))
+    try:
+        runs = find_range(head, hash_bounds(share), compared(head, file.read)).runs(head)
+    except ValueError as error:
+        raise DatabaseCorruptError(str(error)) from error
+    os.ftruncate(target, head.size_bytes)
+    os.pwrite(target, replace(head, share=str(share)).packed(), 0)
+    for start, stop in (*runs, (head.sums_at, head.size_bytes)):
+        _copy(source, target, start, stop, progress)
+
+
+def _copy(source: int, target: int, start: int, stop: int, progress: Callable[[int], None]) -> None:
+    done, by_kernel = start, True
+    while done < stop:
+        count = min(_COPY_BYTES, stop - done)
         if by_kernel:
             try:
                 written = os.copy_file_range(source, target, count, done, done)

@@ -36,6 +36,7 @@ from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import set_kernels
 from hps.ground.memory.capacity import Need, available_memory, check_fits
 from hps.ground.memory.host_tables import HostTable
+from hps.ground.shares import share_in
 from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.ground.threads.pacing import paced
@@ -55,6 +56,7 @@ from hps.stores.base import (
     RowChanges,
     RowFileSource,
     SealStats,
+    SharedRowFile,
     TableStats,
 )
 from hps.stores.rocks_db.database import RocksDatabase, check_room_of, writer_of
@@ -548,7 +550,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
         try:
             if not adoption.link(file, fresh):
                 how = "copied"
-                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes))
+                share = share_in(record.fingerprint)
+                adoption.copy(file, file.path, fresh, lambda size: progress(size // head.record_bytes), share=share)
             with self._calls:
                 return how if table.adopt(fresh, record) else "refused"
         finally:
@@ -560,7 +563,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
     ) -> Adoption:
         if table.has_adopted(head, record):
             return "copied"
-        download = table.download(file, head, record)
+        beside = [other.file for other in list(self._tables.values()) if other is not table and other.file]
+        download = table.download(file, head, record, beside)
         if download is None:
             return "refused"
         done = 0
@@ -569,6 +573,11 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
             progress(max(0, there - done))
             done = max(done, there)
         return "downloading"
+
+    def shared_file(self, content: str) -> SharedRowFile | None:
+        with self._calls:
+            files = [table.shared_file(content) for table in list(self._tables.values())]
+        return next((file for file in files if file is not None), None)
 
     def downloads(self) -> dict[str, tuple[int, int]]:
         """Return the bytes that are here, and all, of each file that is being downloaded, by table."""

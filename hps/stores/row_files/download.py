@@ -1,8 +1,9 @@
 """Copies a row file from elsewhere in the background, while lookups read it in place.
 
-The local file has its final size from the start, with holes. Blocks of 64 KB arrive by ranges: those that a lookup needs, at
-once and together; all others in the background, the index first. A block is compared with the checksums of its pages before it
-is written, and counts as there after that. So nobody reads a hole: a block that cannot be had is an error of its readers.
+The local file has its final size from the start, with holes; that of a share keeps those outside of the share. Blocks of 64 KB
+arrive by ranges: those that a lookup needs, at once and together; all others in the background, the index first. A block is
+compared with the checksums of its pages before it is written, and counts as there after that. So nobody reads a hole: a block
+that cannot be had is an error of its readers.
 
 Two files beside it survive the process: `<name>.partial`, and `<name>.extents`, which says which blocks are durable. The next
 download of the same content goes on from there. The complete file is renamed to `<name>.rows`.
@@ -15,9 +16,10 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -32,11 +34,13 @@ from hps.errors import (
     ModelFileChangedError,
     ModelFileError,
 )
+from hps.ground.shares import TableShare
 from hps.ground.threads.workers import new_thread
 from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.presence import Presence
+from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sync_directory
 from hps.types import IndexArray
 
@@ -56,6 +60,25 @@ _RECORDED_S: Final = 5.0  # between records of what is durable
 _MISSING, _AHEAD, _ASKED, _THERE = 0, 1, 2, 3  # being read in the background, or for a lookup
 
 
+class TransferCounts:
+    """What the downloads of a table read, and from where. *Thread-safe.*
+
+    Attributes:
+        from_peers, from_source: bytes of blocks that were right.
+        failures: failed attempts to read from a peer, wrong bytes included.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.from_peers = self.from_source = self.failures = 0
+
+    def add(self, *, from_peers: int = 0, from_source: int = 0, failures: int = 0) -> None:
+        with self._lock:
+            self.from_peers += from_peers
+            self.from_source += from_source
+            self.failures += failures
+
+
 class Download(Presence):
     """A row file that is being copied from elsewhere. *Thread-safe.* One lock, never held during I/O.
 
@@ -63,15 +86,30 @@ class Download(Presence):
         file: the file elsewhere.
         head: its head.
         path: local name without suffix.
+        share: the share whose rows are needed; by default all are.
+        beside: files of other tables here; what they have of this content is not read from elsewhere.
         finished: called in the background once the file is complete and durable, before its name is `<path>.partial` no more;
             gives it its name.
+        counts: of the table.
 
     Attributes:
         resumed_bytes: bytes that an earlier download left.
     """
 
-    def __init__(self, file: RowFileSource, head: FileHead, path: Path, finished: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        file: RowFileSource,
+        head: FileHead,
+        path: Path,
+        finished: Callable[[], None],
+        *,
+        share: TableShare | None = None,
+        counts: TransferCounts | None = None,
+        beside: Sequence[RowFile] = (),
+    ) -> None:
         self.doubtful = True
+        self._share = share
+        self._beside = [other for other in beside if head.content and other.head.content == head.content]
         self.head = head
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self.error: DatabaseError | None = None  # of the background, while it lasts
@@ -79,6 +117,7 @@ class Download(Presence):
         self._file = file
         self._extents = path.with_name(path.name + EXTENTS_SUFFIX)
         self._finished = finished
+        self._counts = counts or TransferCounts()
         self._blocks: npt.NDArray[np.uint8] = np.zeros(-(-head.size_bytes // BLOCK_BYTES), np.uint8)
         self._changed = threading.Condition()
         self._lookups: list[None] = []  # an element for each that waits for parts; the background makes way for them
@@ -92,7 +131,26 @@ class Download(Presence):
         # Lookups never queue behind the background.
         self._asked = ThreadPoolExecutor(2 * file.parallel_reads, thread_name_prefix="hps-row-file-range")
         self._ahead = ThreadPoolExecutor(file.parallel_reads, thread_name_prefix="hps-row-file-download")
+        self._needed = np.zeros(self._blocks.size, np.bool_)  # of these blocks; set by `start`
+        self._runs: list[tuple[int, int]] = []
         self._worker = new_thread("row-file-download", self._run, lasting=False)
+
+    def start(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Begin to read what is needed of the file in the background: ranges of its bytes, beside head and checksums.
+
+        Raises:
+            DatabaseError: the disk has no room for them.
+        """
+        index = [run for run in runs if run[0] >= self.head.starts_at]  # which every lookup needs
+        self._runs = [*index, *(run for run in runs if run not in index)]
+        for start, stop in runs:
+            self._needed[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] = True
+        self.resumed_bytes = self.bytes_there
+        free, needed = shutil.disk_usage(self.partial.parent).free, self.size_bytes - self.resumed_bytes
+        if needed > free:
+            raise DatabaseError(
+                f"downloading {self._file.place} to {self.partial}: it needs {needed:,} bytes, and {free:,} are free; make room"
+            )
         self._worker.start()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -101,9 +159,23 @@ class Download(Presence):
     def complete(self) -> bool:
         return self._complete
 
+    def has_bytes(self, start: int, stop: int) -> bool:
+        """Return whether bytes [start, stop) are here; head and checksums are from the start."""
+        start, stop = max(start, self.head.records_at), min(stop, self.head.sums_at)
+        return start >= stop or bool((self._blocks[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)] == _THERE).all())
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of what is needed."""
+        return self._size_of(self._needed)
+
     @property
     def bytes_there(self) -> int:
-        return min(int(np.count_nonzero(self._blocks == _THERE)) * BLOCK_BYTES, self.head.size_bytes)
+        return self._size_of(self._needed & (self._blocks == _THERE))
+
+    def _size_of(self, blocks: npt.NDArray[np.bool_]) -> int:
+        rest = -self.head.size_bytes % BLOCK_BYTES if blocks[-1] else 0
+        return int(np.count_nonzero(blocks)) * BLOCK_BYTES - rest
 
     def _opened(self) -> int:
         """Open the partial file, with the blocks that an earlier download left."""
@@ -118,10 +190,6 @@ class Download(Presence):
                 there = os.fstat(descriptor)
                 if known is not None and there.st_size == self.head.size_bytes:
                     self._blocks[known] = _THERE
-                    self.resumed_bytes = self.bytes_there
-                free, needed = shutil.disk_usage(self.partial.parent).free, self.head.size_bytes - self.resumed_bytes
-                if needed > free:
-                    raise DatabaseError(f"{doing}: it needs {needed:,} bytes, and {free:,} are free; make room")
                 os.ftruncate(descriptor, self.head.size_bytes)
             except BaseException:
                 os.close(descriptor)
@@ -156,29 +224,55 @@ class Download(Presence):
 
     # -- ranges -------------------------------------------------------------------------------------------------------
 
-    def _read(self, offset: int, buffer: memoryview) -> None:
+    def _read(self, offset: int, buffer: memoryview, *, from_peers: bool) -> str:
+        """Read bytes from a peer, or else from the source; return the peer, empty for the source. They are not checked yet."""
+        if from_peers and (peers := self._file.peers) is not None:
+            peer, failures = peers.read(self.head.content, self.head.size_bytes, offset, buffer)
+            self._counts.add(failures=failures)
+            if peer:
+                return peer
         try:
             self._file.read(offset, buffer)
         except ModelFileError as error:
             raise DatabaseError(f"reading the row file {self._file.place}, which is not complete here: {error}") from error
+        return ""
+
+    def _leave(self, peer: str) -> None:
+        """Ask a peer no more for a while whose bytes were wrong."""
+        if self._file.peers is not None:
+            self._counts.add(failures=1)
+            self._file.peers.report_damage(peer, self.head.content)
 
     def _read_sums(self) -> npt.NDArray[np.uint64]:
         """Read the checksums of all pages, two thousandths of the file, and compare them with the head."""
+        from_peers = self._file.peers is not None
+        while True:
+            sums, peers = self._gather_sums(from_peers=from_peers)
+            if layout.checksum(sums.view(np.uint8)) == self.head.sums and (
+                not self.head.content or layout.content_fingerprint(self.head, sums) == self.head.content
+            ):
+                return sums
+            if not any(peers):
+                raise self._damage("its checksums contradict its head")
+            for peer in peers - {""}:
+                self._leave(peer)
+            from_peers = False
+
+    def _gather_sums(self, *, from_peers: bool) -> tuple[npt.NDArray[np.uint64], set[str]]:
+        """Read the checksums; return them, not checked yet, and the peers that they came from."""
         sums = np.empty(self.head.pages, np.uint64)
         view, step = sums.view(np.uint8).data, self._file.part_bytes
         with ThreadPoolExecutor(self._file.parallel_reads, thread_name_prefix="hps-row-file-range") as pool:
-            parts = [pool.submit(self._read, self.head.sums_at + at, view[at : at + step]) for at in range(0, len(view), step)]
-            for part in parts:
-                part.result(_WAIT_S)
-        if layout.checksum(sums.view(np.uint8)) != self.head.sums or (
-            self.head.content and layout.content_fingerprint(self.head, sums) != self.head.content
-        ):
-            raise self._damage("its checksums contradict its head")
-        return sums
+            parts = [
+                pool.submit(self._read, self.head.sums_at + at, view[at : at + step], from_peers=from_peers)
+                for at in range(0, len(view), step)
+            ]
+            return sums, {part.result(_WAIT_S) for part in parts}
 
     def _write_start(self) -> None:
         """Write the head and the checksums, which are known, so that the file can be opened."""
-        self._write(np.frombuffer(self.head.packed(), np.uint8).data, 0)
+        head = replace(self.head, share=str(self._share or ""))
+        self._write(np.frombuffer(head.packed(), np.uint8).data, 0)
         self._write(self._sums.view(np.uint8).data, self.head.sums_at)
 
     def _write(self, content: memoryview, at: int) -> None:
@@ -197,12 +291,18 @@ class Download(Presence):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.head.size_bytes)
             words = np.empty(-(-(stop - start) // PAGE_BYTES) * (PAGE_BYTES // 8), np.uint64)
             content = words.view(np.uint8).data[: stop - start]
-            for tried in range(1, _TRIES + 1):
-                self._read(start, content)
-                if (page := self._damaged_page(words, start, stop)) < 0:
-                    break
-                if tried == _TRIES:
+            here = any(other.copy_to(start, content) for other in self._beside)
+            tried, from_peers = 0, True
+            peer = "" if here else self._read(start, content, from_peers=from_peers)
+            while (page := self._damaged_page(words, start, stop)) >= 0:
+                if here:
+                    here = False
+                elif peer:
+                    self._leave(peer)
+                    from_peers = False
+                elif (tried := tried + 1) == _TRIES:
                     raise self._damage(f"the page at byte {page * PAGE_BYTES:,} contradicts its checksum")
+                peer = self._read(start, content, from_peers=from_peers)
             # The head and the checksums are written already, as they were checked.
             low, high = max(start, self.head.records_at), min(stop, self.head.sums_at)
             if low < high:
@@ -210,6 +310,8 @@ class Download(Presence):
         except BaseException:
             self._give_up(state, first, last)
             raise
+        if not here:
+            self._counts.add(**{"from_peers" if peer else "from_source": stop - start})
         with self._changed:
             self._blocks[first:last] = _THERE
             self._changed.notify_all()
@@ -319,11 +421,11 @@ class Download(Presence):
     # -- in the background --------------------------------------------------------------------------------------------
 
     def _order(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of blocks: those of the index, which every lookup needs, then all."""
-        index = self.head.starts_at // BLOCK_BYTES
+        """Yield the ranges of blocks that are needed, those of the index first."""
         most = max(1, self._file.part_bytes // BLOCK_BYTES)
-        for first, last in ((index, self._blocks.size), (0, index)):
-            for at in range(first, last, most):
+        for start, stop in self._runs:
+            last = -(-stop // BLOCK_BYTES)
+            for at in range(start // BLOCK_BYTES, last, most):
                 yield at, min(at + most, last)
 
     def _run(self) -> None:
@@ -342,7 +444,7 @@ class Download(Presence):
                     "The download of %s has %d of %d bytes: %s; %s.",
                     self._file.place,
                     self.bytes_there,
-                    self.head.size_bytes,
+                    self.size_bytes,
                     error,
                     "it ends here" if final else "it is tried again",
                 )
@@ -388,7 +490,7 @@ class Download(Presence):
                 raise DatabaseTimeoutError(f"downloading {self._file.place}: parts did not arrive within {_WAIT_S:g} s")
             if self._stopped:
                 return False
-            if (self._blocks != _THERE).any():
+            if (self._blocks[self._needed] != _THERE).any():
                 raise DatabaseError(f"downloading {self._file.place}: a lookup could not read a part of it")
             return True
 
@@ -402,11 +504,11 @@ class Download(Presence):
     def _finish(self) -> None:
         os.fsync(self._descriptor)
         os.fchmod(self._descriptor, 0o444)
-        self._complete, self.error = True, None
+        self._complete, self.error, self._beside = True, None, []
         self.doubtful = False
         self._finished()
         self._extents.unlink(missing_ok=True)
-        _log.info("The download of %s is complete: %d bytes.", self._file.place, self.head.size_bytes)
+        _log.info("The download of %s is complete: %d bytes.", self._file.place, self.size_bytes)
         with self._changed:
             self._renamed = True
             self._changed.notify_all()
@@ -432,7 +534,7 @@ class Download(Presence):
             self._changed.notify_all()
         self._asked.shutdown(wait=False, cancel_futures=True)
         self._ahead.shutdown(wait=False, cancel_futures=True)
-        if self._worker is not threading.current_thread():
+        if self._worker.ident is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout_s)
         if not self._complete:
             with suppress(OSError):

@@ -218,6 +218,8 @@ class RowFileInPlace(HostTable):
                 kernels.insert, kernels.delete, kernels.rehash, kernels.retire, kernels.count_by_hash, kernels.show_all_holes
             )
             file = self._table.file
+            if file and not file.is_whole:
+                raise self._refused("its file has other shares of the table")
             if file and not file.is_complete:
                 self._awaiting = pinner
                 return

@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from hps.errors import DatabaseError
+from hps.ground.shares import share_in
 from hps.stores.base import LOAD_ADVICE, DatabaseReport, TableCheck
 from hps.stores.rocks_db import inspection as changes_inspection
 from hps.stores.rocks_db.database import RocksDatabase
@@ -47,7 +48,7 @@ def _changed_rows(path: Path, tag: str, width: int) -> int:
     file = RowFile(path / FILES / (file_name(tag) + ROWS_SUFFIX))
     with closing(RocksDatabase(path / CHANGES, read_only=True, beside_files=True)) as changes:
         changes.open_table(tag, width)
-        return sum(int((file.numbers(keys) >= 0).sum()) for keys in changes.changed_keys(tag))
+        return sum(int(file.contains(keys).sum()) for keys in changes.changed_keys(tag))
 
 
 def _inspect_table(files: Path, tag: str) -> tuple[int, int, str]:
@@ -56,15 +57,16 @@ def _inspect_table(files: Path, tag: str) -> tuple[int, int, str]:
     width = 0
     try:
         record = TableRecord.read(files / (file_name(tag) + RECORD_SUFFIX))
-        width = record.width if record else 0
+        width, load = (record.width, record.load) if record else (0, None)
         if not path.exists():
-            load = record.load if record else None
             missing = load and load.promises_rows
             return 0, width, f"table {tag}: {path} is missing" if missing else ""
-        file = RowFile(path)
-        if record is None or (file.head.tag, file.head.width) != (tag, record.width):
+        file = RowFile(path, share=share_in(load.fingerprint) if load else None)
+        if record is None or (file.head.tag or tag, file.head.width) != (tag, record.width):
             return 0, width, f"table {tag}: {path} holds rows of {file.head.width} words of table {file.head.tag}"
         file.verify()
-        return file.head.rows, width, ""
+        if load and load.complete and not file.has_share:
+            return 0, width, f"table {tag}: {path} has share {file.head.share}, expected {file.share}"
+        return file.rows, width, ""
     except DatabaseError as error:
         return 0, width, f"table {tag}: {error}"

@@ -4,7 +4,7 @@ A row file holds the rows of one table at one moment, and never changes. All num
 
     head           4,096 bytes: `MAGIC`, then a JSON object (`FileHead`) padded with zeros, then the checksum of all before it
     records        (rows, 2 + width) uint32: a key (int64) and its row (`ground/rows.py`), in the order of the keys' hash
-    starts         (buckets + 1,) uint32: the number of the first record of each bucket, modulo 2^32
+    starts         (buckets + 1,) uint32: the number of the first record of each bucket
     fingerprints   (rows,) uint8: the low byte of each key's hash
     sums           (pages,) uint64: the checksum of each page of 4,096 bytes, from the records to the end of the fingerprints
 
@@ -26,7 +26,6 @@ import numpy as np
 from numba import int64, njit, types, uint8, uint32, uint64
 
 from hps.ground.hashing import mix, scale, share_hash
-from hps.ground.kernels.numba_atomics import address_of, prefetch
 from hps.ground.kernels.numba_kernels import kernel, read_only
 from hps.ground.shares import SHARE_SEED
 
@@ -37,12 +36,10 @@ ROWS_A_BUCKET: Final = 4
 """Records of a bucket, on average. Two take another byte a row and save a fifth of the time; eight take more time."""
 HASH: Final = f"rrxmrrxmsx_0(key ^ 0x{int(SHARE_SEED) % (1 << 64):X})"
 """Name of the hash of keys, for readers of other programs; `share_hash` computes it."""
-MOST_ROWS: Final = 1 << 33
-"""Buckets are numbered by 31 bits, so that `scale` applies."""
+MOST_ROWS: Final = (1 << 32) - 1
+"""Starts are numbers of 32 bits."""
 
-_BLOCK: Final = 32  # keys whose starts, fingerprints and records are awaited together, so that their cache misses overlap
-_AHEAD_BYTES: Final = np.uint64(256)
-_LINE: Final = np.uint64(64)
+_MOST_SPARSE: Final = 8
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _HEAD = struct.Struct("<8sII")
 _SUM = struct.Struct("<Q")
@@ -76,6 +73,7 @@ class FileHead:
         sums: checksum of the part `sums`.
         content: fingerprint of records and index, 32 hexadecimal digits, the same wherever the file lies; empty if unknown.
         row_dtype, dim, nonfinite_rows, least_key, greatest_key: see `RowFacts`.
+        share: `index/of` in a local copy that has the pages of this share alone (`ranges.py`), and holes elsewhere; else empty.
         hash, page_bytes: name of the hash, size of a page.
     """
 
@@ -91,6 +89,7 @@ class FileHead:
     nonfinite_rows: int = -1
     least_key: int = -(1 << 63)
     greatest_key: int = (1 << 63) - 1
+    share: str = ""
     hash: str = HASH
     page_bytes: int = PAGE_BYTES
 
@@ -166,9 +165,12 @@ def content_fingerprint(head: FileHead, sums: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def buckets_for(rows: int) -> int:
-    """Return the number of buckets of a file with at most this many rows."""
-    return max(1, rows // ROWS_A_BUCKET)
+def buckets_for(rows: int, of: int = 1) -> int:
+    """Return the number of buckets of a file with at most this many rows, all of one of `of` shares.
+
+    Its rows lie in the buckets of that share. All buckets take a byte a row for each share, so from eight on they are fuller.
+    """
+    return max(1, min(rows * min(of, _MOST_SPARSE) // ROWS_A_BUCKET, 1 << 31))
 
 
 def lowest_hash(bucket: int, buckets: int) -> int:
@@ -184,15 +186,9 @@ def _padded(size: int) -> int:
 
 
 @njit(inline="always")
-def first_record(starts, bucket, rows, buckets):  # type: ignore[no-untyped-def]
-    """Return the number of the first record of a bucket. Its upper bits follow from where the bucket is expected."""
-    expected = np.int64(bucket * (rows / buckets))
-    near = np.int64(starts[bucket]) - (expected & np.int64(0xFFFFFFFF))
-    if near > np.int64(1 << 31):
-        near -= np.int64(1 << 32)
-    elif near < -np.int64(1 << 31):
-        near += np.int64(1 << 32)
-    return min(max(expected + near, np.int64(0)), np.int64(rows))  # a damaged start must not lead out of the file
+def first_record(starts, bucket, rows):  # type: ignore[no-untyped-def]
+    """Return the number of the first record of a bucket; never outside of the file, whatever a damaged page says."""
+    return min(np.int64(starts[bucket]), np.int64(rows))
 
 
 @njit(inline="always")
@@ -214,47 +210,6 @@ def holds_key(records, row, key):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def _key_of(records, row):  # type: ignore[no-untyped-def]
     return np.int64(np.uint64(records[row, 0]) | (np.uint64(records[row, 1]) << np.uint64(32)))
-
-
-@kernel(_void, _KEYS, _RECORDS, _STARTS, _FINGERPRINTS, int64[::1], int64[::1])
-def find_records(keys, records, starts, fingerprints, numbers, scratch):  # type: ignore[no-untyped-def]
-    """Write the number of each key's record, or -1. `scratch`: (96,) int64."""
-    rows, buckets = records.shape[0], starts.size - 1
-    record_bytes = np.uint64(4 * records.shape[1])
-    at_records, at_starts, at_prints = (
-        np.uint64(address_of(records)),
-        np.uint64(address_of(starts)),
-        np.uint64(address_of(fingerprints)),
-    )
-    first, last, candidate = scratch[:32], scratch[32:64], scratch[64:96]
-    for begin in range(0, keys.size, _BLOCK):
-        count = min(_BLOCK, keys.size - begin)
-        for i in range(count):
-            first[i] = scale(share_hash(keys[begin + i]), buckets)
-            prefetch(at_starts + np.uint64(4) * np.uint64(first[i]))  # type: ignore[arg-type]
-        for i in range(count):
-            bucket = first[i]
-            first[i] = first_record(starts, bucket, rows, buckets)
-            last[i] = first_record(starts, bucket + 1, rows, buckets)
-            prefetch(at_prints + np.uint64(first[i]))  # type: ignore[arg-type]
-        for i in range(count):
-            print_ = fingerprint_of(keys[begin + i])
-            row = first[i]
-            while row < last[i] and fingerprints[row] != print_:
-                row += 1
-            candidate[i] = row
-            if row < last[i]:
-                at = at_records + np.uint64(row) * record_bytes
-                ahead = np.uint64(0)
-                while ahead < record_bytes and ahead < _AHEAD_BYTES:
-                    prefetch(at + ahead)  # type: ignore[arg-type]
-                    ahead += _LINE
-        for i in range(count):
-            print_ = fingerprint_of(keys[begin + i])
-            row = candidate[i]
-            while row < last[i] and not (fingerprints[row] == print_ and holds_key(records, row, keys[begin + i])):
-                row += 1
-            numbers[begin + i] = row if row < last[i] else -1
 
 
 @kernel(int64, _RECORDS, int64, int64, int64, int64[::1], uint32[:, ::1])
@@ -352,10 +307,10 @@ def index_records(hashes, first, bucket, stop, buckets, starts, fingerprints):  
     for i in range(hashes.size):
         at = scale(hashes[i], buckets)
         while bucket <= at:
-            starts[bucket] = np.uint32(np.uint64(first + i) & _LOW)
+            starts[bucket] = np.uint32(first + i)
             bucket += 1
         fingerprints[first + i] = _fingerprint(hashes[i])
     while bucket < stop:
-        starts[bucket] = np.uint32(np.uint64(first + hashes.size) & _LOW)
+        starts[bucket] = np.uint32(first + hashes.size)
         bucket += 1
     return first + hashes.size

@@ -59,6 +59,8 @@ def _damaged(words, sums, start, stop):  # type: ignore[no-untyped-def]
     _RECORDS,
     _STARTS,
     _FINGERPRINTS,
+    uint64,
+    uint64,
     uint32[:, ::1],
     boolean[::1],
     _WORDS,
@@ -72,11 +74,29 @@ def _damaged(words, sums, start, stop):  # type: ignore[no-untyped-def]
     int64,
 )
 def fetch_records(  # type: ignore[no-untyped-def]
-    keys, records, starts, fingerprints, out, found, words, sums, marks, slots, places, rows_of, left, scratch, getrusage
+    keys,
+    records,
+    starts,
+    fingerprints,
+    lowest,
+    highest,
+    out,
+    found,
+    words,
+    sums,
+    marks,
+    slots,
+    places,
+    rows_of,
+    left,
+    scratch,
+    getrusage,
 ):
     """Copy the row of each key that is not yet `found`, and mark it, until too many pages were missing.
 
     Args:
+        lowest, highest: hashes of keys that the file may have; others are absent.
+        out: (n, width) uint32; of no column: only mark which keys are there.
         marks, slots, places, rows_of: a `ChangesView`, or `marks` of no element.
         left: (n,) bool, marked for changed keys whose rows are in RocksDB; `LEFT` in `scratch` is their number.
         words: the pages, to compare each that is read with its checksum in `sums`; of no element: do not.
@@ -116,19 +136,20 @@ def fetch_records(  # type: ignore[no-untyped-def]
                             copied += 1
                         at += 1
                         continue
-                positions[count] = at
-                bucket = scale(share_hash(keys[at]), buckets)
-                first[count] = bucket
-                prefetch(at_starts + np.uint64(4) * np.uint64(bucket))  # type: ignore[arg-type]
-                count += 1
+                hashed = share_hash(keys[at])
+                if lowest <= hashed <= highest:
+                    positions[count] = at
+                    bucket = scale(hashed, buckets)
+                    first[count] = bucket
+                    prefetch(at_starts + np.uint64(4) * np.uint64(bucket))  # type: ignore[arg-type]
+                    count += 1
             at += 1
         for i in range(count):
             bucket = first[i]
             if words.size and scratch[DAMAGED] < 0:
                 scratch[DAMAGED] = _damaged(words, sums, starts_at + 4 * bucket, starts_at + 4 * bucket + 8)
-            # Never outside of the file, whatever a damaged page says.
-            first[i] = min(max(first_record(starts, bucket, rows, buckets), 0), rows)
-            last[i] = min(first_record(starts, bucket + 1, rows, buckets), rows)
+            first[i] = first_record(starts, bucket, rows)
+            last[i] = first_record(starts, bucket + 1, rows)
             prefetch(at_prints + np.uint64(first[i]))  # type: ignore[arg-type]
         for i in range(count):
             print_ = fingerprint_of(keys[positions[i]])
@@ -174,29 +195,31 @@ def fetch_records(  # type: ignore[no-untyped-def]
 # -- the pages of a lookup ---------------------------------------------------------------------------------------------
 
 
-@kernel(int64, _KEYS, read_only(boolean[::1]), int64, int64, int64[::1])
-def start_pages(keys, found, buckets, at, pages):  # type: ignore[no-untyped-def]
+@kernel(int64, _KEYS, read_only(boolean[::1]), uint64, uint64, int64, int64, int64[::1])
+def start_pages(keys, found, lowest, highest, buckets, at, pages):  # type: ignore[no-untyped-def]
     """Write the pages of the starts of keys that are not `found` to `pages`, (2 n,); return how many. `at`: of the part."""
     count = 0
     for i in range(keys.size):
-        if not found[i]:
-            word = at + 4 * scale(share_hash(keys[i]), buckets)
+        hashed = share_hash(keys[i])
+        if not found[i] and lowest <= hashed <= highest:
+            word = at + 4 * scale(hashed, buckets)
             pages[count] = word // PAGE_BYTES
             pages[count + 1] = (word + 7) // PAGE_BYTES
             count += 2
     return count
 
 
-@kernel(int64, _KEYS, read_only(boolean[::1]), int64, _STARTS, int64[:, ::1])
-def record_ranges(keys, found, rows, starts, ranges):  # type: ignore[no-untyped-def]
+@kernel(int64, _KEYS, read_only(boolean[::1]), uint64, uint64, int64, _STARTS, int64[:, ::1])
+def record_ranges(keys, found, lowest, highest, rows, starts, ranges):  # type: ignore[no-untyped-def]
     """Write the range of records of the bucket of each key, empty if `found`, to `ranges`, (n, 2); return how many records."""
     total = 0
     for i in range(keys.size):
         ranges[i, 0] = ranges[i, 1] = 0
-        if not found[i]:
-            bucket = scale(share_hash(keys[i]), starts.size - 1)
-            ranges[i, 0] = min(max(first_record(starts, bucket, rows, starts.size - 1), 0), rows)
-            ranges[i, 1] = min(max(first_record(starts, bucket + 1, rows, starts.size - 1), ranges[i, 0]), rows)
+        hashed = share_hash(keys[i])
+        if not found[i] and lowest <= hashed <= highest:
+            bucket = scale(hashed, starts.size - 1)
+            ranges[i, 0] = first_record(starts, bucket, rows)
+            ranges[i, 1] = max(first_record(starts, bucket + 1, rows), ranges[i, 0])
             total += ranges[i, 1] - ranges[i, 0]
     return total
 

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -28,7 +28,7 @@ class LockedFile:
     """Holds a mapped file in memory until `close`, or until it is unmapped. *One per thread*, except `close`.
 
     Args:
-        mapped: (size,) uint8, the mapped file.
+        parts: of whole pages, (size,) uint8, mapped.
         progress: called with the bytes that are in memory so far, and all.
 
     Raises:
@@ -37,41 +37,44 @@ class LockedFile:
     """
 
     def __init__(
-        self, path: Path, mapped: npt.NDArray[np.uint8], progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        path: Path,
+        parts: Sequence[npt.NDArray[np.uint8]],
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._mapped = mapped
-        self.size_bytes = mapped.size
-        self._locked = 0
+        self.size_bytes = sum(part.size for part in parts)
+        self._locked: list[npt.NDArray[np.uint8]] = []
+        done = 0
         doing = f"holding the row file {path} in memory"
         free, where = available_memory()  # page cache counts as free, so what is there of the file is not counted twice
         cure = "give the process (or its container, where page cache counts) more memory, or leave the table out of `resident`"
-        check_fits(doing, {"the file": mapped.size}, free, where, cure)
+        check_fits(doing, {"the file": self.size_bytes}, free, where, cure)
         check_fits(
             doing,
-            {"the file": mapped.size},
+            {"the file": self.size_bytes},
             lockable_bytes(),
             "below the limit of locked memory",
             "raise it (`ulimit -l unlimited`, `--ulimit memlock=-1` for a container, LimitMEMLOCK=infinity for systemd), or "
             "leave the table out of `resident`",
         )
         try:
-            for start in range(0, mapped.size, _LOCKED_BYTES):
-                piece = mapped[start : start + _LOCKED_BYTES]
+            for piece in (part[at : at + _LOCKED_BYTES] for part in parts for at in range(0, part.size, _LOCKED_BYTES)):
                 POOL.run(-(-piece.size // _PIECE_BYTES), 1, lambda first, last, piece=piece: _populate(piece, first, last))  # type: ignore[misc]
                 if _library.mlock(_at(piece), ctypes.c_size_t(piece.size)):
                     error = OSError(ctypes.get_errno(), "mlock")
                     raise DatabaseError(f"{doing}: the system refuses ({error}); leave the table out of `resident`")
-                self._locked = start + piece.size
-                progress(self._locked, mapped.size)
+                self._locked.append(piece)
+                done += piece.size
+                progress(done, self.size_bytes)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Unlock it. Idempotent."""
-        locked, self._locked = self._locked, 0
-        if locked:
-            _library.munlock(_at(self._mapped), ctypes.c_size_t(locked))
+        while self._locked:
+            piece = self._locked.pop()
+            _library.munlock(_at(piece), ctypes.c_size_t(piece.size))
 
 
 def _populate(mapped: npt.NDArray[np.uint8], first: int, last: int) -> None:
@@ -100,10 +103,10 @@ def lockable_bytes(status: Path = Path("/proc/self/status")) -> int:
     return max(0, limit - 1024 * int(fields.get("VmLck", "0")))
 
 
-def try_locking(path: Path, mapped: npt.NDArray[np.uint8]) -> LockedFile | None:
+def try_locking(path: Path, parts: Sequence[npt.NDArray[np.uint8]]) -> LockedFile | None:
     """Lock a file that replaces another one in service; if that is not possible, serve it unlocked and log why."""
     try:
-        return LockedFile(path, mapped)
+        return LockedFile(path, parts)
     except (CapacityError, DatabaseError) as error:
         _log.warning("%s. The new file is served without being locked", error)
         return None

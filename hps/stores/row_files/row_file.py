@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import DatabaseCorruptError, DatabaseError
+from hps.ground.shares import TableShare
 from hps.ground.threads.thread_pool import POOL
 from hps.stores.base import LOAD_ADVICE
 from hps.stores.row_files import layout, reading
@@ -27,6 +28,7 @@ from hps.stores.row_files.presence import (
     may_see_residency,
     presence_kernels,
 )
+from hps.stores.row_files.ranges import RecordRange, compared, find_range, hash_bounds
 from hps.stores.row_files.residency import LockedFile, try_locking
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
@@ -50,12 +52,18 @@ class RowFile:
     Args:
         presence: makes pages readable before they are read; by default the whole file is there.
         cold_reads: counts the reads of the table.
+        share: of the table, whose rows alone the file then has; by default, all that are here.
 
     Attributes:
         head: what the file says of itself.
-        is_complete: all of it is here, so that devices may read it.
-        records: (rows, 2 + width) uint32, mapped, read only, for walks in order: a fault reads ahead.
+        share: of the table; None for all rows.
+        has_share: all pages of the share are here, or will be. Else it has the rows of another one as well.
+        range: the records of the share.
+        is_complete: all that the share reads is here.
+        is_whole: it has no row of other shares, so that devices may read it.
+        records: (rows, 2 + width) uint32, those of the range, mapped, read only, for walks in order: a fault reads ahead.
         starts, fingerprints: the other parts that a lookup reads, mapped, read only; see `layout.py`.
+        mapped: the whole file, mapped as `records`, (size,) uint8.
         content: all of these in one piece of whole pages, (n,) uint8, mapped as `records`.
 
     Raises:
@@ -63,7 +71,14 @@ class RowFile:
         DatabaseError: it cannot be read, or others may write to it.
     """
 
-    def __init__(self, path: Path, presence: Presence | None = None, cold_reads: ColdReads | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        presence: Presence | None = None,
+        cold_reads: ColdReads | None = None,
+        *,
+        share: TableShare | None = None,
+    ) -> None:
         self.path = path
         self._cold_reads = cold_reads or ColdReads()
         self._lock: LockedFile | None = None
@@ -87,13 +102,23 @@ class RowFile:
             raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_ADVICE}") from error
         head = self.head
         self._mapped = np.frombuffer(looked_up, np.uint8)
-        advise_random(self._mapped[: head.starts_at])
-        advise_needed(self._mapped[head.starts_at :])  # two bytes a row, which every lookup reads
-        self.is_complete = presence is None
         self.presence = presence or PageCache(self._mapped, owned=owned)
-        self.records: Records = self._records_in(walked)
+        here = TableShare.parse(head.share) if head.share else None
+        self.share = share or here
+        self.has_share = here is None or share is None or here.covers(share)
+        try:
+            self.range: RecordRange = find_range(head, hash_bounds(here, share), compared(head, self._read))
+        except ValueError as error:
+            raise DatabaseCorruptError(f"opening the row file {path}: {error}. {LOAD_ADVICE}") from error
+        advise_random(self._mapped[: head.starts_at])
+        for start, stop in self.range.index_runs(head):
+            advise_needed(self._mapped[start:stop])  # two bytes a row, which every lookup reads
+        self.is_complete = presence is None
+        self.is_whole = not here and self.range.rows == head.rows
+        self.records: Records = self._records_in(walked)[self.range.first : self.range.last]
         self._records = self._records_in(looked_up)
-        self.content: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)[head.records_at : head.sums_at]
+        self.mapped: npt.NDArray[np.uint8] = np.frombuffer(walked, np.uint8)
+        self.content: npt.NDArray[np.uint8] = self.mapped[head.records_at : head.sums_at]
         self.starts = self._part(np.uint32, head.starts_at, head.buckets + 1)
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
@@ -107,18 +132,55 @@ class RowFile:
     def _part(self, dtype: Any, start: int, count: int) -> Any:
         return self._mapped[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
-    def numbers(self, keys: KeyArray) -> IndexArray:
-        """Return the number of each key's record, (n,) int64; -1 for absent keys."""
-        numbers: IndexArray = np.empty(keys.size, np.int64)
-        step = _ASKED_KEYS if self.presence.doubtful else max(1, keys.size)
-        for start in range(0, keys.size, step):
-            piece = slice(start, start + step)
-            if self.presence.doubtful:
-                self._require(keys[piece], np.zeros(keys[piece].size, np.bool_), verify=False)
-            layout.find_records(
-                keys[piece], self._records, self.starts, self.fingerprints, numbers[piece], np.empty(96, np.int64)
-            )
-        return numbers
+    @property
+    def rows(self) -> int:
+        """Number of rows, those of the share."""
+        return self.range.rows
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the parts that the share reads."""
+        return self.head.size_bytes if self._is_whole else sum(part.size for part in self._parts())
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.range.around == (0, self.head.rows)
+
+    def _parts(self) -> list[npt.NDArray[np.uint8]]:
+        """Return what the share reads."""
+        if self._is_whole:
+            return [self._mapped]
+        return [self._mapped[start:stop] for start, stop in self.range.runs(self.head)]
+
+    def has_bytes(self, start: int, stop: int) -> bool:
+        """Return whether bytes [start, stop) of a complete file are here, of a file of a share beside holes.
+
+        Head and checksums always are.
+        """
+        start, stop = max(start, self.head.records_at), min(stop, self.head.sums_at)
+        return (
+            not self.head.share
+            or start >= stop
+            or any(low <= start and stop <= high for low, high in self.range.runs(self.head))
+        )
+
+    def _read(self, at: int, buffer: memoryview) -> None:
+        self._require_bytes(at, at + len(buffer))
+        buffer[:] = self._mapped[at : at + len(buffer)].data
+
+    def copy_to(self, at: int, buffer: memoryview) -> bool:
+        """Fill a buffer with bytes from one on; return False if they are not all here. They may be damaged."""
+        stop = at + len(buffer)
+        if not self.is_complete or not self.has_bytes(at, stop):
+            return False
+        buffer[:] = self._mapped[at:stop].data
+        return True
+
+    def contains(self, keys: KeyArray) -> BoolArray:
+        """Return which keys have a row, (n,) bool."""
+        found: BoolArray = np.zeros(keys.size, np.bool_)
+        self.fetch(keys, np.empty((keys.size, 0), np.float32), found)
+        return found
 
     def fetch(
         self,
@@ -158,6 +220,8 @@ class RowFile:
                     self._records,
                     self.starts,
                     self.fingerprints,
+                    np.uint64(self.range.lowest),
+                    np.uint64(self.range.highest),
                     words[piece],
                     found[piece],
                     self._words if verify else self._words[:0],
@@ -183,11 +247,12 @@ class RowFile:
 
     def _require(self, keys: KeyArray, found: BoolArray, *, verify: bool) -> int:
         """Have all pages present that a lookup of these keys reads; return how many were missing."""
-        head = self.head
+        head, hashes = self.head, (np.uint64(self.range.lowest), np.uint64(self.range.highest))
         pages: IndexArray = np.empty(2 * keys.size, np.int64)
-        missing = self._require_pages(pages[: reading.start_pages(keys, found, head.buckets, head.starts_at, pages)], verify)
+        count = reading.start_pages(keys, found, *hashes, head.buckets, head.starts_at, pages)
+        missing = self._require_pages(pages[:count], verify)
         ranges = np.empty((keys.size, 2), np.int64)
-        most = reading.record_ranges(keys, found, head.rows, self.starts, ranges)
+        most = reading.record_ranges(keys, found, *hashes, head.rows, self.starts, ranges)
         missing += self._require_ranges(ranges, head.fingerprints_at, 1, verify)
         candidates = np.empty((most, 2), np.int64)
         count = reading.candidate_ranges(keys, ranges, self.fingerprints, candidates)
@@ -210,7 +275,7 @@ class RowFile:
         return missing
 
     def hold(self, *, required: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read the whole file and lock it in memory, until `release`.
+        """Read all that the share reads and lock it in memory, until `release`.
 
         Args:
             required: raise if that is not possible; else it is logged.
@@ -219,7 +284,8 @@ class RowFile:
             CapacityError, DatabaseError: see `LockedFile`.
         """
         if self._lock is None:
-            self._lock = LockedFile(self.path, self._mapped, progress) if required else try_locking(self.path, self._mapped)
+            parts = self._parts()
+            self._lock = LockedFile(self.path, parts, progress) if required else try_locking(self.path, parts)
 
     def release(self) -> None:
         """Unlock it. Idempotent."""
@@ -232,14 +298,9 @@ class RowFile:
         """Bytes that are locked in memory."""
         return self._lock.size_bytes if self._lock else 0
 
-    def require_records(self, first: int, last: int) -> None:
-        """Have records [first, last) present, before `records` is read there.
-
-        Raises:
-            DatabaseError: pages that are still to arrive did not.
-        """
-        at, size = self.head.records_at, self.head.record_bytes
-        self._require_bytes(at + first * size, at + last * size)
+    def resident_share(self) -> float | None:
+        """Estimate the share of its pages that are in memory; None if unknown."""
+        return self.presence.resident_share(self.range.runs(self.head))
 
     def _require_bytes(self, start: int, stop: int) -> None:
         for page in range(start // PAGE_BYTES, -(-stop // PAGE_BYTES), MOST_PAGES):
@@ -248,15 +309,16 @@ class RowFile:
 
     def chunks(self, rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Yield all keys and rows in the file's order, `rows` at a time, in arrays that the caller owns."""
-        for start in range(0, self.head.rows, rows):
-            count = min(rows, self.head.rows - start)
-            self.require_records(start, start + count)
+        for start in range(0, self.rows, rows):
+            count = min(rows, self.rows - start)
+            at, size = self.head.records_at, self.head.record_bytes
+            self._require_bytes(at + (self.range.first + start) * size, at + (self.range.first + start + count) * size)
             keys, vectors = np.empty(count, np.int64), np.empty((count, self.head.width), np.float32)
             layout.split_records(self.records, start, start + count, 0, keys, vectors.view(np.uint32))
             yield keys, vectors
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compare every page with its checksum.
+        """Compare every page that the share reads with its checksum.
 
         Raises:
             DatabaseCorruptError: one differs.
@@ -264,12 +326,17 @@ class RowFile:
         self._require_bytes(self.head.sums_at, self.head.size_bytes)
         if layout.checksum(self._sums.view(np.uint8)) != self.head.sums:
             raise DatabaseCorruptError(f"checking the row file {self.path}: its checksums are damaged. {LOAD_ADVICE}")
-        for start in range(0, self.head.pages, _PAGES_A_PIECE):
-            stop = min(start + _PAGES_A_PIECE, self.head.pages)
-            self._require_bytes(self.head.records_at + start * PAGE_BYTES, self.head.records_at + stop * PAGE_BYTES)
-            self._check(layout.damaged_page(self._words, self._sums, start, stop))
-            if progress:
-                progress(stop, self.head.pages)
+        runs, done = self.range.runs(self.head), 0
+        total = sum(stop - start for start, stop in runs) // PAGE_BYTES
+        before = self.head.records_at // PAGE_BYTES
+        for first, last in runs:
+            for at in range(first // PAGE_BYTES, last // PAGE_BYTES, _PAGES_A_PIECE):
+                stop = min(at + _PAGES_A_PIECE, last // PAGE_BYTES)
+                self._require_bytes(at * PAGE_BYTES, stop * PAGE_BYTES)
+                self._check(layout.damaged_page(self._words, self._sums, at - before, stop - before))
+                done += stop - at
+                if progress:
+                    progress(done, total)
 
     def _check(self, page: int) -> None:
         if page >= 0:
@@ -282,4 +349,11 @@ class RowFile:
 
 def read_kernels() -> tuple[Callable[..., Any], ...]:
     """Return the kernels of a fetch."""
-    return (layout.find_records, layout.sum_pages, *reading.reading_kernels(), *presence_kernels(), *changes_kernels())
+    return (
+        layout.sum_pages,
+        layout.damaged_page,
+        layout.rank_of,
+        *reading.reading_kernels(),
+        *presence_kernels(),
+        *changes_kernels(),
+    )

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -32,6 +32,7 @@ from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.key_sets import KeySet
 from hps.ground.log_limits import LineLimit
 from hps.ground.progress import size_text
+from hps.ground.shares import TableShare, share_in
 from hps.ground.threads.workers import new_thread
 from hps.statistics.snapshot import FileStatistics
 from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
@@ -39,10 +40,11 @@ from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.collector import RowCollector
-from hps.stores.row_files.download import Download
+from hps.stores.row_files.download import Download, TransferCounts
 from hps.stores.row_files.in_place import RowFileInPlace
 from hps.stores.row_files.layout import FileHead, RowFacts
 from hps.stores.row_files.row_file import RowFile
+from hps.stores.row_files.sharing import TableFile
 from hps.stores.row_files.writer import TEMPORARY, Run, build_row_file, sync_directory, sync_file, write_row_file
 from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
@@ -201,6 +203,7 @@ class RowTable:
         self._settling: _Settling | None = None  # until its file is durable
         self._leftover = False  # whether RocksDB has changes that are not in the set, since a seal failed
         self.counts = SealCounts()
+        self._transfers = TransferCounts()
         self._download: Download | None = None  # of the file that lookups read meanwhile
         changes.open_table(tag, record.width)
         self._state = _State(self._opened(), self._changed())
@@ -216,18 +219,23 @@ class RowTable:
                     f"{LOAD_ADVICE}"
                 )
             return None
-        file = self._open_file()
+        load = self._record.load
+        file = self._open_file(share=share_in(load.fingerprint) if load else None)
         check_belongs(file.head, self._rows_path, self.tag, self.width)
+        if load and load.complete and not file.has_share:
+            raise DatabaseCorruptError(
+                f"opening table {self.tag}: {self._rows_path} has share {file.head.share}, expected {file.share}. {LOAD_ADVICE}"
+            )
         if self._resident:
             file.hold(required=True, progress=self._holding())
         return file
 
-    def _open_file(self, path: Path | None = None) -> RowFile:
-        return RowFile(path or self._rows_path, cold_reads=self._cold_reads)
+    def _open_file(self, path: Path | None = None, *, share: TableShare | None) -> RowFile:
+        return RowFile(path or self._rows_path, cold_reads=self._cold_reads, share=share)
 
-    def _replacement(self, path: Path | None = None) -> RowFile:
+    def _replacement(self, path: Path | None = None, *, share: TableShare | None) -> RowFile:
         """Open a new file, held in memory if the table is resident and that is possible."""
-        file = self._open_file(path)
+        file = self._open_file(path, share=share)
         if self._resident:
             file.hold(required=False, progress=self._holding())
         return file
@@ -252,7 +260,7 @@ class RowTable:
         """Count the rows of the file that changes replace or delete."""
         if state.file is None or not len(state.changed):
             return 0
-        return sum(int((state.file.numbers(keys) >= 0).sum()) for keys in self._changes.changed_keys(self.tag))
+        return sum(int(state.file.contains(keys).sum()) for keys in self._changes.changed_keys(self.tag))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +298,7 @@ class RowTable:
         found: BoolArray = np.zeros(keys.size, np.bool_)
         changed = state.changed.contains(keys)
         if state.file:
-            found[~changed] = state.file.numbers(keys[~changed]) >= 0
+            found[~changed] = state.file.contains(keys[~changed])
         rows = np.flatnonzero(changed)
         there = np.zeros(rows.size, np.bool_)
         self._changes.fetch(self.tag, keys[rows], np.empty((rows.size, self.width), np.float32), there)
@@ -324,7 +332,7 @@ class RowTable:
 
     def size(self) -> int:
         state = self._state
-        rows = state.file.head.rows if state.file else 0
+        rows = state.file.rows if state.file else 0
         return rows - self._shadowed + (self._changes.size(self.tag) if len(state.changed) else 0)
 
     def file_statistics(self) -> FileStatistics | None:
@@ -333,12 +341,21 @@ class RowTable:
         if file is None:
             return None
         there = self.download_progress() or (0, 0)
-        return FileStatistics(file.presence.resident_share(), file.held_bytes, *cold, missing_bytes=there[1] - there[0])
+        transfers = self._transfers
+        return FileStatistics(
+            file.resident_share(),
+            file.held_bytes,
+            *cold,
+            missing_bytes=there[1] - there[0],
+            from_peers=transfers.from_peers,
+            from_source=transfers.from_source,
+            peer_failures=transfers.failures,
+        )
 
     def disk_bytes(self) -> int:
         """Return the size of its file and of its changes."""
         state, changes = self._state, self._changes.stats(self.tag)
-        return (state.file.head.size_bytes if state.file else 0) + changes.vector_bytes + max(0, changes.overhead_bytes)
+        return (state.file.size_bytes if state.file else 0) + changes.vector_bytes + max(0, changes.overhead_bytes)
 
     def written_at(self, keys: KeyArray) -> IndexArray:
         found: BoolArray = np.zeros(keys.size, np.bool_)
@@ -424,7 +441,7 @@ class RowTable:
             self._recent.add(keys)
         if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
-            self._shadowed += int((state.file.numbers(new) >= 0).sum())
+            self._shadowed += int(state.file.contains(new).sum())
         state.changed.add(keys, rows, present)
         self.in_place.changed(keys, rows, present)
 
@@ -551,6 +568,8 @@ class RowTable:
             state = base._state
             if state.file is None or len(state.changed) or base.width != self.width or self._state.file is not None:
                 return False
+            if state.file.share != share_in(record.fingerprint):
+                return False
             changed = RowCollector(self._rows_path, self.width, rows, self._most_load_bytes)
             for keys, vectors in changes:
                 if vectors is None:
@@ -561,10 +580,11 @@ class RowTable:
             return True
 
     def _load_file(self, runs: list[Run], record: LoadRecord, doing: str) -> None:
-        fresh, head = build_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint)
+        share = share_in(record.fingerprint)
+        fresh, head = build_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint, share=share)
         settling = _Settling(fresh, head.size_bytes, record.fingerprint)
         with self._removed_on_failure(fresh):
-            file = self._replacement(fresh)
+            file = self._replacement(fresh, share=share)
             self.in_place.prepare(file)
         with self._removed_on_failure(fresh), self._alone(doing):
             stored = self._record.load
@@ -667,13 +687,13 @@ class RowTable:
     def is_due(self, share: float, least_rows: int, most_bytes: int) -> bool:
         """Return whether its changes are to be sealed: they exceed a share of the file's rows, or so many bytes."""
         file, changed = self._state.file, self.changed_rows
-        enough = changed > share * (file.head.rows if file else 0) or self.changed_bytes > most_bytes
+        enough = changed > share * (file.rows if file else 0) or self.changed_bytes > most_bytes
         return changed >= least_rows and enough and self._load is None
 
     def _replace(self, file: RowFile, changed: ChangedRows, parts: list[KeyArray] | None = None) -> None:
         """Serve a file; `parts` are the changed keys, by default all that RocksDB has."""
         state = _State(file, changed)
-        shadowed = self._count_shadowed(state) if parts is None else sum(int((file.numbers(keys) >= 0).sum()) for keys in parts)
+        shadowed = self._count_shadowed(state) if parts is None else sum(int(file.contains(keys).sum()) for keys in parts)
         before, self._state, self._shadowed = self._state.file, state, shadowed
         self.in_place.replaced()
         if before:
@@ -702,11 +722,13 @@ class RowTable:
                     if progress:
                         progress(keys.size)
                 runs = [*rows.runs(), *([Run(file.records)] if file else [])]
-                source, facts = "", RowFacts(row_dtype_of(self.tag))
+                source, facts, share = "", RowFacts(row_dtype_of(self.tag)), None
                 if file:  # what is written online may have any key, and is not counted
-                    source, facts = file.head.source, facts._replace(dim=file.head.dim)
-                write_row_file(self._rows_path, self.tag, self.width, runs, source=source, facts=facts, progress=progress)
-                fresh = self._replacement()
+                    source, facts, share = file.head.source, facts._replace(dim=file.head.dim), file.share
+                write_row_file(
+                    self._rows_path, self.tag, self.width, runs, source=source, facts=facts, share=share, progress=progress
+                )
+                fresh = self._replacement(share=share)
                 self.in_place.prepare(fresh)
                 with self._alone(doing):
                     changed, parts = ChangedRows(self.width), self._recent.parts
@@ -753,7 +775,7 @@ class RowTable:
         """Make a complete file under another name that of the table, as a load would; return False if it has another."""
         doing = f"adopting a file for table {self.tag}"
         with self.keeping_file(doing), self._alone(doing):
-            file, before = RowFile(fresh), self._record.load
+            file, before = RowFile(fresh, share=share_in(record.fingerprint)), self._record.load
             check_belongs(file.head, fresh, self.tag, self.width)
             if not self.can_adopt(file.head):
                 return False
@@ -766,27 +788,37 @@ class RowTable:
             changed = self._state.changed
             if not same and len(changed):  # the loaded rows are later than rows of unknown origin
                 for keys in self._changes.changed_keys(self.tag):
-                    self._changes.forget(self.tag, keys[file.numbers(keys) >= 0])
+                    self._changes.forget(self.tag, keys[file.contains(keys)])
                 changed = self._changed()
-            self._replace(self._replacement(), changed)
+            self._replace(self._replacement(share=file.share), changed)
             modified = same and before is not None and before.modified
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True
 
-    def download(self, file: RowFileSource, head: FileHead, record: LoadRecord) -> Download | None:
-        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
+    def download(
+        self, file: RowFileSource, head: FileHead, record: LoadRecord, beside: Sequence[RowFile] = ()
+    ) -> Download | None:
+        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows.
+
+        Args:
+            beside: see `Download`.
+        """
         doing = f"adopting {file.place} for table {self.tag}"
         with self.keeping_file(doing):
-            if self._download is not None:
-                return self._download if self._download.head.content == head.content else None
-            before = self._record.load
+            before, share = self._record.load, share_in(record.fingerprint)
             same = before is not None and before.fingerprint == record.fingerprint
+            if self._download is not None:
+                return self._download if same and self._download.head.content == head.content else None
             if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
                 return None
             name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
-            download = Download(file, head, name, lambda: self._finish_download(download))
+            download = Download(
+                file, head, name, lambda: self._finish_download(download), share=share, counts=self._transfers, beside=beside
+            )
             try:
-                state = _State(RowFile(download.partial, download, self._cold_reads), self._state.changed)
+                opened = RowFile(download.partial, download, self._cold_reads, share=share)
+                download.start(opened.range.runs(head))
+                state = _State(opened, self._state.changed)
                 with self._alone(doing):
                     if not same:
                         self._changes.forget_log(self.tag)
@@ -809,7 +841,7 @@ class RowTable:
                 raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
             download.partial.replace(self._rows_path)
             sync_directory(self._rows_path.parent)
-            self._replace(self._replacement(), self._state.changed)
+            self._replace(self._replacement(share=share_in(load.fingerprint)), self._state.changed)
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
             self._download = None
         self.in_place.completed()
@@ -823,6 +855,8 @@ class RowTable:
                 return False
             if not head.content or file.head.content != head.content:
                 return False
+            if file.share != share_in(record.fingerprint) or not file.has_share:
+                return False
             if not load.complete:  # the process ended between the file's name and the record
                 self._put(replace(record, modified=load.modified, loaded_at_us=time.time_ns() // 1000))
             return True
@@ -830,7 +864,12 @@ class RowTable:
     def download_progress(self) -> tuple[int, int] | None:
         """Return the bytes that are here, and all, of a file that is being downloaded; None if there is none."""
         download = self._download
-        return None if download is None else (download.bytes_there, download.head.size_bytes)
+        return None if download is None else (download.bytes_there, download.size_bytes)
+
+    def shared_file(self, content: str) -> TableFile | None:
+        """Return its file for other replicas, if it is that of this content."""
+        file = self._state.file
+        return TableFile(file) if file is not None and content and file.head.content == content else None
 
     def stop_download(self) -> None:
         """End a download, which a later one of the same file continues."""

@@ -13,9 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import DatabaseError
+from hps.ground.shares import TableShare
 from hps.ground.threads.thread_pool import POOL, available_threads
 from hps.stores.row_files import layout
-from hps.stores.row_files.layout import PAGE_BYTES, FileHead, RowFacts, buckets_for, content_fingerprint, lowest_hash
+from hps.stores.row_files.layout import (
+    MOST_ROWS,
+    PAGE_BYTES,
+    FileHead,
+    RowFacts,
+    buckets_for,
+    content_fingerprint,
+    lowest_hash,
+)
+from hps.stores.row_files.ranges import hash_bounds
 from hps.stores.row_files.row_file import Records
 from hps.stores.row_files.sorting import Hashes, append_rows, gather_records, sort_kernels, sorted_order
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, row_dtype_of
@@ -149,6 +159,7 @@ def write_row_file(
     *,
     source: str = "",
     facts: RowFacts | None = None,
+    share: TableShare | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> FileHead:
     """Merge runs into a row file, which replaces one of this name. It is complete and durable, or not there.
@@ -159,12 +170,13 @@ def write_row_file(
         runs: the latest first; records may be those of mapped files.
         source: identifies what the rows came from.
         facts: what is known of the rows; by default their format, by the tag.
+        share: of the table, which has all rows.
         progress: called after each step with the number of records written.
 
     Raises:
         DatabaseError: the file cannot be written; what was written is removed.
     """
-    fresh, head = build_row_file(path, tag, width, runs, source=source, facts=facts, progress=progress)
+    fresh, head = build_row_file(path, tag, width, runs, source=source, facts=facts, share=share, progress=progress)
     publish_row_file(fresh, path)
     return head
 
@@ -177,6 +189,7 @@ def build_row_file(
     *,
     source: str = "",
     facts: RowFacts | None = None,
+    share: TableShare | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Path, FileHead]:
     """Write a row file under a temporary name beside `path`, for `publish_row_file`. It can be read, but is not durable.
@@ -188,7 +201,7 @@ def build_row_file(
     with _or_removed(fresh, f"writing the row file {path}"):
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
         try:
-            return fresh, _write(file, tag, width, runs, source, facts or RowFacts(row_dtype_of(tag)), progress)
+            return fresh, _write(file, tag, width, runs, source, facts or RowFacts(row_dtype_of(tag)), share, progress)
         finally:
             os.close(file)
 
@@ -224,18 +237,25 @@ def _write(
     runs: Sequence[Run],
     source: str,
     facts: RowFacts,
+    share: TableShare | None,
     progress: Callable[[int], None] | None,
 ) -> FileHead:
     most = sum(run.rows for run in runs)
-    buckets = buckets_for(most)
+    if most > MOST_ROWS:
+        raise DatabaseError(
+            f"writing a row file{tag and f' of table {tag}'}: got {most:,} rows, expected at most {MOST_ROWS:,}"
+        )
+    buckets = buckets_for(most, share.of if share else 1)
+    lowest, end = hash_bounds(share)
+    first_bucket, stop_bucket = (lowest >> 32) * buckets >> 32, ((end - 1 >> 32) * buckets >> 32) + 1
     starts, fingerprints = np.zeros(buckets + 1, np.uint32), np.empty(most, np.uint8)
     merge = _Merge(runs, buckets)
     words, rows = 2 + width, 0
-    buckets_a_slice = max(1, _SLICE_BYTES * buckets // max(1, 4 * words * most))
+    buckets_a_slice = max(1, _SLICE_BYTES * (stop_bucket - first_bucket) // max(1, 4 * words * most))
     window = buckets_a_slice * _SLICES_A_THREAD * available_threads()
     with _PageWriter(file) as pages:
-        for begin in range(0, buckets, window):
-            bounds = [*range(begin, min(begin + window, buckets), buckets_a_slice), min(begin + window, buckets)]
+        for begin in range(first_bucket, stop_bucket, window):
+            bounds = [*range(begin, min(begin + window, stop_bucket), buckets_a_slice), min(begin + window, stop_bucket)]
             slices: list[Any] = [None] * (len(bounds) - 1)
 
             def find(first: int, last: int, slices: list[Any] = slices, bounds: list[int] = bounds) -> None:
@@ -266,7 +286,7 @@ def _write(
             pages.write()
             if progress:
                 progress(int(shifts[-1]))
-        starts[buckets] = np.uint32(rows & 0xFFFFFFFF)
+        starts[stop_bucket:] = rows
         pages.pad()
         for part in (starts.view(np.uint8), fingerprints[:rows]):
             pages.room(part.size)[:] = part

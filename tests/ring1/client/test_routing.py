@@ -59,7 +59,7 @@ class Servers:
 
 def run(router, servers, keys):
     """Look up by a router; None if one server has to be asked for everything."""
-    routed = router.route(keys, lambda part, whole: (part, whole))
+    routed = router.route(keys, lambda part, rows: (part, rows is None))
     asked = next(routed)
     while True:
         outcomes = []
@@ -141,7 +141,7 @@ def test_one_lookup_tries_a_server_that_has_rested(now):
     router = Router(NAMES)
     asked(router, [], ["late"], [])
     now.now += 1
-    trying = router.route(ITEMS, lambda part, whole: part)
+    trying = router.route(ITEMS, lambda part, _rows: part)
     assert [place for place, _ in next(trying)] == [0, 1, 2]
     assert asked(router).count(1) == 0
     one, other = (PartAnswer("1", {"item": np.empty((1, 2), np.float32)}, {}) for _ in range(2))

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.client.layouts import layouts_of
-from hps.client.routing import Declared, PartAnswer, Router, ShareCalls, merge_parts
+from hps.client.routing import Declared, PartAnswer, Router, ShareCalls, Written, merge_parts
 from hps.errors import (
+    HPSError,
     InvalidInputError,
     MisplacedKeysError,
     MissingShareError,
     NotReadyError,
+    PartialWriteError,
     RemoteConnectionError,
     RemoteTimeoutError,
     UnknownModelError,
@@ -85,8 +87,8 @@ class Cluster:
 
     def look_up(self, router, keys=KEYS):
         """Return version and number of shares of the layout that answered; check the vectors."""
-        calls = ShareCalls("m", lambda: None, lambda part, version: (part, int(version)))
-        routed = router.route(keys, lambda part, _complete: (part, 0), calls)
+        calls = ShareCalls("m", lambda: None, lambda part, _rows, version: (part, int(version)))
+        routed = router.route(keys, lambda part, _rows: (part, 0), calls)
         try:
             wanted = next(routed)
             while True:
@@ -300,3 +302,152 @@ def test_an_answer_is_that_of_a_dict_or_a_typed_error(data, shares, keys):
             cluster.look_up(fresh, keys)
     elif len(set(map(frozenset, versions))) == 1:
         assert cluster.look_up(fresh, keys) in ((max(versions[0]), best.of), (0, 0))
+
+
+class Writing(Cluster):
+    """Servers that keep the keys that they wrote."""
+
+    def __init__(self, *shares, **more):
+        super().__init__(*shares, **more)
+        self.written: list[list[int]] = [[] for _ in shares]
+
+    def store(self, server, keys):
+        if server in self.down:
+            return RemoteConnectionError("down")
+        mark = self.marks[server].pop(0) if self.marks[server] else ""
+        if mark in ERRORS:
+            return ERRORS[mark](mark)
+        if self.shares[server] is not None and not self.shares[server].owns(keys).all():
+            return MisplacedKeysError("keys of another share")
+        self.written[server] += keys.tolist()
+        return Written(str(max(self.versions[server])))
+
+    def write(self, router, keys=KEYS["item"]):
+        routed = router.route_write(keys, lambda rows: rows, ShareCalls("m", lambda: None, lambda *_: None))
+        outcomes = None
+        try:
+            while True:
+                wanted = routed.send(outcomes)
+                outcomes = [self.declare(server) if rows is None else self.store(server, keys[rows]) for server, rows in wanted]
+        except StopIteration as end:
+            return end.value
+
+
+def owned(share, keys=KEYS["item"]):
+    return keys[TableShare.parse(share).owns(keys)].tolist()
+
+
+@pytest.mark.parametrize("shares", [["0/2", "1/2"], ["1/2", "0/2", "1/2"], ["0/2", "1/2", "0/3"], ["0/1", "0/2", "1/2"]])
+def test_every_server_writes_all_keys_that_it_holds_once(shares):
+    cluster = Writing(*shares)
+    assert cluster.write(router_of(cluster)) == "1"
+    assert cluster.written == [owned(share) for share in shares]
+
+
+@pytest.mark.parametrize("shares", [["", ""], ["0/1", "0/1"]])
+def test_without_shares_and_without_keys_one_server_writes(shares):
+    cluster = Writing(*shares)
+    assert cluster.write(router_of(cluster)) is None
+    split = Writing("0/2", "1/2")
+    assert split.write(router_of(split), KEYS["item"][:0]) is None
+    assert cluster.written == split.written == [[], []]
+
+
+def test_nothing_is_written_while_a_share_has_no_server():
+    cluster = Writing("0/3", "2/3")
+    with pytest.raises(MissingShareError, match=r"writing to model 'm': .*of 3 shares none has 1") as caught:
+        cluster.write(router_of(cluster))
+    assert caught.value.shares == (1,)
+    assert cluster.written == [[], []]
+    assert cluster.write(router_of(cluster), np.array(owned("0/3"))) == "1"
+
+
+@pytest.mark.parametrize("error", ["lost", "late", "busy"])
+def test_keys_that_a_server_does_not_acknowledge_are_named(error):
+    cluster = Writing("0/2", "1/2", "1/2", marks=["", "", [error]])
+    router = router_of(cluster)
+    with pytest.raises(PartialWriteError, match=rf"{len(owned('1/2'))} of them were not .*http://2: {error}") as caught:
+        cluster.write(router)
+    assert caught.value.keys.tolist() == owned("1/2")
+    assert isinstance(caught.value.errors["http://2"], ERRORS[error])
+    assert cluster.written == [owned("0/2"), owned("1/2"), []]
+    assert cluster.write(router, caught.value.keys) == "1"
+    assert cluster.written[2] == owned("1/2")
+
+
+def test_a_server_that_does_not_say_its_share_has_acknowledged_nothing(now):
+    cluster = Writing("0/2", "1/2", "1/2")
+    cluster.down = {2}
+    router = router_of(cluster)
+    for _ in range(2):
+        with pytest.raises(PartialWriteError, match="http://2: down") as caught:
+            cluster.write(router)
+        assert caught.value.keys.tolist() == KEYS["item"].tolist()
+        assert list(caught.value.errors) == ["http://2"]
+    cluster.down, now.now = set(), now.now + 100
+    assert cluster.write(router, caught.value.keys) == "1"
+    assert cluster.written[2] == owned("1/2")
+
+
+def test_an_error_of_all_servers_is_that_of_the_write_and_a_doubtful_one_comes_first():
+    cluster = Writing("0/2", "1/2", marks=[["busy"], ["late"]])
+    with pytest.raises(RemoteTimeoutError):
+        cluster.write(router_of(cluster))
+
+
+def test_keys_follow_servers_that_hold_other_shares_by_now():
+    cluster = Writing("0/2", "1/2")
+    router = router_of(cluster)
+    assert cluster.write(router, KEYS["item"][:1]) == "1"
+    cluster.shares, cluster.written = shares_of("1/2", "0/2"), [[], []]
+    assert cluster.write(router) == "1"
+    assert cluster.written == [owned("1/2"), owned("0/2")]
+    cluster.shares, cluster.written = shares_of("0/3", "2/3"), [[], []]
+    with pytest.raises((MissingShareError, MisplacedKeysError)):
+        cluster.write(router)
+    assert cluster.written == [[], []]
+
+
+def test_keys_of_a_share_with_another_version_are_named():
+    cluster = Writing("0/2", "1/2", versions=[1, 2])
+    share, other = sorted(("0/2", "1/2"), key=lambda share: len(owned(share)))
+    with pytest.raises(PartialWriteError, match="it modified version") as caught:
+        cluster.write(router_of(cluster))
+    assert caught.value.keys.tolist() in (owned(share), owned(other))
+
+
+LAYOUTS = [
+    ["0/2", "1/2"],
+    ["0/2", "1/2", "0/2"],
+    ["0/2", "1/2", "0/3", "1/3", "2/3"],
+    ["0/1", "1/2"],
+    ["0/3", "2/3", "1/3", "1/2"],
+]
+
+
+@given(data=st.data(), before=st.sampled_from(LAYOUTS), known=st.booleans())
+def test_whatever_fails_a_key_that_is_not_named_is_in_every_server_that_holds_it(data, before, known):
+    cluster, keys = Writing(*before), np.arange(64)
+    router = router_of(cluster)
+    cluster.down = data.draw(st.sets(st.integers(0, len(before) - 1), max_size=2))
+    if known and not cluster.down:  # a server that does not answer has its last share
+        cluster.write(router, keys[:1])
+        cluster.written = [[] for _ in before]
+        moves = data.draw(st.lists(st.sampled_from(["0/2", "1/2", "0/1", "2/3"]), max_size=2))
+        cluster.shares[: len(moves)] = shares_of(*moves)
+    marks = st.lists(st.sampled_from(["", *ERRORS]), max_size=3)
+    cluster.marks = [data.draw(marks) for _ in before]
+    try:
+        version, missed = cluster.write(router, keys), np.empty(0, np.int64)
+        assert version in ("1", None)
+    except PartialWriteError as error:
+        missed, version = error.keys, "1"
+    except HPSError:
+        missed, version = keys, "1"
+    if version is None:  # no server is known to hold a share: one server writes
+        assert not any(cluster.written)
+        return
+    for share, written in zip(cluster.shares, cluster.written, strict=True):
+        assert set(owned(str(share), keys)) - set(missed.tolist()) <= set(written)
+        assert len(written) == len(set(written)), "each key once"
+        assert set(written) <= set(owned(str(share), keys))

@@ -24,7 +24,7 @@ from hps.configuration.load import (
     load_configuration,
     read_configuration,
 )
-from hps.configuration.tiers import Section
+from hps.configuration.tiers import PeersConfig, Section
 from tests import ROOT
 
 REFERENCE = json.loads((ROOT / "configs" / "reference.json").read_text())
@@ -39,6 +39,7 @@ SECTIONS: list[tuple[str, type[Section], dict[str, Any]]] = [
     ("`volatile_db`", VolatileDbConfig, REFERENCE["volatile_db"]),
     ("`persistent_db`", PersistentDbConfig, REFERENCE["persistent_db"]),
     ("`model_source`", ModelSourceConfig, REFERENCE["model_source"]),
+    ("`model_source.peers`", PeersConfig, REFERENCE["model_source"]["peers"]),
     ("`update_source`", UpdateSourceConfig, REFERENCE["update_source"]),
     ("`service`", ServiceConfig, REFERENCE["service"]),
 ]

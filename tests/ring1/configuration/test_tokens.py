@@ -48,7 +48,7 @@ VISIBLE = f"{HIDDEN} visible ASCII characters (no space, no line end), at least 
     ("entries", "problem"),
     [
         ([{**GOOD, "name": "a b"}], 'tokens[0].name: got "a b", expected 1 to 120 of the characters a-z A-Z 0-9 _ -'),
-        ([{**GOOD, "rights": ["adm"]}], 'tokens[0].rights[0]: got "adm", ... lookup, write, admin; did you mean admin?'),
+        ([{**GOOD, "rights": ["adm"]}], 'tokens[0].rights[0]: got "adm", ... lookup, write, files, admin; did you mean admin?'),
         ([{**GOOD, "rights": "lookup"}], 'tokens[0].rights: got "lookup", expected a list; write ["lookup"]'),
         ([{"name": "a", "rights": []}], "tokens[0].certificate: got none, ... one of sha256, token and certificate"),
         ([{**GOOD, "sha256": "s3cret"}], f"tokens[0].sha256[0]: {HIDDEN} the SHA-256 of a token, 64 hexadecimal digits"),

@@ -10,6 +10,7 @@ from hps.engine import miss_path, stream_ordered
 from hps.errors import ConfigError, ConflictError, DatabaseError, InvalidInputError, MisplacedKeysError
 from hps.ground.registry import IMPLEMENTATIONS, BuiltIn
 from hps.ground.shares import TableShare, share_indices
+from hps.models.sealing import seal_version
 from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.testing.waiting import PATIENCE_S
 from tests.servers.running_service import document_of, model_of
@@ -91,6 +92,47 @@ def test_a_server_loads_and_answers_its_share(start, tiers, gpucache):
     assert server.metrics.registry.get_sample_value("hps_model_shards", {"model": "m"}) == 3
 
 
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_sealed_version_gives_each_server_its_range(start, tmp_path, tiers):
+    seal_version(tmp_path / "a", replace=True)
+    for shard in (SHARE, SHARE, TableShare(0, 2), TableShare(1, 2)):
+        server = start(tiers, shard)
+        own, foreign = KEYS[shard.owns(KEYS)], KEYS[~shard.owns(KEYS)]
+        for database in server.model("m").chain.databases:
+            table = database.stored(server.model("m").tables[0])
+            stored = np.concatenate([keys for keys, _ in database.scan(table.tag, 1000)] or [KEYS[:0]])
+            assert np.isin(stored, own).all()
+            if tiers != "bounded" or database.persistent:
+                np.testing.assert_array_equal(np.sort(stored), own)
+                assert database.size(table.tag) == own.size
+        np.testing.assert_array_equal(server.lookup(own, "m", "a"), vectors_of(own))
+        with pytest.raises(MisplacedKeysError):
+            server.lookup(foreign[:3], "m", "a")
+        start.opened.close()
+
+
+@pytest.mark.parametrize("tiers", ["hash_map", "rocks_db_alone", "row_files"])
+def test_a_delta_changes_the_range_of_a_sealed_base(tmp_path, tiers):
+    changed, deleted = KEYS[::3], KEYS[1::3]
+    hps.write_version(tmp_path / "m" / "1", {"a": (KEYS, vectors_of(KEYS))})
+    seal_version(tmp_path / "m" / "1")
+    hps.write_version(tmp_path / "m" / "2", {"a": (changed, vectors_of(changed, 1))}, delta_of="1", deleted={"a": deleted})
+    entry = model_of("m", ["a"], {"a": DIM}, default_value_for_each_table=[DEFAULT], shard={"index": 1, "of": 3})
+    entry["version_path"] = str(tmp_path / "m")
+    options = dict(TIERS[tiers])
+    if kind := options.pop("persistent", None):
+        options["persistent_db"] = {"type": kind, "path": str(tmp_path / kind)}
+    with hps.HPS({**document_of(entry), **options}) as server:
+        for version in ("2", "1", "2"):
+            server.deploy("m", version)
+            expected = vectors_of(OWN)
+            if version == "2":
+                expected[np.isin(OWN, changed)] = vectors_of(OWN[np.isin(OWN, changed)], 1)
+                expected[np.isin(OWN, deleted)] = DEFAULT
+            np.testing.assert_array_equal(server.lookup(OWN, "m", "a"), expected)
+            refused(server)
+
+
 @pytest.mark.parametrize("kind", ["static", "uvm", "stochastic"])
 def test_every_type_of_cache_refuses_keys_of_other_shares(start, kind):
     server = start(embedding_cache_type=kind, gpucacheper=2.0, cache_refresh_percentage_per_iteration=1.0)
@@ -162,9 +204,12 @@ def test_a_share_is_left_and_taken_again(start, tiers):
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-def test_a_share_may_have_no_row(tmp_path, start, tiers):
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_share_may_have_no_row(tmp_path, start, tiers, sealed):
     keys = np.arange(3)
     hps.write_sparse_model(tmp_path / "a", (keys, vectors_of(keys)), overwrite=True)
+    if sealed:
+        seal_version(tmp_path / "a", replace=True)
     shares = set(range(64)) - set(share_indices(keys, 64))
     share = TableShare(min(shares), 64)
     own = ABSENT[share.owns(ABSENT)] if share.owns(ABSENT).any() else np.flatnonzero(share.owns(np.arange(3000)))

@@ -141,3 +141,16 @@ def test_what_may_not_be_read_says_so_and_is_not_called_absent(tmp_path: Path) -
     finally:
         os.seteuid(user)
         path.parent.chmod(stat.S_IRWXU)
+
+
+def test_a_link_to_a_file_that_nobody_writes_to_leaves_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(b"abc")
+    os.chmod(path, 0o444)
+    before = LocalFileSystem().status(str(path)).version
+    os.link(path, tmp_path / "link")
+    assert LocalFileSystem().status(str(path)).version == before
+    (tmp_path / "link").unlink()
+    assert LocalFileSystem().status(str(path)).version == before
+    os.chmod(path, 0o644)
+    assert LocalFileSystem().status(str(path)).version != before

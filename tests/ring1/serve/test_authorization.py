@@ -18,6 +18,7 @@ BY_TOKEN, BY_ADDRESS = "10.0.0.7 (admin token)", "10.0.0.7 (loopback)"
 ROUTES = {
     "read": ("GET", "/v1/models"),
     "row": ("GET", "/v1/models/m/tables/t/rows/5"),
+    "file": ("GET", "/v1/row-files/0123"),
     "region": ("POST", "/v2/systemsharedmemory/region/x/register"),
     "write": ("POST", "/v1/models/m/tables/t/rows"),
     "delete": ("DELETE", "/v1/models/m/tables/t/rows/5"),
@@ -92,6 +93,14 @@ def test_the_admin_token_allows_lookups_too() -> None:
     assert (lookups(unguarded, NONE), unguarded.guarded) == ([200], False)
 
 
+def test_a_row_file_needs_more_than_a_lookup_where_there_are_tokens() -> None:
+    assert outcome(authorization(), "file", NONE) == 200
+    for tokens in ({"bearer_token": "t-look"}, {"admin_token": "t-change"}):
+        checked = authorization(**tokens)
+        expected = [200 if "admin_token" in tokens else 401, 403 if "bearer_token" in tokens else 401, 401, 401]
+        assert [outcome(checked, "file", sent) for sent in (ADMIN, BEARER, WRONG, NONE)] == expected
+
+
 OWN_PAGES = {
     "origin": [b"http://127.0.0.1:8000", b"HTTP://localhost:8000", b"http://[::1]:8000"],
     "content_type": [b"application/x-www-form-urlencoded"],  # curl -d
@@ -148,8 +157,9 @@ def test_what_is_a_change() -> None:
         ((), set()),
         (("lookup",), {"lookup", "row", "region"}),
         (("write",), {"write", "delete"}),
+        (("files",), {"file"}),
         (("admin",), {"admin", "load"}),
-        (("lookup", "write", "admin"), {"lookup", *ROUTES}),
+        (("lookup", "write", "files", "admin"), {"lookup", *ROUTES}),
     ],
 )
 def test_each_right_allows_its_routes_by_token_or_by_certificate(rights: Any, allowed: set[str], loopback: bool) -> None:

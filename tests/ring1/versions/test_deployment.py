@@ -286,7 +286,6 @@ NOT_ASKED_FOR = {
     "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
     "stores.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
     "stores.rocks_db.change_order": "updates from a log",
-    "stores.row_files.layout:damaged_page": "checks, and sealed versions, which compile it when they are opened",
     "stores.row_files.layout:split_records": "scans",
     "models.differences": "writing models",
     "models.formats.quantised_rows": "imports",
@@ -373,6 +372,14 @@ SINGLE = [("replicate", 2, True), ("hot", 1, True), ("partition", 1, True), ("ho
 @pytest.mark.parametrize(("kind", "devices", "cache"), SINGLE)
 def test_others_share_nothing(kind: str, devices: int, cache: bool) -> None:
     assert shared(sharing_config(kind, devices, gpucache=cache)) == (ALONE, [20_000, 6] if cache else [0, 0])
+
+
+def test_devices_whose_cache_shares_no_rows_cache_by_themselves() -> None:
+    class OnGpu(NumpyCache):
+        device = "cuda"
+
+    expected = (ALONE, "this cache does not share rows between devices")
+    assert usable_sharing(sharing_config("hot"), OnGpu, FILE_ROWS) == expected
 
 
 def test_devices_that_cannot_reach_each_other_cache_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import hps
 from hps.ground.progress import NoProgress
+from hps.testing.waiting import wait_until
 from hps.versions.desired import DesiredVersion
 from hps.versions.kept_files import KeptFiles
 from hps.versions.pins import Pins
@@ -167,6 +168,25 @@ def test_a_roll_back_outlasts_restarts_and_newer_versions_until_it_is_unpinned(d
     with hps.HPS(document()) as server:
         assert state(server) == (6, "")
         assert server.unpin("ranker").version == "6", "nothing to end"
+
+
+@pytest.mark.parametrize(("keep_versions", "left"), [(0, {"1"}), (1, {"1", "3"})])
+def test_a_version_that_no_policy_names_leaves_with_its_pin(document: Make, keep_versions: int, left: set[str]) -> None:
+    def found() -> dict[str, str]:
+        return {one.version: one.state for one in server.versions("ranker")}
+
+    policy = {"version_policy": {"specific": {"versions": [1]}}, "keep_versions": keep_versions}
+    with hps.HPS(document(**policy)) as server:
+        server.deploy("ranker", "2")
+        assert found() == {"1": "available", "2": "serving"}, "the policy names version 1, which answers by its number"
+        server.deploy("ranker", "3")
+        wait_until(lambda: found().get("2") in (None, "kept"), "version 2 has gone")
+        assert server.unpin("ranker").version == "1"
+        wait_until(lambda: "retiring" not in found().values(), "version 3 has gone")
+        assert found() == {version: "serving" if version == "1" else "kept" for version in left}
+        database = server.model("ranker").chain.databases[-1]
+        slots = {tag.partition("@")[2].partition(".")[0] or "1" for tag in database.tags()}
+        assert slots == left
 
 
 def test_a_pinned_version_whose_files_are_gone_comes_back(document: Make, home: Path, caplog: pytest.LogCaptureFixture) -> None:

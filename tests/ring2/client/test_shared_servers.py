@@ -8,7 +8,7 @@ import pytest
 
 import hps
 from hps.client import routing
-from hps.errors import MisplacedKeysError, MissingShareError, UnauthorizedError
+from hps.errors import InvalidInputError, MisplacedKeysError, MissingShareError, PartialWriteError, UnauthorizedError
 from hps.ground.shares import TableShare, share_indices
 from hps.testing.waiting import wait_until
 from tests.servers.load import Load
@@ -76,6 +76,90 @@ def test_routed_clients_answer_as_one_server_does(serve):
             np.testing.assert_array_equal(await client.lookup(keys, "m", "user"), vectors_of("user", keys))
 
     asyncio.run(look_up())
+
+
+BAGS = {
+    "sum": hps.Bags(np.arange(-3, 97), np.arange(0, 101, 5)),
+    "weighted": hps.Bags(np.arange(100) * 9, np.arange(0, 101, 4), np.linspace(0.5, 2, 100, dtype=np.float32), combiner="mean"),
+    "padded": hps.Bags(np.arange(60).reshape(20, 3) % 31, combiner="sqrtn", padding_key=5, max_norm=40.0),
+    "largest": hps.Bags(np.arange(80)[::-1].copy(), np.array([0, 30, 30, 80]), combiner="max"),
+    "none": hps.Bags([], [0, 0]),
+}
+
+
+def test_pooled_lookups_of_tables_that_are_split_are_those_of_one_server(serve):
+    torch = pytest.importorskip("torch")
+    urls, whole = [serve(share).url for share in ("1/3", "0/3", "2/3", "0/3")], serve().url
+    with (
+        hps.connect(urls, route="keys") as client,
+        hps.connect(whole) as one,
+        hps.connect([whole, urls[0]], route="keys") as both,
+    ):
+        for name, bags in BAGS.items():
+            tables = {"item": bags, "user": BAGS["sum"]}
+            expected = one.lookup_pooled(tables, "m")
+            out = {
+                table: np.empty(vectors.shape, np.float16 if name == "sum" else np.float32)
+                for table, vectors in expected.items()
+            }
+            found, version = client.lookup_pooled(tables, "m", return_version=True)
+            client.lookup_pooled(tables, "m", out=out)
+            for table, vectors in expected.items():
+                np.testing.assert_allclose(found[table], vectors, rtol=1e-6)
+                np.testing.assert_allclose(out[table], vectors, rtol=1e-3 if name == "sum" else 1e-6)
+                np.testing.assert_allclose(both.lookup_pooled(tables, "m")[table], vectors, rtol=1e-6)
+            assert version == "1"
+        expected = one.lookup_pooled({"user": BAGS["sum"]}, "m")["user"]
+        rounded = torch.empty(20, 8, dtype=torch.bfloat16)
+        client.lookup_pooled({"user": BAGS["sum"]}, "m", out={"user": rounded})
+        np.testing.assert_allclose(rounded.float().numpy(), expected, rtol=1e-2)
+        with pytest.raises(InvalidInputError, match="reads all vectors of its samples on one server"):
+            client.score("m", {"item": [[1]]})
+
+    async def pool():
+        async with hps.connect_async(urls, route="keys") as client:
+            found = await client.lookup_pooled({"user": BAGS["sum"]}, "m")
+            np.testing.assert_allclose(found["user"], expected, rtol=1e-6)
+
+    asyncio.run(pool())
+
+
+def test_writes_reach_every_server_of_their_keys_and_name_those_that_were_not_acknowledged(serve, models):
+    keys = np.concatenate([KEYS, ROWS + np.arange(50)])
+    leaving = running_service(document_of(entry_of(models, "1/2"), service={"admin_token": ADMIN}))
+    with ExitStack() as last:
+        urls = [serve("0/2").url, serve("1/2").url, last.enter_context(leaving).url]
+
+        def check_all(expected):
+            for share, url in zip(("0/2", "1/2", "1/2"), urls, strict=True):
+                own = TableShare.parse(share).owns(keys)
+                with hps.connect(url) as client:
+                    np.testing.assert_array_equal(client.lookup(keys[own], "m", "item"), expected[own])
+
+        with hps.connect(urls, token=ADMIN, route="keys") as client:
+            written = vectors_of("item", keys) + 0.5
+            assert client.insert(keys, written, "m", "item") == "1"
+            check_all(written)
+            assert client.delete(keys[:10], "m", "item") == "1"
+            written[:10] = DEFAULT
+            check_all(written)
+            with pytest.raises(InvalidInputError):
+                client.insert(keys, written[:5], "m", "item")
+            last.close()
+            with pytest.raises(PartialWriteError) as caught:
+                client.insert(keys, written + 1, "m", "item")
+            assert caught.value.keys.tolist() == keys[TableShare(1, 2).owns(keys)].tolist()
+            assert list(caught.value.errors) == [urls[2]]
+            np.testing.assert_array_equal(client.lookup(keys, "m", "item"), written + 1)
+        with hps.connect(urls[:2], route="keys") as client, pytest.raises(UnauthorizedError):
+            client.insert(keys, written, "m", "item")
+
+    async def write():
+        async with hps.connect_async(urls[:2], token=ADMIN, route="keys") as client:
+            assert await client.insert(keys, written, "m", "item") == "1"
+            np.testing.assert_array_equal(await client.lookup(keys, "m", "item"), written)
+
+    asyncio.run(write())
 
 
 def test_one_server_refuses_keys_of_other_shares_by_every_protocol(serve):

@@ -230,6 +230,19 @@ def test_an_ordinal_is_a_share_of_the_tables(monkeypatch):
     assert "env" not in pods_of(rendered(*ENOUGH))[2]
 
 
+def test_replicas_are_each_others_peers_where_wanted():
+    enabled = ("--set", "peers.enabled=true,config.model_source.parallel_reads=4")
+    objects = rendered(*ENOUGH, *enabled)
+    document = configuration_of(objects)
+    [url] = load_configuration(document).model_source.peers.urls
+    assert document["model_source"]["parallel_reads"] == 4
+    [pods] = [one for one in objects.values() if one["kind"] == "Service" and one["spec"].get("clusterIP") == "None"]
+    assert url.startswith(f"http://{pods['metadata']['name']}.")
+    secured = configuration_of(rendered(*ENOUGH, *enabled, "--set", "tls.existingSecret=t"))
+    assert secured["model_source"]["peers"]["urls"] == [url.replace("http:", "https:")]
+    assert "model_source" not in configuration_of(rendered(*ENOUGH))
+
+
 WRONG = [
     ("replicas=-1", "replicas"),
     ("replica=3", "replica"),
@@ -257,6 +270,8 @@ WRONG = [
     ("config.update_source.config=null", "/config/update_source/config': got null, want object"),
     ("tls.existingSecret=one,tls.certManager.enabled=true", "are both set, expected one"),
     ("monitoring.runbookBase=docs", "runbookBase"),
+    ("peers.enabled=true,tls.existingSecret=t,tls.clientCA=true", "replicas have no client certificate"),
+    ("config.model_source.peers.token=t", "config.model_source.peers.token is a secret"),
     ("shards=0", "shards"),
     ("shards=3", "replicas: expected a multiple of shards"),
     ("shards=2,persistence.enabled=false,config.persistent_db=null", "expected a StatefulSet"),

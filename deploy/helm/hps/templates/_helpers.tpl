@@ -54,6 +54,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- range $key, $_ := dig "update_source" "config" (dict) $config }}
 {{- if regexMatch "(password|secret|key\\.pem|token)$" $key }}{{ fail (printf "config.update_source.config.%s is a secret, and a ConfigMap is none: name a Secret in envFrom with HPS_UPDATE_PASSWORD, or mount one with extraVolumes" $key) }}{{ end }}
 {{- end }}
+{{- if dig "model_source" "peers" "token" "" $config }}{{ fail "config.model_source.peers.token is a secret, and a ConfigMap is none: name a Secret in envFrom with HPS_PEERS_TOKEN" }}{{ end }}
+{{- if .Values.peers.enabled }}
+{{- if .Values.tls.clientCA }}{{ fail "peers.enabled with tls.clientCA: replicas have no client certificate for each other" }}{{ end }}
+{{- $tls := include "hps.tlsSecret" . }}
+{{- $peers := dict "urls" (list (printf "%s://%s-pods.%s.svc:8000" (ternary "https" "http" (ne $tls "")) (include "hps.name" .) .Release.Namespace)) }}
+{{- $_ := set $config "model_source" (mergeOverwrite (dict "peers" $peers) (default (dict) $config.model_source)) }}
+{{- end }}
 {{- range .Values.env }}
 {{- if and .value (regexMatch "(PASSWORD|TOKEN|SECRET|SECRET_ACCESS_KEY)$" .name) }}{{ fail (printf "env: the value of %s is a secret: take it from a Secret, with valueFrom or envFrom" .name) }}{{ end }}
 {{- end }}

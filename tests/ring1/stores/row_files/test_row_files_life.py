@@ -534,6 +534,11 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
         assert answers(reader, KEYS[5:], 0)
 
 
+def test_rows_without_room_are_refused_and_the_refusal_names_other_places(database: RowFilesDatabase, path: Path) -> None:
+    with pytest.raises(CapacityError, match=rf"{path}.*persistent_db.path; for a repository --state of `hps serve`"):
+        database.check_room([("large", DIM, 10**12)])
+
+
 def test_an_inspection_counts_each_row_once(database: RowFilesDatabase, path: Path) -> None:
     repeated = np.repeat(KEYS[:5], 2)
     database.insert(TAG, repeated, vectors_of(repeated, DIM, 1))

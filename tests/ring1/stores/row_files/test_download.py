@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,7 +274,12 @@ def test_a_download_ends_where_it_cannot_be_recorded(
         raise DatabaseError("no space left")
 
     begun, begin = list[download.Download](), download.Download.__init__
-    monkeypatch.setattr(download.Download, "__init__", lambda self, *given: (begun.append(self), begin(self, *given))[1])
+
+    def note(self: download.Download, *given: Any, **named: Any) -> None:
+        begun.append(self)
+        begin(self, *given, **named)
+
+    monkeypatch.setattr(download.Download, "__init__", note)
     monkeypatch.setattr(TableRecord, "write", full)
     with pytest.raises(DatabaseError, match="no space left"):
         database.adopt(TAG, elsewhere.source(), RECORD)

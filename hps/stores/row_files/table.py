@@ -646,7 +646,8 @@ class RowTable:
                     self._settling = None
                     self._put(self._record.load)
         except (OSError, DatabaseError) as error:
-            self._settling_failed(settling, error)
+            if not self._dropped:  # else its file was removed
+                self._settling_failed(settling, error)
         finally:
             settling.done.set()
 

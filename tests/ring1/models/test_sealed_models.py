@@ -22,7 +22,7 @@ from hps.models.sealed import SealedModel, find_sealed_model, open_sealed_model
 from hps.models.sealing import seal_version
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model, write_version
-from hps.stores.base import LoadRecord
+from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges
 from hps.stores.hash_map.database import HashMapDatabase
 from hps.stores.row_files import adoption
 from hps.stores.row_files.database import RowFilesDatabase
@@ -403,6 +403,20 @@ def test_rows_of_unknown_origin_stay_beside_the_file(source: str, database: RowF
     database.insert(TAG, np.append(NEW_KEY, KEYS[:1]), np.full((2, DIM), 5, np.float32))
     load(database, source)
     assert held(database) == FILES | content(NEW_KEY, np.full((1, DIM), 5, np.float32))
+
+
+def test_the_same_file_keeps_the_place_in_a_log_and_another_forgets_it(source: str, database: RowFilesDatabase) -> None:
+    seal_version(source, replace=True)
+    record = LoadRecord("files", KEYS.size, KEYS.size)
+    row, position = np.full((1, DIM), 5, np.float32), {Partition("updates", 0): LogPosition("17", 40)}
+    database.open_table(TAG, DIM)
+    for sequence, known in ((7, {}), (3, position)):  # the first adoption makes rows that are older than any change
+        database.follow_log(TAG)
+        assert database.apply(TAG, RowChanges(NEW_KEY, row, np.array([sequence])), position).all()
+        assert database.adopt(TAG, opened(source).source, record) == "linked"
+        assert database.follow_log(TAG) == known
+        assert database.load_record(TAG).modified == bool(known)
+        assert held(database) == FILES | content(NEW_KEY, row)
 
 
 def test_rows_of_another_format_are_loaded(source: str, database: RowFilesDatabase) -> None:

@@ -374,6 +374,14 @@ def test_others_share_nothing(kind: str, devices: int, cache: bool) -> None:
     assert shared(sharing_config(kind, devices, gpucache=cache)) == (ALONE, [20_000, 6] if cache else [0, 0])
 
 
+def test_devices_whose_cache_shares_no_rows_cache_by_themselves() -> None:
+    class OnGpu(NumpyCache):
+        device = "cuda"
+
+    expected = (ALONE, "this cache does not share rows between devices")
+    assert usable_sharing(sharing_config("hot"), OnGpu, FILE_ROWS) == expected
+
+
 def test_devices_that_cannot_reach_each_other_cache_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_sharing(sharing_config("hot"), Apart, FILE_ROWS) == (device_sharing(sharing_config("hot"), FILE_ROWS), None)
     monkeypatch.setattr(Apart, "reason", REASON)

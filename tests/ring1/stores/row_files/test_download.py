@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedErro
 from hps.ground.memory.host_tables import BucketChanges
 from hps.ground.shares import TableShare, with_share
 from hps.statistics.snapshot import FileStatistics
-from hps.stores.base import FilePeers, LoadRecord, PeerRead, RowFileSource
+from hps.stores.base import FilePeers, LoadRecord, LogPosition, Partition, PeerRead, RowChanges, RowFileSource
 from hps.stores.row_files import download
 from hps.stores.row_files.database import RowFilesDatabase
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
@@ -236,6 +237,54 @@ def test_devices_wait_for_the_file_and_then_read_it(
     assert (found == ~np.isin(KEYS, KEYS[10:20])).all()
     assert (rows[:10] == -VECTORS[:10]).all()
     assert (rows[20:] == VECTORS[20:]).all()
+
+
+def test_devices_read_a_table_no_more_once_it_has_a_file_that_is_not_here(
+    database: RowFilesDatabase, elsewhere: Elsewhere
+) -> None:
+    host = database.host_table(TAG)
+    host.pin(PopulatingPinner())
+    assert host.layout() is not None
+    elsewhere.gate.clear()
+    assert database.adopt(TAG, elsewhere.source(), RECORD) == "downloading"
+    assert host.layout() is None
+    elsewhere.gate.set()
+
+
+def test_a_table_with_rows_of_its_own_is_not_downloaded_into(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    database.insert(TAG, np.array([10**9]), np.full((1, DIM), 5, np.float32))
+    assert database.adopt(TAG, elsewhere.source(), RECORD) == "refused"
+    assert files(database) == [".json"]
+    assert fetched(database, np.array([10**9]))[1].all()
+
+
+def test_rows_that_are_downloaded_are_older_than_any_change_of_a_log(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    none = RowChanges(np.empty(0, np.int64), np.empty((0, DIM), np.float32), np.empty(0, np.int64))
+    database.follow_log(TAG)
+    database.apply(TAG, none, {Partition("updates", 0): LogPosition("17", 40)})
+    assert database.follow_log(TAG)
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    assert database.follow_log(TAG) == {}
+
+
+def test_a_download_ends_where_it_cannot_be_recorded(
+    database: RowFilesDatabase, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise DatabaseError("no space left")
+
+    begun, begin = list[download.Download](), download.Download.__init__
+
+    def note(self: download.Download, *given: Any, **named: Any) -> None:
+        begun.append(self)
+        begin(self, *given, **named)
+
+    monkeypatch.setattr(download.Download, "__init__", note)
+    monkeypatch.setattr(TableRecord, "write", full)
+    with pytest.raises(DatabaseError, match="no space left"):
+        database.adopt(TAG, elsewhere.source(), RECORD)
+    assert [one._stopped for one in begun] == [True]
+    assert database.downloads() == {}
 
 
 def test_an_object_that_changes_ends_the_download(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:

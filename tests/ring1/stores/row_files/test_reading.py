@@ -9,7 +9,7 @@ import pytest
 
 from hps.errors import CapacityError, DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.shares import SHARE_SEED
-from hps.stores.row_files import residency
+from hps.stores.row_files import changed_rows, residency
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
 from hps.stores.row_files.layout import PAGE_BYTES
@@ -314,6 +314,22 @@ def test_a_view_shows_whole_rows_while_the_set_grows():
     assert view.rows[view.places[view.places >= 0], 0].view(np.float32).max() == 0
 
 
+def test_a_view_keeps_its_rows_while_replaced_ones_make_room():
+    changes, keys, one = ChangedRows(1), np.arange(10), np.array([10])
+    for version in (7, 0):
+        changes.add(keys, (keys + version).astype(np.float32)[:, None])
+    views = [changes.view]
+    while len(views) < 3:
+        changes.add(one, np.ones((1, 1), np.float32))
+        if changes.view is not views[-1]:
+            views.append(changes.view)
+    for view in views:
+        rows, there = np.zeros((10, 1), np.uint32), np.zeros(10, np.bool_)
+        changed_rows._read(keys, *view[1:], rows, there)
+        assert there.all()
+        assert np.array_equal(rows.view(np.float32)[:, 0], keys)
+
+
 @pytest.mark.parametrize("hashed", [0, 1])
 def test_the_key_with_hash_0_is_a_key_like_any_other(hashed):
     changes, key = ChangedRows(1), np.array([unmixed(hashed)], np.int64)
@@ -388,9 +404,9 @@ def test_a_file_that_the_system_does_not_lock_to_its_end_is_left_unlocked(tmp_pa
     monkeypatch.setattr(residency, "_library", library)
     monkeypatch.setattr(residency, "_LOCKED_BYTES", 4 * PAGE_BYTES)
     with pytest.raises(DatabaseError, match="the system refuses"):
-        residency.LockedFile(tmp_path / "rows", mapped)
+        residency.LockedFile(tmp_path / "rows", [mapped])
     part = 4 * PAGE_BYTES
-    assert calls == [*(("lock", i * part, part) for i in range(3)), ("unlock", 0, 2 * part)]
+    assert calls == [*(("lock", i * part, part) for i in range(3)), *(("unlock", i * part, part) for i in (1, 0))]
 
 
 @pytest.mark.parametrize("name", ["available_memory", "lockable_bytes"])

@@ -8,9 +8,12 @@ import pytest
 
 from hps.errors import DatabaseError, DeviceError, InvalidInputError
 from hps.ground.memory.host_tables import VERSIONS_AT, HostLayout, HostTable
-from hps.stores.base import LoadRecord
+from hps.stores.base import LoadRecord, RowChanges
 from hps.stores.hash_map.table import HashMapTable
 from hps.stores.row_files.database import RowFilesDatabase
+from hps.stores.row_files.in_place import PinnedFile
+from hps.stores.row_files.row_file import RowFile
+from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.caches import AWKWARD_KEYS, distinct_keys
 from hps.testing.waiting import wait_until
 from hps.types import FloatArray, KeyArray
@@ -97,6 +100,14 @@ def test_a_change_is_shown_before_it_is_acknowledged(database, pinner):
     assert np.array_equal(rows, rows_of(new))
 
 
+def test_many_changes_of_a_log_are_shown_as_they_are(database, pinner, monkeypatch):
+    monkeypatch.setattr("hps.stores.row_files.in_place.SLICE_ROWS", 100)
+    host, deleted = pinned(database, pinner), np.arange(KEYS.size) % 3 == 0
+    database.follow_log("t")
+    database.apply("t", RowChanges(KEYS, rows_of(KEYS, 1), np.arange(1, KEYS.size + 1), deleted), {})
+    check(host.layout(), dict.fromkeys(KEYS[~deleted].tolist(), 1))
+
+
 def test_changes_from_before_are_shown_too(database, pinner):
     database.insert("t", KEYS[:20].copy(), rows_of(KEYS[:20], 1))
     database.delete("t", KEYS[20:30].copy())
@@ -167,15 +178,44 @@ def test_a_mirror_of_the_changes_is_current(database, pinner):
     mirrored.close()
 
 
+def test_each_mirror_has_each_change_once_until_it_ends(database, pinner):
+    host, seen = pinned(database, pinner), ([], [])
+    database.insert("t", KEYS[:1].copy(), rows_of(KEYS[:1], 1))
+    ends = [host.mirror(calls.append) for calls in seen]
+    counts = [len(calls) for calls in seen]
+    for end in ends:
+        database.insert("t", KEYS[:1].copy(), rows_of(KEYS[:1], 2))
+        counts = [len(calls) - count for calls, count in zip(seen, counts, strict=True)]
+        assert counts[1] > 0
+        assert counts[0] == (counts[1] if end is ends[0] else 0)
+        ends[0]()
+        counts = [len(calls) for calls in seen]
+    ends[1]()
+
+
+def test_a_file_that_was_prepared_in_vain_is_neither_shown_nor_kept(database, pinner, tmp_path, monkeypatch):
+    host = pinned(database, pinner)
+    write_row_file(tmp_path / "other", "t", WIDTH, [sorted_run(KEYS[:10], rows_of(KEYS[:10], 1))])
+    other = RowFile(tmp_path / "other")
+    host.prepare(other)  # by a seal that failed after this
+    assert pinner.holds(other.content.ctypes.data, 1)
+    monkeypatch.setattr(host, "prepare", lambda file: None)
+    load(database, KEYS, 1)
+    check(host.layout(), all_of(1))
+    assert not pinner.holds(other.content.ctypes.data, 1)
+
+
 def test_a_load_over_changes_is_shown(database, pinner):
     host = pinned(database, pinner)
     database.insert("t", KEYS[:30].copy(), rows_of(KEYS[:30], 1))
     database.delete("t", KEYS[30:60].copy())
-    load(database, KEYS[:50].copy(), 2)
-    expected = all_of(0) | dict.fromkeys(KEYS[:50].tolist(), 2)
+    expected = all_of(0)
     for key in KEYS[50:60].tolist():
         del expected[key]
-    check(host.layout(), expected)
+    database.load_chunk("t", KEYS[:50], rows_of(KEYS[:50], 2), LoadRecord("files 2", 50, 50))
+    check(host.layout(), expected)  # as lookups of the host
+    database.finish_load("t")
+    check(host.layout(), expected | dict.fromkeys(KEYS[:50].tolist(), 2))
 
 
 def test_a_table_without_a_file_has_a_map_alone(tmp_path, pinner):
@@ -207,12 +247,14 @@ def test_a_mapping_that_is_not_pinned_is_copied(database, pinner, monkeypatch):
     assert pinner.holds(host.layout().file.records, host.layout().file.rows * 28)
 
 
-def test_what_cannot_be_pinned_is_refused_and_left_unpinned(database):
-    pinner = PopulatingPinner(refuse_at=1)
+@pytest.mark.parametrize("refuse_at", [1, 3])  # the file and its copy, or the map
+def test_what_cannot_be_pinned_is_refused_and_left_unpinned(database, refuse_at):
+    pinner = PopulatingPinner(refuse_at=refuse_at)
     host = database.host_table("t")
     with pytest.raises(DeviceError):
         host.pin(pinner)
     assert host.layout() is None
+    assert host.pinned_bytes == 0
     assert not pinner.pinned
     check(pinned(database, PopulatingPinner()).layout(), all_of(0))
 
@@ -222,6 +264,15 @@ def test_a_file_that_memory_does_not_hold_is_refused(database, pinner, monkeypat
     with pytest.raises(DeviceError, match="in a small machine"):
         database.host_table("t").pin(pinner)
     assert not pinner.pinned
+
+
+def test_a_file_is_copied_only_where_memory_holds_both(database, pinner, monkeypatch):
+    free = iter([1 << 40, 1000])
+    monkeypatch.setattr("hps.stores.row_files.in_place.available_memory", lambda: (next(free), "in a small machine"))
+    monkeypatch.setattr(PinnedFile, "_copied", lambda self: pytest.fail("it was copied"))
+    pinner.refuse_at = 1
+    with pytest.raises(DeviceError, match="in a small machine"):
+        database.host_table("t").pin(pinner)
 
 
 def test_devices_read_no_more_where_a_change_cannot_be_shown(database, pinner, monkeypatch, caplog):
@@ -247,6 +298,7 @@ def test_devices_read_no_more_where_a_change_cannot_be_shown(database, pinner, m
 def test_a_table_that_is_gone_is_unpinned(database, pinner, ends):
     host, shown = pinned(database, pinner), []
     database.insert("t", KEYS[:3].copy(), rows_of(KEYS[:3], 1))
+    host.mirror(lambda changes: None)
     host.watch(lambda layout: shown.append(layout is None))
     if ends == "drop":
         database.drop_table("t")

@@ -25,6 +25,7 @@ from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
 from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges
 from hps.stores.row_files import database as database_module
+from hps.stores.row_files import residency
 from hps.stores.row_files import table as table_module
 from hps.stores.row_files import writer as writer_module
 from hps.stores.row_files.database import RowFilesDatabase
@@ -85,7 +86,8 @@ def test_a_loaded_table_serves_before_it_is_durable(path: Path, unsettled: list)
         assert database.load_record(TAG).complete
         assert not (path / "tables" / f"{TAG}.rows").exists()
         unsettled.pop()()
-        assert (path / "tables" / f"{TAG}.rows").exists()
+        assert database._tables[TAG].file.path == path / "tables" / f"{TAG}.rows"
+        assert database._tables[TAG].file.path.exists()
         database.insert(TAG, NEW, vectors_of(NEW, DIM))
     with closing(RowFilesDatabase(path)) as database:
         database.open_table(TAG, DIM)
@@ -138,6 +140,7 @@ def test_a_load_that_the_disk_refuses_late_stays_incomplete_and_is_loaded_again(
             answers(database, KEYS, 0)
         database.insert(TAG, NEW, vectors_of(NEW, DIM))
         database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+        assert database.seal(TAG) == 0, "else the next start would load the files over what was sealed"
         load(database)
         unsettled.pop()()
         assert database.load_record(TAG).complete
@@ -163,6 +166,34 @@ def damaged(file: Path) -> Iterator[None]:
             opened.write(bytes([byte ^ 4]))
         if not end:
             yield
+
+
+def test_a_write_during_a_load_makes_the_table_differ_from_its_files(database: RowFilesDatabase) -> None:
+    database.open_table("other", DIM)
+    database.load_chunk("other", KEYS, vectors_of(KEYS, DIM), LoadRecord("files", KEYS.size, KEYS.size))
+    database.insert("other", NEW, vectors_of(NEW, DIM))
+    database.finish_load("other")
+    assert database.load_record("other").modified
+    assert not database.load_record(TAG).modified
+
+
+def test_a_delta_is_merged_only_with_the_rows_of_its_base_in_a_table_without_any(database: RowFilesDatabase) -> None:
+    def merged(tag: str, dim: int = DIM) -> bool:
+        changes = [(KEYS[:5], vectors_of(KEYS[:5], dim, 1)), (KEYS[5:8], None)]
+        return database.load_merged(tag, TAG, changes, 8, LoadRecord("delta", KEYS.size, KEYS.size))
+
+    for tag, dim in (("merged", DIM), ("wider", DIM + 1), ("later", DIM)):
+        database.open_table(tag, dim)
+    assert not merged("wider", DIM + 1)
+    assert merged("merged")
+    for _ in range(2):
+        rows, found = fetched(database, "merged", KEYS, DIM)
+        assert np.array_equal(found, ~np.isin(KEYS, KEYS[5:8]))
+        assert np.array_equal(rows[:5], vectors_of(KEYS[:5], DIM, 1))
+        assert np.array_equal(rows[8:], vectors_of(KEYS[8:], DIM))
+        assert not merged("merged")
+    database.insert(TAG, NEW, vectors_of(NEW, DIM))
+    assert not merged("later")
 
 
 def test_rows_of_other_files_are_older_than_any_change_of_a_log(database: RowFilesDatabase) -> None:
@@ -331,6 +362,26 @@ def test_a_write_that_waited_for_a_drop_is_refused(database: RowFilesDatabase) -
     assert answers(database, NEW, 0, present=False)
 
 
+def test_a_table_that_is_dropped_before_it_is_durable_leaves_nothing(
+    path: Path, unsettled: list, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        database.drop_table(TAG)
+        assert not list((path / "tables").iterdir())
+        unsettled.pop()()
+        assert not list((path / "tables").iterdir())
+    assert "could not be made durable" not in caplog.text
+
+
+def test_rows_are_as_old_as_their_load_or_their_last_write(database: RowFilesDatabase) -> None:
+    loaded = database.load_record(TAG).loaded_at_us
+    database.insert(TAG, KEYS[:1].copy(), vectors_of(KEYS[:1], DIM, 1))
+    written, unchanged, absent = database.written_at(TAG, np.array([KEYS[0], KEYS[1], NEW[0]])).tolist()
+    assert written > loaded == unchanged > absent == 0
+
+
 def test_a_scan_that_begins_while_a_seal_ends_has_the_changed_rows(
     database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +418,7 @@ def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later
         patch.setattr(writer_module.os, "pwrite", full)
         with pytest.raises(DatabaseError, match="No space left"):
             database.seal_due()
+    assert database._tables[TAG]._recent is None, "keys are gathered no more"
     database.seal_due()
     assert sealing(database).seals == 0, "not before a while"
     database._retry_at.clear()
@@ -445,6 +497,22 @@ def test_two_seals_of_a_table_exclude_each_other(database: RowFilesDatabase) -> 
     assert answers(database, NEW, 0)
 
 
+def test_a_resident_table_holds_its_present_file_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(mlock=lambda *_: 0, munlock=lambda *_: 0, madvise=lambda *_: 0)
+    monkeypatch.setattr(residency, "_library", library)
+    monkeypatch.setattr(residency, "lockable_bytes", lambda: 1 << 40)
+    with closing(RowFilesDatabase(path, seal_share=0, resident=["item$"])) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        files = [database._tables[TAG].file]
+        database.insert(TAG, NEW, vectors_of(NEW, DIM))
+        database.seal(TAG)
+        files.append(database._tables[TAG].file)
+        assert [file.held_bytes for file in files] == [0, files[1].head.size_bytes]
+        database.drop_table(TAG)
+        assert files[1].held_bytes == 0
+
+
 def test_other_processes_read_what_is_complete_and_only_one_writes(database: RowFilesDatabase, path: Path) -> None:
     database.wait_until_durable(TAG)
     with pytest.raises(DatabaseLockedError):
@@ -519,10 +587,10 @@ def test_room_is_needed_for_further_rows_and_memory_for_resident_tables(path: Pa
     with closing(RowFilesDatabase(path, resident=["held$"])) as database:
         database.open_table(TAG, DIM)
         load(database)
-        database.check_room([(TAG, DIM, KEYS.size), ("more", DIM, 1000)])
+        database.check_room([(TAG, DIM, KEYS.size), ("more", DIM, 1700)])
         database.check_room([("held", DIM, 1000)])
         with pytest.raises(CapacityError, match="on its file system"):
-            database.check_room([(TAG, DIM, KEYS.size + 1), ("more", DIM, 1000), ("others", DIM, 1000)])
+            database.check_room([(TAG, DIM, KEYS.size + 1), ("more", DIM, 1700)])
         monkeypatch.setattr(database_module, "available_memory", lambda: (1000, "in this test"))
         database.check_room([("more", DIM, 1000)])
         with pytest.raises(CapacityError, match="1,000 resident rows of table held"):
@@ -544,6 +612,13 @@ def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: 
     wider = TableSpec("shop", "item", DIM + 1, 0.0, 10)
     (result,) = RowFilesDatabase.probe(config, {wider: 1000})
     assert result.level == "good", "the load replaces it"
+    (result,) = RowFilesDatabase.probe(config, {wider: 1 << 60})
+    assert result.level == "wrong", "which needs room"
+    table_module.TableRecord(DIM + 2).write(path / "tables" / f"{TAG}.json")
+    (result,) = RowFilesDatabase.probe(config, {wider: 1000})
+    assert result.level == "wrong", "its rows were all written online"
+    load_record = LoadRecord("files", KEYS.size, KEYS.size)
+    table_module.TableRecord(DIM, load_record).write(path / "tables" / f"{TAG}.json")
     config.initialize_after_startup = False
     (result,) = RowFilesDatabase.probe(config, {wider: 1000})
     assert result.level == "wrong"

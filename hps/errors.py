@@ -223,7 +223,7 @@ class PartialWriteError(HPSError, RuntimeError):
     """
 
     def __init__(self, keys: Any, total: int, errors: Mapping[str, HPSError]) -> None:
-        reasons = "; ".join(f"{server}: {error}" for server, error in errors.items())
+        reasons = "; ".join(f"{server}: {error}" for server, error in errors.items()) or "No server holds them any more"
         super().__init__(f"writing {total} keys: {len(keys)} of them were not acknowledged; write these again. {reasons}")
         self.keys, self.errors = keys, dict(errors)
 

@@ -66,8 +66,8 @@ class Lookups:
         """Return {table: (n, dim) float32} for {table: (n,) int64}, all of one version."""
         keys = {table: np.asarray(of_table, np.int64) for table, of_table in tables.items()}
         router, replicas = self.replicas
-        calls = ShareCalls(model, lambda: None, lambda part, version: (part, version))
-        routed = router.route(keys, lambda part, _complete: (part, None), calls)
+        calls = ShareCalls(model, lambda: None, lambda part, _rows, version: (part, version))
+        routed = router.route(keys, lambda part, _rows: (part, None), calls)
         requested = next(routed)
         while True:
             outcomes = await asyncio.gather(*(self.ask(replicas[place], model, call) for place, call in requested))

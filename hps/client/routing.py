@@ -145,7 +145,7 @@ class _KnownShares:
     Attributes:
         declared: by server, the share that it holds.
         layouts: of the declared shares, the best first.
-        refusals: by server, the error with which it last answered the question.
+        refusals: by server, the error that was its last answer to the question.
     """
 
     def __init__(self) -> None:
@@ -187,6 +187,7 @@ class _KnownShares:
     def declare(self, server: int, share: TableShare | None) -> None:
         self._doubtful.discard(server)
         self._asks.pop(server, None)
+        self.refusals.pop(server, None)
         share = share or _WHOLE
         if self.declared.get(server) != share:
             self.declared = {**self.declared, server: share}
@@ -425,7 +426,7 @@ class Router:
         """Write keys to every server that holds them, once. Yields calls as `route`.
 
         A server with another share by now has refused its keys whole: they are sent to the servers that hold them now. One that
-        does not say its share may hold any key, so that it has acknowledged none.
+        does not say its share has acknowledged no key, of its last share or, if that is unknown, of all.
 
         Returns:
             The modified version; None if no server holds a share, or there are no keys: one server must answer.
@@ -436,12 +437,14 @@ class Router:
             HPSError: no server acknowledged its keys.
         """
         count, known = len(self._names), self._shares.setdefault(shares.model, _KnownShares())
-        yield from self._learn(known, shares, known.to_ask(count, ()))
+        # Each time: a server that was started again with another share accepts keys of the old one that are in both, and would
+        # miss the others.
+        yield from self._learn(known, shares, range(count))
         if not known.is_split or not keys.size:
             return None
         versions: dict[int, str] = {}
         acknowledged = {server: np.zeros(keys.size, np.bool_) for server in range(count)}
-        failures: dict[int, HPSError] = {}
+        failures = dict(known.refusals)
         for _ in range(_MOST_LAYOUTS_TRIED):
             owned = {server: share.owns(keys) for server, share in known.declared.items()}
             if not versions and not np.logical_or.reduce(list(owned.values())).all():
@@ -461,7 +464,8 @@ class Router:
                     known.doubt(server)
             if not misplaced:
                 break
-            yield from self._learn(known, shares, list(range(count)))
+            yield from self._learn(known, shares, range(count))
+            failures |= known.refusals
         else:
             failures |= misplaced
         return self._written(keys, known, versions, acknowledged, failures)
@@ -485,8 +489,6 @@ class Router:
         for server in acknowledged:
             share = known.declared.get(server, _WHOLE)
             owned = share.owns(keys)
-            if server not in known.declared:
-                failures[server] = known.refusals.get(server) or NotReadyError("it has not said which share it holds")
             if versions.get(server, version) != version:
                 missed |= owned
                 failures[server] = ConflictError(f"it modified version {versions[server]}, others modified version {version}")

@@ -114,7 +114,7 @@ def kernel_sources() -> list[Path]:
         path
         for path in sorted(_PACKAGE.rglob("*.py"))
         if path.name.startswith("numba_")
-        or path.name == "layout.py"  # constants of kernels
+        or path.name in ("layout.py", "shares.py")  # constants of kernels
         or path == Path(__file__)
         or _DEFINES_KERNELS.search(path.read_bytes())
     ]

@@ -563,7 +563,8 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
     ) -> Adoption:
         if table.has_adopted(head, record):
             return "copied"
-        download = table.download(file, head, record)
+        beside = [other.file for other in list(self._tables.values()) if other is not table and other.file]
+        download = table.download(file, head, record, beside)
         if download is None:
             return "refused"
         done = 0

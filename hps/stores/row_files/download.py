@@ -40,6 +40,7 @@ from hps.stores.base import RowFileSource
 from hps.stores.row_files import layout
 from hps.stores.row_files.layout import PAGE_BYTES, FileHead
 from hps.stores.row_files.presence import Presence
+from hps.stores.row_files.row_file import RowFile
 from hps.stores.row_files.writer import sync_directory
 from hps.types import IndexArray
 
@@ -86,6 +87,7 @@ class Download(Presence):
         head: its head.
         path: local name without suffix.
         share: the share whose rows are needed; by default all are.
+        beside: files of other tables here; what they have of this content is not read from elsewhere.
         finished: called in the background once the file is complete and durable, before its name is `<path>.partial` no more;
             gives it its name.
         counts: of the table.
@@ -103,9 +105,11 @@ class Download(Presence):
         *,
         share: TableShare | None = None,
         counts: TransferCounts | None = None,
+        beside: Sequence[RowFile] = (),
     ) -> None:
         self.doubtful = True
         self._share = share
+        self._beside = [other for other in beside if head.content and other.head.content == head.content]
         self.head = head
         self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self.error: DatabaseError | None = None  # of the background, while it lasts
@@ -287,16 +291,18 @@ class Download(Presence):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.head.size_bytes)
             words = np.empty(-(-(stop - start) // PAGE_BYTES) * (PAGE_BYTES // 8), np.uint64)
             content = words.view(np.uint8).data[: stop - start]
+            here = any(other.copy_to(start, content) for other in self._beside)
             tried, from_peers = 0, True
-            while True:
-                peer = self._read(start, content, from_peers=from_peers)
-                if (page := self._damaged_page(words, start, stop)) < 0:
-                    break
-                if peer:
+            peer = "" if here else self._read(start, content, from_peers=from_peers)
+            while (page := self._damaged_page(words, start, stop)) >= 0:
+                if here:
+                    here = False
+                elif peer:
                     self._leave(peer)
                     from_peers = False
                 elif (tried := tried + 1) == _TRIES:
                     raise self._damage(f"the page at byte {page * PAGE_BYTES:,} contradicts its checksum")
+                peer = self._read(start, content, from_peers=from_peers)
             # The head and the checksums are written already, as they were checked.
             low, high = max(start, self.head.records_at), min(stop, self.head.sums_at)
             if low < high:
@@ -304,7 +310,8 @@ class Download(Presence):
         except BaseException:
             self._give_up(state, first, last)
             raise
-        self._counts.add(**{"from_peers" if peer else "from_source": stop - start})
+        if not here:
+            self._counts.add(**{"from_peers" if peer else "from_source": stop - start})
         with self._changed:
             self._blocks[first:last] = _THERE
             self._changed.notify_all()
@@ -497,7 +504,7 @@ class Download(Presence):
     def _finish(self) -> None:
         os.fsync(self._descriptor)
         os.fchmod(self._descriptor, 0o444)
-        self._complete, self.error = True, None
+        self._complete, self.error, self._beside = True, None, []
         self.doubtful = False
         self._finished()
         self._extents.unlink(missing_ok=True)

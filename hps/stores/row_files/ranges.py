@@ -5,6 +5,7 @@ buckets of that range alone. A local file may have nothing but these pages, and 
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -66,31 +67,31 @@ def find_range(head: FileHead, bounds: tuple[int, int], read: Read) -> RecordRan
         return RecordRange(0, 0, 1, 0, (0, 0), (0, 0))
     if (lowest, end) == (0, _ALL):
         return RecordRange(0, head.rows, 0, _ALL - 1, (0, head.buckets), (0, head.rows))
-    buckets = tuple((bound >> 32) * head.buckets >> 32 for bound in (lowest, end - 1))
 
-    def start_of(bucket: int) -> int:
-        return min(int(read(head.starts_at + 4 * bucket, 4).view(np.uint32)[0]), head.rows)
+    def below(start: int, stop: int, bound: int) -> int:
+        """Count the records [start, stop) whose hash is below the bound."""
+        size = head.record_bytes
+        found = read(head.records_at + start * size, (stop - start) * size).view(np.uint32).reshape(-1, 2 + head.width)
+        return int(layout.rank_of(found, np.uint64(bound)))
 
-    def rank(low: int, high: int, bound: int) -> int:
-        """Return the number of the first of these records whose hash is not below the bound."""
-
-        def below(start: int, stop: int) -> int:
-            size = head.record_bytes
-            found = read(head.records_at + start * size, (stop - start) * size).view(np.uint32).reshape(-1, 2 + head.width)
-            return int(layout.rank_of(found, np.uint64(bound)))
-
+    def end_at(bucket: int, bound: int) -> tuple[int, int, int]:
+        """Return the first record of a bucket, of the next one, and the first whose hash is not below the bound."""
+        start, stop = (min(int(at), head.rows) for at in read(head.starts_at + 4 * bucket, 8).view(np.uint32))
+        low, high = start, max(start, stop)
+        if bound in (0, _ALL):  # no other share begins or ends here
+            return start, high, high if bound else start
         while high - low > _AT_ONCE:
             middle = (low + high) // 2
-            if below(middle, middle + 1):
+            if below(middle, middle + 1, bound):
                 low = middle + 1
             else:
                 high = middle
-        return low + below(low, max(low, high))
+        return start, max(start, stop), low + below(low, high, bound)
 
-    around = start_of(buckets[0]), start_of(buckets[1] + 1)
-    first = rank(around[0], start_of(buckets[0] + 1), lowest) if lowest else 0
-    last = rank(start_of(buckets[1]), around[1], end) if end < _ALL else head.rows
-    return RecordRange(first, max(first, last), lowest, end - 1, (buckets[0], buckets[1] + 1), around)
+    buckets = [(bound >> 32) * head.buckets >> 32 for bound in (lowest, end - 1)]
+    with ThreadPoolExecutor(2, thread_name_prefix="hps-row-file-range") as pool:  # each end takes some round trips elsewhere
+        (start, _, first), (_, stop, last) = pool.map(end_at, buckets, (lowest, end))
+    return RecordRange(first, max(first, last), lowest, end - 1, (buckets[0], buckets[1] + 1), (start, stop))
 
 
 def compared(head: FileHead, read: Callable[[int, memoryview], None]) -> Read:

@@ -152,9 +152,29 @@ class RowFile:
             return [self._mapped]
         return [self._mapped[start:stop] for start, stop in self.range.runs(self.head)]
 
+    def has_bytes(self, start: int, stop: int) -> bool:
+        """Return whether bytes [start, stop) of a complete file are here, of a file of a share beside holes.
+
+        Head and checksums always are.
+        """
+        start, stop = max(start, self.head.records_at), min(stop, self.head.sums_at)
+        return (
+            not self.head.share
+            or start >= stop
+            or any(low <= start and stop <= high for low, high in self.range.runs(self.head))
+        )
+
     def _read(self, at: int, buffer: memoryview) -> None:
         self._require_bytes(at, at + len(buffer))
         buffer[:] = self._mapped[at : at + len(buffer)].data
+
+    def copy_to(self, at: int, buffer: memoryview) -> bool:
+        """Fill a buffer with bytes from one on; return False if they are not all here. They may be damaged."""
+        stop = at + len(buffer)
+        if not self.is_complete or not self.has_bytes(at, stop):
+            return False
+        buffer[:] = self._mapped[at:stop].data
+        return True
 
     def contains(self, keys: KeyArray) -> BoolArray:
         """Return which keys have a row, (n,) bool."""

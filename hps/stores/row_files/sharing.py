@@ -15,14 +15,8 @@ class TableFile(SharedRowFile):
         self._file = file
 
     def has(self, start: int, stop: int) -> bool:
-        head, presence = self._file.head, self._file.presence
-        if isinstance(presence, Download):
-            return presence.has_bytes(start, stop)
-        start, stop = max(start, head.records_at), min(stop, head.sums_at)  # head and checksums are always here
-        # A file of a share has holes between these parts.
-        return (
-            not head.share or start >= stop or any(low <= start and stop <= high for low, high in self._file.range.runs(head))
-        )
+        download = self._file.presence
+        return download.has_bytes(start, stop) if isinstance(download, Download) else self._file.has_bytes(start, stop)
 
     def read(self, start: int, stop: int) -> memoryview:
         copied = np.empty(stop - start, np.uint8)

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -307,8 +307,11 @@ class RowTable:
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Yield every row once: the file's unchanged ones, then the changed ones as they are by then."""
-        state = self._state
-        changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+        while True:
+            state = self._state
+            changed = [np.empty(0, np.int64), *self._changes.changed_keys(self.tag)] if len(state.changed) else []
+            if state is self._state:  # else a seal may have forgotten some of them
+                break
         beside = KeySet()
         for keys in changed:
             beside.add(keys)
@@ -791,8 +794,14 @@ class RowTable:
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True
 
-    def download(self, file: RowFileSource, head: FileHead, record: LoadRecord) -> Download | None:
-        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows."""
+    def download(
+        self, file: RowFileSource, head: FileHead, record: LoadRecord, beside: Sequence[RowFile] = ()
+    ) -> Download | None:
+        """Serve a file from elsewhere while it is copied, as `adopt` does a complete one; None if the table has other rows.
+
+        Args:
+            beside: see `Download`.
+        """
         doing = f"adopting {file.place} for table {self.tag}"
         with self.keeping_file(doing):
             before, share = self._record.load, share_in(record.fingerprint)
@@ -802,7 +811,9 @@ class RowTable:
             if self._load is not None or self._state.file is not None or (not same and len(self._state.changed)):
                 return None
             name = self._rows_path.with_name(self._rows_path.name.removesuffix(ROWS_SUFFIX))
-            download = Download(file, head, name, lambda: self._finish_download(download), share=share, counts=self._transfers)
+            download = Download(
+                file, head, name, lambda: self._finish_download(download), share=share, counts=self._transfers, beside=beside
+            )
             try:
                 opened = RowFile(download.partial, download, self._cold_reads, share=share)
                 download.start(opened.range.runs(head))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hps.client.layouts import layouts_of
 from hps.client.routing import Declared, PartAnswer, Router, ShareCalls, Written, merge_parts
 from hps.errors import (
+    HPSError,
     InvalidInputError,
     MisplacedKeysError,
     MissingShareError,
@@ -378,7 +379,7 @@ def test_a_server_that_does_not_say_its_share_has_acknowledged_nothing(now):
     cluster = Writing("0/2", "1/2", "1/2")
     cluster.down = {2}
     router = router_of(cluster)
-    for _ in range(2):  # the second time it is not asked again
+    for _ in range(2):
         with pytest.raises(PartialWriteError, match="http://2: down") as caught:
             cluster.write(router)
         assert caught.value.keys.tolist() == KEYS["item"].tolist()
@@ -413,3 +414,40 @@ def test_keys_of_a_share_with_another_version_are_named():
     with pytest.raises(PartialWriteError, match="it modified version") as caught:
         cluster.write(router_of(cluster))
     assert caught.value.keys.tolist() in (owned(share), owned(other))
+
+
+LAYOUTS = [
+    ["0/2", "1/2"],
+    ["0/2", "1/2", "0/2"],
+    ["0/2", "1/2", "0/3", "1/3", "2/3"],
+    ["0/1", "1/2"],
+    ["0/3", "2/3", "1/3", "1/2"],
+]
+
+
+@given(data=st.data(), before=st.sampled_from(LAYOUTS), known=st.booleans())
+def test_whatever_fails_a_key_that_is_not_named_is_in_every_server_that_holds_it(data, before, known):
+    cluster, keys = Writing(*before), np.arange(64)
+    router = router_of(cluster)
+    cluster.down = data.draw(st.sets(st.integers(0, len(before) - 1), max_size=2))
+    if known and not cluster.down:  # a server that does not answer has its last share
+        cluster.write(router, keys[:1])
+        cluster.written = [[] for _ in before]
+        moves = data.draw(st.lists(st.sampled_from(["0/2", "1/2", "0/1", "2/3"]), max_size=2))
+        cluster.shares[: len(moves)] = shares_of(*moves)
+    marks = st.lists(st.sampled_from(["", *ERRORS]), max_size=3)
+    cluster.marks = [data.draw(marks) for _ in before]
+    try:
+        version, missed = cluster.write(router, keys), np.empty(0, np.int64)
+        assert version in ("1", None)
+    except PartialWriteError as error:
+        missed, version = error.keys, "1"
+    except HPSError:
+        missed, version = keys, "1"
+    if version is None:  # no server is known to hold a share: one server writes
+        assert not any(cluster.written)
+        return
+    for share, written in zip(cluster.shares, cluster.written, strict=True):
+        assert set(owned(str(share), keys)) - set(missed.tolist()) <= set(written)
+        assert len(written) == len(set(written)), "each key once"
+        assert set(written) <= set(owned(str(share), keys))

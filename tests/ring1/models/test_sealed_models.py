@@ -1,8 +1,11 @@
 """Sealed versions: row files written from sparse files and deltas, read by every database, and taken without a copy."""
 
+import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +22,12 @@ from hps.models.sealed import SealedModel, find_sealed_model, open_sealed_model
 from hps.models.sealing import seal_version
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model, write_version
+from hps.stores.base import LoadRecord
 from hps.stores.hash_map.database import HashMapDatabase
+from hps.stores.row_files import adoption
 from hps.stores.row_files.database import RowFilesDatabase
+from hps.stores.row_files.layout import RowFacts
+from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.types import TableSpec
 from tests.ring1.tools.cli.test_cli import run
 from tests.tables.table_loads import DIM, FILES, KEYS, NEW_KEY, TABLE, TAG, VECTORS, content, write_files
@@ -305,6 +312,51 @@ def test_a_file_that_others_may_write_to_is_copied(source: str, database: RowFil
     load(database, source)
     assert held(database) == FILES
     assert not os.path.samefile(Path(source) / "rows", rows_path(database))
+
+
+def test_a_file_of_another_user_is_copied_also_between_file_systems(
+    source: str, database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    seal_version(source, replace=True)
+    file, stat = opened(source).source, os.stat
+    assert not database.copies(file)
+    others = SimpleNamespace(st_uid=os.geteuid() + 1, st_mode=0o100444, st_dev=stat(source).st_dev)
+    monkeypatch.setattr(
+        adoption, "os", SimpleNamespace(**vars(os) | {"stat": lambda path: others if path == file.path else stat(path)})
+    )
+    assert database.copies(file)
+    adoption.os.copy_file_range = refuse
+    load(database, source)
+    assert held(database) == FILES
+    assert not os.path.samefile(Path(source) / "rows", rows_path(database))
+
+
+@pytest.mark.parametrize("change", ["cut", "replaced", "another table's"])
+def test_a_copy_of_what_is_not_the_file_that_was_opened_is_refused(
+    source: str, database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    path = Path(source) / "rows"
+    seal_version(source, replace=True)
+    if change == "another table's":
+        write_row_file(path, "other", DIM, [sorted_run(KEYS, VECTORS)], facts=RowFacts("float32", DIM))
+    path.chmod(0o666)
+    file, copy = opened(source).source, adoption._copy
+
+    def copy_after_change(*given: Any) -> None:
+        if change == "cut":
+            os.truncate(path, 5000)
+        elif change == "replaced":
+            os.utime(path, ns=(0, 1))
+        copy(*given)
+
+    monkeypatch.setattr(adoption, "_copy", copy_after_change)
+    database.open_table(TAG, DIM)
+    with pytest.raises(ModelFileError):
+        database.adopt(TAG, file, LoadRecord("files", KEYS.size, KEYS.size))
+    assert os.listdir(database.path / "tables") == [f"{TAG}.json"]
 
 
 def test_a_copy_of_the_files_elsewhere_is_the_same_model(source: str, database: RowFilesDatabase, tmp_path: Path) -> None:

@@ -286,7 +286,6 @@ NOT_ASKED_FOR = {
     "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
     "stores.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
     "stores.rocks_db.change_order": "updates from a log",
-    "stores.row_files.layout:damaged_page": "checks, and sealed versions, which compile it when they are opened",
     "stores.row_files.layout:split_records": "scans",
     "models.differences": "writing models",
     "models.formats.quantised_rows": "imports",

@@ -2,11 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hps.errors import CapacityError, DatabaseCorruptError, DatabaseTimeoutError
+from hps.errors import CapacityError, DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from hps.ground.shares import SHARE_SEED
 from hps.stores.row_files import residency
 from hps.stores.row_files.changed_rows import ChangedRows
@@ -370,6 +371,26 @@ def test_a_held_file_is_locked_until_it_is_released(tmp_path):
 def locked_bytes() -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck"))
     return 1024 * int(line.split()[1])
+
+
+def test_a_file_that_the_system_does_not_lock_to_its_end_is_left_unlocked(tmp_path, monkeypatch):
+    write(tmp_path / "rows", 3000)
+    mapped, calls = RowFile(tmp_path / "rows").content, []
+
+    def lock(address, size):
+        calls.append(("lock", address.value - mapped.ctypes.data, size.value))
+        return len(calls) > 2
+
+    def unlock(address, size):
+        calls.append(("unlock", address.value - mapped.ctypes.data, size.value))
+
+    library = SimpleNamespace(mlock=lock, munlock=unlock, madvise=lambda *_: 1)  # a kernel that populates no mapping
+    monkeypatch.setattr(residency, "_library", library)
+    monkeypatch.setattr(residency, "_LOCKED_BYTES", 4 * PAGE_BYTES)
+    with pytest.raises(DatabaseError, match="the system refuses"):
+        residency.LockedFile(tmp_path / "rows", mapped)
+    part = 4 * PAGE_BYTES
+    assert calls == [*(("lock", i * part, part) for i in range(3)), ("unlock", 0, 2 * part)]
 
 
 @pytest.mark.parametrize("name", ["available_memory", "lockable_bytes"])

@@ -339,6 +339,27 @@ def test_a_download_reads_the_range_alone(whole: Path, database: RowFilesDatabas
     assert len(elsewhere.ranges) == before
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_share_of_more_takes_what_is_here_from_the_table_of_the_share_before(
+    whole: Path, database: RowFilesDatabase, damaged: bool
+) -> None:
+    adopt(database, whole, TableShare(1, 2), "downloading")
+    database.open_table(f"{TAG}2", DIM)
+    if damaged:
+        before = database._tables[TAG]._state.file
+        assert before is not None
+        flip(before.path, before.range.runs(before.head)[0][0] + 100_000)
+    elsewhere = Elsewhere(whole.read_bytes())
+    assert database.adopt(f"{TAG}2", elsewhere.source(), record_of(TableShare(2, 3))) == "downloading"
+    wait_until(lambda: not database.downloads())
+    file = database._tables[f"{TAG}2"]._state.file
+    assert file is not None
+    file.verify()
+    answers(file, KEYS, TableShare(2, 3))
+    read = sum(size for at, size in elsewhere.ranges if at < file.head.sums_at)
+    assert read < 4 * download.BLOCK_BYTES + 256 * 1024 * damaged
+
+
 @pytest.mark.parametrize("later", [SHARE, TableShare(1, 2), TableShare(2, 4), TableShare(0, 3)], ids=str)
 def test_a_download_that_was_ended_goes_on_for_this_share_or_another(whole: Path, tmp_path: Path, later: TableShare) -> None:
     database = opened(tmp_path)

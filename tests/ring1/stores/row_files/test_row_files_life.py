@@ -3,7 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.errors import DatabaseError, DatabaseLockedError, DatabaseTimeoutError, NotReadyError, ReadOnlyError
+from hps.errors import (
+    CapacityError,
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseTimeoutError,
+    NotReadyError,
+    ReadOnlyError,
+    UnknownTableError,
+)
 from hps.models.loading.table_load import LoadTargets, TableLoad
 from hps.models.writer import write_sparse_model
-from hps.stores.base import LoadRecord
+from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.row_files import database as database_module
 from hps.stores.row_files import table as table_module
 from hps.stores.row_files import writer as writer_module
 from hps.stores.row_files.database import RowFilesDatabase
+from hps.stores.row_files.writer import sorted_run, write_row_file
 from hps.testing.databases import DIM, TAG, fetched, vectors_of
 from hps.types import TableSpec
 from tests.fakes.memory_database import MemoryDatabase
@@ -123,12 +134,74 @@ def test_a_load_that_the_disk_refuses_late_stays_incomplete_and_is_loaded_again(
         assert answers(database, KEYS, 0)
         assert not database.load_record(TAG).complete
         assert sealing(database).seal_failures == 1
+        with damaged(database._tables[TAG].file.path), pytest.raises(DatabaseCorruptError):
+            answers(database, KEYS, 0)
         database.insert(TAG, NEW, vectors_of(NEW, DIM))
+        database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
         load(database)
         unsettled.pop()()
         assert database.load_record(TAG).complete
-        assert answers(database, np.concatenate([KEYS, NEW]), 0)
+        assert answers(database, KEYS[:5], 1)
+        assert answers(database, np.concatenate([KEYS[5:], NEW]), 0)
+        changed = vectors_of(KEYS, DIM, 2)
+        database.load_chunk(TAG, KEYS, changed, LoadRecord("other files", KEYS.size, KEYS.size))
+        database.finish_load(TAG)
+        unsettled.pop()()
+        assert answers(database, KEYS, 2), "rows of other files are later"
         assert len(list((path / "tables").iterdir())) == 2
+
+
+@contextmanager
+def damaged(file: Path) -> Iterator[None]:
+    """A bit of its rows is another one."""
+    file.chmod(0o644)
+    for end in (False, True):
+        with open(file, "r+b") as opened:
+            opened.seek(4096 + 1000)
+            byte = opened.read(1)[0]
+            opened.seek(4096 + 1000)
+            opened.write(bytes([byte ^ 4]))
+        if not end:
+            yield
+
+
+def test_rows_of_other_files_are_older_than_any_change_of_a_log(database: RowFilesDatabase) -> None:
+    position = {Partition("updates", 0): LogPosition("17", 40)}
+    database.follow_log(TAG)
+    database.apply(TAG, RowChanges(KEYS[:5].copy(), vectors_of(KEYS[:5], DIM, 1), np.full(5, 5)), position)
+    assert database.follow_log(TAG) == position
+    database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM, 2), LoadRecord("other files", KEYS.size, KEYS.size))
+    database.finish_load(TAG)
+    assert database.follow_log(TAG) == {}
+    assert database.apply(TAG, RowChanges(KEYS[:5].copy(), vectors_of(KEYS[:5], DIM, 3), np.full(5, 1)), {}).all()
+    assert answers(database, KEYS[:5], 3)
+    assert answers(database, KEYS[5:], 2)
+
+
+def test_a_load_of_other_files_has_nothing_of_one_that_did_not_end(database: RowFilesDatabase) -> None:
+    database.load_chunk(TAG, KEYS[:50], vectors_of(KEYS[:50], DIM, 1), LoadRecord("second files", 50, 60))
+    database.load_chunk(TAG, NEW, vectors_of(NEW, DIM, 2), LoadRecord("third files", NEW.size, NEW.size))
+    database.finish_load(TAG)
+    assert answers(database, KEYS, 0)
+    assert answers(database, NEW, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "share", "least_rows", "most_bytes", "due"),
+    [
+        *[(30, 0.1, 30, 1 << 30, False), (31, 0.1, 30, 1 << 30, True)],  # of 300
+        *[(31, 0.1, 31, 1 << 30, True), (31, 0.1, 32, 1 << 30, False)],
+        *[(30, 0.1, 1, 30 * (4 * DIM + 64), False), (30, 0.1, 1, 30 * (4 * DIM + 64) - 1, True)],
+    ],
+)
+def test_a_seal_is_due(
+    database: RowFilesDatabase, changed: int, share: float, least_rows: int, most_bytes: int, due: bool
+) -> None:
+    database.insert(TAG, NEW[:changed], vectors_of(NEW[:changed], DIM))
+    table = database._tables[TAG]
+    assert table.is_due(share, least_rows, most_bytes) is due
+    database.load_chunk(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM), LoadRecord("other files", 5, 300))
+    assert not table.is_due(share, least_rows, most_bytes), "while it is loaded"
 
 
 def test_a_table_is_sealed_once_a_share_of_its_rows_has_changed(database: RowFilesDatabase) -> None:
@@ -168,6 +241,117 @@ def test_what_is_written_and_deleted_during_a_seal_stays(database: RowFilesDatab
     assert sealing(database).changed_rows == 0
 
 
+def test_a_lookup_during_which_a_seal_ends_has_the_changed_rows(
+    database: RowFilesDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.insert(TAG, NEW, vectors_of(NEW, DIM, 1))
+    database.close()
+    with closing(RowFilesDatabase(path, seal_share=0)) as reopened:  # whose changes are in RocksDB alone
+        reopened.open_table(TAG, DIM)
+        fetch = reopened._changes.fetch
+
+        def seal_first(*given: Any) -> int:
+            monkeypatch.setattr(reopened._changes, "fetch", fetch)
+            assert reopened.seal(TAG) == NEW.size
+            return fetch(*given)
+
+        monkeypatch.setattr(reopened._changes, "fetch", seal_first)
+        assert answers(reopened, NEW, 1)
+
+
+def test_a_file_that_is_missing_or_another_tables_is_not_opened(database: RowFilesDatabase, path: Path) -> None:
+    database.close()
+    file = path / "tables" / f"{TAG}.rows"
+    file.unlink()
+    for problem in ("is missing, and 300 rows were loaded", "of table other, expected"):
+        with closing(RowFilesDatabase(path)) as reopened, pytest.raises(DatabaseCorruptError, match=problem):
+            reopened.open_table(TAG, DIM)
+        write_row_file(file, "other", DIM, [sorted_run(KEYS, vectors_of(KEYS, DIM))])
+
+
+def test_a_write_that_fails_halfway_is_answered_as_after_a_restart(
+    database: RowFilesDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert = database._changes.insert
+
+    def fail(tag: str, keys: np.ndarray, vectors: np.ndarray) -> None:
+        insert(tag, keys[:5], vectors[:5])
+        raise DatabaseError("the disk is full")
+
+    monkeypatch.setattr(database._changes, "insert", fail)
+    with pytest.raises(DatabaseError, match="full"):
+        database.insert(TAG, KEYS[:10].copy(), vectors_of(KEYS[:10], DIM, 1))
+    for _ in range(2):
+        assert answers(database, KEYS[:5], 1)
+        assert answers(database, KEYS[5:], 0)
+        database.seal(TAG)
+
+
+@pytest.mark.parametrize("verb", ["insert", "delete", "apply"])
+def test_a_table_is_known_to_differ_from_its_files_before_it_does(
+    database: RowFilesDatabase, path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    database.wait_until_durable(TAG)
+    database.follow_log(TAG)
+    write, known = getattr(database._changes, verb), list[bool]()
+
+    def note(*given: Any) -> Any:
+        record = table_module.TableRecord.read(path / "tables" / f"{TAG}.json")
+        known.append(record is not None and record.load is not None and record.load.modified)
+        return write(*given)
+
+    monkeypatch.setattr(database._changes, verb, note)
+    rows = vectors_of(KEYS[:5], DIM, 1)
+    changes = RowChanges(KEYS[:5].copy(), rows, np.arange(1, 6))
+    {
+        "insert": lambda: database.insert(TAG, KEYS[:5].copy(), rows),
+        "delete": lambda: database.delete(TAG, KEYS[:5].copy()),
+        "apply": lambda: database.apply(TAG, changes, {}),
+    }[verb]()
+    assert known == [True]
+
+
+def test_deletions_of_a_log_are_made_beside_changes_that_come_too_late(database: RowFilesDatabase) -> None:
+    database.follow_log(TAG)
+    database.apply(TAG, RowChanges(KEYS[:10], vectors_of(KEYS[:10], DIM, 1), np.full(10, 5)), {})
+    keys, deleted = KEYS[5:15].copy(), np.arange(10) % 2 == 0
+    changes = RowChanges(keys, vectors_of(keys, DIM, 2), np.repeat([4, 6], 5), deleted)
+    assert np.array_equal(database.apply(TAG, changes, {}), np.arange(10) >= 5)
+    assert answers(database, KEYS[:10], 1)
+    assert answers(database, keys[5::2].copy(), 2)
+    assert answers(database, keys[6::2].copy(), 0, present=False)
+
+
+def test_a_write_that_waited_for_a_drop_is_refused(database: RowFilesDatabase) -> None:
+    table = database._tables[TAG]
+    database.drop_table(TAG)
+    database.open_table(TAG, DIM)
+    with pytest.raises(UnknownTableError, match="dropped meanwhile"):
+        table.insert(NEW, vectors_of(NEW, DIM))
+    assert answers(database, NEW, 0, present=False)
+
+
+def test_a_scan_that_begins_while_a_seal_ends_has_the_changed_rows(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.insert(TAG, KEYS[:30], vectors_of(KEYS[:30], DIM, 1))
+    database.delete(TAG, KEYS[30:40])
+    changed_keys = database._changes.changed_keys
+
+    def seal_first(tag: str) -> Iterator[np.ndarray]:
+        monkeypatch.setattr(database._changes, "changed_keys", changed_keys)
+        assert database.seal(tag) == 40
+        return changed_keys(tag)
+
+    monkeypatch.setattr(database._changes, "changed_keys", seal_first)
+    rows = {
+        int(key): row.tobytes() for keys, vectors in database.scan(TAG, 100) for key, row in zip(keys, vectors, strict=True)
+    }
+    expected = np.concatenate([vectors_of(KEYS[:30], DIM, 1), vectors_of(KEYS[40:], DIM)])
+    keys = np.concatenate([KEYS[:30], KEYS[40:]]).tolist()
+    assert rows == {key: row.tobytes() for key, row in zip(keys, expected, strict=True)}
+
+
 def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later(
     database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +373,29 @@ def test_a_seal_ends_when_the_database_closes_and_a_failure_is_tried_again_later
     database.seal_due()
     assert sealing(database).seals == 1
     assert answers(database, np.concatenate([KEYS, NEW]), 0)
+
+
+def test_a_table_that_cannot_be_sealed_stops_no_other_one_and_is_forgotten_with_its_failure(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(tag: str) -> None:
+        database.open_table(tag, DIM)
+        database.insert(tag, NEW, vectors_of(NEW, DIM))
+
+    def refuse(progress: Callable[[int], None]) -> int:
+        raise DatabaseError("refused")
+
+    database._sealer = None
+    fill(TAG)
+    fill("other")
+    monkeypatch.setattr(database._tables[TAG], "seal", refuse)
+    with pytest.raises(DatabaseError, match="refused"):
+        database.seal_due()
+    assert database.stats("other").sealing.seals == 1
+    database.drop_table(TAG)
+    fill(TAG)
+    database.seal_due()
+    assert sealing(database).seals == 1
 
 
 def test_a_seal_that_ends_while_it_forgets_reads_what_is_left_from_a_file(
@@ -249,14 +456,24 @@ def test_other_processes_read_what_is_complete_and_only_one_writes(database: Row
         assert answers(reader, KEYS, 0), "a reader has the rows of its opening"
         with pytest.raises((ReadOnlyError, DatabaseTimeoutError), match="never"):
             reader.open_table("never", DIM)
+        database.open_table("loading", DIM)
+        database.load_chunk("loading", KEYS, vectors_of(KEYS, DIM), LoadRecord("files", KEYS.size, KEYS.size))
+        with pytest.raises(DatabaseError, match="interrupted"):  # not by another process
+            reader.open_table("loading", DIM)
     with closing(RowFilesDatabase(path, read_only=True)) as reader:
         reader.open_table(TAG, DIM)
         assert answers(reader, KEYS[:5], 1)
         assert answers(reader, KEYS[5:], 0)
 
 
+def test_rows_without_room_are_refused_and_the_refusal_names_other_places(database: RowFilesDatabase, path: Path) -> None:
+    with pytest.raises(CapacityError, match=rf"{path}.*persistent_db.path; for a repository --state of `hps serve`"):
+        database.check_room([("large", DIM, 10**12)])
+
+
 def test_an_inspection_counts_each_row_once(database: RowFilesDatabase, path: Path) -> None:
-    database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+    repeated = np.repeat(KEYS[:5], 2)
+    database.insert(TAG, repeated, vectors_of(repeated, DIM, 1))
     absent = KEYS.max() + 1 + np.arange(3)
     database.insert(TAG, absent, vectors_of(absent, DIM, 1))
     database.delete(TAG, np.concatenate([KEYS[4:7], absent[:1]]))
@@ -283,6 +500,35 @@ def test_an_inspection_finds_damaged_and_missing_files(database: RowFilesDatabas
         RowFilesDatabase.inspect(path.parent)
 
 
+def test_a_record_that_cannot_be_read_is_dropped_by_force_alone(database: RowFilesDatabase, path: Path) -> None:
+    database.close()
+    (path / "tables" / f"{TAG}.json").write_text("{")
+    with closing(RowFilesDatabase(path)) as reopened:
+        with pytest.raises(DatabaseCorruptError, match="record of a table"):
+            reopened.open_table(TAG, DIM)
+        assert not reopened.must_drop(TAG, DIM)
+        assert reopened.must_drop(TAG, DIM, force=True)
+        reopened.drop_table(TAG)
+        reopened.open_table(TAG, DIM)
+        assert answers(reopened, KEYS, 0, present=False)
+
+
+def test_room_is_needed_for_further_rows_and_memory_for_resident_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    monkeypatch.setattr(database_module, "available_memory", lambda: (100_000, "in this test"))
+    with closing(RowFilesDatabase(path, resident=["held$"])) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        database.check_room([(TAG, DIM, KEYS.size), ("more", DIM, 1000)])
+        database.check_room([("held", DIM, 1000)])
+        with pytest.raises(CapacityError, match="on its file system"):
+            database.check_room([(TAG, DIM, KEYS.size + 1), ("more", DIM, 1000), ("others", DIM, 1000)])
+        monkeypatch.setattr(database_module, "available_memory", lambda: (1000, "in this test"))
+        database.check_room([("more", DIM, 1000)])
+        with pytest.raises(CapacityError, match="1,000 resident rows of table held"):
+            database.check_room([("held", DIM, 1000), ("more", DIM, 10)])
+
+
 def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: Path, tmp_path: Path) -> None:
     config = SimpleNamespace(path=str(path), read_only=False, initialize_after_startup=True)
     spec = TableSpec("shop", "item", DIM, 0.0, 10)
@@ -295,9 +541,19 @@ def test_a_probe_says_what_a_start_would_find(database: RowFilesDatabase, path: 
     assert "would be created" in result.text
     (result,) = RowFilesDatabase.probe(SimpleNamespace(**{**vars(config), "path": str(path / "tables")}), {spec: 1000})
     assert "other files" in result.text
+    wider = TableSpec("shop", "item", DIM + 1, 0.0, 10)
+    (result,) = RowFilesDatabase.probe(config, {wider: 1000})
+    assert result.level == "good", "the load replaces it"
+    config.initialize_after_startup = False
+    (result,) = RowFilesDatabase.probe(config, {wider: 1000})
+    assert result.level == "wrong"
+    assert f"holds rows of {DIM} words, expected {DIM + 1}" in result.text
 
 
-def test_a_closed_database_seals_nothing(database: RowFilesDatabase) -> None:
+def test_a_database_that_closes_ends_its_seal_and_seals_nothing_more(database: RowFilesDatabase) -> None:
+    stop, told = threading.Event(), list[bool]()
+    database._sealer = SimpleNamespace(stop=stop, join=lambda timeout_s: told.append(stop.is_set()))
     database.close()
+    assert told == [True]
     with pytest.raises(NotReadyError):
         database.seal(TAG)

@@ -13,7 +13,7 @@ from hps.stores.row_files import writer
 from hps.stores.row_files.collector import RowCollector
 from hps.stores.row_files.layout import PAGE_BYTES
 from hps.stores.row_files.row_file import RowFile
-from hps.stores.row_files.writer import Run, write_row_file
+from hps.stores.row_files.writer import Run, sorted_run, write_row_file
 
 KEYS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, -1, 2**63 - 1, -(2**63)]), st.integers(0, 20))
 BATCHES = st.lists(st.tuples(st.lists(KEYS, max_size=40), st.booleans()), max_size=4)
@@ -97,6 +97,26 @@ def test_rows_beyond_the_memory_lie_in_files_without_names(tmp_path: Path) -> No
     write_row_file(tmp_path / "t.rows", "t", 4, runs)
     expected = {int(k): r.tobytes() for k, r in zip(keys, rows_of(keys.tolist(), 4, 0), strict=True)}
     expected |= {int(k): r.tobytes() for k, r in zip(keys[::2], rows_of(keys[::2].tolist(), 4, 1), strict=True)}
+    check(RowFile(tmp_path / "t.rows"), expected, 4)
+
+
+def test_deletions_among_more_rows_than_expected_stay_with_their_keys(tmp_path: Path) -> None:
+    keys, shuffle = np.arange(1000, dtype=np.int64), np.random.default_rng(1)
+    before, rows = rows_of(keys.tolist(), 4, 0), rows_of(keys.tolist(), 4, 1)
+    write_row_file(tmp_path / "t.rows", "t", 4, [sorted_run(keys, before)])
+    collector = RowCollector(tmp_path / "t.rows", 4, 30, 100 * (4 * (2 + 4) + 40))
+    expected = {int(key): row.tobytes() for key, row in zip(keys, before, strict=True)}
+    for count, deletes in ((250, True), (200, False)):
+        some = shuffle.permutation(keys)[:count]
+        deleted = shuffle.random(count) < 0.5 if deletes else np.zeros(count, np.bool_)
+        collector.add(some, rows[some], deleted if deletes else None)
+        for key, gone in zip(some.tolist(), deleted.tolist(), strict=True):
+            expected[key] = rows[key].tobytes()
+            if gone:
+                del expected[key]
+    runs = collector.runs()
+    assert sum(run.rows for run in runs if run.order is not None) <= 100
+    write_row_file(tmp_path / "t.rows", "t", 4, [*runs, Run(RowFile(tmp_path / "t.rows").records)])
     check(RowFile(tmp_path / "t.rows"), expected, 4)
 
 

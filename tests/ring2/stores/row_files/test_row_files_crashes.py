@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges
+from hps.stores.base import LoadRecord, LogPosition, Partition, RowChanges, RowFileSource
 from hps.stores.rocks_db.engine import Engine
 from hps.stores.row_files import table as table_module
 from hps.stores.row_files.database import RowFilesDatabase
@@ -266,6 +267,56 @@ def test_a_dropped_table_that_was_killed_anywhere_is_there_or_gone(disk: Disk, s
             gone = TAG not in database.tags()
             database.open_table(TAG, DIM)
             assert held(database) == ({} if gone else as_rows(LOADED) | as_rows(WRITTEN, 1))
+
+
+def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power would leave, which a copy of the directory does not show."""
+    synced, unsynced = set[tuple[int, int]](), set[int]()  # files as they were when they were synced; directories
+    fsync, rename = os.fsync, os.replace
+
+    def state_of(file: int | str | Path) -> tuple[int, int]:
+        status = os.stat(file)
+        return status.st_ino, status.st_mtime_ns
+
+    def noted_fsync(file: int) -> None:
+        fsync(file)
+        synced.add(state_of(file))
+        unsynced.discard(os.stat(file).st_ino)
+
+    def checked_rename(old: Path, new: Path) -> None:
+        ours = Path(new).parent.name == "tables"
+        assert state_of(old) in synced or not ours, old
+        rename(old, new)
+        if ours:
+            unsynced.add(os.stat(Path(new).parent).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", checked_rename)
+    with opened(tmp_path / "rows") as database:
+        assert not unsynced
+        load(database)
+        database.wait_until_durable(TAG)
+        assert not unsynced
+        database.insert(TAG, WRITTEN, rows_of(WRITTEN, 1))
+        assert database.seal(TAG) == WRITTEN.size
+        assert not unsynced
+    sealed = tmp_path / "rows" / "tables" / f"{TAG}.rows"
+    for how, mode in (("linked", 0o444), ("copied", 0o666)):
+        synced.clear()
+        sealed.chmod(mode)
+        source = RowFileSource(str(sealed), "1", sealed.stat().st_size, sealed, partial(read_part, sealed))
+        with opened(tmp_path / how) as database:
+            assert database.adopt(TAG, source, LoadRecord("files", ROWS, ROWS)) == how
+            assert not unsynced
+            assert held(database) == as_rows(LOADED) | as_rows(WRITTEN, 1)
+
+
+def read_part(path: Path, offset: int, buffer: memoryview) -> None:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        file.readinto(buffer)
 
 
 @pytest.mark.parametrize("verb", ["load", "seal"])

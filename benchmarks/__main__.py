@@ -13,6 +13,7 @@ CASES = {  # name: what is measured, and beside what
     "hash_map": "the hash map, beside np.take and a dict",
     "rocks_db": "RocksDB, beside rocksdict",
     "row_files": "row files, beside RocksDB: loads, starts, lookups warm, cold, and beside a writer",
+    "row_file_store": "a sealed version of 2 GB from object storage: the first answer, and all until it is here",
     "redis": "Redis, one server and three, beside a raw socket and redis-py",
     "row_bytes": "rows per GB in each row format, in every host tier",
     "load": "a load of each tier from files, beside the same from memory",

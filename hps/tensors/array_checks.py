@@ -16,6 +16,7 @@ from hps.tensors.dlpack import BFLOAT, CAPSULE, FLOAT, INT, UINT, TensorView, ad
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _INT64 = np.dtype(np.int64)
+_FETCHED = (_INT64, np.dtype(np.float32), np.dtype(np.bool_))
 
 # -- host arrays -------------------------------------------------------------------------------------------------------
 
@@ -30,9 +31,26 @@ def check_fetch(
     aligned: bool = False,
 ) -> tuple[KeyArray, FloatArray, BoolArray]:
     """Check the arrays of a fetch; `doing`, such as `fetching from table t`, starts the message."""
+    if _are_fetched(keys, out, found, dim):
+        return keys, out, found
     keys = check_keys(doing, keys, aligned=aligned)
     out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True, aligned=aligned)
     return keys, out, check_array(doing, "found", found, np.bool_, (keys.size,), writable=True)
+
+
+def _are_fetched(keys: Any, out: Any, found: Any, dim: int) -> bool:
+    """Return True if nothing is wrong with the arrays of a fetch, in a third of the time that naming it takes."""
+    return (
+        type(keys) is type(out) is type(found) is np.ndarray
+        and (keys.dtype, out.dtype, found.dtype) == _FETCHED
+        and keys.ndim == 1
+        and out.shape == (keys.size, dim)
+        and found.shape == keys.shape
+        and (flags := keys.flags).c_contiguous
+        and flags.aligned
+        and out.flags.carray
+        and found.flags.carray
+    )
 
 
 def check_rows(

@@ -79,6 +79,17 @@ def _load(bits: int, ordering: str) -> Any:
     return load
 
 
+@intrinsic
+def _load_unaligned(typing_context: Any, address: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        loaded = builder.load(_pointer(builder, arguments[0], _I64))
+        loaded.align = 1
+        return loaded
+
+    word = _word(address)
+    return word(word), emit
+
+
 def _store(bits: int, ordering: str) -> Any:
     @intrinsic
     def store(typing_context: Any, address: Any, value: Any) -> Any:
@@ -308,6 +319,8 @@ load_relaxed_u16: Loader = _load(16, "monotonic")
 load_relaxed_u32: Loader = _load(32, "monotonic")
 load_acquire: Loader = _load(64, "acquire")
 load_acquire_u16: Loader = _load(16, "acquire")
+load_unaligned: Loader = _load_unaligned
+"""Load 64 bits at any address; plain, for memory that nobody changes."""
 store_relaxed: Storer = _store(64, "monotonic")
 store_relaxed_u8: Storer = _store(8, "monotonic")
 store_relaxed_u32: Storer = _store(32, "monotonic")

@@ -37,6 +37,15 @@ class ChangesView(NamedTuple):
     slots: npt.NDArray[np.uint64]  # (s,) hashes of keys, as in `KeySet`
     places: IndexArray  # (s,) of the rows of these keys in `rows`, or ELSEWHERE
     rows: npt.NDArray[np.uint32]  # (m, width)
+    parts: IndexArray  # (6,) addresses and sizes of these for `reading.fetch_records`
+
+
+def _view_of(
+    marks: npt.NDArray[np.uint64], slots: npt.NDArray[np.uint64], places: IndexArray, rows: npt.NDArray[np.uint32]
+) -> ChangesView:
+    sized = [part for array in (marks, slots) for part in (array.ctypes.data, array.size)]
+    parts: IndexArray = np.array([*sized, places.ctypes.data, rows.ctypes.data], np.int64)
+    return ChangesView(marks, slots, places, rows, parts)
 
 
 class ChangedRows:
@@ -52,7 +61,7 @@ class ChangedRows:
         self._most = most_bytes // (4 * width)
         self._size = self._used = 0
         slots = free_slots(0)
-        self.view = ChangesView(
+        self.view = _view_of(
             _marks_for(slots.size), slots, np.full(slots.size, ELSEWHERE, np.int64), np.empty((0, width), np.uint32)
         )
 
@@ -90,8 +99,8 @@ class ChangedRows:
             slots = free_slots(2 * (self._size + keys.size))
             marks, places = _marks_for(slots.size), np.full(slots.size, ELSEWHERE, np.int64)
             _copy_slots(view.slots, view.places, marks, slots, places)
-            view = ChangesView(marks, slots, places, view.rows)
-        added = _add(keys, np.ascontiguousarray(rows).view(np.uint32), present, *view, self._used)
+            view = _view_of(marks, slots, places, view.rows)
+        added = _add(keys, np.ascontiguousarray(rows).view(np.uint32), present, *view[:4], self._used)
         self._size += added
         self._used += int(present.sum())
         self.view = view
@@ -106,13 +115,13 @@ class ChangedRows:
         rows = np.empty((room, view.rows.shape[1]), np.uint32)
         places = view.places.copy()
         _copy_rows(view.places, view.rows, places, rows)
-        self._used, self.view = live, ChangesView(view.marks, view.slots, places, rows)
+        self._used, self.view = live, _view_of(view.marks, view.slots, places, rows)
         return True
 
     def known(self, keys: KeyArray) -> tuple[FloatArray, BoolArray]:
         """Return rows of keys, (n, width), and which of them are known here, (n,)."""
         rows, there = np.zeros((keys.size, self.view.rows.shape[1]), np.uint32), np.zeros(keys.size, np.bool_)
-        _read(keys, *self.view[1:], rows, there)
+        _read(keys, *self.view[1:4], rows, there)
         return rows.view(np.float32), there
 
 
@@ -121,16 +130,20 @@ def _marks_for(slots: int) -> npt.NDArray[np.uint64]:
 
 
 @njit(inline="always")
+def mark_of(marks, hashed):  # type: ignore[no-untyped-def]
+    """Return the number of the word with the mark of a hash."""
+    return (hashed >> np.uint64(6)) & np.uint64(marks.size - 1)
+
+
+@njit(inline="always")
 def is_marked(marks, hashed):  # type: ignore[no-untyped-def]
     """Return whether a key with this hash may be in the set."""
-    word = (hashed >> np.uint64(6)) & np.uint64(marks.size - 1)
-    return (marks[word] >> (hashed & np.uint64(63))) & np.uint64(1) != np.uint64(0)
+    return (marks[mark_of(marks, hashed)] >> (hashed & np.uint64(63))) & np.uint64(1) != np.uint64(0)
 
 
 @njit(inline="always")
 def _mark(marks, hashed):  # type: ignore[no-untyped-def]
-    word = (hashed >> np.uint64(6)) & np.uint64(marks.size - 1)
-    marks[word] |= np.uint64(1) << (hashed & np.uint64(63))
+    marks[mark_of(marks, hashed)] |= np.uint64(1) << (hashed & np.uint64(63))
 
 
 @kernel(_void, _KEYS, read_only(uint64[::1]), boolean[::1])

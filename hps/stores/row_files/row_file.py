@@ -35,8 +35,7 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 _ROWS_WORTH_A_THREAD: Final = 512
 _PAGES_A_PIECE: Final = 4096
 _ASKED_KEYS: Final = 1024  # keys whose pages are asked for together
-_NO_SLOTS: Final = np.empty(0, np.uint64)
-_NO_PLACES: Final = np.empty(0, np.int64)
+_NO_PARTS: Final = np.empty(0, np.int64)
 _GETRUSAGE: Final = function_address("getrusage")
 
 Records = npt.NDArray[np.uint32]
@@ -123,6 +122,7 @@ class RowFile:
         self.fingerprints = self._part(np.uint8, head.fingerprints_at, head.rows)
         self._sums = self._part(np.uint64, head.sums_at, head.pages)
         self._words = self._part(np.uint64, head.records_at, head.pages * PAGE_BYTES // 8)
+        self._file_parts = reading.file_parts(self._mapped, head, self.range.lowest, self.range.highest)
 
     def _records_in(self, memory: Any) -> Records:
         start, head = self.head.records_at, self.head
@@ -203,47 +203,35 @@ class RowFile:
             DatabaseCorruptError: a page is damaged.
             DatabaseError: pages that are still to arrive did not.
         """
-        words, filled = out.view(np.uint32), []
-        marks, slots, places, rows = changes or (_NO_SLOTS, _NO_SLOTS, _NO_PLACES, words[:0])
+        words, size = out.view(np.uint32), keys.size
+        parts = _NO_PARTS if changes is None else changes.parts
         left = found if left is None else left
+        copies: list[int] = []
 
         def part(first: int, last: int) -> None:
             scratch = np.empty(reading.SCRATCH, np.int64)
             at = first
             while at < last:
-                piece, missing, began = slice(at, last), 0, 0
-                if doubtful := self.presence.doubtful:
-                    piece, began = slice(at, min(at + _ASKED_KEYS, last)), time.perf_counter_ns()
-                    missing = self._require(keys[piece], found[piece], verify=verify)
-                reading.fetch_records(
-                    keys[piece],
-                    self._records,
-                    self.starts,
-                    self.fingerprints,
-                    np.uint64(self.range.lowest),
-                    np.uint64(self.range.highest),
-                    words[piece],
-                    found[piece],
-                    self._words if verify else self._words[:0],
-                    self._sums,
-                    marks,
-                    slots,
-                    places,
-                    rows,
-                    left[piece],
-                    scratch,
-                    0 if doubtful else _GETRUSAGE,
-                )
-                self._check(int(scratch[reading.DAMAGED]))
+                missing, began, stop, getrusage = 0, 0, last, _GETRUSAGE
+                if self.presence.doubtful:
+                    stop, began, getrusage = min(at + _ASKED_KEYS, last), time.perf_counter_ns(), 0
+                    missing = self._require(keys[at:stop], found[at:stop], verify=verify)
+                some = (keys, words, found, left)
+                if stop - at < size:  # a slice takes as long as ten absent keys
+                    some = (keys[at:stop], words[at:stop], found[at:stop], left[at:stop])
+                reading.fetch_records(*some, self._file_parts, parts, scratch, verify, getrusage)
+                done, copied, damaged, stopped = scratch[reading.DONE :].tolist()
+                if damaged >= 0:
+                    self._check(damaged)
                 if missing:
                     self._cold_reads.add(missing, time.perf_counter_ns() - began)
-                if scratch[reading.STOPPED]:
+                if stopped:
                     self.presence.doubt()
-                at += int(scratch[reading.DONE])
-                filled.append(int(scratch[reading.COPIED]))
+                at += done
+                copies.append(copied)
 
-        POOL.run(keys.size, _ROWS_WORTH_A_THREAD, part)
-        return sum(filled)
+        POOL.run(size, _ROWS_WORTH_A_THREAD, part)
+        return sum(copies)
 
     def _require(self, keys: KeyArray, found: BoolArray, *, verify: bool) -> int:
         """Have all pages present that a lookup of these keys reads; return how many were missing."""

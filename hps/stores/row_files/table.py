@@ -276,13 +276,13 @@ class RowTable:
             state = self._state
             left: BoolArray | None = None
             if state.file is None:
-                left = state.changed.contains(keys)
+                left = state.changed.contains(keys) & ~found
             elif not len(state.changed):
                 return filled + state.file.fetch(keys, out, found, verify=self._verify)
             else:
                 left = np.zeros(keys.size, np.bool_)
                 filled += state.file.fetch(keys, out, found, verify=self._verify, changes=state.changed.view, left=left)
-            rows = np.flatnonzero(left & ~found)
+            rows = np.flatnonzero(left)
             if not rows.size:
                 return filled
             vectors, there = np.empty((rows.size, self.width), np.float32), np.zeros(rows.size, np.bool_)

@@ -110,6 +110,19 @@ def test_a_bucket_may_be_larger_than_a_page(tmp_path):
     assert np.array_equal(out, vectors[::3000])
 
 
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 17])
+def test_a_bucket_of_any_size_has_its_records_and_no_others(tmp_path, rows):
+    """Fingerprints are compared by eights; with one bucket they end where the file has its sums."""
+    hashes = [(i << 20) + (i % 3) for i in range(rows)]  # a third of them with each fingerprint, all in the first bucket
+    absent = [hashed + (1 << 19) for hashed in hashes] + [(1 << 63) + i for i in range(256)]
+    keys, others = (np.array([key_with(hashed) for hashed in some], np.int64) for some in (hashes, absent))
+    vectors = rng.random((rows, WIDTH), np.float32)
+    write_row_file(tmp_path / "whole", "t", WIDTH, [sorted_run(keys, vectors)])
+    out, found = fetch(RowFile(tmp_path / "whole"), np.concatenate((keys, others)))
+    assert found.tolist() == rows * [True] + others.size * [False]
+    assert np.array_equal(out[:rows], vectors)
+
+
 def key_with(hashed: int) -> int:
     """Return the key with a hash of shares, which orders a file."""
     return unmixed(hashed) ^ int(SHARE_SEED)

@@ -15,10 +15,10 @@ SET_UPS: Final = {
 """By name: `persistent_db.type`, `volatile_db.type` and `persistent_db.resident`."""
 
 MEASURED_ON: Final = "a host with 16 cores, 4 M rows of 128 bytes"
-_LOADED_BYTES_PER_S: Final = {"rocks_db": 133e6, "row_files": 1.18e9}
+_LOADED_BYTES_PER_S: Final = {"rocks_db": 115e6, "row_files": 1.07e9}
 _STARTED_BYTES_PER_S: Final = {"rocks_db + hash_map": 0.48e9, "row_files, resident": 4e9}
 _START_S: Final = 0.02
-_ROWS_PER_S: Final = {"rocks_db + hash_map": 17.6e6, "row_files": 13.6e6, "row_files, resident": 13.6e6}
+_ROWS_PER_S: Final = {"rocks_db + hash_map": 14.4e6, "row_files": 11.3e6, "row_files, resident": 11.3e6}
 """Measured rates (`benchmarks/results/row_files.json`, which a test compares):
 
 *   loaded: `load`.

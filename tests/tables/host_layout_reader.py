@@ -96,11 +96,10 @@ def read_pair(layout: HostLayout, keys: KeyArray, width: int = 0) -> tuple[Float
         width = int(layout.words[VECTOR_BYTES]) // 4 - 1
     rows, found = np.zeros((keys.size, width), np.float32), np.zeros(keys.size, np.bool_)
     if file is not None:
-        records = array_at(file.records, np.uint32, file.rows, width + 2)
-        parts = array_at(file.starts, np.uint32, file.buckets + 1), array_at(file.fingerprints, np.uint8, file.rows)
-        words, none, out = np.empty(0, np.uint64), np.empty(0, np.int64), rows.view(np.uint32)
-        hashes, changes, scratch = (np.uint64(0), ~np.uint64(0)), (words, words, none, out[:0]), np.empty(SCRATCH, np.int64)
-        fetch_records(keys, records, *parts, *hashes, out, found, words, words, *changes, found, scratch, 0)
+        places = [file.records, file.rows, width + 2, file.starts, file.buckets, file.fingerprints]
+        parts = np.array([*places, 0, 0, 0, 2**64 - 1], np.uint64).view(np.int64)  # without checksums, for all hashes
+        none, scratch = np.empty(0, np.int64), np.empty(SCRATCH, np.int64)
+        fetch_records(keys, rows.view(np.uint32), found, found, parts, none, scratch, False, 0)
     if layout.words[VERSIONS]:
         changed, there = read_in_place(layout, keys)
         rows[there], found[there] = changed[there, :-1], changed[there, -1].view(np.uint32) == 0

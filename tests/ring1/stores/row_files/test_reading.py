@@ -338,7 +338,7 @@ def test_a_view_keeps_its_rows_while_replaced_ones_make_room():
             views.append(changes.view)
     for view in views:
         rows, there = np.zeros((10, 1), np.uint32), np.zeros(10, np.bool_)
-        changed_rows._read(keys, *view[1:], rows, there)
+        changed_rows._read(keys, *view[1:4], rows, there)
         assert there.all()
         assert np.array_equal(rows.view(np.float32)[:, 0], keys)
 

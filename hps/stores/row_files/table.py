@@ -121,6 +121,13 @@ class _Load:
 
     record: LoadRecord
     rows: RowCollector
+    older: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # changed before they were loaded; ascending
+
+    def note_changed(self, keys: KeyArray) -> None:
+        """Note that keys are changed now, which is later than their load so far."""
+        if self.older.size:
+            at = np.minimum(np.searchsorted(self.older, keys), self.older.size - 1)
+            self.older = np.delete(self.older, at[self.older[at] == keys])
 
 
 @dataclass(slots=True, eq=False)
@@ -439,6 +446,8 @@ class RowTable:
         state = self._state
         if self._recent is not None:
             self._recent.add(keys)
+        if self._load is not None:
+            self._load.note_changed(keys)
         if state.file and self._download is None:
             new = np.unique(keys[~state.changed.contains(keys)])
             self._shadowed += int(state.file.contains(new).sum())
@@ -534,17 +543,9 @@ class RowTable:
             self._load.record = record
             self._load.rows.add(keys, vectors)
             if not self._record.ended:
-                self._forget_older(keys)
-
-    def _forget_older(self, keys: KeyArray) -> None:
-        """Forget the changes of loaded rows, which are later."""
-        changed = self._changes.are_changed(self.tag, keys) if self._leftover else self._state.changed.contains(keys)
-        older = np.unique(keys[changed])
-        if older.size:
-            self._changes.forget(self.tag, older)
-            self._state = _State(self._state.file, self._changed())
-            self._shadowed = self._count_shadowed(self._state)
-            self.in_place.changed(older)
+                changed = self._changes.are_changed(self.tag, keys) if self._leftover else self._state.changed.contains(keys)
+                if changed.any():
+                    self._load.older = np.union1d(self._load.older, keys[changed])
 
     def finish_load(self) -> None:
         """Make a file of the loaded rows, and serve it. A thread then makes it durable; writers wait for short pieces only."""
@@ -555,7 +556,7 @@ class RowTable:
             file = self._state.file
             try:
                 runs = [*self._load.rows.runs(), *([Run(file.records)] if file else [])]
-                self._load_file(runs, self._load.record, doing)
+                self._load_file(runs, self._load.record, doing, self._load)
             finally:
                 self._load = None  # after a failure the durable record counts, which says that nothing is loaded
 
@@ -579,7 +580,7 @@ class RowTable:
             self._load_file([*changed.runs(), Run(state.file.records)], record, doing)
             return True
 
-    def _load_file(self, runs: list[Run], record: LoadRecord, doing: str) -> None:
+    def _load_file(self, runs: list[Run], record: LoadRecord, doing: str, load: _Load | None = None) -> None:
         share = share_in(record.fingerprint)
         fresh, head = build_row_file(self._rows_path, self.tag, self.width, runs, source=record.fingerprint, share=share)
         settling = _Settling(fresh, head.size_bytes, record.fingerprint)
@@ -590,9 +591,9 @@ class RowTable:
             stored = self._record.load
             modified = record.modified or bool(stored and stored.fingerprint == record.fingerprint and stored.modified)
             record = replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000)
-            if modified:
+            self._replace_older(file, load.older if load else np.empty(0, np.int64))
+            if modified:  # changes are later from now on
                 self._write_ended(record)
-            self._replace(file, self._state.changed)
             if self._settling:  # one that failed
                 self._settling.file.unlink(missing_ok=True)
             self._record, self._settling = replace(self._record, load=record), settling
@@ -699,6 +700,25 @@ class RowTable:
         if before:
             before.release()
 
+    def _replace_older(self, file: RowFile, older: KeyArray) -> None:
+        """Serve a file whose rows are later than some changes, and forget these: lookups never find neither.
+
+        Args:
+            older: distinct keys of these changes.
+        """
+        if not older.size:
+            self._replace(file, self._state.changed)
+            return
+        changed = ChangedRows(self.width)
+        for keys in self._changes.changed_keys(self.tag):
+            later = keys[~np.isin(keys, older, assume_unique=True)]
+            changed.add(later, *self._state.changed.known(later))
+        self._replace(file, changed)
+        leftover, self._leftover = self._leftover, True
+        self._changes.forget(self.tag, older)
+        self._leftover = leftover
+        self._shadowed = self._count_shadowed(self._state)
+
     def seal(self, progress: Callable[[int], None] | None = None) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait.
 
@@ -785,12 +805,10 @@ class RowTable:
                 self._put(replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum=""))
             fresh.replace(self._rows_path)
             sync_directory(self._rows_path.parent)
-            changed = self._state.changed
-            if not same and len(changed):  # the loaded rows are later than rows of unknown origin
-                for keys in self._changes.changed_keys(self.tag):
-                    self._changes.forget(self.tag, keys[file.contains(keys)])
-                changed = self._changed()
-            self._replace(self._replacement(share=file.share), changed)
+            older = [np.empty(0, np.int64)]
+            if not same and len(self._state.changed):  # the loaded rows are later than rows of unknown origin
+                older += [keys[file.contains(keys)] for keys in self._changes.changed_keys(self.tag)]
+            self._replace_older(self._replacement(share=file.share), np.concatenate(older))
             modified = same and before is not None and before.modified
             self._put(replace(record, modified=modified, loaded_at_us=time.time_ns() // 1000))
             return True

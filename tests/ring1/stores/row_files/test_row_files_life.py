@@ -481,6 +481,60 @@ def test_a_seal_that_ends_while_it_forgets_reads_what_is_left_from_a_file(
     assert answers(database, np.concatenate([KEYS, NEW]), 0)
 
 
+def test_a_load_replaces_earlier_writes_once_it_is_finished_and_keeps_later_ones(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, again, gone = KEYS[:40], KEYS[40:60], KEYS[60:70]
+    for keys in (written, again):
+        database.insert(TAG, keys.copy(), vectors_of(keys, DIM, 1))
+    database.delete(TAG, gone.copy())
+    record = LoadRecord("others", KEYS.size, KEYS.size)
+    database.load_chunk(TAG, KEYS[:150], vectors_of(KEYS[:150], DIM, 2), record)
+    database.insert(TAG, again.copy(), vectors_of(again, DIM, 3))  # which is later than the load
+    database.insert(TAG, NEW, vectors_of(NEW, DIM, 3))
+
+    def check_before() -> None:
+        assert answers(database, written, 1)
+        assert answers(database, gone, 0, present=False)
+
+    check_before()
+    database.load_chunk(TAG, KEYS[150:], vectors_of(KEYS[150:], DIM, 2), record)
+    check_before()
+    forget, looks = database._changes.forget, []
+
+    def looked_at(tag: str, keys: np.ndarray) -> None:
+        for step in (lambda: None, lambda: forget(tag, keys)):
+            step()
+            looks.append(keys.size)
+            assert answers(database, np.concatenate([written, gone]), 2), "neither the write nor the load"
+
+    monkeypatch.setattr(database._changes, "forget", looked_at)
+    database.finish_load(TAG)
+    assert looks == [50, 50]
+    for _before_and_after_the_next_seal in range(2):
+        assert answers(database, np.concatenate([written, gone, KEYS[70:]]), 2)
+        assert answers(database, np.concatenate([again, NEW]), 3)
+        assert database.size(TAG) == 340
+        monkeypatch.undo()
+        database.seal(TAG)
+
+
+def test_a_load_that_fails_or_is_given_up_leaves_writes(database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    database.insert(TAG, KEYS[:40].copy(), vectors_of(KEYS[:40], DIM, 1))
+    database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM, 2), LoadRecord("given up", KEYS.size, KEYS.size))
+    database.load_chunk(TAG, KEYS[10:], vectors_of(KEYS[10:], DIM, 3), LoadRecord("others", KEYS.size, KEYS.size))
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module.os, "pwrite", full)
+        with pytest.raises(DatabaseError, match="No space left"):
+            database.finish_load(TAG)
+    assert answers(database, KEYS[:40], 1)
+    assert answers(database, KEYS[40:], 0)
+
+
 def test_two_seals_of_a_table_exclude_each_other(database: RowFilesDatabase) -> None:
     table = database._tables[TAG]
     database.insert(TAG, NEW, vectors_of(NEW, DIM))

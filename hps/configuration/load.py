@@ -27,6 +27,7 @@ from hps.configuration.tiers import (
     VolatileDbConfig,
 )
 from hps.errors import ConfigError
+from hps.ground.shares import TableShare
 
 __all__ = [
     "Configuration",
@@ -163,6 +164,11 @@ def document_of_source(source: Source) -> Document:
         expected = "an object with the key models" if isinstance(source, str | os.PathLike) else _SOURCES
         raise ConfigError(name, [f"top level: got {shown(content)}, expected {expected}"])
     origins = _apply_environment(content)
+    if (shard := os.environ.get(_SHARD)) and content.get("model_repository"):  # whose models are read later
+        try:
+            TableShare.parse(_shard_of_pod(shard))
+        except ValueError:
+            problems.append(f'environment variable {_SHARD}: got {shown(shard)}, expected "1/4" for example')
     return Document(name, content, problems, warnings, lambda location: origins.get(location) or path(location))
 
 

@@ -41,7 +41,8 @@ def checked_head(file: RowFileSource, tag: str, width: int) -> FileHead:
         raise ModelFileError(f"{doing}: it has {file.size_bytes:,} bytes, expected {head.size_bytes:,}; copy it again")
     if (head.tag or tag, head.width, head.row_dtype) != (tag, width, row_dtype_of(tag)):
         raise ModelFileError(
-            f"{doing}: it has rows of {head.width} words ({head.row_dtype}), expected {width} ({row_dtype_of(tag)})"
+            f"{doing}: it has rows of {head.width} words ({head.row_dtype}) of table {head.tag or tag}, expected {width} "
+            f"({row_dtype_of(tag)}) of {tag}"
         )
     return head
 

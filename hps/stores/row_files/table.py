@@ -458,7 +458,7 @@ class RowTable:
         load = self._record.load
         if load is not None and not load.modified:
             modified = replace(load, modified=True)
-            if self._settling and self._settling.fingerprint == load.fingerprint and self._load is None:
+            if self._settling and self._settling.fingerprint == load.fingerprint:
                 self._write_ended(modified)
                 self._record = replace(self._record, load=modified)
             else:

@@ -389,3 +389,7 @@ def test_a_wrong_share_is_refused_by_where_it_is_written(monkeypatch: pytest.Mon
     monkeypatch.setenv("HPS_SHARD", "hps/4")
     with pytest.raises(ConfigError, match=r'environment variable HPS_SHARD: got "hps/4"'):
         load()
+    for wrong in ("3/3", "a/b", "1"):
+        monkeypatch.setenv("HPS_SHARD", wrong)
+        with pytest.raises(ConfigError, match=rf'environment variable HPS_SHARD: got "{wrong}"'):
+            load_configuration({"model_repository": "models"})

@@ -80,7 +80,7 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
         raise errors.ConfigError(
             str(path),
             [
-                'persistent_db: got none, expected {"type": "rocks_db", "path": ...}: hps load fills databases that outlive '
+                'persistent_db: got none, expected {"type": "row_files", "path": ...}: hps load fills databases that outlive '
                 "it; hps serve fills an in-process volatile_db by itself"
             ],
         )

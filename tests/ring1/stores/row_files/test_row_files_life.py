@@ -121,6 +121,25 @@ def test_the_same_files_are_loaded_again_below_what_was_written_since(path: Path
             np.testing.assert_array_equal(rows[40:], vectors_of(KEYS[40:], DIM))
 
 
+def test_a_write_while_the_same_files_are_loaded_again_does_not_complete_a_load_that_is_not_durable(
+    path: Path, tmp_path: Path, unsettled: list
+) -> None:
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM), LoadRecord("files", KEYS.size, KEYS.size))
+        database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+        shutil.copytree(path, tmp_path / "crashed")
+        unsettled.pop()()
+    with closing(RowFilesDatabase(tmp_path / "crashed")) as database:
+        database.open_table(TAG, DIM)
+        assert not database.load_record(TAG).complete
+        load(database)
+        unsettled.pop()()
+        assert answers(database, KEYS[:5], 1)
+        assert answers(database, KEYS[5:], 0)
+
+
 def test_a_load_that_the_disk_refuses_late_stays_incomplete_and_is_loaded_again(
     path: Path, unsettled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:

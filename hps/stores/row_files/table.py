@@ -689,7 +689,12 @@ class RowTable:
         """Return whether its changes are to be sealed: they exceed a share of the file's rows, or so many bytes."""
         file, changed = self._state.file, self.changed_rows
         enough = changed > share * (file.rows if file else 0) or self.changed_bytes > most_bytes
-        return changed >= least_rows and enough and self._load is None
+        return changed >= least_rows and enough and self._may_seal()
+
+    def _may_seal(self) -> bool:
+        """Return whether no files are to be loaded below the changes: they would replace what was sealed before."""
+        load = self._record.load
+        return self._load is None and self._download is None and (load is None or load.complete)
 
     def _replace(self, file: RowFile, changed: ChangedRows, parts: list[KeyArray] | None = None) -> None:
         """Serve a file; `parts` are the changed keys, by default all that RocksDB has."""
@@ -728,7 +733,7 @@ class RowTable:
         doing, started = f"sealing table {self.tag}", time.monotonic()
         with self._making_a_file(doing):
             with self._alone(doing):
-                if self._load is not None or self._settling or self._download is not None or not self.changed_rows:
+                if self._settling or not self._may_seal() or not self.changed_rows:
                     return 0
                 self._recent = _Recent()
                 file = self._state.file
@@ -779,11 +784,10 @@ class RowTable:
                 if progress:
                     progress(piece.size)
         except BaseException:
-            with self._writing:  # what RocksDB still has is a change, as for the next start
-                self._leftover = True
-                with suppress(DatabaseError):
-                    self._add(keys[start:][self._changes.are_changed(self.tag, keys[start:])])
-                    self._leftover = False
+            self._leftover = True  # what RocksDB still has is a change, as for the next start
+            with suppress(DatabaseError), self._alone(doing):
+                self._add(keys[start:][self._changes.are_changed(self.tag, keys[start:])])
+                self._leftover = False
             raise
 
     def can_adopt(self, head: FileHead) -> bool:

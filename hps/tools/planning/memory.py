@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -150,17 +150,11 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
     for (tier, _), (database, section, rows) in stored.items():
         for need in database.room_for(section, rows):
             model, number, table = tables_by_tag.get(need.table, ("", "", ""))
-            place = need.place
             linked = _linked(configuration, versions, model, number, database) if on_cuda and need.table else None
-            if linked:
-                if tier != "persistent_db" and place == "ram":
-                    place = "pinned"
-                elif tier == "persistent_db" and linked.miss_path == "link":  # else the host answers where it does not fit
-                    if place == "ram":
-                        continue  # pinned files are resident, too
-                    pinned = Need("pinned", f"{need.what}, which devices read in place", need.size_bytes, table)
-                    needs.append(PlannedNeed(model, number, tier, pinned))
-            needs.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.temporary)))
+            needs += [
+                PlannedNeed(model, number, tier, replace(held, table=table))
+                for held in _held(need, linked, persistent=tier == "persistent_db")
+            ]
     formats = {version.network.config.format for version in versions if version.network is not None}
     needs += [PlannedNeed("", "", "process", need) for need in engine_needs(formats)]
     if stored:
@@ -310,6 +304,21 @@ def _linked(
     config = next(version.config for version in versions if (version.config.model, version.config.version) == (model, number))
     kind = linked_kind(config, _kinds(configuration, config))
     return config if kind and issubclass(database, kind) else None
+
+
+def _held(need: Need, linked: ModelConfig | None, *, persistent: bool) -> list[Need]:
+    """Return what a need of a database becomes if devices read its table in place, which pins it.
+
+    Args:
+        linked: the configuration of the table's version, if they may.
+    """
+    if linked is None or (persistent and linked.miss_path != "link"):  # the host answers where a file does not fit
+        return [need]
+    if not persistent:
+        return [replace(need, place="pinned")] if need.place == "ram" else [need]
+    if need.place == "ram":
+        return []  # pinned files are resident, too
+    return [need, replace(need, place="pinned", what=f"{need.what}, which devices read in place")]
 
 
 def _needs_of(config: ModelConfig, tier: str, needs: Iterable[Need], device: int | None) -> list[PlannedNeed]:

@@ -111,28 +111,6 @@ def test_a_sealed_version_gives_each_server_its_range(start, tmp_path, tiers):
         start.opened.close()
 
 
-@pytest.mark.parametrize("tiers", ["hash_map", "rocks_db_alone", "row_files"])
-def test_a_delta_changes_the_range_of_a_sealed_base(tmp_path, tiers):
-    changed, deleted = KEYS[::3], KEYS[1::3]
-    hps.write_version(tmp_path / "m" / "1", {"a": (KEYS, vectors_of(KEYS))})
-    seal_version(tmp_path / "m" / "1")
-    hps.write_version(tmp_path / "m" / "2", {"a": (changed, vectors_of(changed, 1))}, delta_of="1", deleted={"a": deleted})
-    entry = model_of("m", ["a"], {"a": DIM}, default_value_for_each_table=[DEFAULT], shard={"index": 1, "of": 3})
-    entry["version_path"] = str(tmp_path / "m")
-    options = dict(TIERS[tiers])
-    if kind := options.pop("persistent", None):
-        options["persistent_db"] = {"type": kind, "path": str(tmp_path / kind)}
-    with hps.HPS({**document_of(entry), **options}) as server:
-        for version in ("2", "1", "2"):
-            server.deploy("m", version)
-            expected = vectors_of(OWN)
-            if version == "2":
-                expected[np.isin(OWN, changed)] = vectors_of(OWN[np.isin(OWN, changed)], 1)
-                expected[np.isin(OWN, deleted)] = DEFAULT
-            np.testing.assert_array_equal(server.lookup(OWN, "m", "a"), expected)
-            refused(server)
-
-
 @pytest.mark.parametrize("kind", ["static", "uvm", "stochastic"])
 def test_every_type_of_cache_refuses_keys_of_other_shares(start, kind):
     server = start(embedding_cache_type=kind, gpucacheper=2.0, cache_refresh_percentage_per_iteration=1.0)
@@ -257,10 +235,13 @@ def test_a_database_that_is_kept_must_have_the_share(start, tmp_path):
         pass
 
 
-@pytest.mark.parametrize("tiers", ["hash_map", "rocks_db", "row_files"])
-def test_a_delta_changes_the_rows_of_the_share(tmp_path, tiers):
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("tiers", ["hash_map", "rocks_db", "rocks_db_alone", "row_files"])
+def test_a_delta_changes_the_rows_of_the_share(tmp_path, tiers, sealed):
     changed, deleted = KEYS[::3], KEYS[1::3]
     hps.write_version(tmp_path / "m" / "1", {"a": (KEYS, vectors_of(KEYS))})
+    if sealed:
+        seal_version(tmp_path / "m" / "1")
     hps.write_version(tmp_path / "m" / "2", {"a": (changed, vectors_of(changed, 1))}, delta_of="1", deleted={"a": deleted})
     entry = model_of("m", ["a"], {"a": DIM}, default_value_for_each_table=[DEFAULT], shard={"index": 1, "of": 3})
     entry["version_path"] = str(tmp_path / "m")

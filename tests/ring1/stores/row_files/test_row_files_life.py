@@ -140,6 +140,53 @@ def test_a_write_while_the_same_files_are_loaded_again_does_not_complete_a_load_
         assert answers(database, KEYS[5:], 0)
 
 
+def test_nothing_is_sealed_before_files_are_loaded_again_below_it(path: Path, tmp_path: Path, unsettled: list) -> None:
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+        shutil.copytree(path, tmp_path / "crashed")
+        unsettled.pop()()
+    with closing(RowFilesDatabase(tmp_path / "crashed")) as database:
+        database.open_table(TAG, DIM)
+        table = database._tables[TAG]
+        database.insert(TAG, KEYS[5:10], vectors_of(KEYS[5:10], DIM, 1))
+        assert not table.is_due(0.0, 1, 0)
+        assert database.seal(TAG) == 0
+        load(database)
+        unsettled.pop()()
+        assert table.is_due(0.0, 1, 0)
+        for _before_and_after_the_seal in range(2):
+            assert answers(database, KEYS[:10], 1)
+            assert answers(database, KEYS[10:], 0)
+            database.seal(TAG)
+
+
+def test_a_load_whose_older_writes_cannot_be_forgotten_is_sealed_with_none_of_them(
+    database: RowFilesDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.insert(TAG, KEYS[:5], vectors_of(KEYS[:5], DIM, 1))
+    record = LoadRecord("others", KEYS.size, KEYS.size)
+    database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM, 2), record)
+
+    def refused(*_: object) -> None:
+        raise DatabaseError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database._changes, "forget", refused)
+        with pytest.raises(DatabaseError, match="disk is full"):
+            database.finish_load(TAG)
+    database.insert(TAG, KEYS[9:10], vectors_of(KEYS[9:10], DIM, 3))
+    assert database.seal(TAG) == 0
+    assert not database.load_record(TAG).complete
+    database.load_chunk(TAG, KEYS, vectors_of(KEYS, DIM, 2), record)
+    database.finish_load(TAG)
+    assert answers(database, KEYS, 2)
+    database.wait_until_durable(TAG)
+    database.seal(TAG)
+    assert answers(database, KEYS, 2)
+
+
 def test_a_load_that_the_disk_refuses_late_stays_incomplete_and_is_loaded_again(
     path: Path, unsettled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:

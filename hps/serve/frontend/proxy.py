@@ -104,6 +104,7 @@ class Upstream(asyncio.Protocol):
             client.relay(self._answer.fed)
         if done:
             self._client = None
+            self.resume()  # a client that has not read the last bytes has paused it, and refers to it no longer
             if self._answer.keeps_alive:
                 self._pool.release(self)
             else:

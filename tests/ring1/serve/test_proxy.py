@@ -100,6 +100,26 @@ async def test_a_connection_is_used_again(application: App, pool: Pool, /) -> No
         assert len(application.open) == len(pool._idle) == 1
 
 
+class SlowAsker(Asker):
+    """One who reads slowly: it pauses its answer at each piece, and resumes it while it has the connection."""
+
+    def relay(self, data: bytes) -> None:
+        super().relay(data)
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def finish_relay(self) -> None:
+        self.upstream = None
+        super().finish_relay()
+
+
+@beside(opened)
+async def test_a_connection_that_was_paused_at_the_end_of_an_answer_answers_again(application: App, pool: Pool, /) -> None:
+    for name in (b"a", b"b"):
+        await answered(application, SlowAsker(pool, name))
+        assert len(application.open) == len(pool._idle) == 1
+
+
 @beside(opened)
 async def test_so_many_idle_connections_are_kept_and_the_others_closed(application: App, pool: Pool, /) -> None:
     for _ in range(2):

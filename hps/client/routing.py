@@ -258,11 +258,7 @@ class Router:
             if not between_replicas and not known.is_split:
                 return None
             if layout is None and known.is_split:
-                raise (
-                    failure
-                    if isinstance(failure, MissingShareError)
-                    else self._refusal(f"looking up model {shares.model!r}", known)
-                )
+                raise failure if isinstance(failure, MissingShareError) else self._refusal(doing, known)
             try:
                 if layout is not None and layout.of > 1:
                     return (yield from self._route_shares(keys, call, shares, layout, known))

@@ -13,10 +13,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.servers.quiet_http import QuietHandler, QuietServer, running
 
 _UPSTREAM_TIMEOUT_S = 60.0
 
@@ -141,20 +142,8 @@ class MisbehavingProxy:
         class Handler(_Handler):
             owner = proxy
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that went away is what many tests want."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._stack = ExitStack()
+        self.url = self._stack.enter_context(running(QuietServer(Handler))).url
 
     def reset(self) -> None:
         """Forget the requests, end what is under way and pass on what comes."""
@@ -167,23 +156,16 @@ class MisbehavingProxy:
 
     def __exit__(self, *_: object) -> None:
         self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(10)
+        self._stack.close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     owner: MisbehavingProxy
-    protocol_version = "HTTP/1.1"
     wbufsize = 0
-    disable_nagle_algorithm = True
 
     def setup(self) -> None:
         super().setup()
         self.owner.connections += 1
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name of the base class
-        pass
 
     def _handle(self) -> None:
         owner, self.closing = self.owner, self.owner.closing

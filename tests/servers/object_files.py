@@ -2,15 +2,16 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from tests.servers.quiet_http import QuietHandler, QuietServer, running
 
-class ObjectFiles(ThreadingHTTPServer):
+
+class ObjectFiles(QuietServer):
     """S3 by path-style addresses: the bucket is the first directory. Files must not change.
 
     Attributes:
@@ -18,28 +19,15 @@ class ObjectFiles(ThreadingHTTPServer):
         before: called with key, start and stop before a range is sent; may wait or raise.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self, directory: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.directory = directory
         self.counting = threading.Lock()
         self.sent: dict[str, int] = {}
         self.before: Callable[[str, int, int], None] = lambda key, start, stop: None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of clients that go away."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1
+class _Handler(QuietHandler):
     server: ObjectFiles
 
     def do_GET(self) -> None:
@@ -89,19 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
 
-
-@contextmanager
-def object_files(directory: Path) -> Iterator[ObjectFiles]:
+def object_files(directory: Path) -> AbstractContextManager[ObjectFiles]:
     """Serve the objects of a directory."""
-    server = ObjectFiles(directory)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return running(ObjectFiles(directory))

@@ -3,11 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+
+from tests.servers.quiet_http import QuietHandler, QuietServer, running
 
 
 @dataclass(frozen=True)
@@ -19,37 +19,20 @@ class Answer:
     service_s: float = 0.0
 
 
-class TimedServer(ThreadingHTTPServer):
+class TimedServer(QuietServer):
     """Works on one lookup at a time, in the order in which it gets to them; `answer` says by its number what it does.
 
     It has the metadata of a model `m` with a table `item`, as Triton would describe it.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self, answer: Callable[[int], Answer], dim: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.answer, self.dim = answer, dim
         self.lookups: list[int] = []  # the bytes of each body
         self.busy = threading.Lock()
 
-    @property
-    def address(self) -> tuple[str, int]:
-        return "127.0.0.1", self.server_address[1]
 
-    @property
-    def url(self) -> str:
-        return "http://{}:{}".format(*self.address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that go away."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1
+class _Handler(QuietHandler):
     server: TimedServer
 
     def do_GET(self) -> None:
@@ -76,19 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer.body)
 
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name of the base
-        """Keep quiet."""
 
-
-@contextmanager
-def timed_server(answer: Callable[[int], Answer] = lambda number: Answer(), dim: int = 4) -> Iterator[TimedServer]:
+def timed_server(
+    answer: Callable[[int], Answer] = lambda number: Answer(), dim: int = 4
+) -> AbstractContextManager[TimedServer]:
     """Serve until the end of the block."""
-    with TimedServer(answer, dim) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            with suppress(OSError):
-                server.shutdown()
-            thread.join(10)
+    return running(TimedServer(answer, dim))

@@ -437,7 +437,8 @@ class TableLoad:
                 model.rows,
             )
             return record.rows_done
-        _log.info("Table: %s; %s has another state of the model, which is replaced.", self._tag, database.kind)
+        level, lost = (logging.WARNING, ", with rows that were written online") if record.modified else (logging.INFO, "")
+        _log.log(level, "Table: %s; %s has another state of the model%s, which is replaced.", self._tag, database.kind, lost)
         self._empty(database)
         return 0
 

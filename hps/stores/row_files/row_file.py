@@ -140,15 +140,11 @@ class RowFile:
     @property
     def size_bytes(self) -> int:
         """Size of the parts that the share reads."""
-        return self.head.size_bytes if self._is_whole else sum(part.size for part in self._parts())
-
-    @property
-    def _is_whole(self) -> bool:
-        return self.range.around == (0, self.head.rows)
+        return self.head.size_bytes if self.is_whole else sum(part.size for part in self._parts())
 
     def _parts(self) -> list[npt.NDArray[np.uint8]]:
         """Return what the share reads."""
-        if self._is_whole:
+        if self.is_whole:
             return [self._mapped]
         return [self._mapped[start:stop] for start, stop in self.range.runs(self.head)]
 

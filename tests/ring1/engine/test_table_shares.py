@@ -65,6 +65,17 @@ def check(server):
     assert (found.sum(), found[: OWN.size].all()) == (OWN.size, True)
 
 
+def check_stored(server, own, tiers):
+    """Check that the databases hold these keys alone, and all of them unless the database is bounded."""
+    for database in server.model("m").chain.databases:
+        table = database.stored(server.model("m").tables[0])
+        stored = np.concatenate([keys for keys, _ in database.scan(table.tag, 1000)] or [KEYS[:0]])
+        assert np.isin(stored, own).all()
+        if tiers != "bounded" or database.persistent:
+            np.testing.assert_array_equal(np.sort(stored), own)
+            assert database.size(table.tag) == own.size
+
+
 def refused(server, keys=None):
     """Check that a lookup of keys, by default one foreign among others, is refused, and by which key."""
     keys = np.concatenate([OWN[:5], FOREIGN[:1], OWN[5:9]]) if keys is None else keys
@@ -76,12 +87,7 @@ def refused(server, keys=None):
 @pytest.mark.parametrize("tiers", TIERS)
 def test_a_server_loads_and_answers_its_share(start, tiers, gpucache):
     server = start(tiers, gpucache=gpucache)
-    for database in server.model("m").chain.databases:
-        table = database.stored(server.model("m").tables[0])
-        stored = np.concatenate([keys for keys, _ in database.scan(table.tag, 1000)] or [KEYS[:0]])
-        assert np.isin(stored, OWN).all()
-        if tiers != "bounded" or database.persistent:
-            np.testing.assert_array_equal(np.sort(stored), OWN)
+    check_stored(server, OWN, tiers)
     for _ in range(2):
         check(server)
         refused(server)
@@ -98,13 +104,7 @@ def test_a_sealed_version_gives_each_server_its_range(start, tmp_path, tiers):
     for shard in (SHARE, SHARE, TableShare(0, 2), TableShare(1, 2)):
         server = start(tiers, shard)
         own, foreign = KEYS[shard.owns(KEYS)], KEYS[~shard.owns(KEYS)]
-        for database in server.model("m").chain.databases:
-            table = database.stored(server.model("m").tables[0])
-            stored = np.concatenate([keys for keys, _ in database.scan(table.tag, 1000)] or [KEYS[:0]])
-            assert np.isin(stored, own).all()
-            if tiers != "bounded" or database.persistent:
-                np.testing.assert_array_equal(np.sort(stored), own)
-                assert database.size(table.tag) == own.size
+        check_stored(server, own, tiers)
         np.testing.assert_array_equal(server.lookup(own, "m", "a"), vectors_of(own))
         with pytest.raises(MisplacedKeysError):
             server.lookup(foreign[:3], "m", "a")

@@ -243,12 +243,13 @@ def flip_a_bit(source: str, name: str, place: int) -> None:
     ids=["a bit of a key", "the first bit", "the last bit", "vectors that changed places", "fewer rows"],
 )
 def test_the_least_change_is_another_version_which_replaces_all_rows_and_updates(
-    source: str, rocks: RocksDatabase, volatile: Memory, change: Callable[[str], object]
+    source: str, rocks: RocksDatabase, volatile: Memory, caplog: pytest.LogCaptureFixture, change: Callable[[str], object]
 ) -> None:
     load_table(TABLE, source, [rocks])
     update(rocks)
     change(source)
     assert not load_table(TABLE, source, [volatile, rocks]).differs
+    assert [record.levelname for record in caplog.records if "that were written online" in record.getMessage()] == ["WARNING"]
     assert held(rocks) == held(volatile) == content(*next(chunks_of(open_sparse_model(source, DIM), ROWS)))
     assert not record_of(rocks).modified
 

@@ -1,4 +1,4 @@
-"""docs/row-files.md describes the format completely: a reader written by that page alone reads our files."""
+"""docs/row-file-format.md describes the format completely: a reader written by that page alone reads our files."""
 
 import json
 import re
@@ -12,8 +12,7 @@ import pytest
 from hps.stores.row_files.writer import Run, sorted_run, write_row_file
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "row-files.md").read_text()
-FORMAT = PAGE[PAGE.index("## The format") :]
+FORMAT = (ROOT / "docs" / "row-file-format.md").read_text()
 SEED = int(re.findall(r"mix\(key \^ 0x([0-9A-F]{16})\)", FORMAT)[0], 16)
 FIRST, SECOND = (int(number, 16) for number in re.findall(r"x \*= 0x([0-9A-F]{16})", FORMAT))
 (PRIME,) = (int(number, 16) for number in re.findall(r"P = 0x([0-9A-F]{16})", FORMAT))

@@ -58,11 +58,18 @@ def raw(path: Path, tags: list[str], read_only: bool = False) -> rocksdict.Rdict
 
 
 def raw_items(path: Path, tag: str) -> dict[bytes, bytes]:
-    """All rows of a table, read beside the database under test."""
-    other = raw(path, rocksdict.Rdict.list_cf(str(path))[1:], read_only=True)
-    rows = dict(other.get_column_family(tag).items())
-    other.close()
-    return rows
+    """All rows of a table, read beside the database under test, whose compactions may remove a file while this opens."""
+
+    def read() -> dict[bytes, bytes]:
+        try:
+            other = raw(path, rocksdict.Rdict.list_cf(str(path))[1:], read_only=True)
+        except Exception as error:  # what the binding raises
+            raise DatabaseError(str(error)) from error
+        rows = dict(other.get_column_family(tag).items())
+        other.close()
+        return rows
+
+    return directory.settled(path, read)
 
 
 def as_hugectr_writes(path: Path, tag: str, rows: dict[bytes, bytes]) -> None:

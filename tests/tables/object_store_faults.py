@@ -169,7 +169,7 @@ class ObjectStoreFaults(ModelsInStores):
         [
             *((Trickle(), HASTY), (Trickle(pause_s=600, after_bytes=10_000), HASTY)),
             # where one byte may take longer than the whole read
-            (Trickle(pause_s=600, after_bytes=1000), {"timeout_s": 3000, "deadline_s": 1, "max_attempts": 1}),
+            (Trickle(pause_s=600, after_bytes=1000), {"timeout_s": 3000, "deadline_s": 5, "max_attempts": 1}),
         ],
         ids=name_of,
     )

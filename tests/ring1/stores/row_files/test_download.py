@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedError, ModelSourceError
-from hps.ground.memory.host_tables import BucketChanges
+from hps.ground.memory.host_tables import BucketChanges, HostLayout
 from hps.ground.shares import TableShare, with_share
 from hps.statistics.snapshot import FileStatistics
 from hps.stores.base import FilePeers, LoadRecord, LogPosition, Partition, PeerRead, RowChanges, RowFileSource
@@ -128,6 +128,24 @@ def test_lookups_are_right_before_the_file_is_there_and_after(database: RowFiles
     before = len(elsewhere.ranges)
     assert_right(database, 3)
     assert len(elsewhere.ranges) == before
+
+
+def test_a_download_that_has_ended_leaves_its_file_alone(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    """Devices are told by the thread that downloads, when the table has no download any more."""
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    left = list[tuple[bool, list[str]]]()
+
+    def look(layout: HostLayout | None) -> None:
+        if layout is not None:
+            left.append((not database.downloads(), files(database)))
+
+    host = database.host_table(TAG)
+    host.watch(look)
+    host.pin(PopulatingPinner())
+    elsewhere.gate.set()
+    wait_until(lambda: left, "devices were told")
+    assert left == [(True, [".json", ".rows"])]
 
 
 def test_missing_parts_are_read_together_and_once(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:

@@ -61,6 +61,7 @@ def values(attributes):
 
 def test_a_request_is_a_span_and_its_stages_are_spans_below(document, monkeypatch):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=ranker-eu")
+    monkeypatch.setattr("hps.serve.logs.spans._CLOSE_S", PATIENCE_S)  # a service that stops exports the last spans
     with receiver() as (url, got):
         document["service"] = {"otlp_endpoint": url + "/", "access_log_per_s": 0}
         with running_service(document) as service:

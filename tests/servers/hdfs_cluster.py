@@ -14,9 +14,7 @@ import importlib.util
 import json
 import os
 import pwd
-import random
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from xml.sax.saxutils import escape
 
 from hps.ground.registry import install_hint
 from tests.servers.program import Program
-from tests.servers.redis_server import listens
+from tests.servers.redis_server import free_ports, listens
 
 _START_S = 90.0  # two JVMs on a busy machine; 4 s on an idle one
 
@@ -57,24 +55,6 @@ def what_is_missing() -> str | None:
     if not any(jars_directory().glob("hadoop-hdfs-*.jar")):
         return f"Hadoop's jars are not in {jars_directory()}: run .ci/hdfs-jars"
     return None
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens, below the range that connections take theirs from."""
-    held: list[socket.socket] = []
-    try:
-        while len(held) < count:
-            probe = socket.socket()
-            try:
-                probe.bind(("127.0.0.1", random.randrange(15_000, 32_000)))
-            except OSError:
-                probe.close()
-                continue
-            held.append(probe)
-        return [probe.getsockname()[1] for probe in held]
-    finally:
-        for probe in held:
-            probe.close()
 
 
 class _Node(Program):

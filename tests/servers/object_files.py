@@ -51,11 +51,11 @@ class _Handler(QuietHandler):
             self._answer(200, b"", {**head, "Content-Length": str(size)})
             return
         self.server.before(key, start, stop)
+        with self.server.counting:  # before it is sent: a client that has it may look at once
+            self.server.sent[key] = self.server.sent.get(key, 0) + stop - start
         with path.open("rb") as file:
             file.seek(start)
             self._answer(206 if wanted else 200, file.read(stop - start), head)
-        with self.server.counting:
-            self.server.sent[key] = self.server.sent.get(key, 0) + stop - start
 
     do_HEAD = do_GET
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import shutil
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hps.testing.waiting import wait_until
 from tests.servers.program import Program
 
 NODE_TIMEOUT_MS = 15_000  # after which a silent node counts as failed; on a busy machine a node is silent for seconds
+_random = random.SystemRandom()  # Hypothesis seeds the other one alike in all processes
 
 
 def server_program() -> str | None:
@@ -31,14 +33,16 @@ def valkey_program() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens, and neither on the port of a cluster's bus, 10,000 above."""
+    """Ports on which nothing listens, and neither on the port of a cluster's bus, 10,000 above.
+
+    Both are below the range that connections take theirs from: no connection takes one before its server listens, or while that
+    is started again.
+    """
     ports: list[int] = []
     held: list[socket.socket] = []
     try:
         while len(ports) < count:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1] % 40_000 + 10_000
+            port = _random.randrange(10_000, 22_768)
             try:
                 for number in (port, port + 10_000):
                     held.append(socket.socket())

@@ -88,8 +88,7 @@ class Download(Presence):
         path: local name without suffix.
         share: the share whose rows are needed; by default all are.
         beside: files of other tables here; what they have of this content is not read from elsewhere.
-        finished: called in the background once the file is complete and durable, before its name is `<path>.partial` no more;
-            gives it its name.
+        finished: called in the background once the file is complete and durable; calls `rename`.
         counts: of the table.
 
     Attributes:
@@ -507,13 +506,18 @@ class Download(Presence):
         self._complete, self.error, self._beside = True, None, []
         self.doubtful = False
         self._finished()
-        self._extents.unlink(missing_ok=True)
         _log.info("The download of %s is complete: %d bytes.", self._file.place, self.size_bytes)
         with self._changed:
             self._renamed = True
             self._changed.notify_all()
         self._asked.shutdown(wait=False)
         self._ahead.shutdown(wait=False)
+
+    def rename(self, path: Path) -> None:
+        """Give the complete file its name, durably on return. Nothing else is left of the download."""
+        self.partial.replace(path)
+        sync_directory(path.parent)
+        self._extents.unlink(missing_ok=True)  # a start removes it beside a complete file
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the file is complete and has its name; return False if it is not.

@@ -861,8 +861,7 @@ class RowTable:
             load = self._record.load
             if self._download is not download or load is None:
                 raise DatabaseError(f"completing the download of table {self.tag}: the table has another file")
-            download.partial.replace(self._rows_path)
-            sync_directory(self._rows_path.parent)
+            download.rename(self._rows_path)
             self._replace(self._replacement(share=share_in(load.fingerprint)), self._state.changed)
             self._put(replace(load, rows_done=load.rows_total, loaded_at_us=time.time_ns() // 1000))
             self._download = None

@@ -12,7 +12,7 @@ from hps.configuration.tiers import PeersConfig
 from hps.errors import RemoteError
 from hps.models import peers as module
 from hps.models.peers import SERVER_ID_HEADER, Address, Peers, server_id
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 
 CONTENT = bytes(range(256)) * 64
 NAME = "0123456789abcdef0123456789abcdef"
@@ -95,11 +95,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def opened(clock: Clock) -> Iterator[Callable[..., Peers]]:
+def opened(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Peers]]:
     made: list[Peers] = []
+    monkeypatch.setattr(module, "_FIRST_RESOLVE_S", PATIENCE_S)
 
     def open_peers(*urls: str, resolve: Callable[[str, int], list[Address]] | None = None, **settings: object) -> Peers:
-        config = PeersConfig.model_validate({"urls": urls, "least_bytes": 0, **settings})
+        config = PeersConfig.model_validate({"urls": urls, "least_bytes": 0, "timeout_s": PATIENCE_S, **settings})
         made.append(Peers(config, clock=clock, resolve=resolve))
         return made[-1]
 
@@ -290,8 +291,8 @@ def test_a_peer_that_closes_in_the_middle_fails() -> None:
 
 
 def test_a_peer_that_is_gone_fails_once(opened: Callable[..., Peers]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
-    peers = opened(url)
-    assert read(peers)[:2] == ("", 1)
-    assert read(peers)[:2] == ("", 0)
+    with socket.socket() as gone:  # which keeps its port from others
+        gone.bind(("127.0.0.1", 0))
+        peers = opened(f"http://127.0.0.1:{gone.getsockname()[1]}")
+        assert read(peers)[:2] == ("", 1)
+        assert read(peers)[:2] == ("", 0)

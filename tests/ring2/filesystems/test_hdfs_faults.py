@@ -11,7 +11,8 @@ from hps.filesystems.hdfs import HdfsFileSystem
 from hps.models.files import open_sparse_model
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
-from tests.servers.hdfs_cluster import HdfsCluster, free_ports
+from tests.servers.hdfs_cluster import HdfsCluster
+from tests.servers.redis_server import free_ports
 from tests.tables.hdfs_models import DIM, HASTY, KEYS, PATIENT, ROWS, THRICE, VECTORS, mute_server, read_elsewhere
 from tests.tables.hdfs_models import cluster as cluster
 from tests.tables.hdfs_models import lasting_model as lasting_model

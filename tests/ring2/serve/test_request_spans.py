@@ -61,6 +61,7 @@ def values(attributes):
 
 def test_a_request_is_a_span_and_its_stages_are_spans_below(document, monkeypatch):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=ranker-eu")
+    monkeypatch.setattr("hps.serve.logs.spans._CLOSE_S", PATIENCE_S)  # a service that stops exports the last spans
     with receiver() as (url, got):
         document["service"] = {"otlp_endpoint": url + "/", "access_log_per_s": 0}
         with running_service(document) as service:
@@ -105,8 +106,8 @@ def test_a_receiver_that_is_away_changes_nothing_for_requests(document, kind, mo
         with running_service({**document, "service": {"otlp_endpoint": endpoint}}) as service:
             statuses = {service.client.post(LOOKUP, json=KEYS).status_code for _ in range(300)}
             assert statuses == {200}
-    lines = [record for record in caplog.records if record.name.startswith("opentelemetry")]
-    assert len(lines) <= 20  # however many spans are dropped
+    dropped = [record for record in caplog.records if "dropping" in record.message]
+    assert len(dropped) <= 20  # however many spans are; attempts to export have lines by time, one a second
     for thread in set(threading.enumerate()) - before:  # it draws random pauses, which Hypothesis takes for a test's
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseCorruptError, DatabaseError, ModelFileChangedError, ModelSourceError
-from hps.ground.memory.host_tables import BucketChanges
+from hps.ground.memory.host_tables import BucketChanges, HostLayout
 from hps.ground.shares import TableShare, with_share
 from hps.statistics.snapshot import FileStatistics
 from hps.stores.base import FilePeers, LoadRecord, LogPosition, Partition, PeerRead, RowChanges, RowFileSource
@@ -36,15 +36,19 @@ class Elsewhere:
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.ranges: list[tuple[int, int]] = []
+        self.looked_up: list[int] = []  # sizes of the ranges that the background did not read
         self.gate = threading.Event()  # ranges of the background wait for it
         self.gate.set()
         self.before: Callable[[int, int], None] = lambda offset, size: None
         self.flipped: set[int] = set()
 
     def read(self, offset: int, buffer: memoryview) -> None:
+        in_background = "download" in threading.current_thread().name
         self.ranges.append((offset, len(buffer)))
+        if not in_background:
+            self.looked_up.append(len(buffer))
         self.before(offset, len(buffer))
-        if "download" in threading.current_thread().name and not self.gate.wait(20):
+        if in_background and not self.gate.wait(20):
             raise ModelSourceError("the gate stayed closed")
         part = bytearray(self.content[offset : offset + len(buffer)])
         for at in self.flipped:
@@ -130,15 +134,33 @@ def test_lookups_are_right_before_the_file_is_there_and_after(database: RowFiles
     assert len(elsewhere.ranges) == before
 
 
+def test_a_download_that_has_ended_leaves_its_file_alone(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
+    """Devices are told by the thread that downloads, when the table has no download any more."""
+    elsewhere.gate.clear()
+    database.adopt(TAG, elsewhere.source(), RECORD)
+    left = list[tuple[bool, list[str]]]()
+
+    def look(layout: HostLayout | None) -> None:
+        if layout is not None:
+            left.append((not database.downloads(), files(database)))
+
+    host = database.host_table(TAG)
+    host.watch(look)
+    host.pin(PopulatingPinner())
+    elsewhere.gate.set()
+    wait_until(lambda: left, "devices were told")
+    assert left == [(True, [".json", ".rows"])]
+
+
 def test_missing_parts_are_read_together_and_once(database: RowFilesDatabase, elsewhere: Elsewhere) -> None:
     elsewhere.gate.clear()
     database.adopt(TAG, elsewhere.source(), RECORD)
+    elsewhere.looked_up.clear()
     assert_right(database)
-    ranges = [(at, size) for at, size in elsewhere.ranges if size >= download.BLOCK_BYTES]
-    assert max(size for _, size in ranges) > download.BLOCK_BYTES
-    before = len(elsewhere.ranges)
+    assert max(elsewhere.looked_up) > download.BLOCK_BYTES
+    before = len(elsewhere.looked_up)
     assert_right(database)
-    assert len(elsewhere.ranges) == before
+    assert len(elsewhere.looked_up) == before
     elsewhere.gate.set()
 
 

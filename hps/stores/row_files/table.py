@@ -644,8 +644,8 @@ class RowTable:
             sync_directory(self._rows_path.parent)
             with self._writing:
                 if self._settling is settling and not self._dropped:
-                    self._settling = None
                     self._put(self._record.load)
+                    self._settling = None  # last: who waits for it looks without the lock
         except (OSError, DatabaseError) as error:
             if not self._dropped:  # else its file was removed
                 self._settling_failed(settling, error)
@@ -662,9 +662,8 @@ class RowTable:
             self.tag,
             error,
         )
-        with self._writing:
-            if self._settling in (settling, None) and (load := self._record.load) and not self._dropped:
-                self._settling = settling  # so that the durable record goes on to say that the load is incomplete
+        with self._writing:  # `_settling` stays, so that the durable record goes on to say that the load is incomplete
+            if self._settling is settling and (load := self._record.load) and not self._dropped:
                 self._record = replace(
                     self._record, load=replace(load, rows_done=0, rows_total=max(1, load.rows_total)), ended=True
                 )

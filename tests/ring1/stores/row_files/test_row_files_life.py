@@ -95,6 +95,27 @@ def test_a_loaded_table_serves_before_it_is_durable(path: Path, unsettled: list)
         assert answers(database, np.concatenate([KEYS, NEW]), 0)
 
 
+def test_nobody_is_told_that_a_load_is_durable_before_its_record_is(
+    path: Path, unsettled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = table_module.TableRecord.write
+
+    def checked(record: table_module.TableRecord, place: Path) -> None:
+        with pytest.raises(DatabaseTimeoutError, match="were not durable"):
+            database.wait_until_durable(TAG)
+        write(record, place)
+
+    with closing(RowFilesDatabase(path)) as database:
+        database.open_table(TAG, DIM)
+        load(database)
+        monkeypatch.setattr(database._tables[TAG], "_write_timeout_s", 0.0)
+        monkeypatch.setattr(table_module, "_SLOWEST_DISK", 1 << 60)
+        monkeypatch.setattr(table_module.TableRecord, "write", checked)
+        unsettled.pop()()
+        assert database._tables[TAG].counts.failures == 0
+        database.wait_until_durable(TAG)
+
+
 def test_the_same_files_are_loaded_again_below_what_was_written_since(path: Path, tmp_path: Path, unsettled: list) -> None:
     spec = TableSpec("shop", "item", DIM, 0.0, 1000)
     files = tmp_path / "files"

@@ -194,14 +194,15 @@ def test_a_write_is_sent_once(ask: Ask, step: Step) -> None:
 
 
 def test_an_unreachable_server_is_an_error_and_another_address_is_tried(ask: Ask) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        gone = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    (outcome,) = ask(gone, lookups())
-    assert type(outcome) is hps.RemoteConnectionError
-    assert gone in str(outcome)
-    with ScriptedServer() as server:
-        outcomes = ask([gone, server.url], lookups(2))
-        assert is_right(*outcomes)
+    with socket.socket() as held:  # bound, so that nobody else listens there
+        held.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{held.getsockname()[1]}"
+        (outcome,) = ask(gone, lookups())
+        assert type(outcome) is hps.RemoteConnectionError
+        assert gone in str(outcome)
+        with ScriptedServer() as server:
+            outcomes = ask([gone, server.url], lookups(2))
+            assert is_right(*outcomes)
 
 
 def test_the_pool_is_bounded_and_opens_others_for_those_that_were_closed() -> None:

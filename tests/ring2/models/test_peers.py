@@ -109,7 +109,8 @@ class Asker:
 
 def complete_file(directory: Path) -> Path:
     """The file of the only table in a server's database, once it has its name, which is later than its last byte."""
-    return wait_until(lambda: next((directory / "rows/tables").glob("*.rows"), None), "the file has its name")
+    [file] = wait_until(lambda: list((directory / "rows/tables").glob("*.rows")), "the file has its name")
+    return file
 
 
 def test_a_server_fills_from_another_one(start: Callable[..., Asker], store: ObjectFiles) -> None:

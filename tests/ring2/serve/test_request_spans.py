@@ -106,8 +106,9 @@ def test_a_receiver_that_is_away_changes_nothing_for_requests(document, kind, mo
         with running_service({**document, "service": {"otlp_endpoint": endpoint}}) as service:
             statuses = {service.client.post(LOOKUP, json=KEYS).status_code for _ in range(300)}
             assert statuses == {200}
-    dropped = [record for record in caplog.records if "dropping" in record.message]
-    assert len(dropped) <= 20  # however many spans are; attempts to export have lines by time, one a second
+    lines = [record.message for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert sum("dropping" in line for line in lines) <= 20  # however many spans are
+    assert 1 <= len(lines) < 100  # for 300 requests; attempts to export have one a second
     for thread in set(threading.enumerate()) - before:  # it draws random pauses, which Hypothesis takes for a test's
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread

@@ -9,7 +9,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -265,7 +265,9 @@ def read_object(tensor: Any, label: str) -> TensorView | None:
     try:
         exchange = _exchanges[kind]
     except KeyError:
-        exchange = _exchanges[kind] = _exchange_of(kind)
+        table = exchange_table(kind)
+        exchange = None if table is None else (_FromObject(table.from_object), _WorkStream(table.work_stream))
+        _exchanges[kind] = exchange
     if exchange is None or getattr(tensor, "requires_grad", False):  # `__dlpack__` refuses it, the table does not
         return None
     from_object, work_stream = exchange
@@ -286,34 +288,34 @@ def read_object(tensor: Any, label: str) -> TensorView | None:
     return view
 
 
-def work_stream_of(kind: type) -> Callable[[int], int] | None:
-    """Return a reader of a framework's current CUDA stream; None if the tensor type publishes no exchange table.
+class ExchangeTable(NamedTuple):
+    """Functions of a type of tensors for compiled code, by address; 0 for one that it lacks.
 
-    Returns:
-        Function of a CUDA device's id that returns the address of the calling thread's current stream there.
+    They need the GIL, and return 0, or another number with an exception set.
+
+    Attributes:
+        from_object: `int (PyObject*, DLManagedTensorVersioned**)`.
+        borrow: `int (PyObject*, DLTensor*)`, which takes no reference.
+        work_stream: `int (int32 device_type, int32 device_id, void**)`: the calling thread's current stream.
     """
-    exchange = _exchange_of(kind)
-    if exchange is None:
-        return None
-    ask = exchange[1]
 
-    def work_stream(device_id: int) -> int:
-        stream = ctypes.c_void_p()
-        ask(CUDA, device_id, stream)
-        return stream.value or 0
-
-    return work_stream
+    from_object: int
+    borrow: int
+    work_stream: int
 
 
-def _exchange_of(kind: type) -> tuple[Callable[..., int], Callable[..., int]] | None:
+def exchange_table(kind: type) -> ExchangeTable | None:
+    """Return a tensor type's functions for compiled code; None without a supported table."""
     capsule = vars(kind).get("__dlpack_c_exchange_api__")  # not a base class's: a subclass may not be a plain tensor
     if type(capsule) is not CAPSULE or _capsule_name(capsule) != b"dlpack_exchange_api":
         return None
     address = _capsule_pointer(capsule, b"dlpack_exchange_api")
     while address:
-        major, _, previous, _, from_object, _, _, work_stream = _EXCHANGE.unpack_from(_EXCHANGE_BYTES.from_address(address))
+        major, _, previous, _, from_object, _, borrow, work_stream = _EXCHANGE.unpack_from(
+            _EXCHANGE_BYTES.from_address(address)
+        )
         if major == _MAJOR:
-            return _FromObject(from_object), _WorkStream(work_stream)
+            return ExchangeTable(from_object, borrow, work_stream)
         address = previous
     return None
 

@@ -11,7 +11,7 @@ from cupy_backends.cuda.api import runtime
 from hps.cache.base import BatchDriver, EmbeddingCache
 from hps.cache.cuda import batch_loop, kernels, structs
 from hps.cache.cuda.cache import CupyCache
-from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, on_device
+from hps.cache.cuda.device import CUDA_ERRORS, DeviceBuffer, PinnedBuffer, driver_function, on_device
 from hps.cache.cuda.links import CudaPinner
 from hps.errors import DeviceError
 from hps.ground.kernels.numba_kernels import compile_kernels
@@ -138,7 +138,6 @@ class CupyBatches(BatchDriver):
         self._words[:, batch_loop.L_DEVICE] = -1
         self._devices: list[int] = []
         self._in_use: dict[int, object] = {}  # by identity of a cache: references to its tables and links
-        library = ctypes.CDLL("libcuda.so.1")
         self._functions = np.zeros(16, np.int64)
         for place, names in (
             (batch_loop.F_LAUNCH, ("cuLaunchKernel",)),
@@ -148,8 +147,7 @@ class CupyBatches(BatchDriver):
             (batch_loop.F_QUERY, ("cuStreamQuery",)),
             (batch_loop.F_CURRENT, ("cuCtxSetCurrent",)),
         ):
-            found = next(getattr(library, name) for name in names if hasattr(library, name))
-            self._functions[place] = ctypes.cast(found, ctypes.c_void_p).value or 0
+            self._functions[place] = driver_function(*names)
 
     def prepare(self) -> None:
         """Pin the regions for all devices. If that fails, the engine's threads answer, through pinned buffers."""

@@ -37,6 +37,7 @@ from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.modifications import LaunchOrder, Modifications
 from hps.cache.cuda.near_tables import NearTables
 from hps.cache.cuda.queries import LookupKernels
+from hps.cache.cuda.repeats import adopt, launch_and_wait, work_stream
 from hps.cache.cuda.spread_memory import reason_against
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
@@ -89,6 +90,10 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         self._near: NearTables | None = None
         self._copying = threading.Lock()  # of the leader: held while rows change that may have copies, or copies are made
         self._copies: PeriodicTask | None = None
+
+    @classmethod
+    def kernels(cls) -> Sequence[Callable[..., Any]]:
+        return adopt, work_stream, launch_and_wait
 
     @classmethod
     def batches(cls, loop: LoopState) -> BatchDriver:

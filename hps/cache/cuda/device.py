@@ -142,14 +142,20 @@ def stream_of(pointer: int) -> Any:
 
 
 class Arguments:
-    """The argument of one kernel, a struct packed in place. *One per thread.*"""
+    """The argument of one kernel, a struct packed in place. *One per thread.*
 
-    __slots__ = ("_pointers", "address", "bytes")
+    Attributes:
+        bytes: the struct, which is at `struct_address`.
+        address: of the list of arguments, which is the struct's address alone.
+    """
+
+    __slots__ = ("_pointers", "address", "bytes", "struct_address")
 
     def __init__(self, size: int) -> None:
         memory = ctypes.create_string_buffer(size)
         self.bytes = memoryview(memory).cast("B")  # which takes slices twenty times as fast, and keeps the memory
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self.struct_address = ctypes.addressof(memory)
+        self._pointers = (ctypes.c_void_p * 1)(self.struct_address)
         self.address = ctypes.addressof(self._pointers)
 
     def pack(self, layout: struct.Struct, offset: int, *values: Any) -> None:
@@ -183,6 +189,13 @@ class DependentLaunch:
         _LAUNCH_CONFIG.pack_into(self._config, 0, blocks, 1, 1, threads, 1, 1, 0, stream, at, 1)
         if code := self._launch(self._config_at, handle, arguments.address, None):
             raise driver.CUDADriverError(code)
+
+
+def driver_function(*names: str) -> int:
+    """Return the address of the first of these functions that the driver has, for compiled code."""
+    library = ctypes.CDLL("libcuda.so.1")
+    found = next(getattr(library, name) for name in names if hasattr(library, name))
+    return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 @cache

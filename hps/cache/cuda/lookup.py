@@ -20,6 +20,7 @@ from hps.cache.cuda.device import (
     copy_to_device,
     copy_to_host,
     device_call,
+    driver_function,
     launch,
     stream_of,
 )
@@ -29,6 +30,7 @@ from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.queries import LookupKernels, Queries
+from hps.cache.cuda.repeats import DRIVER_FUNCTIONS, driver_words, launch_and_wait
 from hps.cache.cuda.tensors import NOTHING, UNKNOWN_STREAM, Placement, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.batch import Batch
@@ -45,6 +47,7 @@ _PATIENCE = 64  # attempts to read a row that the host is writing, before it is 
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
 _ADMITTING_BLOCKS = 4  # of an SM, where many misses are admitted in a launch of its own
 _LINK_BYTES = 33  # of the lists, per key
+_NO_BATCH = Batch((), (), (), ())
 
 
 class CupyLookup(StreamOrderedLookup):
@@ -95,7 +98,8 @@ class CupyLookup(StreamOrderedLookup):
         self.stream = self._private_stream
         self._running = False  # a query was launched, and its end not awaited
         self._unread_flags = False  # an enqueued lookup may still set the flags
-        self._batch = Batch((), (), (), ())
+        self._repeatable = False  # the last lookup found every key resident, and left nothing to be awaited or delivered
+        self._batch = _NO_BATCH
         self.placed: Placement = NOTHING  # of a batch of rows; of bags, the rows of their misses
         self._total = self._table_count = 0  # keys, and tables
         self._bags = BagPooling(memory.specs, compiled)
@@ -121,6 +125,8 @@ class CupyLookup(StreamOrderedLookup):
         self._fixed = PinnedBuffer()
         self.flags_at, flags = self._fixed.take(16)
         self.flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, is left; any offset is wrong
+        context = int(cupy.cuda.driver.ctxGetCurrent())
+        self._driver = driver_words([driver_function(name) for name in DRIVER_FUNCTIONS], context, flags.ctypes.data)
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
         self._tallies_at, tallies = self._fixed.take(8 * tables)
@@ -148,12 +154,53 @@ class CupyLookup(StreamOrderedLookup):
         self._reserve(LEAST_KEYS)
         self.clear()
 
-    @device_call("querying")
     def query(self, batch: Batch) -> int:
         """Copy resident vectors to their rows of `outs`; list the rest. See `CacheLookup.query`."""
+        if self._repeatable and not self._change_order.pending:
+            queries = self._settling if self.memory.complete else self._queries
+            if (flags := self._repeat(batch, queries)) == 0:
+                return 0
+            return self._query(batch, queries if flags > 0 else None)
+        return self._query(batch)
+
+    def _repeat(self, batch: Batch, queries: Queries) -> int:
+        """Launch a query that is like an earlier one, and wait for it.
+
+        Returns:
+            0: every key was resident, and the lookup is complete. Above: the flags that the query set. Below: no query is like
+            it, or an error that `_query` will meet, too.
+        """
+        tables = self.memory.tables()
+        if (placed := batch.placement) is not None:
+            repeat = queries.repeat_of(placed)
+            stream = UNKNOWN_STREAM if repeat is None else self.reader.stream_of(placed)
+        elif len(batch.sizes) == 1:
+            repeat = queries.repeat_of_one(batch.tables[0])
+            stream = self.reader.repeat_one(repeat, batch)
+        else:
+            return -1
+        if repeat is None or stream < 0:
+            return -1
+        if stream != self.stream:
+            self.stream, self._streams = stream, {stream}
+        self._repeatable, self._running = False, True
+        flags: int = launch_and_wait(self._driver, repeat.words, stream)
+        del tables  # held until here: `close` may run in another thread
+        if flags >= 0:
+            self._running, self._repeatable = False, not flags
+        return flags
+
+    @device_call("querying")
+    def _query(self, batch: Batch, queried: Queries | None = None) -> int:
+        """Do what `query` does, for any batch.
+
+        Args:
+            queried: has run a query of the batch, which set flags.
+        """
         # One kernel and one wait if all keys are resident. Misses in attached tables take a second kernel, and a second wait if
         # the last lookup had none; keys that are then left take a third of each.
         tables = self.memory.tables()
+        self._repeatable = False
         self._links = list(self._attached)
         self.start(batch)
         if self._change_order.pending:
@@ -165,7 +212,7 @@ class CupyLookup(StreamOrderedLookup):
         self.linked = self.absent = ()
         self._running = True
         try:
-            self.counts = self._answer_bags() if self._pooled else self._answer()
+            self.counts = self._answer_bags() if self._pooled else self._answer(queried)
         except CUDA_ERRORS:
             self.clear()
             raise
@@ -175,12 +222,19 @@ class CupyLookup(StreamOrderedLookup):
         left = sum(self.counts)
         if not left and (self._pooled or self._unfinished or self.placed.on_host):
             self._deliver()
+        self._repeatable = not (
+            left or self._pooled or self.host.used or self._unfinished or self._busy or self._waits_for
+        ) and not (self._host_waits or self.linked or self.absent or self._missing_share)
+        if self._repeatable:  # repeats keep no tensors, nor does the next one keep these
+            self._batch = _NO_BATCH
+            self.reader.start()
         return left
 
     @device_call("looking up without waiting")
     def enqueue(self, batch: Batch, captured: bool = False) -> None:
         """Launch a complete lookup without waiting. See `StreamOrderedLookup.enqueue`."""
         self.memory.tables()
+        self._repeatable = False
         self._links = list(self._attached)
         links = [self._links[table] for table in batch.tables]
         if not all(link is not None and link.authoritative for link in links):
@@ -304,14 +358,21 @@ class CupyLookup(StreamOrderedLookup):
         if self._pooled:
             self._bags.reserve_lists()
 
-    def _answer(self) -> list[int]:
-        """Answer keys from the cache and attached tables; return the number of keys left in each segment."""
+    def _answer(self, queried: Queries | None) -> list[int]:
+        """Answer keys from the cache and attached tables; return the number of keys left in each segment.
+
+        Args:
+            queried: see `_query`.
+        """
         # If recent lookups missed keys that attached tables had, both kernels are launched at once, which saves a round trip.
         # Otherwise the kernel for misses follows only after a miss, so that lookups of resident keys cost the same with and
         # without attached tables.
-        if self.memory.complete and self._settle():
-            return [0] * self._table_count
-        self._queries.launch(self.placed, self.stream)  # not through `launch_query`: one call less on the hot path
+        if queried is self._settling or (queried is None and self.memory.complete):
+            if self._settle(settled=queried is not None):
+                return [0] * self._table_count
+            queried = None
+        if queried is None:
+            self._queries.launch(self.placed, self.stream)  # not through `launch_query`: one call less on the hot path
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
         if launched:
@@ -319,8 +380,7 @@ class CupyLookup(StreamOrderedLookup):
         if defers:
             runtime.eventSynchronize(self._answered.ptr)  # the admission after it goes on while the host delivers
         else:
-            runtime.streamSynchronize(self.stream)
-            self._unfinished = False
+            self.synchronise()
         counts = [0] * self._table_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
@@ -332,11 +392,15 @@ class CupyLookup(StreamOrderedLookup):
             self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
 
-    def _settle(self) -> bool:
-        """Answer all keys by one kernel, since every row is resident; return False if one could not be read."""
-        self._settling.launch(self.placed, self.stream)
-        runtime.streamSynchronize(self.stream)
-        self._unfinished = False
+    def _settle(self, *, settled: bool) -> bool:
+        """Answer all keys by one kernel, since every row is resident; return False if one could not be read.
+
+        Args:
+            settled: the kernel has run.
+        """
+        if not settled:
+            self._settling.launch(self.placed, self.stream)
+            self.synchronise()
         if not (self.flags[0] or self.flags[1]):
             return True
         unread = bool(self.flags[1])
@@ -591,7 +655,7 @@ class CupyLookup(StreamOrderedLookup):
 
     def synchronise(self) -> None:
         runtime.streamSynchronize(self.stream)
-        self._unfinished = False
+        self._unfinished, self._busy = False, 0
 
     def clear(self) -> None:
         """Reset the miss counts after a query that ended early, whose kernels may still be queued."""
@@ -627,9 +691,9 @@ class CupyLookup(StreamOrderedLookup):
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)
-        self._queries.use(self.missing_keys, self.listed_positions, self.missing_counts, self.flags_at)
-        self._settling.use(0, 0, self.missing_counts, self.flags_at)
-        self._settling_alone.use(0, 0, 0, 0)
+        self._queries.use(self.missing_keys, self.listed_positions, self.missing_counts, self.flags_at, capacity=keys)
+        self._settling.use(0, 0, self.missing_counts, self.flags_at, capacity=keys)
+        self._settling_alone.use(0, 0, 0, 0, capacity=keys)
         self._answer_tails.clear()
         self._capacity = keys
 

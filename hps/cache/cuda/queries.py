@@ -14,6 +14,7 @@ import numpy as np
 from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.device import Arguments, DeviceTable, kernels_of, launch
 from hps.cache.cuda.kernels import Kernel, Kind, Rows, Shape, outputs_code
+from hps.cache.cuda.repeats import Repeat
 from hps.cache.cuda.tensors import Placement
 from hps.tensors.bags import Arithmetic
 
@@ -133,13 +134,29 @@ class Queries:
         self._launches: dict[tuple[object, ...], _Launch] = {}
         # Of kept batches: handle, blocks and arguments of each kernel.
         self._packed_batches: dict[Placement, list[tuple[int, int, Arguments]]] = {}
+        self._repeats: dict[Placement | int, Repeat] = {}  # by kept batch that is one launch, and by table
         self._lists = (0, 0, 0, 0)
+        self._capacity = 0
 
-    def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int) -> None:
-        """Set the addresses that queries write their misses to."""
+    def use(self, missing_keys: int, missing_positions: int, missing_counts: int, any_missing: int, capacity: int) -> None:
+        """Set the addresses that queries write their misses to, and the number of misses that fit there."""
         self._lists = (missing_keys, missing_positions, missing_counts, any_missing)
+        self._capacity = capacity
         self._launches.clear()
         self._packed_batches.clear()
+        self._repeats.clear()
+
+    def repeat_of(self, placed: Placement) -> Repeat | None:
+        """Return the launch of a kept batch; None if it has not been launched, or is several launches."""
+        return self._repeats.get(placed)
+
+    def repeat_of_one(self, table: int) -> Repeat:
+        """Return the launch of keys of one table, to aligned outputs of float32 without a mask."""
+        found = self._repeats.get(table)
+        if found is None:
+            [launched] = self._packed(Placement((table,), (1,), (0,), (0,)), _arguments_of)
+            found = self._repeats[table] = Repeat(*launched).of_one_table(self._dims[table], self._capacity)
+        return found
 
     def launch(self, placed: Placement, stream: int) -> None:
         """Launch the query of all tables: one kernel for every SEGMENTS_AT_ONCE of them."""
@@ -160,8 +177,12 @@ class Queries:
     def _pack_once(self, placed: Placement) -> list[tuple[int, int, Arguments]]:
         """Pack the queries of a placement that later lookups reuse."""
         if len(self._packed_batches) == _MAX_LAUNCHES:
-            del self._packed_batches[next(iter(self._packed_batches))]
+            oldest = next(iter(self._packed_batches))
+            del self._packed_batches[oldest]
+            self._repeats.pop(oldest, None)
         packed = self._packed_batches[placed] = list(self._packed(placed, _arguments_of))
+        if len(packed) == 1:
+            self._repeats[placed] = Repeat(*packed[0])
         return packed
 
     def _packed(self, rows: Placement, arguments_of: Callable[[int], Arguments]) -> Iterator[tuple[int, int, Arguments]]:

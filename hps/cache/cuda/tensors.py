@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import attrgetter, ge, mul, or_
 from typing import Any, NamedTuple
@@ -12,8 +12,9 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.cuda import kernels
+from hps.cache.cuda import kernels, repeats
 from hps.cache.cuda.device import PinnedBuffer, stream_of
+from hps.cache.cuda.repeats import Repeat
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.array_checks import check_key_tensor, check_output_tensor
 from hps.tensors.batch import Batch, Part, check_host_arrays
@@ -25,8 +26,9 @@ from hps.tensors.dlpack import (
     NUMPY_CODES,
     TensorView,
     adopt,
-    work_stream_of,
+    exchange_table,
 )
+from hps.types import IndexArray
 
 UNKNOWN_STREAM = -1
 """The consumer's stream is unknown; its producer was ordered before the legacy default stream."""
@@ -106,6 +108,7 @@ class TensorReader:
 
     __slots__ = (
         "_device_id",
+        "_exchange",
         "_float32",
         "_int32",
         "_int64",
@@ -126,7 +129,8 @@ class TensorReader:
         self._int64: Any = None
         self._int32: Any = None
         self._float32: Any = None
-        self._torch_stream: Callable[[int], int]
+        self._torch_stream: Callable[[], int]
+        self._exchange: IndexArray | None = None  # of torch.Tensor, if it publishes a table
         self._uses_torch = self._uses_cupy = False
         self._keep: list[Any] = []  # kept alive until the lookup has ended
         self._narrow: list[int] = []  # formats of the outputs of 16 bits
@@ -145,8 +149,37 @@ class TensorReader:
         if self._tensor is None and "torch" in sys.modules:
             torch = sys.modules["torch"]
             self._int64, self._int32, self._float32 = torch.int64, torch.int32, torch.float32
-            self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+            if (table := exchange_table(torch.Tensor)) is not None:
+                self._exchange = repeats.exchange_words(table, CUDA, self._device_id)
+                self._torch_stream = partial(repeats.work_stream, self._exchange)
+            else:
+                self._torch_stream = lambda: torch.cuda.current_stream(self._device_id).cuda_stream
             self._tensor = torch.Tensor
+
+    def repeat_one(self, repeat: Repeat, batch: Batch) -> int:
+        """Write the addresses of a batch's one table, and return the stream; UNKNOWN_STREAM if `place` must find them."""
+        keys, out = batch.keys[0], batch.outs[0]
+        if (
+            type(keys) is not self._tensor
+            or type(out) is not self._tensor
+            or self._exchange is None
+            or out.requires_grad
+            or batch.founds
+            or batch.poolings
+            or batch.joined
+        ):
+            return UNKNOWN_STREAM
+        stream: int = repeats.adopt(self._exchange, repeat.words, id(keys), id(out), batch.sizes[0])
+        return stream
+
+    def stream_of(self, placed: Placement) -> int:
+        """Return the current stream of the tensors of a kept batch; UNKNOWN_STREAM if they have several."""
+        if not placed.of_torch:
+            return int(cupy.cuda.get_current_stream(self._device_id).ptr)
+        stream = self._torch_stream()
+        if placed.of_cupy and stream != cupy.cuda.get_current_stream(self._device_id).ptr:
+            return UNKNOWN_STREAM
+        return stream
 
     def place(self, batch: Batch, dims: Sequence[int], doing: Sequence[str], host: PinnedBuffer) -> Placement:
         """Find the tensors of a batch of rows.
@@ -193,7 +226,7 @@ class TensorReader:
             ):
                 if not self._uses_torch:
                     self._uses_torch = True
-                    self.streams.add(self._torch_stream(device))
+                    self.streams.add(self._torch_stream())
                 key_at, out_at = keys.data_ptr(), out.data_ptr()
             elif (
                 type(keys) is type(out) is cupy.ndarray
@@ -412,7 +445,7 @@ class TensorReader:
         if isinstance(tensor, Part):
             tensor = tensor.tensor
         if type(tensor) is self._tensor:
-            return self._torch_stream(self._device_id)
+            return self._torch_stream()
         if type(tensor) is cupy.ndarray:
             return int(cupy.cuda.get_current_stream(self._device_id).ptr)
         return self._view(tensor, "keys").producer_stream
@@ -466,7 +499,7 @@ class TensorReader:
 
     def _use_torch(self) -> None:
         self._uses_torch = True
-        self.streams.add(self._torch_stream(self._device_id))
+        self.streams.add(self._torch_stream())
 
     def _use_cupy(self) -> None:
         self._uses_cupy = True

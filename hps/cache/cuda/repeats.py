@@ -1,0 +1,167 @@
+"""Lookups like an earlier one, without the interpreter: adopt the tensors, launch the kernel, wait. Imports no CuPy.
+
+Most lookups differ from an earlier one only in their tensors, or only in what those contain. The arguments of their one kernel are
+packed once, as a `Repeat`. The rest takes two calls of compiled code, and a fifth of the interpreter's time.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numba import int64, njit
+
+from hps.cache.cuda import kernels, structs
+from hps.ground.kernels.numba_atomics import (
+    call_1,
+    call_4,
+    call_launch,
+    load_relaxed,
+    store_relaxed,
+    store_relaxed_u32,
+)
+from hps.ground.kernels.numba_kernels import kernel
+from hps.tensors.dlpack import FLOAT, INT, ExchangeTable
+from hps.types import IndexArray
+
+# Words of a type of tensors on a device: addresses of functions, the device as a DLTensor has it, and room for a DLTensor.
+_BORROW, _WORK_STREAM, _CLEAR_ERROR, _ON, _TENSOR = range(5)
+# Words of a workspace: addresses of the driver's functions, the context, the address of the kernels' flags, and room for a word.
+_LAUNCH, _WAIT, _CURRENT, _SET_CURRENT, _CONTEXT, _FLAGS, _WORD = range(7)
+DRIVER_FUNCTIONS: Final = ("cuLaunchKernel", "cuStreamSynchronize", "cuCtxGetCurrent", "cuCtxSetCurrent")
+# Words of a repeat: its kernel and arguments; of one table also the addresses of the arguments that differ, and limits.
+_KERNEL, _BLOCKS, _PARAMETERS, _KEYS, _OUT, _N, _DIM, _MOST_KEYS = range(8)
+
+_DATA, _DEVICE, _KIND, _SHAPE, _STRIDES, _OFFSET = range(0, 48, 8)  # of a DLTensor; the kind follows the number of dimensions
+_INT64: Final = INT | 64 << 8 | 1 << 16
+_FLOAT32: Final = FLOAT | 32 << 8 | 1 << 16
+_LOW_HALF: Final = 0xFFFFFFFF
+_KEYS_PER_WARP: Final = 8
+_KEYS_PER_BLOCK: Final = kernels.QUERY_THREADS // 32 * _KEYS_PER_WARP
+_THREADS: Final = kernels.QUERY_THREADS
+MOST_KEYS: Final = (1 << 19) - 1
+"""Of a repeat of one table; a warp of a larger lookup may take more keys."""
+
+_WORDS: Any = int64[::1]
+
+
+class Repeat:
+    """The packed launch of lookups that differ only in their tensors, or only in what those contain. *One per thread.*
+
+    Attributes:
+        words: for `adopt` and `launch_and_wait`.
+        arguments: what the words point to.
+    """
+
+    __slots__ = ("arguments", "words")
+
+    def __init__(self, handle: int, blocks: int, arguments: Any) -> None:
+        self.arguments = arguments
+        self.words: IndexArray = np.zeros(8, np.int64)
+        self.words[:3] = handle, blocks, arguments.address
+
+    def of_one_table(self, dim: int, most_keys: int) -> "Repeat":
+        """Let `adopt` write keys, output and their number, in arguments packed as `structs.QUERY_OF_ONE`; return self."""
+        at, offsets = self.arguments.struct_address, structs.QUERY_OF_ONE.offsets
+        self.words[3:] = at + offsets["keys"], at + offsets["out"], at + offsets["n"], dim, min(most_keys, MOST_KEYS)
+        return self
+
+
+def exchange_words(table: ExchangeTable, device_type: int, device_id: int) -> IndexArray:
+    """Return the words of a type of tensors on a device, for `adopt` and `work_stream`. *One per thread.*"""
+    clear_error = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
+    words = (table.borrow, table.work_stream, clear_error, device_type | device_id << 32, *[0] * (6))
+    return np.array(words, np.int64)
+
+
+def driver_words(functions: Sequence[int], context: int, flags: int) -> IndexArray:
+    """Return the words of a workspace, for `launch_and_wait`.
+
+    Args:
+        functions: addresses of DRIVER_FUNCTIONS.
+        context: of the device.
+        flags: address in host memory of the 8 bytes that kernels set.
+    """
+    return np.array((*functions, context, flags, 0), np.int64)
+
+
+@njit(inline="always")
+def _size(tensor: int) -> int:
+    """Return the number of elements of a C-contiguous DLTensor; -1 for others."""
+    shape, strides, size = load_relaxed(tensor + _SHAPE), load_relaxed(tensor + _STRIDES), 1
+    for axis in range((load_relaxed(tensor + _KIND) & _LOW_HALF) - 1, -1, -1):
+        extent = load_relaxed(shape + 8 * axis)
+        if extent != 1 and strides != 0 and load_relaxed(strides + 8 * axis) != size:
+            return -1
+        size *= extent
+    return size
+
+
+@njit(inline="always")
+def _borrow(exchange: IndexArray, tensor: int, at: int, kind: int) -> bool:
+    """Describe a tensor at an address; return whether it is of this kind and on the device."""
+    if call_4(exchange[_BORROW], tensor, at, 0, 0) != 0:
+        call_1(exchange[_CLEAR_ERROR], 0)
+        return False
+    return load_relaxed(at + _DEVICE) == exchange[_ON] and load_relaxed(at + _KIND) >> 32 == kind
+
+
+@njit(inline="always")
+def _stream(exchange: IndexArray, at: int) -> int:
+    device = exchange[_ON]
+    if call_4(exchange[_WORK_STREAM], device & _LOW_HALF, device >> 32, at, 0) != 0:
+        call_1(exchange[_CLEAR_ERROR], 0)
+        return -1
+    return load_relaxed(at)
+
+
+@kernel(int64, _WORDS, nogil=False)
+def work_stream(exchange: IndexArray) -> int:
+    """Return the current stream of a type of tensors on a device; -1 if unknown."""
+    return _stream(exchange, exchange.ctypes.data + 8 * _TENSOR)
+
+
+@kernel(int64, _WORDS, _WORDS, int64, int64, int64, nogil=False)
+def adopt(exchange: IndexArray, repeat: IndexArray, keys: int, out: int, n: int) -> int:
+    """Write the addresses of the tensors of a repeat of one table, and return their stream; -1 if it is not for such tensors.
+
+    Args:
+        keys, out: ids of objects of the type of `exchange`, which the caller holds.
+        n: number of keys.
+    """
+    at = exchange.ctypes.data + 8 * _TENSOR
+    if exchange[_BORROW] == 0 or n == 0 or n > repeat[_MOST_KEYS] or not _borrow(exchange, keys, at, _INT64) or _size(at) != n:
+        return -1
+    keys_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    if not _borrow(exchange, out, at, _FLOAT32) or _size(at) < n * repeat[_DIM]:
+        return -1
+    out_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    stream = _stream(exchange, at)
+    if stream < 0 or keys_at & 7 != 0 or out_at & 15 != 0:
+        return -1
+    store_relaxed(repeat[_KEYS], keys_at)
+    store_relaxed(repeat[_OUT], out_at)
+    store_relaxed_u32(repeat[_N], n)
+    repeat[_BLOCKS] = (n + _KEYS_PER_BLOCK - 1) // _KEYS_PER_BLOCK
+    return stream
+
+
+@kernel(int64, _WORDS, _WORDS, int64)
+def launch_and_wait(driver: IndexArray, repeat: IndexArray, stream: int) -> int:
+    """Launch the kernel of a repeat, and wait for its stream.
+
+    Returns:
+        The flags that kernels set, 0 if no key was missing; or a driver's error, negative.
+    """
+    at = driver.ctypes.data + 8 * _WORD
+    error = call_1(driver[_CURRENT], at)
+    before, context = load_relaxed(at), driver[_CONTEXT]
+    if before != context:
+        error |= call_1(driver[_SET_CURRENT], context)
+    if error == 0:
+        error = call_launch(driver[_LAUNCH], repeat[_KERNEL], repeat[_BLOCKS], _THREADS, stream, repeat[_PARAMETERS])
+    if error == 0:
+        error = call_1(driver[_WAIT], stream)
+    if before != context:
+        call_1(driver[_SET_CURRENT], before)
+    return -error if error != 0 else load_relaxed(driver[_FLAGS])

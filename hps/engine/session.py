@@ -284,7 +284,7 @@ class CachedSession(_TableLimits):
             try:
                 taken = perf_counter_ns()
                 missing = lookup.query(batch)
-                queried = answered = perf_counter_ns()
+                queried = answered = end = perf_counter_ns()
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
                 counts = None
                 if missing:
@@ -293,6 +293,7 @@ class CachedSession(_TableLimits):
                     self._answer_misses(lookup, batch, counts)
                     answered = perf_counter_ns()
                     lookup.finish()
+                    end = perf_counter_ns()
             finally:
                 if stages is not None:
                     current.stages = None
@@ -304,7 +305,6 @@ class CachedSession(_TableLimits):
         finally:
             if under_way is not None:
                 del under_way[threading.get_ident()]
-        end = perf_counter_ns()
         began = began_ns or start
         times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
         recent, every, sizes = self._recent, self._counters, batch.sizes

@@ -1,7 +1,7 @@
 """Lookups like an earlier one, without the interpreter: adopt the tensors, launch the kernel, wait. Imports no CuPy.
 
-Most lookups differ from an earlier one only in their tensors, or only in what those contain. The arguments of their one kernel are
-packed once, as a `Repeat`. The rest takes two calls of compiled code, and a fifth of the interpreter's time.
+Most lookups differ from an earlier one only in their tensors, or only in what those contain. The arguments of their kernel are
+packed once, as a `Repeat`. The rest takes two calls of compiled code, and a quarter of the interpreter's time.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from hps.types import IndexArray
 
 # Words of a type of tensors on a device: addresses of functions, the device as a DLTensor has it, and room for a DLTensor.
 _BORROW, _WORK_STREAM, _CLEAR_ERROR, _ON, _TENSOR = range(5)
-# Words of a workspace: addresses of the driver's functions, the context, the address of the kernels' flags, and room for a word.
+# Words of a workspace: addresses of the driver's functions, the context, the address of the flags, and room for a word.
 _LAUNCH, _WAIT, _CURRENT, _SET_CURRENT, _CONTEXT, _FLAGS, _WORD = range(7)
 DRIVER_FUNCTIONS: Final = ("cuLaunchKernel", "cuStreamSynchronize", "cuCtxGetCurrent", "cuCtxSetCurrent")
 # Words of a repeat: its kernel and arguments; of one table also the addresses of the arguments that differ, and limits.

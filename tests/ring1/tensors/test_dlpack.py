@@ -318,15 +318,6 @@ class TestOutput:
         refused("at least 28", lambda: check_output_tensor(view, 7, 4))
 
 
-def test_torch_publishes_how_to_ask_for_its_stream_and_numpy_does_not():
-    assert dlpack.work_stream_of(torch.Tensor) is not None
-    assert dlpack.work_stream_of(np.ndarray) is None
-
-
-@pytest.mark.gpu
-def test_torch_tells_the_stream_that_the_thread_works_on():
-    ask, stream = dlpack.work_stream_of(torch.Tensor), torch.cuda.Stream()
-    assert ask is not None
-    with torch.cuda.stream(stream):
-        assert ask(0) == stream.cuda_stream
-    assert ask(0) == torch.cuda.current_stream(0).cuda_stream
+def test_torch_publishes_functions_for_compiled_code_and_numpy_does_not():
+    assert all(dlpack.exchange_table(torch.Tensor) or [0])
+    assert dlpack.exchange_table(np.ndarray) is None

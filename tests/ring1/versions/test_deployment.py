@@ -284,6 +284,7 @@ def test_a_configuration_has_the_kernels_that_it_uses(tmp_path, volatile, settin
 NOT_ASKED_FOR = {
     "cache.cpu.miniature": "planning",
     "cache.cuda.batch_loop": "the CUDA cache's `batch_kernels`",
+    "cache.cuda.repeats": "the CUDA cache's `kernels`",
     "stores.hash_map.kernels:scan": "refreshes, and what warms caches before a model is ready",
     "stores.rocks_db.change_order": "updates from a log",
     "stores.row_files.layout:split_records": "scans",

@@ -177,6 +177,9 @@ class CupyLookup(StreamOrderedLookup):
         elif len(batch.sizes) == 1:
             repeat = queries.repeat_of_one(batch.tables[0])
             stream = self.reader.repeat_one(repeat, batch)
+        elif batch.kind is not None:
+            repeat = queries.repeat_of_tables(batch.tables, batch.sizes)
+            stream = UNKNOWN_STREAM if repeat is None else self.reader.repeat_tables(repeat, batch)
         else:
             return -1
         if repeat is None or stream < 0:

@@ -100,11 +100,14 @@ class _Launch:
         keys, outs: (segments with keys,) uint64: the addresses of their tensors in `arguments`.
         places: positions of those segments.
         key_offsets, out_offsets: (segments with keys,) uint64, in bytes, where the tensors of all tables are one.
+        repeat: the same for other tensors, aligned and of float32; None where a table has no keys.
     """
 
-    __slots__ = ("arguments", "blocks", "handle", "key_offsets", "keys", "out_offsets", "outs", "places")
+    __slots__ = ("arguments", "blocks", "handle", "key_offsets", "keys", "out_offsets", "outs", "places", "repeat")
 
-    def __init__(self, handle: int, blocks: int, arguments: Arguments, sizes: Sequence[int], vectors: Sequence[int]) -> None:
+    def __init__(
+        self, handle: int, blocks: int, arguments: Arguments, sizes: Sequence[int], dims: Sequence[int], element: int
+    ) -> None:
         self.handle = handle
         self.blocks = blocks
         self.arguments = arguments
@@ -113,9 +116,10 @@ class _Launch:
         self.keys: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, structs.SEGMENT.offsets["keys"], strides)
         self.outs: np.ndarray = np.ndarray((count,), np.uint64, arguments.bytes, structs.SEGMENT.offsets["out"], strides)
         rows = np.array(sizes, np.uint64)
-        size_bytes = rows * np.array(vectors, np.uint64)
+        size_bytes = rows * np.array(dims, np.uint64) * element
         self.key_offsets = (8 * (rows.cumsum() - rows))[self.places]
         self.out_offsets = (size_bytes.cumsum() - size_bytes)[self.places]
+        self.repeat = Repeat(handle, blocks, arguments).of_tables(sizes, dims) if all(sizes) else None
 
 
 class Queries:
@@ -157,6 +161,11 @@ class Queries:
             [launched] = self._packed(Placement((table,), (1,), (0,), (0,)), _arguments_of)
             found = self._repeats[table] = Repeat(*launched).of_one_table(self._dims[table], self._capacity)
         return found
+
+    def repeat_of_tables(self, tables: Sequence[int], sizes: Sequence[int]) -> Repeat | None:
+        """Return the launch of keys of several tables, likewise; None if there was none of these numbers of keys."""
+        found = self._launches.get((kernels.ALIGNED, tuple(tables), *sizes))
+        return None if found is None else found.repeat
 
     def launch(self, placed: Placement, stream: int) -> None:
         """Launch the query of all tables: one kernel for every SEGMENTS_AT_ONCE of them."""
@@ -233,8 +242,8 @@ class Queries:
         arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
         handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
         blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
-        element = 2 if rows.out_format else 4
-        found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in tables])
+        dims = [self._dims[table] for table in tables]
+        found = _Launch(handle, blocks, arguments, rows.sizes, dims, 2 if rows.out_format else 4)
         if len(self._launches) == _MAX_LAUNCHES:
             del self._launches[next(iter(self._launches))]
         self._launches[kind] = found

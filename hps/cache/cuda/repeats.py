@@ -35,6 +35,7 @@ _KERNEL, _BLOCKS, _PARAMETERS, _KEYS, _OUT, _N, _DIM, _MOST_KEYS = range(8)
 _DATA, _DEVICE, _KIND, _SHAPE, _STRIDES, _OFFSET = range(0, 48, 8)  # of a DLTensor; the kind follows the number of dimensions
 _INT64: Final = INT | 64 << 8 | 1 << 16
 _FLOAT32: Final = FLOAT | 32 << 8 | 1 << 16
+_SEGMENT: Final = structs.SEGMENT.size
 _LOW_HALF: Final = 0xFFFFFFFF
 _KEYS_PER_WARP: Final = 8
 _KEYS_PER_BLOCK: Final = kernels.QUERY_THREADS // 32 * _KEYS_PER_WARP
@@ -42,18 +43,20 @@ _THREADS: Final = kernels.QUERY_THREADS
 MOST_KEYS: Final = (1 << 19) - 1
 """Of a repeat of one table; a warp of a larger lookup may take more keys."""
 
-_WORDS: Any = int64[::1]
+_WORDS, _ROWS = int64[::1], int64[:, ::1]
 
 
 class Repeat:
     """The packed launch of lookups that differ only in their tensors, or only in what those contain. *One per thread.*
 
     Attributes:
-        words: for `adopt` and `launch_and_wait`.
+        words: for the kernels below.
+        tables: (tables, 2) int64: numbers of keys and elements of several tables, for `adopt_tables`.
         arguments: what the words point to.
     """
 
-    __slots__ = ("arguments", "words")
+    __slots__ = ("arguments", "tables", "words")
+    tables: IndexArray
 
     def __init__(self, handle: int, blocks: int, arguments: Any) -> None:
         self.arguments = arguments
@@ -64,6 +67,13 @@ class Repeat:
         """Let `adopt` write keys, output and their number, in arguments packed as `structs.QUERY_OF_ONE`; return self."""
         at, offsets = self.arguments.struct_address, structs.QUERY_OF_ONE.offsets
         self.words[3:] = at + offsets["keys"], at + offsets["out"], at + offsets["n"], dim, min(most_keys, MOST_KEYS)
+        return self
+
+    def of_tables(self, sizes: Sequence[int], dims: Sequence[int]) -> "Repeat":
+        """Let `adopt_tables` write keys and outputs of these numbers of keys, in arguments packed as SEGMENTs; return self."""
+        at, offsets = self.arguments.struct_address, structs.SEGMENT.offsets
+        self.words[3:5] = at + offsets["keys"], at + offsets["out"]
+        self.tables = np.array([(n, n * dim) for n, dim in zip(sizes, dims, strict=True)], np.int64)
         return self
 
 
@@ -144,6 +154,31 @@ def adopt(exchange: IndexArray, repeat: IndexArray, keys: int, out: int, n: int)
     store_relaxed_u32(repeat[_N], n)
     repeat[_BLOCKS] = (n + _KEYS_PER_BLOCK - 1) // _KEYS_PER_BLOCK
     return stream
+
+
+@kernel(int64, _WORDS, _WORDS, _ROWS, _WORDS, nogil=False)
+def adopt_tables(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, ids: IndexArray) -> int:
+    """Do what `adopt` does, for a repeat of several tables.
+
+    Args:
+        ids: of the keys of all tables, then of their outputs.
+    """
+    at = exchange.ctypes.data + 8 * _TENSOR
+    count = tables.shape[0]
+    if exchange[_BORROW] == 0:
+        return -1
+    for nth in range(count):
+        if not _borrow(exchange, ids[nth], at, _INT64) or _size(at) != tables[nth, 0]:
+            return -1
+        keys_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+        if not _borrow(exchange, ids[count + nth], at, _FLOAT32) or _size(at) < tables[nth, 1]:
+            return -1
+        out_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+        if keys_at & 7 != 0 or out_at & 15 != 0:
+            return -1
+        store_relaxed(repeat[_KEYS] + _SEGMENT * nth, keys_at)
+        store_relaxed(repeat[_OUT] + _SEGMENT * nth, out_at)
+    return _stream(exchange, at)
 
 
 @kernel(int64, _WORDS, _WORDS, int64)

@@ -172,6 +172,14 @@ class TensorReader:
         stream: int = repeats.adopt(self._exchange, repeat.words, id(keys), id(out), batch.sizes[0])
         return stream
 
+    def repeat_tables(self, repeat: Repeat, batch: Batch) -> int:
+        """Write the addresses of the tensors of a batch of one `kind`, likewise."""
+        if batch.kind is not self._tensor or self._exchange is None or any(map(_REQUIRES_GRAD, batch.outs)):
+            return UNKNOWN_STREAM
+        ids = np.array([*map(id, batch.keys), *map(id, batch.outs)], np.int64)
+        stream: int = repeats.adopt_tables(self._exchange, repeat.words, repeat.tables, ids)
+        return stream
+
     def stream_of(self, placed: Placement) -> int:
         """Return the current stream of the tensors of a kept batch; UNKNOWN_STREAM if they have several."""
         if not placed.of_torch:

@@ -77,7 +77,8 @@ def on_device(keys: np.ndarray) -> torch.Tensor:
 
 
 def check(out: Any, keys: np.ndarray, version: int = 1) -> None:
-    np.testing.assert_array_equal(out.cpu().numpy().reshape(-1, DIM)[: keys.size], vectors_of(keys, version))
+    vectors = out.cpu().numpy() if isinstance(out, torch.Tensor) else out.get()
+    np.testing.assert_array_equal(vectors.reshape(-1, DIM)[: keys.size], vectors_of(keys, version))
 
 
 def test_the_same_tensors_are_read_and_written_again(start: Start, repeats: list[int]) -> None:
@@ -92,6 +93,28 @@ def test_the_same_tensors_are_read_and_written_again(start: Start, repeats: list
                 look_up()
                 check(out, keys)
     assert repeats == [0] * 8  # each of both ways was new once
+
+
+@pytest.mark.parametrize("of_cupy", [False, True])
+def test_tensors_of_each_framework_are_read_and_written_anew(start: Start, repeats: list[int], of_cupy: bool) -> None:
+    server = start()
+    for seed in range(6):
+        counts = (N, 2 * N) if seed % 2 else (N + 1, N)  # each twice: then a repeat
+        keys = {name: keys_of(10 * seed + nth, n) for nth, (name, n) in enumerate(zip("ab", counts, strict=True))}
+        given: dict[str, Any] = {name: cupy.asarray(part) if of_cupy else on_device(part) for name, part in keys.items()}
+        outs: dict[str, Any] = {
+            name: cupy.full((part.size, DIM), cupy.nan, cupy.float32)
+            if of_cupy
+            else torch.full((part.size, DIM), torch.nan, device="cuda")
+            for name, part in keys.items()
+        }
+        server.lookup_tables(given, "m", out=outs)
+        for name, part in keys.items():
+            check(outs[name], part)
+            outs[name].fill(cupy.nan) if of_cupy else outs[name].fill_(torch.nan)
+            server.lookup_fromdlpack(given[name], outs[name], "m", name)
+            check(outs[name], part)
+    assert len(repeats) >= (10 if of_cupy else 14)
 
 
 def test_other_tensors_at_the_same_addresses_are_looked_up_as_they_are(start: Start, repeats: list[int]) -> None:

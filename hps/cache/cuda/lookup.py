@@ -171,12 +171,14 @@ class CupyLookup(StreamOrderedLookup):
             it, or an error that `_query` will meet, too.
         """
         tables = self.memory.tables()
-        if (placed := batch.placement) is not None:
+        if batch.kept:
+            placed = batch.placement
             repeat = queries.repeat_of(placed)
             stream = UNKNOWN_STREAM if repeat is None else self.reader.stream_of(placed)
         elif len(batch.sizes) == 1:
-            repeat = queries.repeat_of_one(batch.tables[0])
-            stream = self.reader.repeat_one(repeat, batch)
+            table = batch.tables[0]
+            repeat = queries.repeat_of_one(table)
+            stream = self.reader.repeat_one(repeat, batch, self._dims[table])
         elif batch.kind is not None:
             repeat = queries.repeat_of_tables(batch.tables, batch.sizes)
             stream = UNKNOWN_STREAM if repeat is None else self.reader.repeat_tables(repeat, batch)

@@ -150,9 +150,9 @@ class Queries:
         self._packed_batches.clear()
         self._repeats.clear()
 
-    def repeat_of(self, placed: Placement) -> Repeat | None:
-        """Return the launch of a kept batch; None if it has not been launched, or is several launches."""
-        return self._repeats.get(placed)
+    def repeat_of(self, placed: Placement | None) -> Repeat | None:
+        """Return the launch of a kept batch; None if it was not placed or launched yet, or is several launches."""
+        return None if placed is None else self._repeats.get(placed)
 
     def repeat_of_one(self, table: int) -> Repeat:
         """Return the launch of keys of one table, to aligned outputs of float32 without a mask."""

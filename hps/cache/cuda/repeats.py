@@ -5,6 +5,7 @@ packed once, as a `Repeat`. The rest takes two calls of compiled code, and a qua
 """
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -33,6 +34,8 @@ DRIVER_FUNCTIONS: Final = ("cuLaunchKernel", "cuStreamSynchronize", "cuCtxGetCur
 _KERNEL, _BLOCKS, _PARAMETERS, _KEYS, _OUT, _N, _DIM, _MOST_KEYS = range(8)
 
 _DATA, _DEVICE, _KIND, _SHAPE, _STRIDES, _OFFSET = range(0, 48, 8)  # of a DLTensor; the kind follows the number of dimensions
+_ADDRESSES, _COUNT = struct.Struct("=QQ"), struct.Struct("=I")  # of `structs.SEGMENT`
+_ALIGNMENT: Final = 16
 _INT64: Final = INT | 64 << 8 | 1 << 16
 _FLOAT32: Final = FLOAT | 32 << 8 | 1 << 16
 _SEGMENT: Final = structs.SEGMENT.size
@@ -68,6 +71,15 @@ class Repeat:
         at, offsets = self.arguments.struct_address, structs.QUERY_OF_ONE.offsets
         self.words[3:] = at + offsets["keys"], at + offsets["out"], at + offsets["n"], dim, min(most_keys, MOST_KEYS)
         return self
+
+    def point(self, keys: int, out: int, n: int) -> bool:
+        """Do what `adopt` does with the addresses of checked tensors; return False if it is not for them."""
+        if not 0 < n <= self.words[_MOST_KEYS] or out % _ALIGNMENT:
+            return False
+        _ADDRESSES.pack_into(self.arguments.bytes, 0, keys, out)
+        _COUNT.pack_into(self.arguments.bytes, structs.QUERY_OF_ONE.offsets["n"], n)
+        self.words[_BLOCKS] = -(-n // _KEYS_PER_BLOCK)
+        return True
 
     def of_tables(self, sizes: Sequence[int], dims: Sequence[int]) -> "Repeat":
         """Let `adopt_tables` write keys and outputs of these numbers of keys, in arguments packed as SEGMENTs; return self."""
@@ -147,7 +159,7 @@ def adopt(exchange: IndexArray, repeat: IndexArray, keys: int, out: int, n: int)
         return -1
     out_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
     stream = _stream(exchange, at)
-    if stream < 0 or keys_at & 7 != 0 or out_at & 15 != 0:
+    if stream < 0 or keys_at % 8 != 0 or out_at % _ALIGNMENT != 0:
         return -1
     store_relaxed(repeat[_KEYS], keys_at)
     store_relaxed(repeat[_OUT], out_at)
@@ -174,7 +186,7 @@ def adopt_tables(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, i
         if not _borrow(exchange, ids[count + nth], at, _FLOAT32) or _size(at) < tables[nth, 1]:
             return -1
         out_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
-        if keys_at & 7 != 0 or out_at & 15 != 0:
+        if keys_at % 8 != 0 or out_at % _ALIGNMENT != 0:
             return -1
         store_relaxed(repeat[_KEYS] + _SEGMENT * nth, keys_at)
         store_relaxed(repeat[_OUT] + _SEGMENT * nth, out_at)

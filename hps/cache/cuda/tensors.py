@@ -156,21 +156,20 @@ class TensorReader:
                 self._torch_stream = lambda: torch.cuda.current_stream(self._device_id).cuda_stream
             self._tensor = torch.Tensor
 
-    def repeat_one(self, repeat: Repeat, batch: Batch) -> int:
+    def repeat_one(self, repeat: Repeat, batch: Batch, dim: int) -> int:
         """Write the addresses of a batch's one table, and return the stream; UNKNOWN_STREAM if `place` must find them."""
-        keys, out = batch.keys[0], batch.outs[0]
-        if (
-            type(keys) is not self._tensor
-            or type(out) is not self._tensor
-            or self._exchange is None
-            or out.requires_grad
-            or batch.founds
-            or batch.poolings
-            or batch.joined
-        ):
+        [keys], [out], [n] = batch.keys, batch.outs, batch.sizes
+        if batch.founds or batch.poolings or batch.joined:
             return UNKNOWN_STREAM
-        stream: int = repeats.adopt(self._exchange, repeat.words, id(keys), id(out), batch.sizes[0])
-        return stream
+        if type(keys) is self._tensor and type(out) is self._tensor and self._exchange is not None:
+            if out.requires_grad:
+                return UNKNOWN_STREAM
+            stream: int = repeats.adopt(self._exchange, repeat.words, id(keys), id(out), n)
+            return stream
+        self.start()
+        if not (plain := self._plain_pair(keys, out, n, n * dim)) or not repeat.point(*plain, n):
+            return UNKNOWN_STREAM
+        return self.streams.pop()
 
     def repeat_tables(self, repeat: Repeat, batch: Batch) -> int:
         """Write the addresses of the tensors of a batch of one `kind`, likewise."""
@@ -210,7 +209,6 @@ class TensorReader:
             if placement.of_cupy:
                 self._use_cupy()
             return placement
-        torch_tensor, device, int64, float32 = self._tensor, self._device_id, self._int64, self._float32
         keys_at: list[int] = []
         outs_at: list[int] = []
         founds_at: list[int] = []
@@ -221,35 +219,8 @@ class TensorReader:
                 key_at, out_at, found_at, parts = self._place_on_host(batch, place, dims[table], doing[table], host)
                 if parts.out is not None or parts.found is not None:
                     on_host[place] = parts
-            elif (
-                type(keys) is type(out) is torch_tensor  # inlines `keys` and `output`: this runs once per table
-                and keys.dtype is int64
-                and out.dtype is float32
-                and keys.get_device() == device == out.get_device()
-                and keys.is_contiguous()
-                and out.is_contiguous()
-                and not out.requires_grad
-                and keys.numel() == n
-                and out.numel() >= n * dims[table]
-            ):
-                if not self._uses_torch:
-                    self._uses_torch = True
-                    self.streams.add(self._torch_stream())
-                key_at, out_at = keys.data_ptr(), out.data_ptr()
-            elif (
-                type(keys) is type(out) is cupy.ndarray
-                and keys.dtype == _INT64
-                and out.dtype == _FLOAT32
-                and keys.data.device_id == device == out.data.device_id
-                and not (key_at := keys.data.ptr) % 8
-                and not (out_at := out.data.ptr) % 4
-                and keys.flags.c_contiguous
-                and out.flags.c_contiguous
-                and keys.size == n
-                and out.size >= n * dims[table]
-            ):
-                if not self._uses_cupy:
-                    self._use_cupy()
+            elif plain := self._plain_pair(keys, out, n, n * dims[table]):
+                key_at, out_at = plain
             else:
                 key_at = self._keys_of(keys, n)
                 out_at = self.output(out, n, dims[table])
@@ -263,6 +234,40 @@ class TensorReader:
             placed.kept, placed.of_torch, placed.of_cupy = True, self._uses_torch, self._uses_cupy
             batch.placement = placed
         return placed
+
+    def _plain_pair(self, keys: Any, out: Any, n: int, elements: int) -> tuple[int, int] | None:
+        """Return the addresses of keys and float32 output that are torch's or CuPy's, the fastest way; None for others."""
+        device = self._device_id
+        if type(keys) is type(out) is self._tensor:
+            if (
+                keys.dtype is self._int64
+                and out.dtype is self._float32
+                and keys.get_device() == device == out.get_device()
+                and keys.is_contiguous()
+                and out.is_contiguous()
+                and not out.requires_grad
+                and keys.numel() == n
+                and out.numel() >= elements
+            ):
+                if not self._uses_torch:
+                    self._use_torch()
+                return keys.data_ptr(), out.data_ptr()
+        elif (
+            type(keys) is type(out) is cupy.ndarray
+            and keys.dtype == _INT64
+            and out.dtype == _FLOAT32
+            and keys.data.device_id == device == out.data.device_id
+            and not (key_at := keys.data.ptr) % 8
+            and not (out_at := out.data.ptr) % 4
+            and keys.flags.c_contiguous
+            and out.flags.c_contiguous
+            and keys.size == n
+            and out.size >= elements
+        ):
+            if not self._uses_cupy:
+                self._use_cupy()
+            return key_at, out_at
+        return None
 
     def _place_alike(self, batch: Batch, dims: Sequence[int]) -> Placement | None:
         """Find tensors of one kind column by column; None if the general path must check them."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hps.cache.cuda import repeats, structs
-from hps.cache.cuda.repeats import Repeat, adopt, driver_words, exchange_words, launch_and_wait, work_stream
+from hps.cache.cuda.repeats import Repeat, adopt, adopt_tables, driver_words, exchange_words, launch_and_wait, work_stream
 from hps.tensors.dlpack import CPU, exchange_table
 from hps.types import IndexArray
 
@@ -19,18 +19,16 @@ DIM, MOST_KEYS, N = 4, 100, 6
 class Packed:
     """Arguments of a query of one table, as `device.Arguments` has them."""
 
-    def __init__(self) -> None:
-        self.bytes = bytearray(structs.QUERY_OF_ONE.size)
+    def __init__(self, segments: int = 1) -> None:
+        self.bytes = bytearray(segments * structs.SEGMENT.size + structs.QUERY_TAIL.size)
         self._memory = (ctypes.c_char * len(self.bytes)).from_buffer(self.bytes)
         self.struct_address = ctypes.addressof(self._memory)
         self.address = 77
 
-    @property
-    def fields(self) -> tuple[int, ...]:
+    def fields(self, segment: int = 0) -> tuple[int, int, int]:
         """Keys, output and number of keys."""
-        at = structs.QUERY_OF_ONE.offsets
-        words = [int.from_bytes(self.bytes[at[name] : at[name] + 8], "little") for name in ("keys", "out")]
-        return *words, int.from_bytes(self.bytes[at["n"] : at["n"] + 4], "little")
+        keys, out, *_ = read = structs.SEGMENT.unpack_from(self.bytes, segment * structs.SEGMENT.size)
+        return keys, out, read[structs.SEGMENT.names.index("n")]
 
 
 @pytest.fixture
@@ -55,13 +53,13 @@ def test_addresses_and_numbers_of_keys_follow_the_tensors(exchange: IndexArray, 
     for extra in (0, 1):
         keys, out = torch.zeros(shape, dtype=torch.int64), torch.zeros(N + extra, DIM)
         assert asked(exchange, repeat, keys, out) == 0
-        assert repeat.arguments.fields == (keys.data_ptr(), out.data_ptr(), N)
+        assert repeat.arguments.fields() == (keys.data_ptr(), out.data_ptr(), N)
     keys, out = torch.zeros(70, dtype=torch.int64), torch.zeros(100, DIM)
     blocks = []
     for start, n in ((3, 1), (0, 32), (1, 33), (0, 70)):
         part = keys[start : start + n]
         assert asked(exchange, repeat, part, out[4:], n) == 0
-        assert repeat.arguments.fields == (part.data_ptr(), out[4:].data_ptr(), n)
+        assert repeat.arguments.fields() == (part.data_ptr(), out[4:].data_ptr(), n)
         blocks.append(int(repeat.words[1]))
     assert blocks == [1, 1, 2, 3]
 
@@ -96,7 +94,7 @@ def test_other_tensors_are_left_to_the_interpreter_and_nothing_is_written(
     exchange: IndexArray, repeat: Repeat, keys: Any, out: Any, n: int
 ) -> None:
     assert asked(exchange, repeat, keys, out, n) == -1
-    assert repeat.arguments.fields == (0, 0, 0)
+    assert repeat.arguments.fields() == (0, 0, 0)
 
 
 def test_tensors_of_another_device_are_left_to_the_interpreter(repeat: Repeat) -> None:
@@ -104,6 +102,38 @@ def test_tensors_of_another_device_are_left_to_the_interpreter(repeat: Repeat) -
     assert table is not None
     for words in (exchange_words(table, CPU, 1), exchange_words(table, 2, 0), exchange_words(table._replace(borrow=0), CPU, 0)):
         assert asked(words, repeat, KEYS, OUT) == -1
+
+
+def test_checked_addresses_are_written_as_adopted_ones_are(exchange: IndexArray, repeat: Repeat) -> None:
+    for n in (1, 33, MOST_KEYS):
+        keys, out = torch.zeros(n, dtype=torch.int64), torch.zeros(n, DIM)
+        assert asked(exchange, repeat, keys, out, n) == 0
+        adopted, blocks = repeat.arguments.fields(), int(repeat.words[1])
+        assert asked(exchange, repeat, KEYS, OUT) == 0
+        assert repeat.point(keys.data_ptr(), out.data_ptr(), n)
+        assert (repeat.arguments.fields(), int(repeat.words[1])) == (adopted, blocks)
+    for address, n in ((64, 0), (64, MOST_KEYS + 1), (68, N)):
+        assert not repeat.point(64, address, n)
+
+
+def test_tensors_of_several_tables_are_adopted_together(exchange: IndexArray) -> None:
+    sizes, dims = (5, 1, 70), (4, 16, 8)
+    repeat = Repeat(5, 4, Packed(3)).of_tables(sizes, dims)
+    keys = [torch.zeros(n, dtype=torch.int64) for n in sizes]
+    outs = [torch.zeros(n, dim) for n, dim in zip(sizes, dims, strict=True)]
+
+    def adopted(tensors: list[torch.Tensor]) -> int:
+        stream: int = adopt_tables(exchange, repeat.words, repeat.tables, np.array([*map(id, tensors)]))
+        return stream
+
+    assert adopted([*keys, *outs]) == 0
+    for segment, (key, out) in enumerate(zip(keys, outs, strict=True)):
+        assert repeat.arguments.fields(segment) == (key.data_ptr(), out.data_ptr(), 0)
+    for place in range(3):
+        for wrong in (torch.zeros(sizes[place] + 1, dtype=torch.int64), keys[place].int()):
+            assert adopted([*keys[:place], wrong, *keys[place + 1 :], *outs]) == -1
+        for wrong in (outs[place].half(), outs[place][:, :-1].contiguous(), torch.zeros(outs[place].numel() + 1)[1:]):
+            assert adopted([*keys, *outs[:place], wrong, *outs[place + 1 :]]) == -1
 
 
 def test_the_stream_of_host_memory_is_none(exchange: IndexArray) -> None:

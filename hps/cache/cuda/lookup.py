@@ -126,7 +126,9 @@ class CupyLookup(StreamOrderedLookup):
         self.flags_at, flags = self._fixed.take(16)
         self.flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, is left; any offset is wrong
         context = int(cupy.cuda.driver.ctxGetCurrent())
-        self._driver = driver_words([driver_function(name) for name in DRIVER_FUNCTIONS], context, flags.ctypes.data)
+        ended_at, ended = self._fixed.take(8)
+        ended[:] = 0
+        self._driver = driver_words([driver_function(*names) for names in DRIVER_FUNCTIONS], context, self.flags_at, ended_at)
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
         self._tallies_at, tallies = self._fixed.take(8 * tables)

@@ -146,7 +146,7 @@ class Driver:
     def __init__(self, context: int, **errors: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.context = context
-        self.flags = np.zeros(1, np.int64)
+        self.flags, self.ended = np.zeros(1, np.int64), np.zeros(1, np.int64)
         pointer, word = ctypes.c_void_p, ctypes.c_uint
 
         def made(name: str, act: Callable[..., Any], *kinds: Any) -> Any:
@@ -164,15 +164,21 @@ class Driver:
             self.flags[0] = self.raised
             return kernel, *values
 
-        self.raised = 0
+        def written(stream: int, at: int, number: int, flags: int) -> tuple[Any, ...]:
+            if self.ends:
+                ctypes.c_uint64.from_address(at).value = number
+            return stream, number, flags
+
+        self.raised, self.ends = 0, True
         self._functions = [
             made("launch", launched, pointer, *[word] * 7, pointer, pointer, pointer),
+            made("write", written, pointer, pointer, ctypes.c_uint64, word),
             made("wait", lambda stream: (stream,), pointer),
             made("current", current, pointer),
             made("set current", lambda context: (context,), pointer),
         ]
         addresses = [ctypes.cast(function, pointer).value or 0 for function in self._functions]
-        self.words = driver_words(addresses, 9, self.flags.ctypes.data)
+        self.words = driver_words(addresses, 9, self.flags.ctypes.data, self.ended.ctypes.data)
 
 
 LAUNCHED = ("launch", 5, 2, 1, 1, 128, 1, 1, 0, 33, 77, None)
@@ -180,16 +186,28 @@ LAUNCHED = ("launch", 5, 2, 1, 1, 128, 1, 1, 0, 33, 77, None)
 
 def test_a_repeat_is_launched_and_awaited_on_its_stream() -> None:
     driver, repeat = Driver(context=9), Repeat(5, 2, Packed())
-    assert launch_and_wait(driver.words, repeat.words, 33) == 0
-    assert driver.calls == [("current",), LAUNCHED, ("wait", 33)]
+    for number in (1, 2):
+        assert launch_and_wait(driver.words, repeat.words, 33) == 0
+        assert driver.calls[-3:] == [("current",), LAUNCHED, ("write", 33, number, 0)]
     driver.raised = 1 << 32 | 1
     assert launch_and_wait(driver.words, repeat.words, 33) == driver.raised
+    assert len(driver.calls) == 9
+
+
+@pytest.mark.parametrize("error", [0, 801])
+def test_the_driver_waits_for_a_repeat_that_is_long_or_cannot_say_that_it_has_ended(error: int) -> None:
+    driver, repeat = Driver(context=9, write=error), Repeat(5, 2, Packed())
+    driver.ends = False
+    assert launch_and_wait(driver.words, repeat.words, 33) == 0
+    assert driver.calls == [("current",), LAUNCHED, ("write", 33, 1, 0), ("wait", 33)]
 
 
 def test_a_thread_that_works_on_another_device_still_does_so_afterwards() -> None:
     driver = Driver(context=4)
     assert launch_and_wait(driver.words, Repeat(5, 2, Packed()).words, 33) == 0
-    assert driver.calls == [("current",), ("set current", 9), LAUNCHED, ("wait", 33), ("set current", 4)]
+    names = [name for name, *_ in driver.calls]
+    assert names == ["current", "set current", "launch", "write", "set current"]
+    assert [driver.calls[1], driver.calls[-1]] == [("set current", 9), ("set current", 4)]
 
 
 @pytest.mark.parametrize(
@@ -197,12 +215,12 @@ def test_a_thread_that_works_on_another_device_still_does_so_afterwards() -> Non
     [
         ("current", ["current", "set current", "set current"]),
         ("launch", ["current", "set current", "launch", "set current"]),
-        ("wait", ["current", "set current", "launch", "wait", "set current"]),
+        ("wait", ["current", "set current", "launch", "write", "wait", "set current"]),
     ],
 )
 def test_an_error_of_the_driver_ends_a_repeat(fails: str, left: list[str]) -> None:
     driver = Driver(context=4, **{fails: 700})
-    driver.raised = 1
+    driver.raised, driver.ends = 1, False
     assert launch_and_wait(driver.words, Repeat(5, 2, Packed()).words, 33) == -700
     assert [name for name, *_ in driver.calls] == left
 

@@ -294,6 +294,35 @@ def _launch_early(config: int, handle: int, arguments: int, _extra: None) -> int
     return 0
 
 
+def _succeeds(call: Any) -> int:
+    try:
+        call()
+    except (AssertionError, LookupError, ValueError):
+        return 700
+    return 0
+
+
+_ADDRESS, _WORD = ctypes.c_void_p, ctypes.c_uint
+_DRIVER = {
+    "cuLaunchKernel": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, *[_WORD] * 7, *[_ADDRESS] * 3)(
+        lambda *arguments: _succeeds(lambda: _launch(*arguments))
+    ),
+    "cuStreamWriteValue64": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _ADDRESS, ctypes.c_uint64, _WORD)(
+        lambda _stream, address, value, _flags: at(address, 1, np.uint64).fill(value) or 0
+    ),
+    "cuStreamSynchronize": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)(lambda _stream: 0),
+    "cuCtxGetCurrent": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)(
+        lambda address: at(address, 1, np.uint64).fill(_current_context()) or 0
+    ),
+    "cuCtxSetCurrent": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(lambda context: _set_device(context - 1) or 0),
+}
+"""Functions of the driver for compiled code. The context of a device is its number plus 1."""
+
+
+def _current_context() -> int:
+    return _get_device() + 1
+
+
 def _compile(code: str, name: str) -> int:
     """Note a kernel with its constants, of which the first definition counts: others are defaults. Return its handle."""
     defines = [line.split() for line in code.splitlines() if line.startswith("#define HPS_")]
@@ -363,6 +392,7 @@ def install() -> None:
     vars(cuda).update(
         get_current_stream=lambda *_device: _NULL, memory=SimpleNamespace(OutOfMemoryError=failure("OutOfMemory"))
     )
+    vars(cuda).update(driver=SimpleNamespace(ctxGetCurrent=_current_context))
     vars(cuda).update(compiler=SimpleNamespace(CompileException=failure("CompileException")))
     cupy.__spec__ = ModuleSpec("cupy", None)
     cuda.runtime = runtime  # type: ignore[attr-defined]
@@ -383,7 +413,7 @@ def install() -> None:
     ours.kernels_of = cache(lambda _device: KernelCache(_compile))
     tables.SpreadMemory = _SpreadMemory  # type: ignore[assignment,misc]
     spread_memory._driver = lambda: SimpleNamespace(cuDeviceGetP2PAttribute=_attribute_of_link)
-    library = SimpleNamespace(cuLaunchKernelEx=_launch_early)
+    library = SimpleNamespace(cuLaunchKernelEx=_launch_early, **_DRIVER)
     ours.ctypes = SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _name: library})  # type: ignore[assignment,attr-defined]
 
 

@@ -158,7 +158,8 @@ class CupyLookup(StreamOrderedLookup):
 
     def query(self, batch: Batch) -> int:
         """Copy resident vectors to their rows of `outs`; list the rest. See `CacheLookup.query`."""
-        if self._repeatable and not self._change_order.pending:
+        alike = batch.kept or len(batch.sizes) == 1 or batch.kind is self.reader.adopts
+        if alike and self._repeatable and not self._change_order.pending:
             queries = self._settling if self.memory.complete else self._queries
             if (flags := self._repeat(batch, queries)) == 0:
                 return 0
@@ -181,11 +182,9 @@ class CupyLookup(StreamOrderedLookup):
             table = batch.tables[0]
             repeat = queries.repeat_of_one(table)
             stream = self.reader.repeat_one(repeat, batch, self._dims[table])
-        elif batch.kind is not None:
+        else:
             repeat = queries.repeat_of_tables(batch.tables, batch.sizes)
             stream = UNKNOWN_STREAM if repeat is None else self.reader.repeat_tables(repeat, batch)
-        else:
-            return -1
         if repeat is None or stream < 0:
             return -1
         if stream != self.stream:
@@ -387,7 +386,8 @@ class CupyLookup(StreamOrderedLookup):
         if defers:
             runtime.eventSynchronize(self._answered.ptr)  # the admission after it goes on while the host delivers
         else:
-            self.synchronise()
+            runtime.streamSynchronize(self.stream)  # not through `synchronise`, likewise
+            self._unfinished, self._busy = False, 0
         counts = [0] * self._table_count
         if self.flags[0]:
             attached = attached or self._find_layouts()
@@ -407,7 +407,8 @@ class CupyLookup(StreamOrderedLookup):
         """
         if not settled:
             self._settling.launch(self.placed, self.stream)
-            self.synchronise()
+            runtime.streamSynchronize(self.stream)
+            self._unfinished, self._busy = False, 0
         if not (self.flags[0] or self.flags[1]):
             return True
         unread = bool(self.flags[1])

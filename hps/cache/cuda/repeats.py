@@ -163,7 +163,7 @@ def adopt(exchange: IndexArray, repeat: IndexArray, keys: int, out: int, n: int)
         n: number of keys.
     """
     at = exchange.ctypes.data + 8 * _TENSOR
-    if exchange[_BORROW] == 0 or n == 0 or n > repeat[_MOST_KEYS] or not _borrow(exchange, keys, at, _INT64) or _size(at) != n:
+    if n == 0 or n > repeat[_MOST_KEYS] or not _borrow(exchange, keys, at, _INT64) or _size(at) != n:
         return -1
     keys_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
     if not _borrow(exchange, out, at, _FLOAT32) or _size(at) < n * repeat[_DIM]:
@@ -188,8 +188,6 @@ def adopt_tables(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, i
     """
     at = exchange.ctypes.data + 8 * _TENSOR
     count = tables.shape[0]
-    if exchange[_BORROW] == 0:
-        return -1
     for nth in range(count):
         if not _borrow(exchange, ids[nth], at, _INT64) or _size(at) != tables[nth, 0]:
             return -1

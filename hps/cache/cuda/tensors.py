@@ -104,6 +104,7 @@ class TensorReader:
 
     Attributes:
         streams: producer and consumer streams of the tensors read since `start`, or UNKNOWN_STREAM.
+        adopts: the type of tensors that compiled code reads: torch.Tensor, if it publishes the functions for that; else None's.
     """
 
     __slots__ = (
@@ -120,6 +121,7 @@ class TensorReader:
         "_torch_stream",
         "_uses_cupy",
         "_uses_torch",
+        "adopts",
         "streams",
     )
 
@@ -130,7 +132,8 @@ class TensorReader:
         self._int32: Any = None
         self._float32: Any = None
         self._torch_stream: Callable[[], int]
-        self._exchange: IndexArray | None = None  # of torch.Tensor, if it publishes a table
+        self.adopts: Any = type(None)
+        self._exchange: IndexArray  # of the type that it adopts
         self._uses_torch = self._uses_cupy = False
         self._keep: list[Any] = []  # kept alive until the lookup has ended
         self._narrow: list[int] = []  # formats of the outputs of 16 bits
@@ -150,6 +153,8 @@ class TensorReader:
             torch = sys.modules["torch"]
             self._int64, self._int32, self._float32 = torch.int64, torch.int32, torch.float32
             if (table := exchange_table(torch.Tensor)) is not None:
+                if table.borrow:
+                    self.adopts = torch.Tensor
                 self._exchange = repeats.exchange_words(table, CUDA, self._device_id)
                 self._torch_stream = partial(repeats.work_stream, self._exchange)
             else:
@@ -161,7 +166,7 @@ class TensorReader:
         [keys], [out], [n] = batch.keys, batch.outs, batch.sizes
         if batch.founds or batch.poolings or batch.joined:
             return UNKNOWN_STREAM
-        if type(keys) is self._tensor and type(out) is self._tensor and self._exchange is not None:
+        if type(keys) is type(out) is self.adopts:
             if out.requires_grad:
                 return UNKNOWN_STREAM
             stream: int = repeats.adopt(self._exchange, repeat.words, id(keys), id(out), n)
@@ -172,8 +177,8 @@ class TensorReader:
         return self.streams.pop()
 
     def repeat_tables(self, repeat: Repeat, batch: Batch) -> int:
-        """Write the addresses of the tensors of a batch of one `kind`, likewise."""
-        if batch.kind is not self._tensor or self._exchange is None or any(map(_REQUIRES_GRAD, batch.outs)):
+        """Write the addresses of the tensors of a batch of the `kind` that it adopts, likewise."""
+        if any(map(_REQUIRES_GRAD, batch.outs)):
             return UNKNOWN_STREAM
         ids = np.array([*map(id, batch.keys), *map(id, batch.outs)], np.int64)
         stream: int = repeats.adopt_tables(self._exchange, repeat.words, repeat.tables, ids)

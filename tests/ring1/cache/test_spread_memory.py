@@ -303,7 +303,7 @@ def test_separate_tensors_of_torch_are_found_if_all_are_as_kernels_read_them(mod
     keys, outs = [torch.zeros(n, dtype=getattr(torch, dtype)) for n in (3, 2)], [torch.zeros(n, 4) for n in (3, 2)]
     reader = modules.tensors.TensorReader(keys[0].get_device())
     reader.start()
-    reader._torch_stream = lambda _device: 7
+    reader._torch_stream = lambda: 7
     batch = Batch([1, 0], [3, 2], keys, outs)
     batch.kind = torch.Tensor
     placed = reader._place_alike(batch, [4, 4])

@@ -1,7 +1,12 @@
-"""Repeats of lookups without the interpreter: which tensors of torch they take, and their calls of the driver."""
+"""Repeats of lookups without the interpreter: which tensors they take, how they call the driver, and what workspaces do with them.
+
+Workspaces run on a stand-in for CUDA (`tests/fakes/host_cuda.py`).
+"""
 
 import ctypes
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +15,12 @@ import torch
 
 from hps.cache.cuda import repeats, structs
 from hps.cache.cuda.repeats import Repeat, adopt, adopt_tables, driver_words, exchange_words, launch_and_wait, work_stream
+from hps.errors import NotReadyError
+from hps.tensors.batch import Batch
 from hps.tensors.dlpack import CPU, CUDA, exchange_table
+from hps.testing.caches import spec
 from hps.types import IndexArray
+from tests.fakes import host_cuda
 
 DIM, MOST_KEYS, N = 4, 100, 6
 
@@ -227,3 +236,175 @@ def test_an_error_of_the_driver_ends_a_repeat(fails: str, left: list[str]) -> No
 
 def test_repeats_of_one_table_end_below_the_lookups_whose_warps_take_more_keys() -> None:
     assert Repeat(5, 0, Packed()).of_one_table(DIM, 1 << 30).words[-1] == repeats.MOST_KEYS < 1 << 19
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[SimpleNamespace]:
+    with host_cuda.installed():
+        from hps.cache.cuda import lookup
+        from hps.cache.cuda.cache import CupyCache
+
+        yield SimpleNamespace(lookup=lookup, cache=CupyCache)
+
+
+ROWS = 300
+
+
+@pytest.fixture
+def repeated(modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The flags of each repeat."""
+    flags: list[int] = []
+    real = modules.lookup.launch_and_wait
+
+    def noted(*arguments: Any) -> int:
+        flags.append(real(*arguments))
+        return flags[-1]
+
+    monkeypatch.setattr(modules.lookup, "launch_and_wait", noted)
+    return flags
+
+
+@pytest.fixture
+def cache(modules: SimpleNamespace) -> Any:
+    """Two tables whose vectors are the key, plus 1000 in the second."""
+    cache = modules.cache.create([spec(DIM, "a"), spec(DIM, "b")], [2 * ROWS] * 2, 0)
+    for table in (0, 1):
+        cache.insert(table, np.arange(ROWS), vectors(np.arange(ROWS), table))
+    return cache
+
+
+def vectors(keys: np.ndarray, table: int = 0) -> np.ndarray:
+    return np.repeat((keys + 1000 * table).astype(np.float32)[:, None], DIM, axis=1)
+
+
+def batch_of(keys: np.ndarray, table: int = 0) -> Batch:
+    return Batch.of(table, host_cuda.Array(keys), host_cuda.Array(np.full((keys.size, DIM), np.nan, np.float32)))
+
+
+def answered(workspace: Any, batch: Batch) -> None:
+    """Look up resident keys, and check their vectors."""
+    for out in batch.outs:
+        out.array[...] = np.nan
+    assert workspace.query(batch) == 0
+    for table, keys, out in zip(batch.tables, batch.keys, batch.outs, strict=True):
+        np.testing.assert_array_equal(out.array, vectors(keys.array, table))
+
+
+def drawn(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, ROWS, n)
+
+
+def test_lookups_of_other_keys_tables_and_sizes_repeat_the_first(cache: Any, repeated: list[int]) -> None:
+    workspace = cache.create_lookup()
+    for seed, (n, table) in enumerate([(5, 0), (5, 0), (70, 0), (1, 1), (33, 1), (5, 0)]):
+        answered(workspace, batch_of(drawn(seed, n), table))
+    assert repeated == [0] * 5
+
+
+def test_a_kept_batch_is_repeated_with_what_its_tensors_contain_by_then(cache: Any, repeated: list[int]) -> None:
+    workspace = cache.create_lookup()
+    batches = [batch_of(drawn(0, 9)), Batch.merged([batch_of(drawn(1, 3)), batch_of(drawn(2, 40), 1)])]
+    for batch in batches:
+        batch.kept = True
+    for seed in range(4):
+        for batch in batches:
+            for keys in batch.keys:
+                keys.array[:] = drawn(seed, keys.size)
+            answered(workspace, batch)
+    assert repeated == [0] * 6
+
+
+def test_keys_that_miss_in_a_repeat_are_listed_and_later_lookups_repeat_again(cache: Any, repeated: list[int]) -> None:
+    workspace = cache.create_lookup()
+    for turn in range(1, 4):
+        answered(workspace, batch_of(drawn(turn, 20)))
+        answered(workspace, batch_of(drawn(turn, 20)))
+        keys = np.concatenate([drawn(turn, 5), [ROWS + 1, ROWS + 2, ROWS + 1]])
+        batch = batch_of(keys)
+        assert workspace.query(batch) == 3
+        [missed] = workspace.unique()
+        assert missed.keys.tolist() == [ROWS + 1, ROWS + 2]
+        missed.buffer()[:] = vectors(missed.keys)
+        missed.scatter(np.array([True, True]))
+        workspace.finish()
+        np.testing.assert_array_equal(batch.outs[0].array, vectors(keys))
+    assert [flags != 0 for flags in repeated] == [False, True] + [False, True] * 2
+
+
+def test_an_insert_between_repeats_is_seen(cache: Any, repeated: list[int]) -> None:
+    workspace, batch = cache.create_lookup(), batch_of(np.arange(4))
+    for value in (1.0, 2.0, 3.0):
+        answered_with = np.full((4, DIM), value, np.float32)
+        cache.insert(0, np.arange(4), answered_with)
+        assert workspace.query(batch) == 0
+        np.testing.assert_array_equal(batch.outs[0].array, answered_with)
+    assert repeated == [0, 0]
+
+
+def test_a_change_that_still_runs_is_waited_for_by_no_repeat(cache: Any, repeated: list[int]) -> None:
+    workspace = cache.create_lookup()
+    answered(workspace, batch_of(drawn(1, 5)))
+    workspace.changes.order.pending = True
+    answered(workspace, batch_of(drawn(2, 5)))
+    assert not repeated
+    answered(workspace, batch_of(drawn(3, 5)))
+    assert repeated == [0]
+
+
+def test_host_arrays_and_masks_are_no_repeats_nor_is_what_follows_them(cache: Any, repeated: list[int]) -> None:
+    workspace, keys = cache.create_lookup(), drawn(1, 5)
+    for _ in range(2):
+        answered(workspace, batch_of(keys))
+        out, mask = np.empty((5, DIM), np.float32), host_cuda.Array(np.zeros(5, np.bool_))
+        assert workspace.query(Batch.of(0, keys, out)) == 0
+        np.testing.assert_array_equal(out, vectors(keys))
+        batch = batch_of(keys)
+        assert workspace.query(Batch.of(0, batch.keys[0], batch.outs[0], mask)) == 0
+        assert mask.array.all()
+    assert repeated == [0]  # the first lookup of the second round
+
+
+def test_a_repeat_that_fails_is_answered_as_a_new_lookup(
+    modules: SimpleNamespace, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = cache.create_lookup()
+    answered(workspace, batch_of(drawn(1, 5)))
+    monkeypatch.setattr(modules.lookup, "launch_and_wait", lambda *_: -700)
+    answered(workspace, batch_of(drawn(2, 5)))
+
+
+def test_an_interrupted_repeat_leaves_no_misses_to_the_next_lookup(
+    modules: SimpleNamespace, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace, real = cache.create_lookup(), modules.lookup.launch_and_wait
+
+    def interrupted(*arguments: Any) -> int:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    answered(workspace, batch_of(drawn(1, 5)))
+    with monkeypatch.context() as patch:
+        patch.setattr(modules.lookup, "launch_and_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workspace.query(batch_of(np.arange(5) + ROWS))
+    answered(workspace, batch_of(drawn(2, 5)))
+
+
+def test_no_repeat_follows_the_end_of_its_cache(cache: Any, repeated: list[int]) -> None:
+    workspace = cache.create_lookup()
+    answered(workspace, batch_of(drawn(1, 5)))
+    cache.close()
+    with pytest.raises(NotReadyError):
+        workspace.query(batch_of(drawn(2, 5)))
+    assert not repeated
+
+
+def test_a_workspace_keeps_no_tensor_of_a_lookup_that_may_be_repeated(cache: Any, repeated: list[int]) -> None:
+    workspace = cache.create_lookup()
+    for seed in range(3):
+        batch = batch_of(drawn(seed, 5))
+        answered(workspace, batch)
+        kept = weakref.ref(batch.outs[0])
+        del batch
+        assert kept() is None
+    assert repeated == [0, 0]

@@ -192,8 +192,7 @@ class CupyLookup(StreamOrderedLookup):
         self._repeatable, self._running = False, True
         flags: int = launch_and_wait(self._driver, repeat.words, stream)
         del tables  # held until here: `close` may run in another thread
-        if flags >= 0:
-            self._running, self._repeatable = False, not flags
+        self._running, self._repeatable = flags < 0, flags == 0
         return flags
 
     @device_call("querying")
@@ -231,7 +230,7 @@ class CupyLookup(StreamOrderedLookup):
         self._repeatable = not (
             left or self._pooled or self.host.used or self._unfinished or self._busy or self._waits_for
         ) and not (self._host_waits or self.linked or self.absent or self._missing_share)
-        if self._repeatable:  # repeats keep no tensors, nor does the next one keep these
+        if self._repeatable:  # repeats keep no tensors, so these would stay until another lookup came
             self._batch = _NO_BATCH
             self.reader.start()
         return left

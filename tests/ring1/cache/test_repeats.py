@@ -1,4 +1,4 @@
-"""Repeats of lookups without the interpreter: which tensors they take, how they call the driver, and what workspaces do with them.
+"""Repeats of lookups without the interpreter: which tensors they take, how they call the driver, what workspaces make of them.
 
 Workspaces run on a stand-in for CUDA (`tests/fakes/host_cuda.py`).
 """

@@ -58,7 +58,7 @@ class Batch:
             default. Empty if no table has a mask; without bags only.
         poolings: the bags of each table's keys; empty: every key gets a row.
         kind: type of all tensors in `keys` and `outs`, where it is torch's or CuPy's and they are in CUDA memory; else None. A
-            cache then inspects them column by column, which takes less than half the time.
+            cache then inspects them column by column, which takes less than half the time. Of a `joined` batch any type.
         joined: `keys` and `outs` are each one tensor in CUDA memory that has those of all tables of the model, in their order.
         narrow: outputs of 16 bits in host memory (float16, or uint16 for bfloat16), each after the float32 array in `outs` that
             the engine rounds to it.
@@ -368,7 +368,7 @@ def concatenated_batch(
     tables, keys_on_host, out_on_host = range(len(dims)), isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
     if not (with_found or keys_on_host or out_on_host):
         batch = Batch(tables, counts, (flat,), (place,))
-        batch.joined = True
+        batch.joined, batch.kind = True, type(flat) if type(flat) is type(place) else None
         return batch, None
     found = np.empty(total, np.bool_) if with_found else None
     row = element = 0

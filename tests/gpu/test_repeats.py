@@ -109,12 +109,17 @@ def test_tensors_of_each_framework_are_read_and_written_anew(start: Start, repea
             for name, part in keys.items()
         }
         server.lookup_tables(given, "m", out=outs)
+        both = np.concatenate(list(keys.values()))
+        joined: Any = cupy.asarray(both) if of_cupy else on_device(both)
+        out: Any = cupy.zeros(both.size * DIM, cupy.float32) if of_cupy else torch.zeros(both.size * DIM, device="cuda")
+        server.lookup_concatenated(joined, counts, out, "m")
+        check(out, both)
         for name, part in keys.items():
             check(outs[name], part)
             outs[name].fill(cupy.nan) if of_cupy else outs[name].fill_(torch.nan)
             server.lookup_fromdlpack(given[name], outs[name], "m", name)
             check(outs[name], part)
-    assert len(repeats) >= (10 if of_cupy else 14)
+    assert len(repeats) >= (12 if of_cupy else 18)
 
 
 def test_other_tensors_at_the_same_addresses_are_looked_up_as_they_are(start: Start, repeats: list[int]) -> None:

@@ -37,7 +37,7 @@ from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.modifications import LaunchOrder, Modifications
 from hps.cache.cuda.near_tables import NearTables
 from hps.cache.cuda.queries import LookupKernels
-from hps.cache.cuda.repeats import adopt, adopt_tables, launch_and_wait, work_stream
+from hps.cache.cuda.repeats import adopt, adopt_joined, adopt_tables, launch_and_wait, work_stream
 from hps.cache.cuda.spread_memory import reason_against
 from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
@@ -93,7 +93,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
 
     @classmethod
     def kernels(cls) -> Sequence[Callable[..., Any]]:
-        return adopt, adopt_tables, work_stream, launch_and_wait
+        return adopt, adopt_tables, adopt_joined, work_stream, launch_and_wait
 
     @classmethod
     def batches(cls, loop: LoopState) -> BatchDriver:

@@ -183,7 +183,7 @@ class CupyLookup(StreamOrderedLookup):
             repeat = queries.repeat_of_one(table)
             stream = self.reader.repeat_one(repeat, batch, self._dims[table])
         else:
-            repeat = queries.repeat_of_tables(batch.tables, batch.sizes)
+            repeat = queries.repeat_of_tables(batch.tables, batch.sizes, joined=batch.joined)
             stream = UNKNOWN_STREAM if repeat is None else self.reader.repeat_tables(repeat, batch)
         if repeat is None or stream < 0:
             return -1

@@ -162,9 +162,10 @@ class Queries:
             found = self._repeats[table] = Repeat(*launched).of_one_table(self._dims[table], self._capacity)
         return found
 
-    def repeat_of_tables(self, tables: Sequence[int], sizes: Sequence[int]) -> Repeat | None:
+    def repeat_of_tables(self, tables: Sequence[int], sizes: Sequence[int], *, joined: bool) -> Repeat | None:
         """Return the launch of keys of several tables, likewise; None if there was none of these numbers of keys."""
-        found = self._launches.get((kernels.ALIGNED, tuple(tables), *sizes))
+        kind = (kernels.ALIGNED, *sizes) if joined else (kernels.ALIGNED, tuple(tables), *sizes)
+        found = self._launches.get(kind)
         return None if found is None else found.repeat
 
     def launch(self, placed: Placement, stream: int) -> None:

@@ -65,7 +65,7 @@ class Repeat:
 
     Attributes:
         words: for the kernels below.
-        tables: (tables, 2) int64: numbers of keys and elements of several tables, for `adopt_tables`.
+        tables: (tables, 2) int64: numbers of keys and elements of several tables, for `adopt_tables` and `adopt_joined`.
         arguments: what the words point to.
     """
 
@@ -93,7 +93,7 @@ class Repeat:
         return True
 
     def of_tables(self, sizes: Sequence[int], dims: Sequence[int]) -> "Repeat":
-        """Let `adopt_tables` write keys and outputs of these numbers of keys, in arguments packed as SEGMENTs; return self."""
+        """Let `adopt_tables` and `adopt_joined` write keys and outputs, in arguments packed as `SEGMENT`s; return self."""
         at, offsets = self.arguments.struct_address, structs.SEGMENT.offsets
         self.words[3:5] = at + offsets["keys"], at + offsets["out"]
         self.tables = np.array([(n, n * dim) for n, dim in zip(sizes, dims, strict=True)], np.int64)
@@ -200,6 +200,27 @@ def adopt_tables(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, i
         store_relaxed(repeat[_KEYS] + _SEGMENT * nth, keys_at)
         store_relaxed(repeat[_OUT] + _SEGMENT * nth, out_at)
     return _stream(exchange, at)
+
+
+@kernel(int64, _WORDS, _WORDS, _ROWS, int64, int64, nogil=False)
+def adopt_joined(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, keys: int, out: int) -> int:
+    """Do what `adopt` does, for a repeat of several tables whose keys, and whose outputs, are one tensor."""
+    at = exchange.ctypes.data + 8 * _TENSOR
+    if not _borrow(exchange, keys, at, _INT64):
+        return -1
+    size, keys_at = _size(at), load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    if not _borrow(exchange, out, at, _FLOAT32):
+        return -1
+    room, out_at = _size(at), load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    if keys_at % 8 != 0 or out_at % _ALIGNMENT != 0:
+        return -1
+    n = elements = 0
+    for nth in range(tables.shape[0]):
+        store_relaxed(repeat[_KEYS] + _SEGMENT * nth, keys_at + 8 * n)
+        store_relaxed(repeat[_OUT] + _SEGMENT * nth, out_at + 4 * elements)
+        n += tables[nth, 0]
+        elements += tables[nth, 1]
+    return _stream(exchange, at) if size == n and room >= elements else -1
 
 
 @kernel(int64, _WORDS, _WORDS, int64)

@@ -180,8 +180,12 @@ class TensorReader:
         """Write the addresses of the tensors of a batch of the `kind` that it adopts, likewise."""
         if any(map(_REQUIRES_GRAD, batch.outs)):
             return UNKNOWN_STREAM
-        ids = np.array([*map(id, batch.keys), *map(id, batch.outs)], np.int64)
-        stream: int = repeats.adopt_tables(self._exchange, repeat.words, repeat.tables, ids)
+        words = repeat.words, repeat.tables
+        if batch.joined:
+            stream: int = repeats.adopt_joined(self._exchange, *words, id(batch.keys[0]), id(batch.outs[0]))
+        else:
+            ids = np.array([*map(id, batch.keys), *map(id, batch.outs)], np.int64)
+            stream = repeats.adopt_tables(self._exchange, *words, ids)
         return stream
 
     def stream_of(self, placed: Placement) -> int:

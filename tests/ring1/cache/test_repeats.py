@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from hps.cache.cuda import repeats, structs
-from hps.cache.cuda.repeats import Repeat, adopt, adopt_tables, driver_words, exchange_words, launch_and_wait, work_stream
+from hps.cache.cuda.repeats import (
+    Repeat,
+    adopt,
+    adopt_joined,
+    adopt_tables,
+    driver_words,
+    exchange_words,
+    launch_and_wait,
+    work_stream,
+)
 from hps.errors import NotReadyError
 from hps.tensors.batch import Batch
 from hps.tensors.dlpack import CPU, CUDA, exchange_table
@@ -143,6 +152,26 @@ def test_tensors_of_several_tables_are_adopted_together(exchange: IndexArray) ->
             assert adopted([*keys[:place], wrong, *keys[place + 1 :], *outs]) == -1
         for wrong in (outs[place].half(), outs[place][:, :-1].contiguous(), torch.zeros(outs[place].numel() + 1)[1:]):
             assert adopted([*keys, *outs[:place], wrong, *outs[place + 1 :]]) == -1
+
+
+def test_tensors_of_all_tables_in_one_are_adopted_together(exchange: IndexArray) -> None:
+    sizes, dims = (5, 1, 70), (4, 7, 8)
+    repeat = Repeat(5, 4, Packed(3)).of_tables(sizes, dims)
+    keys, out = torch.zeros(76, dtype=torch.int64), torch.zeros(20 + 7 + 560 + 4)
+
+    def adopted(keys: torch.Tensor, out: torch.Tensor) -> int:
+        stream: int = adopt_joined(exchange, repeat.words, repeat.tables, id(keys), id(out))
+        return stream
+
+    assert adopted(keys, out) == 0
+    assert [repeat.arguments.fields(segment)[:2] for segment in range(3)] == [
+        (keys.data_ptr() + 8 * key, out.data_ptr() + 4 * element) for key, element in ((0, 0), (5, 20), (6, 27))
+    ]
+    for wrong in (keys[:75], torch.zeros(77, dtype=torch.int64), keys.int(), keys[::2]):
+        assert adopted(wrong, out) == -1
+    for narrow in (out[:586], out.half(), out[1:], torch.zeros(1174)[::2]):
+        assert adopted(keys, narrow) == -1
+    assert adopted(keys, out[4:]) == 0
 
 
 def test_the_stream_of_host_memory_is_none(exchange: IndexArray) -> None:

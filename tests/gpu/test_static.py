@@ -34,7 +34,7 @@ def device_rows(keys: Any, dim: int) -> Any:
 def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Handles of all kernels that this package launches inside the block."""
     handles: list[int] = []
-    plain, dependent = device.launch, device.DependentLaunch.launch
+    plain, dependent, repeat = device.launch, device.DependentLaunch.launch, lookup.launch_and_wait
 
     def launch(handle: int, *arguments: Any) -> None:
         handles.append(handle)
@@ -44,7 +44,12 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         handles.append(handle)
         dependent(self, handle, *arguments)
 
+    def launch_repeat(driver: Any, words: Any, stream: int) -> int:
+        handles.append(int(words[0]))
+        return repeat(driver, words, stream)
+
     with monkeypatch.context() as patch:
+        patch.setattr(lookup, "launch_and_wait", launch_repeat)
         for module in (lookup, queries, pooling):
             patch.setattr(module, "launch", launch)
         patch.setattr(device.DependentLaunch, "launch", launch_dependent)

@@ -8,8 +8,8 @@
 //             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
 //             With HPS_SETTLES, of complete static tables, misses get the default value, whose bits `missing` is, and no list:
 //             missing_counts and any_missing report them, and any_missing[1] becomes 1 if a key could not be read, whose
-//             row is then left alone; where any_missing is null, both are added to the table's counters (walk.cuh), and both
-//             get the default value.
+//             row is then left alone; where any_missing is null, both are added to the table's counters
+//             (static_tables.cuh), and both get the default value.
 // LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
 //             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: a tile of 4 lanes
 //             reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged
@@ -19,7 +19,8 @@
 //             the same after the copy (embedding_cache.cuh), else the key is queried again, HPS_PATIENCE times, then it counts as
 //             a miss, which is always a right answer; with HPS_SETTLES it is one that could not be read. The second look comes
 //             after the copy because an acquire fence stands between the two, and because its address depends on all that the
-//             warp's lanes have copied. A miss needs no second look: keys do not move between slots (walk.cuh, of static tables).
+//             warp's lanes have copied. A miss needs no second look, since keys do not move between slots; but those of
+//             static tables do, and static_tables.cuh tells how a query notices.
 //             Scores are raised with an OR that nothing waits for, and only while they are low; one that meets a writer may be
 //             lost, which costs nothing but recency. One atomic add a warp, and only of a warp that misses, reserves places in
 //             the list; the warp that reserved the first sets any_missing.
@@ -32,7 +33,7 @@
 #include "embedding_cache.cuh"
 #include "rows.cuh"
 #include "sharing.cuh"
-#include "walk.cuh"
+#include "static_tables.cuh"
 
 #ifndef HPS_SETTLES
 #define HPS_SETTLES 0  // 1: the tables are static and complete, so a key that misses is absent
@@ -308,35 +309,17 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #endif
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
+        const bool strayed = asks && slot < 0 && strays_of(word);
+        bool moved = false;
 #if HPS_STATIC
-        bool walks = asks && slot < 0;  // the key is not at home: look wherever the headers say that it may be
-        if (__any_sync(FULL_WARP, walks)) {
-            u32 came_to = index, gone = __shfl_sync(FULL_WARP, part.y, 4 * tile), steps = 0;
-            bool next_door = word >> 24;
-            walks = walks && (next_door || gone);
-#pragma unroll 1
-            while (__any_sync(FULL_WARP, walks)) {
-                if (walks) {
-                    if (!next_door) came_to = next_bucket(came_to, step_of(key_at_place[done], segment.pairs), segment.pairs);
-                    index = came_to ^ static_cast<u32>(next_door);
-                    part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
-                }
-                const int there = tile_slot(part, key_at_place[done], walks, tile, member);
-                const u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile), passed = __shfl_sync(FULL_WARP, part.y, 4 * tile);
-                if (walks) {
-                    slot = there;
-                    word = header;
-                    if (!next_door) gone = passed;
-                    next_door = !next_door && header >> 24;
-                    walks = slot < 0 && (next_door || (gone && ++steps < segment.pairs));
-                }
-            }
-        }
+        if (__any_sync(FULL_WARP, asks && slot < 0)) {  // a key is not at home
+            const u32 home = index, home_word = word;
+            acquire();
 #else
-        const bool strayed = asks && slot < 0 && word >> 24;
-        if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
+        if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look where it may be
+#endif
             if (strayed) {
-                index ^= 1;
+                index = other_bucket(index, key_at_place[done], segment.pairs);
                 part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
             }
             const int there = tile_slot(part, key_at_place[done], strayed, tile, member);
@@ -345,8 +328,18 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 slot = there;
                 word = header;
             }
-        }
+#if HPS_STATIC
+            const bool missing = asks && slot < 0;
+            if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile
+                const uint4* const bucket = segment.buckets + static_cast<u64>(home) * BUCKET_PARTS;
+                acquire();
+                if (missing) part = load_part(bucket + member);
+                const int at_home = tile_slot(part, key_at_place[done], missing, tile, member);
+                acquire();
+                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(bucket)) != home_word;
+            }
 #endif
+        }
 #if HPS_SHARED
         uint4* buckets = segment.buckets;
         if (is_near) {
@@ -362,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         acquire();
         const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
-        bool retry = slot >= 0 && owned;
+        bool retry = moved || (slot >= 0 && owned);
 #if !HPS_STATIC
         // Writing on every hit costs a quarter of the throughput (0.58 of the gather for 0.79). A plain store of the byte lost
         // one of two neighbours that were always requested together, which was then evicted: hence the OR.

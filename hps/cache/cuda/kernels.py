@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hps.cache.base import static_sets
 from hps.cache.cuda import structs
 from hps.cache.integrity import hashes_of
 from hps.ground.memory.host_tables import DENSE_ROWS_AT, FileLayout
@@ -215,7 +216,7 @@ class Kind(NamedTuple):
     """What kernels for the tables of one cache have in common. *Immutable.*
 
     Attributes:
-        static: the tables hold every row; see `cuda/walk.cuh`.
+        static: the tables hold every row; see `cuda/static_tables.cuh`.
         shared: several devices share the tables; see `cuda/sharing.cuh`.
     """
 
@@ -503,9 +504,9 @@ def home_of(key: int, pairs: int, stretch: int = 1) -> int:
     return ((_hash_of(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
 
 
-def step_of(key: int, pairs: int) -> int:
-    """Return the distance in pairs between the steps of a key of a static table, as the kernels compute it."""
-    return 1 << ((_hash_of(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
+def other_bucket(key: int, pairs: int) -> int:
+    """Return the bucket of a key of a static table beside its home, as the kernels compute it."""
+    return (home_of(key, pairs) + 2 + 2 * ((_hash_of(key) & 0xFFFFFFFF) * (pairs - 1) >> 32)) % (2 * pairs)
 
 
 def _hash_of(key: int) -> int:
@@ -532,10 +533,7 @@ def zero_filler(pairs: int, stretch: int = 1) -> int:
 
 
 def pairs_for(capacity_rows: int, static: bool = False) -> int:
-    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair.
-
-    Those of a static table are odd, since its keys walk by powers of two, and at least three.
-    """
+    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair."""
     if static:
-        return max(3, -(-capacity_rows // (2 * SLOTS)) | 1)
+        return static_sets(capacity_rows)
     return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))

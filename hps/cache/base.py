@@ -521,8 +521,8 @@ class StaticTables(EmbeddingCache):
 
     static: bool = False
     """The cache was created to keep every row: it evicts nothing, a key stands in one of two sets, and a lookup makes nothing
-    resident. Where both sets of an inserted key are full, one of their keys moves to its own other set. A key that finds no slot
-    is counted in `CacheStats.unplaced`."""
+    resident. Where both sets of an inserted key are full, one of their keys moves to its own other set. A key that finds no
+    slot is counted in `CacheStats.unplaced`."""
 
     complete: bool = False
     """Every row of every table is resident, so keys that are not are absent: lookups give them the default vector."""

@@ -37,7 +37,9 @@ def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool,
     homes = (hashes >> np.uint64(32) & _LOW) * np.uint64(2 * pairs) >> np.uint64(32)
     others = homes ^ np.uint64(1)
     if static:
-        others = (homes + np.uint64(2) + np.uint64(2) * ((hashes & _LOW) * np.uint64(pairs - 1) >> np.uint64(32))) % np.uint64(2 * pairs)
+        others = (homes + np.uint64(2) + np.uint64(2) * ((hashes & _LOW) * np.uint64(pairs - 1) >> np.uint64(32))) % np.uint64(
+            2 * pairs
+        )
     homes, others = homes.astype(np.int64), others.astype(np.int64)
     misplaced = int(np.count_nonzero((places != homes) & (places != others)))
     findings = check_keys_of_sets(tag, keys, int(np.count_nonzero(headers & 1)), misplaced, counted_rows)

@@ -5,9 +5,11 @@
 // owns the pair of its home meanwhile, so the key does not move, and the other pair too if it stands or goes there. A tile that
 // cannot own that pair at once releases both and retries. That terminates: the tiles of a warp, which run in step, then take
 // turns, and warps wait for different times.
-// Where both buckets are full, the tile releases them, moves a key of one of them to that key's own other place, home before
-// away, and retries. Where none has room, it makes room in those places first. If that moves nothing, the key has no place. Keys
-// that go home when they can are what keeps a table from filling with strays while keys come and go.
+// Where both buckets are full, and owned, a key of one of them moves to that key's own other place, home before away, and the new
+// key takes its slot at once: two tiles that made room for each other first, and came back for it later, took it from each other
+// for good. If no key of the two may go anywhere, the tile releases them, makes room in one of the places where their keys might
+// go, and retries. If there is none, the key has no place. Keys that go home when they can are what keeps a table from filling
+// with strays while keys come and go.
 
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 4  // pieces of a row that a lane has in flight
@@ -121,33 +123,37 @@ __device__ __forceinline__ u32 bucket_beyond(const Table& table, u32 bucket, i64
     return home == bucket ? other_bucket(home, key, table.pairs) : home;
 }
 
-// Move a key out of a bucket if one of its keys may stand elsewhere; for whole warps, whose tiles own nothing. Whether one may:
-// it moved, or others changed these buckets meanwhile.
-__device__ __noinline__ bool make_room(const Table& table, u32 bucket, bool wants, u32 pieces) {
+enum Room { NONE, KEPT, MADE };  // no key may go anywhere; another writer kept where it may; there is an empty slot now
+
+// Move a key out of one of two buckets of the same side, both full, to its own other place; for whole warps. The tile owns both.
+__device__ __noinline__ Room vacate(const Table& table, u32 one, u32 two, bool wants, u32 pieces) {
     const u32 lane = threadIdx.x % 32, member = lane % TILE, first = lane - member;
-    i64 key = 0;
-    u32 target = bucket;
-    bool can = false, goes_home = false;
-    if (wants && member < SLOTS) {
-        uint4* const here = table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS;
-        if (occupied_of(static_cast<u32>(load_word(here))) >> member & 1) {
-            key = static_cast<i64>(load_word(key_at(here, member)));
-            target = bucket_beyond(table, bucket, key);
-            can = occupied_of(static_cast<u32>(load_word(table.buckets + static_cast<u64>(target) * BUCKET_PARTS))) != FULL_BUCKET;
-            goes_home = can && home_in(table, key) == target;
+    i64 keys[2] = {0, 0};
+    u32 targets[2] = {one, two}, can = 0, home = 0;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 bucket = i ? two : one;
+        bool may = false, goes_home = false;
+        if (wants && member < SLOTS) {
+            keys[i] = static_cast<i64>(load_word(key_at(Writer(table, bucket / 2).bucket(bucket % 2), member)));
+            targets[i] = bucket_beyond(table, bucket, keys[i]);
+            may = occupied_of(static_cast<u32>(load_word(table.buckets + static_cast<u64>(targets[i]) * BUCKET_PARTS))) != FULL_BUCKET;
+            goes_home = may && home_in(table, keys[i]) == targets[i];
         }
+        can |= (__ballot_sync(FULL_WARP, may) >> first & 0xff) << (TILE * i);
+        home |= (__ballot_sync(FULL_WARP, goes_home) >> first & 0xff) << (TILE * i);
     }
-    const u32 all = __ballot_sync(FULL_WARP, can) >> first & 0xff, home = __ballot_sync(FULL_WARP, goes_home) >> first & 0xff;
-    const u32 who = home ? home : all, chosen = first + (who ? __ffs(who) - 1 : 0);
-    key = __shfl_sync(FULL_WARP, key, chosen);
-    target = __shfl_sync(FULL_WARP, target, chosen);
+    const u32 who = home ? home : can, chosen = who ? __ffs(who) - 1 : 0;
+    const i64 key = __shfl_sync(FULL_WARP, chosen < TILE ? keys[0] : keys[1], first + chosen % TILE);
+    const u32 target = __shfl_sync(FULL_WARP, chosen < TILE ? targets[0] : targets[1], first + chosen % TILE);
+    const u32 bucket = chosen < TILE ? one : two;
 
     Writer from(table, bucket / 2), to(table, target / 2);
-    const bool own_from = from.take_or_leave(who != 0), own_to = to.take_or_leave(own_from);
+    const bool own = to.take_or_leave(who != 0);
     __syncwarp();
     fence();
-    const Look here = look_at(from, bucket, key, own_to), there = look_at(to, target, key, own_to);
-    const bool moves = own_to && here.slot >= 0 && there.empty >= 0, leaves_home = moves && home_in(table, key) == bucket;
+    const Look here = look_at(from, bucket, key, own), there = look_at(to, target, key, own);
+    const bool moves = own && here.slot >= 0 && there.empty >= 0, leaves_home = moves && home_in(table, key) == bucket;
     if (moves) {
         const Piece* const source = row_of(table, bucket, here.slot, pieces);
         Piece* const row = row_of(table, target, there.empty, pieces);
@@ -159,27 +165,31 @@ __device__ __noinline__ bool make_room(const Table& table, u32 bucket, bool want
     if (moves && member == 0) {
         evict(from, bucket, here.word, here.slot, leaves_home ? more_strays(here.word) : strays_of(here.word));
     }
-    to.give_back(own_to, moves);
-    from.give_back(own_from, moves);
-    return who != 0;
+    to.give_back(own, moves);  // with a fence: what takes the slot is seen after the eviction
+    return moves ? MADE : who ? KEPT : NONE;
 }
 
-// Make room in one of a key's buckets, both of which are full, or in those where their keys may go; for whole warps. False of a
-// tile that found none.
-__device__ __noinline__ bool make_room_for(const Table& table, u32 home, u32 other, bool wants, u32 pieces) {
-    bool made = make_room(table, home, wants, pieces);
-    made |= make_room(table, other, wants && !made, pieces);
+// Make room in one of the places where the keys of two full buckets might go; for whole warps, whose tiles own nothing.
+__device__ __noinline__ Room make_room_beyond(const Table& table, u32 one, u32 two, bool wants, u32 attempt, u32 pieces) {
+    Room room = NONE;
 #pragma unroll 1
-    for (u32 nth = 0; nth < 2 * SLOTS && __any_sync(FULL_WARP, wants && !made); ++nth) {
-        const u32 bucket = nth < SLOTS ? home : other;
+    for (u32 i = 0; i < 2 * SLOTS && __any_sync(FULL_WARP, wants && room == NONE); ++i) {
+        const u32 nth = (attempt + i) % (2 * SLOTS), bucket = nth < SLOTS ? one : two;
+        const bool asks = wants && room == NONE;
         u32 beyond = bucket;
-        if (wants && !made) {
+        if (asks) {
             uint4* const here = table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS;
             beyond = bucket_beyond(table, bucket, static_cast<i64>(load_word(key_at(here, nth % SLOTS))));
         }
-        made |= make_room(table, beyond, wants && !made, pieces);
+        Writer writer(table, beyond / 2);
+        const bool own = writer.take_or_leave(asks);
+        __syncwarp();
+        fence();
+        const Room made = vacate(table, beyond, beyond, own, pieces);
+        writer.give_back(own, made == MADE);
+        if (asks) room = own ? made : KEPT;
     }
-    return made;
+    return room;
 }
 
 // Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` marks the tiles that have a key.
@@ -214,7 +224,19 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
             const Look again = look_at(other_writer, other, key, both);
             if (both) place.there = again;
         }
-        const bool elsewhere = place.elsewhere, ready = own && (place.resident || admits) && (both || !elsewhere);
+        bool elsewhere = place.elsewhere;
+        const bool ready = own && (place.resident || admits) && (both || !elsewhere);
+        const bool full = ready && !place.resident && place.at_home.empty < 0 && place.there.empty < 0;
+        Room room = NONE;
+        if (__any_sync(FULL_WARP, full)) {
+            room = vacate(table, home, other, full, pieces);
+            const Look at_home = look_at(writer, home, key, full), there = look_at(other_writer, other, key, full);
+            if (full) {
+                place.at_home = at_home;
+                place.there = there;
+                elsewhere = at_home.empty < 0;
+            }
+        }
         const Look& look = elsewhere ? place.there : place.at_home;
         const int slot = place.resident ? look.slot : look.empty;
         const bool writes = ready && slot >= 0;
@@ -237,9 +259,9 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         }
         other_writer.give_back(both, writes);
         writer.give_back(own, writes && !elsewhere);
-        const bool full = ready && slot < 0;
+        const bool stuck = full && room == NONE;
         bool unplaced = false;
-        if (__any_sync(FULL_WARP, full)) unplaced = !make_room_for(table, home, other, full, pieces) && full;
+        if (__any_sync(FULL_WARP, stuck)) unplaced = make_room_beyond(table, home, other, stuck, attempt, pieces) == NONE && stuck;
         if (unplaced && member == 0) atomicAdd(&counts.unplaced, 1);
         if (writes || unplaced || (own && !place.resident && !admits)) pending = false;
         if (__any_sync(FULL_WARP, pending)) rest(attempt);

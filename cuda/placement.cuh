@@ -8,7 +8,7 @@
 // Where both buckets are full, and owned, a key of one of them moves to that key's own other place, home before away, and the new
 // key takes its slot at once: two tiles that made room for each other first, and came back for it later, took it from each other
 // for good. If no key of the two may go anywhere, the tile releases them, makes room in one of the places where their keys might
-// go, and retries. If there is none, the key has no place. Keys that go home when they can are what keeps a table from filling
+// go, and retries. If no key of those may move either, the key has no place. Keys that go home when they can are what keeps a table from filling
 // with strays while keys come and go.
 
 #ifndef HPS_ROW_LOADS
@@ -123,73 +123,91 @@ __device__ __forceinline__ u32 bucket_beyond(const Table& table, u32 bucket, i64
     return home == bucket ? other_bucket(home, key, table.pairs) : home;
 }
 
-enum Room { NONE, KEPT, MADE };  // no key may go anywhere; another writer kept where it may; there is an empty slot now
+// A key that may go from a bucket to its own other place, `target`.
+struct Move {
+    i64 key;
+    u32 bucket, target;
+    bool exists;
+};
 
-// Move a key out of one of two buckets of the same side, both full, to its own other place; for whole warps. The tile owns both.
-__device__ __noinline__ Room vacate(const Table& table, u32 one, u32 two, bool wants, u32 pieces) {
+// Choose a key of one of two buckets of the same side, home before away; for whole warps. Who owns neither may find what is gone.
+__device__ __noinline__ Move choose_move(const Table& table, u32 one, u32 two, bool wants) {
     const u32 lane = threadIdx.x % 32, member = lane % TILE, first = lane - member;
     i64 keys[2] = {0, 0};
-    u32 targets[2] = {one, two}, can = 0, home = 0;
+    u32 targets[2] = {one, two}, may = 0, home = 0;
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         const u32 bucket = i ? two : one;
-        bool may = false, goes_home = false;
+        bool goes = false, goes_home = false;
         if (wants && member < SLOTS) {
-            keys[i] = static_cast<i64>(load_word(key_at(Writer(table, bucket / 2).bucket(bucket % 2), member)));
+            uint4* const leading = Writer(table, bucket / 2).bucket(bucket % 2);
+            keys[i] = static_cast<i64>(load_word(key_at(leading, member)));
             targets[i] = bucket_beyond(table, bucket, keys[i]);
-            may = occupied_of(static_cast<u32>(load_word(table.buckets + static_cast<u64>(targets[i]) * BUCKET_PARTS))) != FULL_BUCKET;
-            goes_home = may && home_in(table, keys[i]) == targets[i];
+            const u32 there = occupied_of(static_cast<u32>(load_word(table.buckets + static_cast<u64>(targets[i]) * BUCKET_PARTS)));
+            goes = there != FULL_BUCKET && occupied_of(static_cast<u32>(load_word(leading))) >> member & 1;
+            goes_home = goes && home_in(table, keys[i]) == targets[i];
         }
-        can |= (__ballot_sync(FULL_WARP, may) >> first & 0xff) << (TILE * i);
+        may |= (__ballot_sync(FULL_WARP, goes) >> first & 0xff) << (TILE * i);
         home |= (__ballot_sync(FULL_WARP, goes_home) >> first & 0xff) << (TILE * i);
     }
-    const u32 who = home ? home : can, chosen = who ? __ffs(who) - 1 : 0;
-    const i64 key = __shfl_sync(FULL_WARP, chosen < TILE ? keys[0] : keys[1], first + chosen % TILE);
-    const u32 target = __shfl_sync(FULL_WARP, chosen < TILE ? targets[0] : targets[1], first + chosen % TILE);
-    const u32 bucket = chosen < TILE ? one : two;
+    const u32 who = home ? home : may, chosen = who ? __ffs(who) - 1 : 0;
+    Move move;
+    move.key = __shfl_sync(FULL_WARP, chosen < TILE ? keys[0] : keys[1], first + chosen % TILE);
+    move.target = __shfl_sync(FULL_WARP, chosen < TILE ? targets[0] : targets[1], first + chosen % TILE);
+    move.bucket = chosen < TILE ? one : two;
+    move.exists = who != 0;
+    return move;
+}
 
-    Writer from(table, bucket / 2), to(table, target / 2);
-    const bool own = to.take_or_leave(who != 0);
+// Make a move, unless another writer keeps its target or changed what was chosen; for whole warps. The tile owns the key's pair
+// if `own`. Whether it was made: then the bucket has an empty slot.
+__device__ __noinline__ bool make_move(const Table& table, const Move& move, bool own, u32 pieces) {
+    const u32 member = threadIdx.x % TILE;
+    Writer from(table, move.bucket / 2), to(table, move.target / 2);
+    const bool both = to.take_or_leave(own);
     __syncwarp();
     fence();
-    const Look here = look_at(from, bucket, key, own), there = look_at(to, target, key, own);
-    const bool moves = own && here.slot >= 0 && there.empty >= 0, leaves_home = moves && home_in(table, key) == bucket;
+    const Look here = look_at(from, move.bucket, move.key, both), there = look_at(to, move.target, move.key, both);
+    const bool moves = both && here.slot >= 0 && there.empty >= 0;
+    const bool leaves_home = moves && home_in(table, move.key) == move.bucket;
     if (moves) {
-        const Piece* const source = row_of(table, bucket, here.slot, pieces);
-        Piece* const row = row_of(table, target, there.empty, pieces);
+        const Piece* const source = row_of(table, move.bucket, here.slot, pieces);
+        Piece* const row = row_of(table, move.target, there.empty, pieces);
         for (u32 piece = member; piece < pieces; piece += TILE) store_unit(row + piece, load_unit(source + piece));
-        if (member == 0) admit(to, target, there.word, there.empty, key, leaves_home ? strays_of(there.word) : fewer_strays(there.word));
+        const u32 strays = leaves_home ? strays_of(there.word) : fewer_strays(there.word);
+        if (member == 0) admit(to, move.target, there.word, there.empty, move.key, strays);
     }
     __syncwarp();
     fence();
     if (moves && member == 0) {
-        evict(from, bucket, here.word, here.slot, leaves_home ? more_strays(here.word) : strays_of(here.word));
+        evict(from, move.bucket, here.word, here.slot, leaves_home ? more_strays(here.word) : strays_of(here.word));
     }
-    to.give_back(own, moves);  // with a fence: what takes the slot is seen after the eviction
-    return moves ? MADE : who ? KEPT : NONE;
+    to.give_back(both, moves);  // with a fence: whatever takes the slot is seen after the eviction
+    return moves;
 }
 
-// Make room in one of the places where the keys of two full buckets might go; for whole warps, whose tiles own nothing.
-__device__ __noinline__ Room make_room_beyond(const Table& table, u32 one, u32 two, bool wants, u32 attempt, u32 pieces) {
-    Room room = NONE;
+// Make room in one of the places where the keys of two full buckets might go; for whole warps, whose tiles own nothing. False if
+// no key of theirs may move.
+__device__ __noinline__ bool make_room_beyond(const Table& table, u32 one, u32 two, bool wants, u32 attempt, u32 pieces) {
+    bool exists = false;
 #pragma unroll 1
-    for (u32 i = 0; i < 2 * SLOTS && __any_sync(FULL_WARP, wants && room == NONE); ++i) {
+    for (u32 i = 0; i < 2 * SLOTS && __any_sync(FULL_WARP, wants && !exists); ++i) {
         const u32 nth = (attempt + i) % (2 * SLOTS), bucket = nth < SLOTS ? one : two;
-        const bool asks = wants && room == NONE;
+        const bool asks = wants && !exists;
         u32 beyond = bucket;
         if (asks) {
             uint4* const here = table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS;
             beyond = bucket_beyond(table, bucket, static_cast<i64>(load_word(key_at(here, nth % SLOTS))));
         }
+        const Move move = choose_move(table, beyond, beyond, asks);
         Writer writer(table, beyond / 2);
-        const bool own = writer.take_or_leave(asks);
+        const bool own = writer.take_or_leave(asks && move.exists);
         __syncwarp();
         fence();
-        const Room made = vacate(table, beyond, beyond, own, pieces);
-        writer.give_back(own, made == MADE);
-        if (asks) room = own ? made : KEPT;
+        writer.give_back(own, make_move(table, move, own, pieces));
+        exists = exists || (asks && move.exists);
     }
-    return room;
+    return exists;
 }
 
 // Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` marks the tiles that have a key.
@@ -227,9 +245,11 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         bool elsewhere = place.elsewhere;
         const bool ready = own && (place.resident || admits) && (both || !elsewhere);
         const bool full = ready && !place.resident && place.at_home.empty < 0 && place.there.empty < 0;
-        Room room = NONE;
+        bool stuck = false;
         if (__any_sync(FULL_WARP, full)) {
-            room = vacate(table, home, other, full, pieces);
+            const Move move = choose_move(table, home, other, full);
+            stuck = full && !move.exists;
+            make_move(table, move, full && move.exists, pieces);
             const Look at_home = look_at(writer, home, key, full), there = look_at(other_writer, other, key, full);
             if (full) {
                 place.at_home = at_home;
@@ -259,9 +279,8 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         }
         other_writer.give_back(both, writes);
         writer.give_back(own, writes && !elsewhere);
-        const bool stuck = full && room == NONE;
         bool unplaced = false;
-        if (__any_sync(FULL_WARP, stuck)) unplaced = make_room_beyond(table, home, other, stuck, attempt, pieces) == NONE && stuck;
+        if (__any_sync(FULL_WARP, stuck)) unplaced = !make_room_beyond(table, home, other, stuck, attempt, pieces) && stuck;
         if (unplaced && member == 0) atomicAdd(&counts.unplaced, 1);
         if (writes || unplaced || (own && !place.resident && !admits)) pending = false;
         if (__any_sync(FULL_WARP, pending)) rest(attempt);

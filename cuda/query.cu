@@ -59,6 +59,9 @@
 #ifndef HPS_SEGMENTS
 #define HPS_SEGMENTS 32  // segments of one launch, at most
 #endif
+#ifndef HPS_BOTH
+#define HPS_BOTH 0  // 1: of static tables, read the other bucket of a key beside its home, for few keys
+#endif
 #ifndef HPS_PATIENCE
 #define HPS_PATIENCE 1024
 #endif
@@ -298,6 +301,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         u32 index = asks ? home_at_place[done] : 0;
         uint4 part;
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+#if HPS_BOTH
+        // Every second warp has a key that is not at home, and a launch of few keys takes as long as its slowest.
+        const u32 beside = other_bucket(index, key_at_place[done], segment.pairs);
+        uint4 other_part;
+        if (asks) other_part = load_part(segment.buckets + static_cast<u64>(beside) * BUCKET_PARTS + member);
+#endif
 #if HPS_SHARED
         NearLook near{0, 0, 0, -1};  // while the bucket is on its way
         const bool looks_near = asks && near_table.may_have(index / 2);
@@ -309,17 +318,55 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #endif
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
-        const bool strayed = asks && slot < 0 && strays_of(word);
         bool moved = false;
 #if HPS_STATIC
         if (__any_sync(FULL_WARP, asks && slot < 0)) {  // a key is not at home
             const u32 home = index, home_word = word;
-            acquire();
+            const bool strayed = asks && slot < 0 && strays_of(word);
+#if HPS_BOTH
+            if (strayed) {
+                index = beside;
+                part = other_part;
+            }
 #else
-        if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look where it may be
-#endif
+            acquire();
             if (strayed) {
                 index = other_bucket(index, key_at_place[done], segment.pairs);
+                part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+            }
+#endif
+            int there = tile_slot(part, key_at_place[done], strayed, tile, member);
+            u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+            bool missing = asks && slot < 0 && there < 0;
+            if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile
+                acquire();
+#if HPS_BOTH
+                if (missing && strayed) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+                const int again = tile_slot(part, key_at_place[done], missing && strayed, tile, member);
+                const u32 header_again = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+                if (missing && strayed) {
+                    there = again;
+                    header = header_again;
+                    missing = there < 0;
+                }
+                acquire();
+#endif
+                const uint4* const bucket = segment.buckets + static_cast<u64>(home) * BUCKET_PARTS;
+                if (missing) part = load_part(bucket + member);
+                const int at_home = tile_slot(part, key_at_place[done], missing, tile, member);
+                acquire();
+                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(bucket)) != home_word;
+            }
+            if (strayed) {
+                slot = there;
+                word = header;
+            }
+        }
+#else
+        const bool strayed = asks && slot < 0 && strays_of(word);
+        if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
+            if (strayed) {
+                index ^= 1;
                 part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
             }
             const int there = tile_slot(part, key_at_place[done], strayed, tile, member);
@@ -328,18 +375,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 slot = there;
                 word = header;
             }
-#if HPS_STATIC
-            const bool missing = asks && slot < 0;
-            if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile
-                const uint4* const bucket = segment.buckets + static_cast<u64>(home) * BUCKET_PARTS;
-                acquire();
-                if (missing) part = load_part(bucket + member);
-                const int at_home = tile_slot(part, key_at_place[done], missing, tile, member);
-                acquire();
-                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(bucket)) != home_word;
-            }
-#endif
         }
+#endif
 #if HPS_SHARED
         uint4* buckets = segment.buckets;
         if (is_near) {

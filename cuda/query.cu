@@ -35,6 +35,17 @@
 #include "sharing.cuh"
 #include "static_tables.cuh"
 
+#ifndef HPS_ANSWERS
+#define HPS_ANSWERS 0  // 1: misses are answered, too, for few keys
+#endif
+#if HPS_ANSWERS
+#include "host_table.cuh"
+#include "row_file.cuh"
+#include "writer.cuh"
+#include "admission.cuh"
+#include "answering.cuh"
+#endif
+
 #ifndef HPS_SETTLES
 #define HPS_SETTLES 0  // 1: the tables are static and complete, so a key that misses is absent
 #endif
@@ -50,11 +61,11 @@
 #ifndef HPS_COPY
 #define HPS_COPY 8  // lanes that move one row: 4, 8, 16 or 32
 #endif
-#ifndef HPS_ROW_LOADS
-#define HPS_ROW_LOADS 2  // rows that each lane has in flight
+#ifndef HPS_COPIED_ROWS
+#define HPS_COPIED_ROWS 2  // rows that each lane has in flight
 #endif
-#ifndef HPS_LONG_ROWS
-#define HPS_LONG_ROWS 0  // 1: rows may have more than HPS_COPY units
+#ifndef HPS_MANY_UNITS
+#define HPS_MANY_UNITS 0  // 1: rows may have more than HPS_COPY units
 #endif
 #ifndef HPS_SEGMENTS
 #define HPS_SEGMENTS 32  // segments of one launch, at most
@@ -78,6 +89,20 @@ struct Segment {
     u32 first_block;
     u32 missing;  // with HPS_SETTLES: the bits of the default value
     u32 index;    // of its count
+#if HPS_ANSWERS  // see answer.cu
+    uint4* all_buckets;  // of a shared table the first copy
+    u64* counters;
+    const HostLayout* const* layout;
+    Link* link;
+    uint4* staged;
+    i64 zero_filler;
+    u32 zero_pair;
+    u32 width;
+    u32 sharing;
+    u32 staged_rows;
+    float default_value;
+    u32 authoritative;
+#endif
 };
 
 struct Query {
@@ -89,18 +114,28 @@ struct Query {
     u32 segment_count;
     u16 keys_per_warp;
     u16 zero;  // always 0, which the compiler does not know
+#if HPS_ANSWERS  // see answer.cu
+    i64* left_keys;
+    u32* left_positions;
+    u32* left_counts;
+    uint2* tallies;
+    u32* any_left;
+    u32 patience;
+    u32 settles;
+#endif
 };
 
-static_assert(sizeof(Segment) == 64, "hps/cache/cuda/kernels.py packs this");
-static_assert(sizeof(Query) == sizeof(Segment) * HPS_SEGMENTS + 40, "hps/cache/cuda/kernels.py packs this");
+static_assert(sizeof(Segment) == (HPS_ANSWERS ? 136 : 64), "hps/cache/cuda/kernels.py packs this");
+static_assert(sizeof(Query) == sizeof(Segment) * HPS_SEGMENTS + (HPS_ANSWERS ? 88 : 40), "hps/cache/cuda/kernels.py packs this");
 
 constexpr u32 WARPS = HPS_THREADS / 32;
 constexpr u32 PASS = 8;              // keys of a pass
 constexpr u32 ROWS = 32 / HPS_COPY;  // rows that a warp moves at once
 constexpr u32 ROUNDS = PASS / ROWS;  // until it has moved those of a pass
-constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
+constexpr u32 COPIED_ROWS = HPS_COPIED_ROWS;
 constexpr u32 NO_ROW = 0xffffffffu;
-static_assert(ROUNDS % ROW_LOADS == 0, "whole batches");
+constexpr u32 SEARCHED = HPS_SEGMENTS == 1 ? 1 : 32;  // a power of two of segments
+static_assert(HPS_SEGMENTS <= SEARCHED && ROUNDS % COPIED_ROWS == 0, "whole batches");
 
 // Where a tile's key stands in the bucket that it holds: the slot, or -1; for whole warps.
 __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked, u32 tile, u32 member) {
@@ -136,7 +171,48 @@ __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, 
     return distinct;
 }
 
-#if !HPS_SETTLES
+#if HPS_ANSWERS
+__device__ __forceinline__ Table table_of(const Segment& segment) {
+    return Table{segment.all_buckets, reinterpret_cast<float*>(const_cast<u8*>(segment.rows)), segment.counters, segment.zero_filler,
+                 segment.zero_pair,   segment.pairs, segment.width, segment.sharing};
+}
+
+// Answer up to 8 keys that are not resident, and admit them; for whole warps. Not inlined: it needs more registers than the query.
+__device__ __noinline__ void answer_misses(const Query& request, const Segment& segment, u32 first, u32 missed) {
+    __shared__ u32 positions[WARPS][READ_AT_ONCE];
+    __shared__ Admissions counts[WARPS];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, entries = __popc(missed);
+    const bool mine = lane < entries;
+    const u32 position = mine ? first + __fns(missed, 0, lane + 1) : 0;
+    const i64 key = mine ? __ldg(segment.keys + position) : 0;
+    u32 state = LEFT;
+    if (segment.layout != nullptr) {
+#if HPS_ROW_FILES
+        u64* running = nullptr;
+        if (lane == 0) running = enter_readers(segment.link->readers);
+#endif
+        if (lane < READ_AT_ONCE) positions[warp][lane] = position;
+        __syncwarp();
+        const u64 epoch = load_acquire(&segment.link->epoch);
+        const u32 read = read_rows<true>(request, segment, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, positions[warp], first);
+        state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
+        __syncwarp();
+        if (segment.pairs != 0) {
+#pragma unroll 1
+            for (u32 entry = lane / TILE; entry - lane / TILE < entries; entry += TILES) {
+                const i64 one = __shfl_sync(FULL_WARP, key, entry);
+                const u32 row = __shfl_sync(FULL_WARP, position, entry), became = __shfl_sync(FULL_WARP, state, entry);
+                admit_keys(segment, counts[warp], entry < entries && became == FOUND, one, row, first + entry, epoch);
+            }
+        }
+#if HPS_ROW_FILES
+        if (lane == 0) leave_readers(running);
+#endif
+    }
+    conclude(request, segment, mine, state, key, position);
+    if (lane == 0 && !request.settles) *request.any_missing = 1;
+}
+#elif !HPS_SETTLES
 __device__ __forceinline__ void list_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 lane) {
     u32 to = 0;
     if (lane == 0) {
@@ -229,17 +305,17 @@ __device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile 
 #pragma unroll 1
     for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
 #pragma unroll
-        for (u32 batch = 0; batch < ROUNDS; batch += ROW_LOADS) {
-            Stored<FORMAT, SharedMemory> value[ROW_LOADS];
-            u32 from[ROW_LOADS];
+        for (u32 batch = 0; batch < ROUNDS; batch += COPIED_ROWS) {
+            Stored<FORMAT, SharedMemory> value[COPIED_ROWS];
+            u32 from[COPIED_ROWS];
 #pragma unroll
-            for (u32 r = 0; r < ROW_LOADS; ++r) {
+            for (u32 r = 0; r < COPIED_ROWS; ++r) {
                 from[r] = __shfl_sync(FULL_WARP, row, ((batch + r) * ROWS + lane / HPS_COPY) * 4);
                 if (unit >= units) from[r] = NO_ROW;
                 if (from[r] != NO_ROW) value[r].load(row_at(segment, near, from[r], row_bytes), unit, dim);
             }
 #pragma unroll
-            for (u32 r = 0; r < ROW_LOADS; ++r) {
+            for (u32 r = 0; r < COPIED_ROWS; ++r) {
                 if (from[r] != NO_ROW) {
                     copied |= value[r].bits();
                     const OutUnit out = narrowed(value[r].widened());
@@ -251,7 +327,7 @@ __device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile 
                 }
             }
         }
-        if (!HPS_LONG_ROWS) break;
+        if (!HPS_MANY_UNITS) break;
     }
     return copied;
 }
@@ -265,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, member = lane % 4;
     u32 s = 0;
 #pragma unroll
-    for (u32 step = HPS_SEGMENTS / 2; step > 0; step /= 2) {
+    for (u32 step = SEARCHED / 2; step > 0; step /= 2) {
         if (s + step < request.segment_count && request.segments[s + step].first_block <= blockIdx.x) s += step;
     }
     const Segment& segment = request.segments[s];
@@ -440,7 +516,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 
     u32 missed = all & ~answered;
     if (segment.found != nullptr && lane < count) segment.found[first + lane] = answered >> lane & 1;
-#if HPS_SETTLES
+#if HPS_ANSWERS
+    if (missed) answer_misses(request, segment, first, missed);
+#elif HPS_SETTLES
     if (missed) settle_misses(request, segment, first, missed, unread & missed, lane);
 #else
     if (missed) list_misses(request, segment, first, missed, lane);

@@ -44,6 +44,7 @@ class LookupKernels:
             self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
         self.query_of = lru_cache(_MAX_SHAPES)(self._query_of)
         self.answer_of = lru_cache(_MAX_SHAPES)(self._answer_of)
+        self.whole_of = lru_cache(_MAX_SHAPES)(self._whole_of)
         self.scatter = lru_cache(_MAX_SHAPES)(self._scatter)
         self.pool = lru_cache(_MAX_SHAPES)(self._pool)
 
@@ -54,19 +55,21 @@ class LookupKernels:
     def for_links(self, files: bool = False) -> list[Kernel]:
         return kernels.link_kernels(self.rows, self._kind, files=files)
 
-    def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
+    def _query_of(
+        self, tables: tuple[int, ...], alignment: int, *, few: bool, settles: bool = False
+    ) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use and cached by `query_of`.
 
         Args:
             tables: at most SEGMENTS_AT_ONCE.
             alignment: see `kernels.outputs_code`.
-            settles: see `kernels.query_kernel`.
+            few, settles: see `kernels.query_kernel`.
 
         Returns:
             Handle of the kernel, its widest row, and the geometry of each table.
         """
         shape = self.shape_of(tables, alignment)
-        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles))
+        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles=settles, few=few and self._kind.static))
         return handle, shape.widest, [(shape.units(self.rows[table]), *self.geometry[table]) for table in tables]
 
     def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
@@ -76,6 +79,11 @@ class LookupKernels:
         """Return handle, shape and threads of a kernel of `cuda/answer.cu`, cached by `answer_of`."""
         shape = self.shape_of(tables, alignment)._replace(files=files)
         return self._compiled.handle(kernels.answer_kernel(name, shape, self._kind)), shape, kernels.answer_threads(shape)
+
+    def _whole_of(self, tables: tuple[int, ...], alignment: int, files: bool) -> tuple[int, Shape]:
+        """Return handle and shape of a kernel that queries and answers, cached by `whole_of`."""
+        shape = self.shape_of(tables, alignment)._replace(files=files)
+        return self._compiled.handle(kernels.whole_kernel(shape, self._kind)), shape
 
     def _scatter(self, shape: Shape) -> int:
         return self._compiled.handle(kernels.scatter_kernel(shape))
@@ -170,9 +178,10 @@ class Queries:
         for first in range(0, len(rows.sizes), kernels.SEGMENTS_AT_ONCE):
             part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
             tables = tuple(rows.tables[part])
-            handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs[part]), rows.out_format))
+            code, total = outputs_code(reduce(or_, rows.outs[part]), rows.out_format), sum(rows.sizes)
+            handle, widest, geometry = self._query_of(tables, code, few=total <= kernels.FEW_KEYS)
             arguments = arguments_of(1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE)
-            per_warp = _keys_per_warp(sum(rows.sizes), widest)
+            per_warp = _keys_per_warp(total, widest)
             blocks, missing = self._pack(arguments, geometry, rows, first, missing, per_warp)
             if blocks:
                 yield handle, blocks, arguments
@@ -180,7 +189,7 @@ class Queries:
     def _launch_single(self, rows: Placement, stream: int) -> None:
         [n], [keys], [out], found = rows.sizes, rows.keys, rows.outs, rows.founds[0] if rows.founds else 0
         handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(
-            tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15
+            tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15, few=n <= kernels.FEW_KEYS
         )
         if not n:
             return
@@ -210,8 +219,9 @@ class Queries:
 
     def _new_launch(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
         arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
-        handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
-        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
+        code, total = outputs_code(reduce(or_, rows.outs), rows.out_format), sum(rows.sizes)
+        handle, widest, geometry = self._query_of(tables, code, few=total <= kernels.FEW_KEYS)
+        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(total, widest))
         element = 2 if rows.out_format else 4
         found = _Launch(handle, blocks, arguments, rows.sizes, [element * self._dims[table] for table in tables])
         if len(self._launches) == _MAX_LAUNCHES:
@@ -252,4 +262,4 @@ def _arguments_of(segments: int) -> Arguments:
 
 def _keys_per_warp(keys: int, widest: int) -> int:
     """Return the keys per warp of a query: more for plenty of narrow rows, since a warp finds the duplicates."""
-    return 16 if keys >= 1 << 19 and widest <= 32 else 8
+    return 2 * kernels.KEYS_A_PASS if keys >= 1 << 19 and widest <= 32 else kernels.KEYS_A_PASS

@@ -35,17 +35,6 @@
 #include "sharing.cuh"
 #include "static_tables.cuh"
 
-#ifndef HPS_ANSWERS
-#define HPS_ANSWERS 0  // 1: misses are answered, too, for few keys
-#endif
-#if HPS_ANSWERS
-#include "host_table.cuh"
-#include "row_file.cuh"
-#include "writer.cuh"
-#include "admission.cuh"
-#include "answering.cuh"
-#endif
-
 #ifndef HPS_SETTLES
 #define HPS_SETTLES 0  // 1: the tables are static and complete, so a key that misses is absent
 #endif
@@ -61,11 +50,11 @@
 #ifndef HPS_COPY
 #define HPS_COPY 8  // lanes that move one row: 4, 8, 16 or 32
 #endif
-#ifndef HPS_COPIED_ROWS
-#define HPS_COPIED_ROWS 2  // rows that each lane has in flight
+#ifndef HPS_ROW_LOADS
+#define HPS_ROW_LOADS 2  // rows that each lane has in flight
 #endif
-#ifndef HPS_MANY_UNITS
-#define HPS_MANY_UNITS 0  // 1: rows may have more than HPS_COPY units
+#ifndef HPS_LONG_ROWS
+#define HPS_LONG_ROWS 0  // 1: rows may have more than HPS_COPY units
 #endif
 #ifndef HPS_SEGMENTS
 #define HPS_SEGMENTS 32  // segments of one launch, at most
@@ -89,20 +78,6 @@ struct Segment {
     u32 first_block;
     u32 missing;  // with HPS_SETTLES: the bits of the default value
     u32 index;    // of its count
-#if HPS_ANSWERS  // see answer.cu
-    uint4* all_buckets;  // of a shared table the first copy
-    u64* counters;
-    const HostLayout* const* layout;
-    Link* link;
-    uint4* staged;
-    i64 zero_filler;
-    u32 zero_pair;
-    u32 width;
-    u32 sharing;
-    u32 staged_rows;
-    float default_value;
-    u32 authoritative;
-#endif
 };
 
 struct Query {
@@ -114,28 +89,18 @@ struct Query {
     u32 segment_count;
     u16 keys_per_warp;
     u16 zero;  // always 0, which the compiler does not know
-#if HPS_ANSWERS  // see answer.cu
-    i64* left_keys;
-    u32* left_positions;
-    u32* left_counts;
-    uint2* tallies;
-    u32* any_left;
-    u32 patience;
-    u32 settles;
-#endif
 };
 
-static_assert(sizeof(Segment) == (HPS_ANSWERS ? 136 : 64), "hps/cache/cuda/kernels.py packs this");
-static_assert(sizeof(Query) == sizeof(Segment) * HPS_SEGMENTS + (HPS_ANSWERS ? 88 : 40), "hps/cache/cuda/kernels.py packs this");
+static_assert(sizeof(Segment) == 64, "hps/cache/cuda/kernels.py packs this");
+static_assert(sizeof(Query) == sizeof(Segment) * HPS_SEGMENTS + 40, "hps/cache/cuda/kernels.py packs this");
 
 constexpr u32 WARPS = HPS_THREADS / 32;
 constexpr u32 PASS = 8;              // keys of a pass
 constexpr u32 ROWS = 32 / HPS_COPY;  // rows that a warp moves at once
 constexpr u32 ROUNDS = PASS / ROWS;  // until it has moved those of a pass
-constexpr u32 COPIED_ROWS = HPS_COPIED_ROWS;
+constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
 constexpr u32 NO_ROW = 0xffffffffu;
-constexpr u32 SEARCHED = HPS_SEGMENTS == 1 ? 1 : 32;  // a power of two of segments
-static_assert(HPS_SEGMENTS <= SEARCHED && ROUNDS % COPIED_ROWS == 0, "whole batches");
+static_assert(ROUNDS % ROW_LOADS == 0, "whole batches");
 
 // Where a tile's key stands in the bucket that it holds: the slot, or -1; for whole warps.
 __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked, u32 tile, u32 member) {
@@ -150,8 +115,9 @@ __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked,
     return who ? slot : -1;
 }
 
-// Write the distinct keys of a warp, their homes and the lanes that query them; returns the number of keys to find.
-__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes,
+// Write the distinct keys of a warp, their homes, of static tables their other buckets, and the lanes that query them; returns
+// the number of keys to find.
+__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes, u32* others,
                                              u32* askers) {
     u32 distinct = 0;
     if (all >> lane & 1) {
@@ -163,6 +129,7 @@ __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, 
             const u32 place = __popc(leaders & earlier);
             keys[place] = key;
             homes[place] = home_of(key, segment.pairs);
+            if (HPS_STATIC) others[place] = other_bucket(homes[place], key, segment.pairs);
             askers[place] = same;
         }
     }
@@ -171,48 +138,7 @@ __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, 
     return distinct;
 }
 
-#if HPS_ANSWERS
-__device__ __forceinline__ Table table_of(const Segment& segment) {
-    return Table{segment.all_buckets, reinterpret_cast<float*>(const_cast<u8*>(segment.rows)), segment.counters, segment.zero_filler,
-                 segment.zero_pair,   segment.pairs, segment.width, segment.sharing};
-}
-
-// Answer up to 8 keys that are not resident, and admit them; for whole warps. Not inlined: it needs more registers than the query.
-__device__ __noinline__ void answer_misses(const Query& request, const Segment& segment, u32 first, u32 missed) {
-    __shared__ u32 positions[WARPS][READ_AT_ONCE];
-    __shared__ Admissions counts[WARPS];
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, entries = __popc(missed);
-    const bool mine = lane < entries;
-    const u32 position = mine ? first + __fns(missed, 0, lane + 1) : 0;
-    const i64 key = mine ? __ldg(segment.keys + position) : 0;
-    u32 state = LEFT;
-    if (segment.layout != nullptr) {
-#if HPS_ROW_FILES
-        u64* running = nullptr;
-        if (lane == 0) running = enter_readers(segment.link->readers);
-#endif
-        if (lane < READ_AT_ONCE) positions[warp][lane] = position;
-        __syncwarp();
-        const u64 epoch = load_acquire(&segment.link->epoch);
-        const u32 read = read_rows<true>(request, segment, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, positions[warp], first);
-        state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
-        __syncwarp();
-        if (segment.pairs != 0) {
-#pragma unroll 1
-            for (u32 entry = lane / TILE; entry - lane / TILE < entries; entry += TILES) {
-                const i64 one = __shfl_sync(FULL_WARP, key, entry);
-                const u32 row = __shfl_sync(FULL_WARP, position, entry), became = __shfl_sync(FULL_WARP, state, entry);
-                admit_keys(segment, counts[warp], entry < entries && became == FOUND, one, row, first + entry, epoch);
-            }
-        }
-#if HPS_ROW_FILES
-        if (lane == 0) leave_readers(running);
-#endif
-    }
-    conclude(request, segment, mine, state, key, position);
-    if (lane == 0 && !request.settles) *request.any_missing = 1;
-}
-#elif !HPS_SETTLES
+#if !HPS_SETTLES
 __device__ __forceinline__ void list_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 lane) {
     u32 to = 0;
     if (lane == 0) {
@@ -305,17 +231,17 @@ __device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile 
 #pragma unroll 1
     for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
 #pragma unroll
-        for (u32 batch = 0; batch < ROUNDS; batch += COPIED_ROWS) {
-            Stored<FORMAT, SharedMemory> value[COPIED_ROWS];
-            u32 from[COPIED_ROWS];
+        for (u32 batch = 0; batch < ROUNDS; batch += ROW_LOADS) {
+            Stored<FORMAT, SharedMemory> value[ROW_LOADS];
+            u32 from[ROW_LOADS];
 #pragma unroll
-            for (u32 r = 0; r < COPIED_ROWS; ++r) {
+            for (u32 r = 0; r < ROW_LOADS; ++r) {
                 from[r] = __shfl_sync(FULL_WARP, row, ((batch + r) * ROWS + lane / HPS_COPY) * 4);
                 if (unit >= units) from[r] = NO_ROW;
                 if (from[r] != NO_ROW) value[r].load(row_at(segment, near, from[r], row_bytes), unit, dim);
             }
 #pragma unroll
-            for (u32 r = 0; r < COPIED_ROWS; ++r) {
+            for (u32 r = 0; r < ROW_LOADS; ++r) {
                 if (from[r] != NO_ROW) {
                     copied |= value[r].bits();
                     const OutUnit out = narrowed(value[r].widened());
@@ -327,7 +253,7 @@ __device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile 
                 }
             }
         }
-        if (!HPS_MANY_UNITS) break;
+        if (!HPS_LONG_ROWS) break;
     }
     return copied;
 }
@@ -337,11 +263,11 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");  // answer.cu waits for the end itself
 #endif
     __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
-    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32];
+    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32], others_of[HPS_STATIC ? WARPS : 1][32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, member = lane % 4;
     u32 s = 0;
 #pragma unroll
-    for (u32 step = SEARCHED / 2; step > 0; step /= 2) {
+    for (u32 step = HPS_SEGMENTS / 2; step > 0; step /= 2) {
         if (s + step < request.segment_count && request.segments[s + step].first_block <= blockIdx.x) s += step;
     }
     const Segment& segment = request.segments[s];
@@ -355,12 +281,16 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);
 #endif
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
-    const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp], askers_of[warp]);
+    const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp],
+                                    others_of[HPS_STATIC ? warp : 0], askers_of[warp]);
     const u32 distinct = segment.pairs == 0 ? 0 : found;
 
     // What the passes need of it is read again rather than kept: registers bound the keys in flight.
     const volatile i64* const key_at_place = keys_of[warp] + tile;
     const volatile u32* const home_at_place = homes_of[warp] + tile;
+#if HPS_STATIC
+    const volatile u32* const other_at_place = others_of[warp] + tile;
+#endif
     const volatile u32* const askers_at_place = askers_of[warp];
 
     u32 answered = 0;  // bit i: key i of the warp
@@ -379,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
 #if HPS_BOTH
         // Every second warp has a key that is not at home, and a launch of few keys takes as long as its slowest.
-        const u32 beside = other_bucket(index, key_at_place[done], segment.pairs);
+        const u32 beside = asks ? other_at_place[done] : 0;
         uint4 other_part;
         if (asks) other_part = load_part(segment.buckets + static_cast<u64>(beside) * BUCKET_PARTS + member);
 #endif
@@ -397,41 +327,37 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         bool moved = false;
 #if HPS_STATIC
         if (__any_sync(FULL_WARP, asks && slot < 0)) {  // a key is not at home
-            const u32 home = index, home_word = word;
+            const u32 home_word = word;
             const bool strayed = asks && slot < 0 && strays_of(word);
-#if HPS_BOTH
             if (strayed) {
+#if HPS_BOTH
                 index = beside;
                 part = other_part;
-            }
 #else
-            acquire();
-            if (strayed) {
-                index = other_bucket(index, key_at_place[done], segment.pairs);
+                index = other_at_place[done];
                 part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
-            }
 #endif
+            }
             int there = tile_slot(part, key_at_place[done], strayed, tile, member);
             u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile);
             bool missing = asks && slot < 0 && there < 0;
-            if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile
+            if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile: look again, in the order of static_tables.cuh
+                const bool again = missing && strayed;
                 acquire();
-#if HPS_BOTH
-                if (missing && strayed) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
-                const int again = tile_slot(part, key_at_place[done], missing && strayed, tile, member);
-                const u32 header_again = __shfl_sync(FULL_WARP, part.x, 4 * tile);
-                if (missing && strayed) {
-                    there = again;
-                    header = header_again;
+                if (again) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+                const int other_slot = tile_slot(part, key_at_place[done], again, tile, member);
+                const u32 other_header = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+                if (again) {
+                    there = other_slot;
+                    header = other_header;
                     missing = there < 0;
                 }
                 acquire();
-#endif
-                const uint4* const bucket = segment.buckets + static_cast<u64>(home) * BUCKET_PARTS;
-                if (missing) part = load_part(bucket + member);
+                const uint4* const home = segment.buckets + static_cast<u64>(home_at_place[done]) * BUCKET_PARTS;
+                if (missing) part = load_part(home + member);
                 const int at_home = tile_slot(part, key_at_place[done], missing, tile, member);
                 acquire();
-                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(bucket)) != home_word;
+                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(home)) != home_word;
             }
             if (strayed) {
                 slot = there;
@@ -516,9 +442,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 
     u32 missed = all & ~answered;
     if (segment.found != nullptr && lane < count) segment.found[first + lane] = answered >> lane & 1;
-#if HPS_ANSWERS
-    if (missed) answer_misses(request, segment, first, missed);
-#elif HPS_SETTLES
+#if HPS_SETTLES
     if (missed) settle_misses(request, segment, first, missed, unread & missed, lane);
 #else
     if (missed) list_misses(request, segment, first, missed, lane);

@@ -31,12 +31,8 @@ SHARING_BYTES = 256
 """Bytes before each copy of the buckets of a shared table, which begin with a `Sharing`."""
 SEGMENTS_AT_ONCE = 32
 """Maximum number of segments per launch; more need several launches."""
-WHOLE_SEGMENTS = 28
-"""Maximum number of segments of `whole_kernel`, whose arguments fill 4 KB."""
 FEW_KEYS = 1 << 14
-"""Up to this number of keys, a launch takes as long as its slowest warp: it reads ahead, and answers its misses itself."""
-KEYS_A_PASS = 8
-"""Keys that a warp of `query` looks up at once."""
+"""Up to this number of keys, a query of static tables takes as long as its slowest warp, and reads ahead."""
 TOO_MANY = 0xFFFFFFFF
 """Reported by `unique` instead of a count if a segment has more misses than it sorts itself."""
 REPLACE, ADMIT = 1, 2
@@ -244,13 +240,17 @@ def query_kernel(shape: Shape, kind: Kind = DYNAMIC, *, settles: bool = False, f
         settles: the tables are static and complete: keys that are not resident are absent.
         few: for at most FEW_KEYS keys of static tables.
     """
-    narrow = _copy_lanes(shape.unit, shape.widest) <= 8
-    blocks = 8 if few else (12 if narrow else 8) if kind.shared else 16 if narrow else 10
+    units = -(-shape.widest // shape.unit)
+    copy = _copy_lanes(shape.unit, shape.widest)
+    blocks = 8 if few else (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10
     return Kernel(
         "query",
         "query",
         (
-            *_copies(shape),
+            ("UNIT", shape.unit),
+            ("COPY", copy),
+            ("ROW_LOADS", min(4 if shape.formats & 1 else 8, copy // 4)),
+            ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", shape.segments),
             ("MIN_BLOCKS", blocks),
             *shape.constants,
@@ -261,34 +261,17 @@ def query_kernel(shape: Shape, kind: Kind = DYNAMIC, *, settles: bool = False, f
     )
 
 
-def _copies(shape: Shape) -> tuple[tuple[str, int], ...]:
-    """Return how a query copies rows of a shape."""
-    copy, units = _copy_lanes(shape.unit, shape.widest), -(-shape.widest // shape.unit)
-    loads = min(4 if shape.formats & 1 else 8, copy // 4)
-    return ("UNIT", shape.unit), ("COPY", copy), ("COPIED_ROWS", loads), ("MANY_UNITS", int(units > copy))
-
-
-def whole_kernel(shape: Shape, kind: Kind = DYNAMIC) -> Kernel:
-    """Return the query of a shape that answers its misses from attached tables, for at most FEW_KEYS keys."""
-    sizes = (("SEGMENTS", min(shape.segments, WHOLE_SEGMENTS)), ("ANSWERS", 1), ("MIN_BLOCKS", 2))
-    return Kernel("query", "query", (*_copies(shape), *sizes, *_readings(shape), *shape.constants, *kind.constants))
-
-
 ANSWERS = ("answer", "admit_answers")
 """The kernels of `cuda/answer.cu`."""
 
 
 def answer_kernel(name: str, shape: Shape, kind: Kind = DYNAMIC) -> Kernel:
     """Return one of ANSWERS, for the misses of a query of a shape."""
-    sizes = (("UNIT", shape.unit), ("COPY", _copy_lanes(shape.unit, shape.widest)), ("SEGMENTS", shape.segments))
-    constants = shape.constants if by_parts(shape) else ()
-    shared = Kind(shared=kind.shared).constants  # of static tables, nothing is admitted
-    return Kernel(name, "answer", (*sizes, *_readings(shape), *constants, ("THREADS", answer_threads(shape)), *shared))
-
-
-def _readings(shape: Shape) -> tuple[tuple[str, int], ...]:
-    """Return how misses of a shape are read and admitted."""
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int], ...] = (
+        ("UNIT", shape.unit),
+        ("COPY", _copy_lanes(shape.unit, shape.widest)),
+        ("SEGMENTS", shape.segments),
+    )
     piece = shape.unit
     if by_parts(shape):
         piece = shape.piece
@@ -296,10 +279,12 @@ def _readings(shape: Shape) -> tuple[tuple[str, int], ...]:
         before = 4 + shape.most_words % 2 if shape.files else 4 - piece
         parts = -(-(shape.most_words + before) // 4)
         lanes = next((lanes for lanes in (4, 8, 16) if lanes >= parts), 32)
-        sizes += (("PIECE", piece), ("PART_LANES", lanes), ("LONG_PARTS", int(parts > lanes)))
+        sizes += (("PIECE", piece), ("PART_LANES", lanes), ("LONG_PARTS", int(parts > lanes)), *shape.constants)
     if shape.files:
         sizes += (("ROW_FILES", 1), ("SHARE_SEED", int(SHARE_SEED)))
-    return (*sizes, *_row_loads(piece, shape.most_words))
+    loads = _row_loads(piece, shape.most_words)
+    shared = Kind(shared=kind.shared).constants  # of static tables, nothing is admitted
+    return Kernel(name, "answer", (*sizes, *loads, ("THREADS", answer_threads(shape)), *shared))
 
 
 def by_parts(shape: Shape) -> bool:
@@ -440,9 +425,7 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
 
 def link_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC, *, files: bool = False) -> list[Kernel]:
     """Return the kernels that read tables in host memory; `files`: those of row files."""
-    shapes = [shape._replace(files=files) for shape in _shapes(tables)]
-    whole = [] if kind.static else [whole_kernel(shape, kind) for shape in shapes]
-    return [*whole, *(answer_kernel(name, shape, kind) for shape in shapes for name in ANSWERS)]
+    return [answer_kernel(name, shape._replace(files=files), kind) for shape in _shapes(tables) for name in ANSWERS]
 
 
 def modification_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]:

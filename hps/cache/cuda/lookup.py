@@ -109,10 +109,6 @@ class CupyLookup(StreamOrderedLookup):
             segments: Arguments(segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
-        self._whole_arguments = {
-            segments: Arguments(segments * structs.WHOLE_SEGMENT.size + structs.WHOLE_TAIL.size)
-            for segments in (1, kernels.WHOLE_SEGMENTS)
-        }
         self._answer_tails: dict[tuple[int, int, int, bool, bool, bool], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
@@ -228,9 +224,6 @@ class CupyLookup(StreamOrderedLookup):
                 self._reserve_link_lists()
             self._settling_alone.launch(self.placed, self.stream)
             return
-        if self._total <= kernels.FEW_KEYS and not self.memory.static:
-            self.launch_whole(settles=True)
-            return
         self.launch_query()
         self.launch_answer(settles=True)
 
@@ -318,9 +311,6 @@ class CupyLookup(StreamOrderedLookup):
         # without attached tables.
         if self.memory.complete and self._settle():
             return [0] * self._table_count
-        if self._missing_share > 0.0 and self._total <= kernels.FEW_KEYS and not self.memory.static and self._find_layouts():
-            self.launch_whole()
-            return self._wait_for_whole()
         self._queries.launch(self.placed, self.stream)  # not through `launch_query`: one call less on the hot path
         attached = launched = self._missing_share > 0.0 and self._find_layouts()
         defers = launched and self._missing_share * self._total > _FEW_MISSES
@@ -337,26 +327,10 @@ class CupyLookup(StreamOrderedLookup):
             counts = self._answer_misses(attached=attached, answered=launched)
             self.flags[:2] = 0
         if attached:
-            self._expect_misses()
+            # The share falls by 8 a lookup, so one lookup without misses does not end the launch of both kernels.
+            share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
+            self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
-
-    def _wait_for_whole(self) -> list[int]:
-        """As `_answer`, after `launch_whole`."""
-        runtime.streamSynchronize(self.stream)
-        self._unfinished = False
-        counts = [0] * self._table_count
-        if self.flags[0]:
-            counts = self._answer_misses(attached=True, answered=True)
-            self.flags[:2] = 0
-            self._tallies[:] = 0
-        self._expect_misses()
-        return counts
-
-    def _expect_misses(self) -> None:
-        """Expect that the next lookup misses about as many keys in the cache that attached tables have."""
-        # The share falls by 8 a lookup, so one lookup without misses does not end the launch that answers them, too.
-        share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
-        self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
 
     def _settle(self) -> bool:
         """Answer all keys by one kernel, since every row is resident; return False if one could not be read."""
@@ -455,71 +429,6 @@ class CupyLookup(StreamOrderedLookup):
         link = self._links[table]
         return 0 if link is None else link.unread_at
 
-    def launch_whole(self, *, settles: bool = False) -> None:
-        """Launch the kernel that looks few keys up in the cache and in attached tables: one for every WHOLE_SEGMENTS segments.
-
-        Args:
-            settles: see `launch_answer`.
-        """
-        if self._link_capacity < self._capacity:
-            self._reserve_link_lists()
-        self.placed = placed = self.placed.by_table(self._dims)
-        nonempty = [place for place, n in enumerate(placed.sizes) if n]
-        for start in range(0, len(nonempty), kernels.WHOLE_SEGMENTS):
-            self._launch_whole_of(nonempty[start : start + kernels.WHOLE_SEGMENTS], settles=settles)
-
-    def _launch_whole_of(self, group: Sequence[int], *, settles: bool) -> None:
-        placed, specs, packed_tables, geometry = self.placed, self.memory.specs, self.kernels.structs, self.kernels.geometry
-        tables = tuple([placed.tables[place] for place in group])
-        outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
-        files = any(link is not None and link.has_files for link in self._links)
-        handle, shape = self.kernels.whole_of(tables, outputs, files)
-        arguments = self._whole_arguments[1 if len(group) == 1 else kernels.WHOLE_SEGMENTS]
-        buffer, pack, offset, blocks = arguments.bytes, structs.WHOLE_SEGMENT.pack_into, 0, 0
-        for index, table in zip(group, tables, strict=True):
-            n, keys, out, missing = placed.sizes[index], placed.keys[index], placed.outs[index], placed.starts[index]
-            found = placed.founds[index] if placed.founds else 0
-            buckets, vectors, pairs = geometry[table]
-            all_buckets, _, counters, zero_filler, zero_pair, _, width, sharing = packed_tables[table]
-            where, link_at, authoritative, staged, staged_rows = self._source_of(index, shape, settles=settles, copies=False)
-            units = shape.units(self.kernels.rows[table])
-            query = (keys, out, found, buckets, vectors, n, pairs, units, blocks, missing, index)
-            answer = (all_buckets, counters, where, link_at, staged, zero_filler, zero_pair, width, sharing, staged_rows)
-            pack(buffer, offset, *query, *answer, specs[table].default_value, authoritative)
-            offset += structs.WHOLE_SEGMENT.size
-            blocks += -(-n // (kernels.QUERY_THREADS // 32 * kernels.KEYS_A_PASS))
-        tail, patience = structs.WHOLE_TAIL, _STREAM_ORDERED_PATIENCE if settles else _PATIENCE
-        lists = (self._left_keys, self._left_positions, self._left_counts, self._tallies_at, self.flags_at + 4)
-        query_tail = (0, 0, 0, self.flags_at, len(group), kernels.KEYS_A_PASS, 0)
-        tail.pack_into(buffer, len(buffer) - tail.size, *query_tail, *lists, patience, settles)
-        launch(handle, blocks, kernels.QUERY_THREADS, arguments, self.stream)
-
-    def _source_of(self, index: int, shape: Shape, *, settles: bool, copies: bool) -> tuple[int, int, bool, int, int]:
-        """Return where a segment's misses are read, and where their rows are copied for admission.
-
-        Args:
-            copies: they are admitted from a copy.
-
-        Returns:
-            Addresses of the layout and of the link, 0 if the table is not attached; whether keys that it lacks are absent;
-            address and number of the rows of the copy, 0 without one.
-        """
-        table = self.placed.tables[index]
-        link = self._links[table]
-        if link is None:
-            return 0, 0, False, 0, 0
-        layout = None if settles else self._layouts[index]
-        where = link.where if settles else layout.where if layout is not None else 0
-        if not where:
-            return 0, 0, False, 0, 0
-        staged = staged_rows = 0
-        on_host = self.placed.on_host
-        if copies or kernels.by_parts(shape) or (index in on_host and on_host[index].out is not None):
-            row_bytes = 4 * kernels.staged_words(shape, self.kernels.rows[table])
-            staged_rows = min(self.placed.sizes[index], _STAGED_BYTES // row_bytes)
-            staged = self.device_space(row_bytes * staged_rows)
-        return where, link.where, link.authoritative, staged, staged_rows
-
     def launch_query(self) -> None:
         self._queries.launch(self.placed, self.stream)
 
@@ -546,15 +455,25 @@ class CupyLookup(StreamOrderedLookup):
         outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
         files = any(link is not None and link.has_files for link in self._links)
         handle, shape, threads = self.kernels.answer_of("answer", tables, outputs, files)
+        by_parts = kernels.by_parts(shape)
         arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
         buffer, pack, offset, blocks = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, self._blocks
         for index, table in zip(group, tables, strict=True):
-            out, missing = placed.outs[index], placed.starts[index]
+            n, out, missing = placed.sizes[index], placed.outs[index], placed.starts[index]
             found = placed.founds[index] if placed.founds else 0
             link, rows, spec = self._links[table], self.kernels.rows[table], specs[table]
-            layout = None if link is None else link.present if settles else self._layouts[index]
-            bins_per_row = layout.bins_per_row if layout is not None else 0.0
-            where, link_at, authoritative, staged, staged_rows = self._source_of(index, shape, settles=settles, copies=defers)
+            where = link_at = authoritative = staged = staged_rows = 0
+            bins_per_row = 0.0
+            if link is not None:
+                layout = link.present if settles else self._layouts[index]
+                where = link.where if settles else layout.where if layout is not None else 0
+                bins_per_row = layout.bins_per_row if layout is not None else 0.0
+                if where:
+                    link_at, authoritative = link.where, link.authoritative
+                    if by_parts or defers or (index in placed.on_host and placed.on_host[index].out is not None):
+                        row_bytes = 4 * kernels.staged_words(shape, rows)
+                        staged_rows = min(n, _STAGED_BYTES // row_bytes)
+                        staged = self.device_space(row_bytes * staged_rows)
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size

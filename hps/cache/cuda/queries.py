@@ -44,7 +44,6 @@ class LookupKernels:
             self.structs = [(*struct[:5], 0, *struct[6:]) for struct in self.structs]
         self.query_of = lru_cache(_MAX_SHAPES)(self._query_of)
         self.answer_of = lru_cache(_MAX_SHAPES)(self._answer_of)
-        self.whole_of = lru_cache(_MAX_SHAPES)(self._whole_of)
         self.scatter = lru_cache(_MAX_SHAPES)(self._scatter)
         self.pool = lru_cache(_MAX_SHAPES)(self._pool)
 
@@ -79,11 +78,6 @@ class LookupKernels:
         """Return handle, shape and threads of a kernel of `cuda/answer.cu`, cached by `answer_of`."""
         shape = self.shape_of(tables, alignment)._replace(files=files)
         return self._compiled.handle(kernels.answer_kernel(name, shape, self._kind)), shape, kernels.answer_threads(shape)
-
-    def _whole_of(self, tables: tuple[int, ...], alignment: int, files: bool) -> tuple[int, Shape]:
-        """Return handle and shape of a kernel that queries and answers, cached by `whole_of`."""
-        shape = self.shape_of(tables, alignment)._replace(files=files)
-        return self._compiled.handle(kernels.whole_kernel(shape, self._kind)), shape
 
     def _scatter(self, shape: Shape) -> int:
         return self._compiled.handle(kernels.scatter_kernel(shape))
@@ -262,4 +256,4 @@ def _arguments_of(segments: int) -> Arguments:
 
 def _keys_per_warp(keys: int, widest: int) -> int:
     """Return the keys per warp of a query: more for plenty of narrow rows, since a warp finds the duplicates."""
-    return 2 * kernels.KEYS_A_PASS if keys >= 1 << 19 and widest <= 32 else kernels.KEYS_A_PASS
+    return 16 if keys >= 1 << 19 and widest <= 32 else 8

@@ -55,13 +55,6 @@ QUERY_TAIL = KernelStruct(
     "missing_keys:Q missing_positions:Q missing_counts:Q any_missing:Q segment_count:I keys_per_warp:H unused:H"
 )
 QUERY_OF_ONE = KernelStruct(f"{SEGMENT.fields} {QUERY_TAIL.fields}")
-WHOLE_SEGMENT = KernelStruct(
-    f"{SEGMENT.fields} all_buckets:Q counters:Q layout:Q link:Q staged:Q zero_filler:q zero_pair:I width:I sharing:I "
-    "staged_rows:I default_value:f authoritative:I"
-)
-WHOLE_TAIL = KernelStruct(
-    f"{QUERY_TAIL.fields} left_keys:Q left_positions:Q left_counts:Q tallies:Q any_left:Q patience:I settles:I"
-)
 HOST_LAYOUT = KernelStruct(
     "own:Q slabs:Q versions:Q slab_count:I slab_shift:I row_bytes:I segment_bits:I segments:32Q dense_rows:Q mirrored:Q "
     "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I"

@@ -17,7 +17,6 @@ SMALL = {
     "hps/cache/cuda/kernels.py::unit_of": "one for each width of a table and alignment below 16",
     "hps/cache/cuda/queries.py::self.answer_of": "1,024 choices among the tables of a deployment, and it ends with that",
     "hps/cache/cuda/queries.py::self.pool": "1,024 choices among the shapes of a deployment, and it ends with that",
-    "hps/cache/cuda/queries.py::self.whole_of": "1,024 choices among the tables of a deployment, and it ends with that",
     "hps/cache/cuda/queries.py::self.query_of": "1,024 choices among the tables of a deployment, and it ends with that",
     "hps/cache/cuda/queries.py::self.scatter": "1,024 choices among the shapes of a deployment, and it ends with that",
     "hps/cache/cuda/spread_memory.py::_driver": "without arguments",

@@ -10,7 +10,7 @@
 // TWIN        hps.cache.cpu.kernels.dump
 
 #include "embedding_cache.cuh"
-#include "walk.cuh"
+#include "static_tables.cuh"
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 256

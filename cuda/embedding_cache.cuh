@@ -10,7 +10,7 @@
 // that has an empty slot. So a query reads 64 bytes, and the other 64 only if its key is not at home and some key has strayed.
 // An empty slot holds the pair's FILLER: a key whose own pair is another one. So every int64 is a legal key, a key compare
 // alone says whether a slot answers, and a query never looks at anything that marks empty slots.
-// Static tables, which hold every row, have the same buckets with another header: walk.cuh.
+// Static tables, which hold every row, have the same buckets with another header: static_tables.cuh.
 // Tables that several devices share have a copy of the buckets on each: sharing.cuh.
 //
 // WHY NO QUERY RETURNS A TORN VECTOR. A writer sets the lowest bit of both versions of a pair with atomic ORs, fences, writes,

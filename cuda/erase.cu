@@ -2,13 +2,13 @@
 // ARRAYS      keys (n,) int64, in. buckets of the table, in/out. counters, in/out: keys erased are added.
 // LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not
 //             launched; tiles past a ragged end have no key.
-// INVARIANTS  The slot of an erased key holds the filler and score 0, or is not occupied (walk.cuh). Absent keys and duplicates change nothing.
+// INVARIANTS  The slot of an erased key holds the filler and score 0, or is not occupied (static_tables.cuh). Absent keys and duplicates change nothing.
 // RACES       A tile writes to a pair only while it owns it (writer.cuh), after it has looked at it again. placement.cuh says which
 //             pairs it owns in a static table.
 // TWIN        hps.cache.cpu.kernels.erase
 
 #include "embedding_cache.cuh"
-#include "walk.cuh"
+#include "static_tables.cuh"
 #include "sharing.cuh"
 #include "writer.cuh"
 #if HPS_STATIC

@@ -11,7 +11,7 @@
 // TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"
-#include "walk.cuh"
+#include "static_tables.cuh"
 #include "sharing.cuh"
 #include "writer.cuh"
 #if HPS_STATIC

@@ -1,10 +1,15 @@
-// How a key of a static table finds its place; pasted after walk.cuh and writer.cuh, where admission.cuh stands for other tables.
+// How a key of a static table finds its place; pasted after static_tables.cuh and writer.cuh, where admission.cuh stands for
+// other tables.
 //
-// A key is replaced where it is resident, else it takes the first empty slot of its walk. A writer of a key owns the pair of
-// its home meanwhile. So the key stays in place while its walk is searched, though other keys on it may change: the slot found is
-// checked again once its pair is owned, too. A tile that cannot own that pair at once releases both and retries. That terminates:
-// the tiles of a warp, which run in step, then take turns, and warps wait for different times.
-// Counts of keys that passed are changed by atomics, also in pairs that others own, before the key's home is released.
+// A key is replaced where it is resident, else it takes an empty slot of its home, else one of its other bucket. A writer of a key
+// owns the pair of its home meanwhile, so the key does not move, and the other pair too if it stands or goes there. A tile that
+// cannot own that pair at once releases both and retries. That terminates: the tiles of a warp, which run in step, then take
+// turns, and warps wait for different times.
+// Where both buckets are full, and owned, a key of one of them moves to that key's own other place, home before away, and the new
+// key takes its slot at once: two tiles that made room for each other first, and came back for it later, took it from each other
+// for good. If no key of the two may go anywhere, the tile releases them, makes room in one of the places where their keys might
+// go, and retries. If no key of those may move either, the key has no place. Keys that go home when they can are what keeps a table from filling
+// with strays while keys come and go.
 
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 4  // pieces of a row that a lane has in flight
@@ -25,72 +30,82 @@ struct Admissions {
     }
 };
 
-// What the lanes of a tile know of a pair.
+// What the lanes of a tile know of a bucket.
 struct Look {
-    uint4 part;
-    u32 occupied[2];  // of its buckets
-    int slot;         // of the 14 that holds the key, or -1
-    int empty;        // the first empty one, seen from the key's side, or -1
+    u32 word;   // the first of its header
+    int slot;   // that holds the key, or -1
+    int empty;  // the first empty one, or -1
 };
 
-// Look for a key in a pair; for whole warps. `side` is that of the key's home.
-__device__ __forceinline__ Look look_at(const Writer& writer, i64 key, u32 side, bool asked) {
+// Look for a key in a bucket of a writer's pair; for whole warps.
+__device__ __forceinline__ Look look_at(const Writer& writer, u32 bucket, i64 key, bool asked) {
+    const uint4 part = writer.load(asked);
+    const u32 side = bucket % 2, first = writer.tile * TILE;
     Look look;
-    look.part = writer.load(asked);
-    const u32 first = writer.tile * TILE, bucket = writer.member / BUCKET_PARTS;
-    look.occupied[0] = occupied_of(__shfl_sync(FULL_WARP, look.part.x, first));
-    look.occupied[1] = occupied_of(__shfl_sync(FULL_WARP, look.part.x, first + BUCKET_PARTS));
-    const u32 own = bucket == 0 ? look.occupied[0] : look.occupied[1];
-    const int in_part = asked ? slot_in_static_part(look.part, writer.member % BUCKET_PARTS, key, own) : -1;
+    look.word = __shfl_sync(FULL_WARP, part.x, first + side * BUCKET_PARTS);
+    const u32 occupied = occupied_of(look.word);
+    const bool holds = asked && writer.member / BUCKET_PARTS == side;
+    const int in_part = holds ? slot_in_static_part(part, writer.member % BUCKET_PARTS, key, occupied) : -1;
     const u32 who = writer.tile_ballot(in_part >= 0);
-    const int found = __shfl_sync(FULL_WARP, static_cast<int>(bucket * SLOTS) + in_part, first + (who ? __ffs(who) - 1 : 0));
+    const int found = __shfl_sync(FULL_WARP, in_part, first + (who ? __ffs(who) - 1 : 0));
     look.slot = who ? found : -1;
-    const u32 here = ~(side == 0 ? look.occupied[0] : look.occupied[1]) & FULL_BUCKET,
-              there = ~(side == 0 ? look.occupied[1] : look.occupied[0]) & FULL_BUCKET;
-    const int first_here = static_cast<int>(side * SLOTS) + __ffs(here) - 1,
-              first_there = static_cast<int>((1 - side) * SLOTS) + __ffs(there) - 1;
-    look.empty = here ? first_here : there ? first_there : -1;
+    look.empty = __ffs(~occupied & FULL_BUCKET) - 1;
     return look;
 }
 
 // Where a key stands, or would stand.
 struct Place {
-    u32 bucket;  // of its side, in the pair
-    u32 steps;   // from its home
-    bool resident, exists;
+    Look at_home, there;
+    bool resident;
+    bool elsewhere;  // in the other bucket
 };
 
-// Walk from a key's home to its place; for whole warps. The tile owns the home, else what is found may be wrong.
-__device__ __forceinline__ Place find_place(const Table& table, const Writer& home, u32 bucket, u32 step, i64 key, bool asked,
+// Look for a key in both of its buckets; for whole warps. The tile owns the home, else what is found may be wrong.
+__device__ __forceinline__ Place find_place(const Writer& home_writer, const Writer& other_writer, u32 home, i64 key, bool asked,
                                             bool admits) {
-    Place place{bucket, 0, false, false};
-    bool looks = asked, may_be_further = true;
-    const u32 side = bucket % 2;
-#pragma unroll 1
-    for (u32 steps = 0; __any_sync(FULL_WARP, looks); ++steps) {
-        const Writer there(table, bucket / 2);
-        const Look look = look_at(there, key, side, looks);
-        const u32 gone = __shfl_sync(FULL_WARP, look.part.y, home.tile * TILE + side * BUCKET_PARTS);
-        if (looks) {
-            const bool resident = may_be_further && look.slot >= 0;
-            if (resident || (admits && !place.exists && look.empty >= 0)) place = Place{bucket, steps, resident, true};
-            may_be_further = may_be_further && gone;
-            looks = !resident && (may_be_further || (admits && !place.exists)) && steps + 1 < table.pairs;
-            bucket = next_bucket(bucket, step, table.pairs);
-        }
-    }
+    Place place;
+    place.at_home = look_at(home_writer, home, key, asked);
+    const bool strayed = asked && place.at_home.slot < 0 && strays_of(place.at_home.word);
+    place.there = look_at(other_writer, home, key, strayed);  // the other bucket has the side of the home
+    const bool is_there = strayed && place.there.slot >= 0;
+    place.resident = is_there || (asked && place.at_home.slot >= 0);
+    place.elsewhere = is_there || (asked && admits && !place.resident && place.at_home.empty < 0);
     return place;
 }
 
-// Add to the count of keys that have gone in every bucket that a key passed; for one lane.
-__device__ __forceinline__ void count_gone(const Table& table, u32 bucket, u32 step, u32 steps, int by) {
-    for (u32 i = 0; i < steps; ++i) {
-        u32* const gone = gone_at(table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS);
-        for (u32 copy = 0; copy < copies_of(table); ++copy) {
-            add_to(reinterpret_cast<u32*>(reinterpret_cast<u64>(gone) + copy * copy_bytes(table)), static_cast<u32>(by));
-        }
-        bucket = next_bucket(bucket, step, table.pairs);
-    }
+// Whether a key may be resident, seen by a tile that owns nothing: not, if it is nowhere and did not move (static_tables.cuh).
+__device__ __forceinline__ bool may_be_resident(const Writer& home_writer, const Writer& other_writer, u32 home, i64 key, bool asked) {
+    const Place place = find_place(home_writer, other_writer, home, key, asked, false);
+    acquire();
+    const bool at_home = look_at(home_writer, home, key, asked).slot >= 0;
+    acquire();
+    return asked && (place.resident || at_home || static_cast<u32>(load_word(home_writer.bucket(home % 2))) != place.at_home.word);
+}
+
+// Store what a bucket's header says of its keys, for the lane that does; its pair is owned.
+__device__ __forceinline__ void put_header(const Writer& writer, u32 bucket, u32 occupied, u32 strays) {
+    writer.put(reinterpret_cast<u16*>(writer.bucket(bucket % 2)) + 1, static_cast<u16>(strays << 8 | occupied));
+}
+
+__device__ __forceinline__ u32 more_strays(u32 word) {
+    return min(strays_of(word) + 1, MOST_STRAYS);
+}
+
+__device__ __forceinline__ u32 fewer_strays(u32 word) {
+    return strays_of(word) == MOST_STRAYS ? MOST_STRAYS : strays_of(word) - 1;
+}
+
+__device__ __forceinline__ void admit(const Writer& writer, u32 bucket, u32 word, u32 slot, i64 key, u32 strays) {
+    writer.put(key_at(writer.bucket(bucket % 2), slot), key);
+    put_header(writer, bucket, occupied_of(word) | 1u << slot, strays);
+}
+
+__device__ __forceinline__ void evict(const Writer& writer, u32 bucket, u32 word, u32 slot, u32 strays) {
+    put_header(writer, bucket, occupied_of(word) & ~(1u << slot), strays);
+}
+
+__device__ __forceinline__ Piece* row_of(const Table& table, u32 bucket, u32 slot, u32 pieces) {
+    return reinterpret_cast<Piece*>(table.rows) + (static_cast<u64>(bucket) * SLOTS + slot) * pieces;
 }
 
 // Whether it is a tile's turn to own pairs.
@@ -102,12 +117,105 @@ __device__ __forceinline__ void rest(u32 attempt) {
     back_off((attempt + (blockIdx.x * blockDim.x + threadIdx.x) / 32 * 5) % 7);
 }
 
+// Of a key that stands in a bucket, the bucket where it might stand instead.
+__device__ __forceinline__ u32 bucket_beyond(const Table& table, u32 bucket, i64 key) {
+    const u32 home = home_in(table, key);
+    return home == bucket ? other_bucket(home, key, table.pairs) : home;
+}
+
+// A key that may go from a bucket to its own other place, `target`.
+struct Move {
+    i64 key;
+    u32 bucket, target;
+    bool exists;
+};
+
+// Choose a key of one of two buckets of the same side, home before away; for whole warps. Who owns neither may find what is gone.
+__device__ __noinline__ Move choose_move(const Table& table, u32 one, u32 two, bool wants) {
+    const u32 lane = threadIdx.x % 32, member = lane % TILE, first = lane - member;
+    i64 keys[2] = {0, 0};
+    u32 targets[2] = {one, two}, may = 0, home = 0;
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+        const u32 bucket = i ? two : one;
+        bool goes = false, goes_home = false;
+        if (wants && member < SLOTS) {
+            uint4* const leading = Writer(table, bucket / 2).bucket(bucket % 2);
+            keys[i] = static_cast<i64>(load_word(key_at(leading, member)));
+            targets[i] = bucket_beyond(table, bucket, keys[i]);
+            const u32 there = occupied_of(static_cast<u32>(load_word(table.buckets + static_cast<u64>(targets[i]) * BUCKET_PARTS)));
+            goes = there != FULL_BUCKET && occupied_of(static_cast<u32>(load_word(leading))) >> member & 1;
+            goes_home = goes && home_in(table, keys[i]) == targets[i];
+        }
+        may |= (__ballot_sync(FULL_WARP, goes) >> first & 0xff) << (TILE * i);
+        home |= (__ballot_sync(FULL_WARP, goes_home) >> first & 0xff) << (TILE * i);
+    }
+    const u32 who = home ? home : may, chosen = who ? __ffs(who) - 1 : 0;
+    Move move;
+    move.key = __shfl_sync(FULL_WARP, chosen < TILE ? keys[0] : keys[1], first + chosen % TILE);
+    move.target = __shfl_sync(FULL_WARP, chosen < TILE ? targets[0] : targets[1], first + chosen % TILE);
+    move.bucket = chosen < TILE ? one : two;
+    move.exists = who != 0;
+    return move;
+}
+
+// Make a move, unless another writer keeps its target or changed what was chosen; for whole warps. The tile owns the key's pair
+// if `own`. Whether it was made: then the bucket has an empty slot.
+__device__ __noinline__ bool make_move(const Table& table, const Move& move, bool own, u32 pieces) {
+    const u32 member = threadIdx.x % TILE;
+    Writer from(table, move.bucket / 2), to(table, move.target / 2);
+    const bool both = to.take_or_leave(own);
+    __syncwarp();
+    fence();
+    const Look here = look_at(from, move.bucket, move.key, both), there = look_at(to, move.target, move.key, both);
+    const bool moves = both && here.slot >= 0 && there.empty >= 0;
+    const bool leaves_home = moves && home_in(table, move.key) == move.bucket;
+    if (moves) {
+        const Piece* const source = row_of(table, move.bucket, here.slot, pieces);
+        Piece* const row = row_of(table, move.target, there.empty, pieces);
+        for (u32 piece = member; piece < pieces; piece += TILE) store_unit(row + piece, load_unit(source + piece));
+        const u32 strays = leaves_home ? strays_of(there.word) : fewer_strays(there.word);
+        if (member == 0) admit(to, move.target, there.word, there.empty, move.key, strays);
+    }
+    __syncwarp();
+    fence();
+    if (moves && member == 0) {
+        evict(from, move.bucket, here.word, here.slot, leaves_home ? more_strays(here.word) : strays_of(here.word));
+    }
+    to.give_back(both, moves);  // with a fence: whatever takes the slot is seen after the eviction
+    return moves;
+}
+
+// Make room in one of the places where the keys of two full buckets might go; for whole warps, whose tiles own nothing. False if
+// no key of theirs may move.
+__device__ __noinline__ bool make_room_beyond(const Table& table, u32 one, u32 two, bool wants, u32 attempt, u32 pieces) {
+    bool exists = false;
+#pragma unroll 1
+    for (u32 i = 0; i < 2 * SLOTS && __any_sync(FULL_WARP, wants && !exists); ++i) {
+        const u32 nth = (attempt + i) % (2 * SLOTS), bucket = nth < SLOTS ? one : two;
+        const bool asks = wants && !exists;
+        u32 beyond = bucket;
+        if (asks) {
+            uint4* const here = table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS;
+            beyond = bucket_beyond(table, bucket, static_cast<i64>(load_word(key_at(here, nth % SLOTS))));
+        }
+        const Move move = choose_move(table, beyond, beyond, asks);
+        Writer writer(table, beyond / 2);
+        const bool own = writer.take_or_leave(asks && move.exists);
+        __syncwarp();
+        fence();
+        writer.give_back(own, make_move(table, move, own, pieces));
+        exists = exists || (asks && move.exists);
+    }
+    return exists;
+}
+
 // Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` marks the tiles that have a key.
 __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
                                            Admissions& counts) {
     constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
-    const u32 home = pending ? home_in(table, key) : 0, side = home % 2, step = step_of(key, table.pairs);
-    Writer writer(table, home / 2);
+    const u32 home = pending ? home_in(table, key) : 0, other = other_bucket(home, key, table.pairs);
+    Writer writer(table, home / 2), other_writer(table, other / 2);
     const u32 tile = writer.tile, member = writer.member;
     Piece value[ROW_LOADS];
 #pragma unroll
@@ -115,7 +223,7 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         if (pending && r * TILE + member < pieces) value[r] = stream_in(vector + r * TILE + member);
     }
     const bool admits = mode & ADMIT;
-    if (!admits) pending = find_place(table, writer, home, step, key, pending, false).resident;  // own no pair in vain
+    if (!admits) pending = may_be_resident(writer, other_writer, home, key, pending);  // own no pair in vain
 
 #pragma unroll 1
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
@@ -126,31 +234,39 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         }
         __syncwarp();
         fence();
-        const Place place = find_place(table, writer, home, step, key, own, admits);
-        Writer there(table, place.bucket / 2);
-        const bool elsewhere = own && place.exists && place.steps != 0;
-        const bool both = there.take_or_leave(elsewhere);
-        __syncwarp();
-        fence();
-        const bool ready = own && place.exists && (both || !elsewhere);
-        const Look look = look_at(there, key, side, ready);
-        const int slot = place.resident ? look.slot : look.empty;
-        const bool writes = ready && slot >= 0;
-        if (writes && !place.resident) {
-            const u32 bucket = member / BUCKET_PARTS, target = slot / SLOTS, at = slot % SLOTS;
-            if (member % BUCKET_PARTS == 0 && bucket == target) {
-                there.put(key_at(there.bucket(target), at), key);
-                there.put(occupied_at(there.bucket(target)),
-                          static_cast<u8>((target == 0 ? look.occupied[0] : look.occupied[1]) | 1u << at));
-                count_gone(table, home, step, place.steps, 1);
-                atomicAdd(&counts.admitted, 1);
-            } else if (member % BUCKET_PARTS == 0 && target != side) {
-                there.put(strays_at(there.bucket(side)), static_cast<u8>((look.part.x >> 24) + 1));
+        Place place = find_place(writer, other_writer, home, key, own, admits);
+        const bool both = other_writer.take_or_leave(place.elsewhere);
+        if (__any_sync(FULL_WARP, both)) {
+            __syncwarp();
+            fence();
+            const Look again = look_at(other_writer, other, key, both);
+            if (both) place.there = again;
+        }
+        bool elsewhere = place.elsewhere;
+        const bool ready = own && (place.resident || admits) && (both || !elsewhere);
+        const bool full = ready && !place.resident && place.at_home.empty < 0 && place.there.empty < 0;
+        bool stuck = false;
+        if (__any_sync(FULL_WARP, full)) {
+            const Move move = choose_move(table, home, other, full);
+            stuck = full && !move.exists;
+            make_move(table, move, full && move.exists, pieces);
+            const Look at_home = look_at(writer, home, key, full), there = look_at(other_writer, other, key, full);
+            if (full) {
+                place.at_home = at_home;
+                place.there = there;
+                elsewhere = at_home.empty < 0;
             }
         }
+        const Look& look = elsewhere ? place.there : place.at_home;
+        const int slot = place.resident ? look.slot : look.empty;
+        const bool writes = ready && slot >= 0;
+        if (writes && !place.resident && member == 0) {
+            admit(elsewhere ? other_writer : writer, home, look.word, slot, key, strays_of(look.word));
+            if (elsewhere) put_header(writer, home, occupied_of(place.at_home.word), more_strays(place.at_home.word));
+            atomicAdd(&counts.admitted, 1);
+        }
         if (writes) {
-            const u64 row = static_cast<u64>(place.bucket / 2) * (2 * SLOTS) + slot;
-            Piece* const to = reinterpret_cast<Piece*>(table.rows) + row * pieces;
+            Piece* const to = row_of(table, elsewhere ? other : home, slot, pieces);
 #pragma unroll
             for (u32 r = 0; r < ROW_LOADS; ++r) {
                 if (r * TILE + member < pieces) store_unit(to + r * TILE + member, value[r]);
@@ -161,20 +277,22 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
                 store_unit(to + piece, stream_in(vector + piece));
 #endif
         }
-        there.give_back(both, writes);
+        other_writer.give_back(both, writes);
         writer.give_back(own, writes && !elsewhere);
-        if (own && !place.exists && admits && member == 0) atomicAdd(&counts.unplaced, 1);
-        if (writes || (own && !place.exists)) pending = false;
+        bool unplaced = false;
+        if (__any_sync(FULL_WARP, stuck)) unplaced = !make_room_beyond(table, home, other, stuck, attempt, pieces) && stuck;
+        if (unplaced && member == 0) atomicAdd(&counts.unplaced, 1);
+        if (writes || unplaced || (own && !place.resident && !admits)) pending = false;
         if (__any_sync(FULL_WARP, pending)) rest(attempt);
     }
 }
 
 // Make up to 4 keys non-resident, one a tile of 8 lanes; for whole warps.
 __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pending) {
-    const u32 home = pending ? home_in(table, key) : 0, side = home % 2, step = step_of(key, table.pairs);
-    Writer writer(table, home / 2);
+    const u32 home = pending ? home_in(table, key) : 0, other = other_bucket(home, key, table.pairs);
+    Writer writer(table, home / 2), other_writer(table, other / 2);
     const u32 tile = writer.tile, member = writer.member;
-    pending = find_place(table, writer, home, step, key, pending, false).resident;
+    pending = may_be_resident(writer, other_writer, home, key, pending);
 
 #pragma unroll 1
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
@@ -185,27 +303,22 @@ __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pen
         }
         __syncwarp();
         fence();
-        const Place place = find_place(table, writer, home, step, key, own, false);
-        Writer there(table, place.bucket / 2);
-        const bool elsewhere = own && place.resident && place.steps != 0;
-        const bool both = there.take_or_leave(elsewhere);
-        __syncwarp();
-        fence();
-        const bool ready = own && place.resident && (both || !elsewhere);
-        const Look look = look_at(there, key, side, ready);
-        const bool writes = ready && look.slot >= 0;
-        if (writes && member % BUCKET_PARTS == 0) {
-            const u32 bucket = member / BUCKET_PARTS, target = look.slot / SLOTS, at = look.slot % SLOTS;
-            if (bucket == target) {
-                there.put(occupied_at(there.bucket(target)),
-                          static_cast<u8>((target == 0 ? look.occupied[0] : look.occupied[1]) & ~(1u << at)));
-                count_gone(table, home, step, place.steps, -1);
-                add_to(table.counters + 2, 1ull);
-            } else if (target != side) {
-                there.put(strays_at(there.bucket(side)), static_cast<u8>((look.part.x >> 24) - 1));
-            }
+        Place place = find_place(writer, other_writer, home, key, own, false);
+        const bool both = other_writer.take_or_leave(place.elsewhere);
+        if (__any_sync(FULL_WARP, both)) {
+            __syncwarp();
+            fence();
+            const Look again = look_at(other_writer, other, key, both);
+            if (both) place.there = again;
         }
-        there.give_back(both, writes);
+        const bool elsewhere = place.elsewhere, writes = place.resident && (both || !elsewhere);
+        const Look& look = elsewhere ? place.there : place.at_home;
+        if (writes && member == 0) {
+            evict(elsewhere ? other_writer : writer, home, look.word, look.slot, strays_of(look.word));
+            if (elsewhere) put_header(writer, home, occupied_of(place.at_home.word), fewer_strays(place.at_home.word));
+            add_to(table.counters + 2, 1ull);
+        }
+        other_writer.give_back(both, writes);
         writer.give_back(own, writes && !elsewhere);
         if (writes || (own && !place.resident)) pending = false;
         if (__any_sync(FULL_WARP, pending)) rest(attempt);

@@ -27,7 +27,7 @@
 #include "embedding_cache.cuh"
 #include "rows.cuh"
 #include "sharing.cuh"
-#include "walk.cuh"
+#include "static_tables.cuh"
 
 #ifndef HPS_THREADS
 #define HPS_THREADS 128
@@ -263,9 +263,6 @@ struct alignas(16) Found {
     u32 row[32];    // of the cache
     u32 index[32];  // of the bucket
     u32 word[32];   // the first of the bucket's header
-#if HPS_STATIC
-    u32 gone[32];
-#endif
     i64 key[32];
     float weight[32];
     float factor[32];  // what the row is multiplied by: the weight, less where it is clipped
@@ -289,7 +286,6 @@ __device__ __forceinline__ void find(const uint4* buckets, Found& found, bool as
             const u32 occupied = occupied_of(__shfl_sync(FULL_WARP, parts[r].x, 4 * tile));
             if (STATIC && all >> (8 * r + tile) & 1) {
                 in_part = slot_in_static_part(parts[r], member, found.key[8 * r + tile], occupied);
-                if (member == 0) found.gone[8 * r + tile] = parts[r].y;
             }
 #endif
             if (!STATIC && all >> (8 * r + tile) & 1) in_part = slot_in_part(parts[r], member, found.key[8 * r + tile]);
@@ -415,31 +411,35 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             found.index[lane] = home_of(found.key[lane], segment.pairs);
             __syncwarp();
             find<HPS_STATIC>(segment.buckets, found, asks, slot);
+            const bool strayed = asks && slot < 0 && strays_of(found.word[lane]);
+            bool moved = false;
 #if HPS_STATIC
-            u32 came_to = found.index[lane], gone = found.gone[lane], steps = 0;
-            bool next_door = found.word[lane] >> 24, walks = asks && slot < 0 && (next_door || gone);
-#pragma unroll 1
-            while (__any_sync(FULL_WARP, walks)) {  // as in query.cu
-                if (walks) {
-                    if (!next_door) came_to = next_bucket(came_to, step_of(found.key[lane], segment.pairs), segment.pairs);
-                    found.index[lane] = came_to ^ static_cast<u32>(next_door);
-                }
-                __syncwarp();
-                find<true>(segment.buckets, found, walks, slot);
-                if (walks) {
-                    if (!next_door) gone = found.gone[lane];
-                    next_door = !next_door && found.word[lane] >> 24;
-                    walks = slot < 0 && (next_door || (gone && ++steps < segment.pairs));
-                }
-            }
+            if (__any_sync(FULL_WARP, asks && slot < 0)) {  // a key is not at home: as in query.cu
+                const u32 home = found.index[lane], home_word = found.word[lane];
+                acquire();
 #else
-            const bool strayed = asks && slot < 0 && found.word[lane] >> 24;
-            if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
-                if (strayed) found.index[lane] ^= 1;
-                __syncwarp();
-                find<false>(segment.buckets, found, strayed, slot);
-            }
+            if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look where it may be
 #endif
+                if (strayed) found.index[lane] = other_bucket(found.index[lane], found.key[lane], segment.pairs);
+                __syncwarp();
+                find<HPS_STATIC>(segment.buckets, found, strayed, slot);
+#if HPS_STATIC
+                const bool missing = asks && slot < 0;
+                if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile
+                    acquire();
+                    __syncwarp();
+                    if (missing) found.index[lane] = home;
+                    __syncwarp();
+                    find<true>(segment.buckets, found, missing, slot);
+                    acquire();
+                    if (missing) {
+                        const u64 again = load_word(segment.buckets + static_cast<u64>(home) * BUCKET_PARTS);
+                        moved = slot >= 0 || static_cast<u32>(again) != home_word;
+                        slot = -1;
+                    }
+                }
+#endif
+            }
 #if HPS_SHARED
             if (is_near) {
                 found.index[lane] = near_index;
@@ -448,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
 #endif
             acquire();
             const bool copies = slot >= 0 && !(found.word[lane] & 1);
-            bool retry = slot >= 0 && !copies;  // a writer owns the bucket
+            bool retry = moved || (slot >= 0 && !copies);  // the key moved, or a writer owns the bucket
             found.row[lane] = copies ? (found.index[lane] * SLOTS + slot) | (is_near ? NEAR_ROW : 0) : 0;
 #if HPS_SHARED
             if (notes) {

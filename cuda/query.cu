@@ -8,8 +8,8 @@
 //             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
 //             With HPS_SETTLES, of complete static tables, misses get the default value, whose bits `missing` is, and no list:
 //             missing_counts and any_missing report them, and any_missing[1] becomes 1 if a key could not be read, whose
-//             row is then left alone; where any_missing is null, both are added to the table's counters (walk.cuh), and both
-//             get the default value.
+//             row is then left alone; where any_missing is null, both are added to the table's counters
+//             (static_tables.cuh), and both get the default value.
 // LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
 //             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: a tile of 4 lanes
 //             reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged
@@ -19,7 +19,8 @@
 //             the same after the copy (embedding_cache.cuh), else the key is queried again, HPS_PATIENCE times, then it counts as
 //             a miss, which is always a right answer; with HPS_SETTLES it is one that could not be read. The second look comes
 //             after the copy because an acquire fence stands between the two, and because its address depends on all that the
-//             warp's lanes have copied. A miss needs no second look: keys do not move between slots (walk.cuh, of static tables).
+//             warp's lanes have copied. A miss needs no second look, since keys do not move between slots; but those of
+//             static tables do, and static_tables.cuh tells how a query notices.
 //             Scores are raised with an OR that nothing waits for, and only while they are low; one that meets a writer may be
 //             lost, which costs nothing but recency. One atomic add a warp, and only of a warp that misses, reserves places in
 //             the list; the warp that reserved the first sets any_missing.
@@ -32,7 +33,7 @@
 #include "embedding_cache.cuh"
 #include "rows.cuh"
 #include "sharing.cuh"
-#include "walk.cuh"
+#include "static_tables.cuh"
 
 #ifndef HPS_SETTLES
 #define HPS_SETTLES 0  // 1: the tables are static and complete, so a key that misses is absent
@@ -57,6 +58,9 @@
 #endif
 #ifndef HPS_SEGMENTS
 #define HPS_SEGMENTS 32  // segments of one launch, at most
+#endif
+#ifndef HPS_BOTH
+#define HPS_BOTH 0  // 1: of static tables, read the other bucket of a key beside its home, for few keys
 #endif
 #ifndef HPS_PATIENCE
 #define HPS_PATIENCE 1024
@@ -111,8 +115,9 @@ __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked,
     return who ? slot : -1;
 }
 
-// Write the distinct keys of a warp, their homes and the lanes that query them; returns the number of keys to find.
-__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes,
+// Write the distinct keys of a warp, their homes, of static tables their other buckets, and the lanes that query them; returns
+// the number of keys to find.
+__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes, u32* others,
                                              u32* askers) {
     u32 distinct = 0;
     if (all >> lane & 1) {
@@ -124,6 +129,7 @@ __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, 
             const u32 place = __popc(leaders & earlier);
             keys[place] = key;
             homes[place] = home_of(key, segment.pairs);
+            if (HPS_STATIC) others[place] = other_bucket(homes[place], key, segment.pairs);
             askers[place] = same;
         }
     }
@@ -257,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");  // answer.cu waits for the end itself
 #endif
     __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
-    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32];
+    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32], others_of[HPS_STATIC ? WARPS : 1][32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, member = lane % 4;
     u32 s = 0;
 #pragma unroll
@@ -275,12 +281,16 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);
 #endif
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
-    const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp], askers_of[warp]);
+    const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp],
+                                    others_of[HPS_STATIC ? warp : 0], askers_of[warp]);
     const u32 distinct = segment.pairs == 0 ? 0 : found;
 
     // What the passes need of it is read again rather than kept: registers bound the keys in flight.
     const volatile i64* const key_at_place = keys_of[warp] + tile;
     const volatile u32* const home_at_place = homes_of[warp] + tile;
+#if HPS_STATIC
+    const volatile u32* const other_at_place = others_of[warp] + tile;
+#endif
     const volatile u32* const askers_at_place = askers_of[warp];
 
     u32 answered = 0;  // bit i: key i of the warp
@@ -297,6 +307,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         u32 index = asks ? home_at_place[done] : 0;
         uint4 part;
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+#if HPS_BOTH
+        // Every second warp has a key that is not at home, and a launch of few keys takes as long as its slowest.
+        const u32 beside = asks ? other_at_place[done] : 0;
+        uint4 other_part;
+        if (asks) other_part = load_part(segment.buckets + static_cast<u64>(beside) * BUCKET_PARTS + member);
+#endif
 #if HPS_SHARED
         NearLook near{0, 0, 0, -1};  // while the bucket is on its way
         const bool looks_near = asks && near_table.may_have(index / 2);
@@ -308,32 +324,48 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #endif
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
+        bool moved = false;
 #if HPS_STATIC
-        bool walks = asks && slot < 0;  // the key is not at home: look wherever the headers say that it may be
-        if (__any_sync(FULL_WARP, walks)) {
-            u32 came_to = index, gone = __shfl_sync(FULL_WARP, part.y, 4 * tile), steps = 0;
-            bool next_door = word >> 24;
-            walks = walks && (next_door || gone);
-#pragma unroll 1
-            while (__any_sync(FULL_WARP, walks)) {
-                if (walks) {
-                    if (!next_door) came_to = next_bucket(came_to, step_of(key_at_place[done], segment.pairs), segment.pairs);
-                    index = came_to ^ static_cast<u32>(next_door);
-                    part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+        if (__any_sync(FULL_WARP, asks && slot < 0)) {  // a key is not at home
+            const u32 home_word = word;
+            const bool strayed = asks && slot < 0 && strays_of(word);
+            if (strayed) {
+#if HPS_BOTH
+                index = beside;
+                part = other_part;
+#else
+                index = other_at_place[done];
+                part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+#endif
+            }
+            int there = tile_slot(part, key_at_place[done], strayed, tile, member);
+            u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+            bool missing = asks && slot < 0 && there < 0;
+            if (__any_sync(FULL_WARP, missing)) {  // it may have moved meanwhile: look again, in the order of static_tables.cuh
+                const bool again = missing && strayed;
+                acquire();
+                if (again) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+                const int other_slot = tile_slot(part, key_at_place[done], again, tile, member);
+                const u32 other_header = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+                if (again) {
+                    there = other_slot;
+                    header = other_header;
+                    missing = there < 0;
                 }
-                const int there = tile_slot(part, key_at_place[done], walks, tile, member);
-                const u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile), passed = __shfl_sync(FULL_WARP, part.y, 4 * tile);
-                if (walks) {
-                    slot = there;
-                    word = header;
-                    if (!next_door) gone = passed;
-                    next_door = !next_door && header >> 24;
-                    walks = slot < 0 && (next_door || (gone && ++steps < segment.pairs));
-                }
+                acquire();
+                const uint4* const home = segment.buckets + static_cast<u64>(home_at_place[done]) * BUCKET_PARTS;
+                if (missing) part = load_part(home + member);
+                const int at_home = tile_slot(part, key_at_place[done], missing, tile, member);
+                acquire();
+                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(home)) != home_word;
+            }
+            if (strayed) {
+                slot = there;
+                word = header;
             }
         }
 #else
-        const bool strayed = asks && slot < 0 && word >> 24;
+        const bool strayed = asks && slot < 0 && strays_of(word);
         if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
             if (strayed) {
                 index ^= 1;
@@ -362,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         acquire();
         const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
-        bool retry = slot >= 0 && owned;
+        bool retry = moved || (slot >= 0 && owned);
 #if !HPS_STATIC
         // Writing on every hit costs a quarter of the throughput (0.58 of the gather for 0.79). A plain store of the byte lost
         // one of two neighbours that were always requested together, which was then evicted: hence the OR.

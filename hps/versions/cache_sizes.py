@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 
-from hps.cache.base import ALONE, NEAR_SHARE, STATIC_LOAD, DeviceSharing, EmbeddingCache, SharedRows
+from hps.cache.base import ALONE, NEAR_SHARE, DeviceSharing, EmbeddingCache, SharedRows
 from hps.configuration.load import ModelConfig
 from hps.stores.base import Database, DeviceReadable
 
@@ -58,7 +58,7 @@ def cache_capacities(config: ModelConfig, rows: Sequence[int], sharing: DeviceSh
     if not config.gpucache:
         return [0] * len(rows)
     if config.embedding_cache_type == "static":
-        return [math.ceil(count / STATIC_LOAD) for count in rows]
+        return list(rows)
     sizes = [math.ceil(config.gpucacheper * count) for count in rows]
     if not sharing.device_ids:
         return sizes

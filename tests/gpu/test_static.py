@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hps.cache.integrity import hashes_of
 from hps.tensors.batch import Batch
 from hps.testing.caches import DEFAULT, distinct_keys, spec
 from tests.gpu.cupy_if_installed import CupyCache, cupy
@@ -17,11 +18,6 @@ if cupy:
     from hps.cache.cuda import device, lookup, pooling, queries
 
 pytestmark = pytest.mark.gpu
-LOAD = 0.85
-
-
-def capacity_of(rows: int, load: float = LOAD) -> int:
-    return int(np.ceil(rows / load))
 
 
 def device_rows(keys: Any, dim: int) -> Any:
@@ -59,7 +55,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize(("tables", "rows", "dim"), [(26, 200_000, 16), (1, 6_000_000, 8)])
 def test_no_key_of_a_full_scan_misses(tables: int, rows: int, dim: int, monkeypatch: pytest.MonkeyPatch):
     specs = [spec(dim, f"t{index}", 1 << 23) for index in range(tables)]
-    cache: Any = CupyCache.create(specs, [capacity_of(rows)] * tables, 0, static=True)
+    cache: Any = CupyCache.create(specs, [rows] * tables, 0, static=True)
     try:
         keys = [cupy.arange(rows, dtype=cupy.int64) * 7 + index for index in range(tables)]
         step = 1 << 18
@@ -100,7 +96,7 @@ def static_tables(dims: Sequence[int], rows: int) -> Iterator[tuple[LinkedTables
     """Complete static tables above a hash map with the same rows."""
     with LinkedTables(dims, 28) as tables:
         tables.cache.close()
-        tables.cache = CupyCache.create(tables.specs, [capacity_of(rows)] * len(dims), 0, static=True)
+        tables.cache = CupyCache.create(tables.specs, [rows] * len(dims), 0, static=True)
         keys = [distinct_keys(rows, seed) for seed in range(1, len(dims) + 1)]
         for table, dim in enumerate(dims):
             tables.attach(table)
@@ -179,13 +175,33 @@ class TestLookups:
             cupy.cuda.Device().synchronize()
 
 
+def test_more_keys_of_one_home_than_its_header_counts_stand_elsewhere():
+    """A header counts up to 254 keys that are not at home; from 255 on any number."""
+    cache: Any = CupyCache.create([spec(4)], [3000], 0, static=True)
+    candidates, buckets = np.arange(1 << 18), np.uint64(2 * cache.memory.open[0].pairs)
+    keys = candidates[((hashes_of(candidates) >> np.uint64(32)) * buckets >> np.uint64(32)) == 5][:300]
+    assert keys.size == 300
+    for _ in range(2):
+        cache.insert(0, keys, rows_of(keys, 4))
+        assert cache.check_integrity() == []
+        out, found = cupy.empty((300, 4), cupy.float32), cupy.zeros(300, cupy.bool_)
+        ask = cache.create_lookup()
+        assert ask.query(Batch.of(0, cupy.asarray(keys), out, found)) == 0
+        ask.finish()
+        np.testing.assert_array_equal(cupy.asnumpy(out), rows_of(keys, 4))
+        cache.erase(0, keys[::-1].copy())
+        assert cache.stats(0).resident_rows == 0
+    cache.close()
+
+
 @pytest.mark.parametrize("settles", [True, False])
 def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(settles: bool):
-    """Half of the keys stay, the other half come and go in a table that is nearly full, so that walks grow and shrink."""
-    dim, rows = 32, 40_000
+    """Half of the keys stay, the other half come and go in a table that is nearly full, so that keys move."""
+    dim = 32
+    cache: Any = CupyCache.create([spec(dim)], [36_000], 0, static=True)
+    rows = int(0.95 * cache.stats(0).capacity_rows)
     keys = distinct_keys(rows)
     stay, move = keys[: rows // 2], keys[rows // 2 :]
-    cache: Any = CupyCache.create([spec(dim)], [capacity_of(rows, 0.97)], 0, static=True)
     cache.insert(0, keys, rows_of(keys, dim))
     cache.mark_complete(settles)
     problems: list[str] = []

@@ -18,6 +18,7 @@ from hps.cache.base import (
     DeviceSharing,
     MissedKeys,
     StaticTables,
+    static_sets,
 )
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
@@ -189,12 +190,21 @@ class NumpyCache(StaticTables, BatchAnswers):
             ages = lines.view(np.uint8).reshape(-1, LINE_BYTES)[:, 2 : 2 + WAYS]
             sets, slots = np.nonzero(ages)
             keys = lines[sets, 2 + slots]
-            misplaced = 0
-            if not self.static:  # keys of a static table walk on from a full home
-                homes = (hashes_of(keys) >> np.uint64(32)) * np.uint64(len(lines)) >> np.uint64(32)
-                misplaced = int(np.count_nonzero(homes != sets))
+            hashes, count = hashes_of(keys), np.uint64(len(lines))
+            homes = (hashes >> np.uint64(32)) * count >> np.uint64(32)
+            away = homes != sets
+            misplaced = int(np.count_nonzero(away))
+            if self.static:
+                seconds = (
+                    homes + np.uint64(1) + ((hashes & np.uint64(0xFFFFFFFF)) * (count - np.uint64(1)) >> np.uint64(32))
+                ) % count
+                misplaced = int(np.count_nonzero(away & (seconds != sets)))
             owned = int(np.count_nonzero(lines.view(np.uint16).reshape(-1, LINE_BYTES // 2)[:, 0] & 1))
             findings += check_keys_of_sets(table.spec.tag, keys, owned, misplaced, int(table.state[RESIDENT]))
+            if self.static:
+                strays = np.bincount(homes[away].astype(np.int64), minlength=len(lines))
+                if wrong := np.count_nonzero(strays != table.state[STATE_WORDS:]):
+                    findings.append(f"cached table {table.spec.tag}: {wrong} sets count a wrong number of strays")
         return findings
 
     def device_memory(self) -> DeviceMemory:
@@ -477,9 +487,7 @@ def _grown(size: int) -> int:
 
 
 def _sets(rows: int, static: bool = False) -> int:
-    """Return the sets of a table; those of a static one are odd, since its keys walk by powers of two, and at least three."""
-    sets = -(-rows // WAYS)
-    return max(3, sets | 1) if static else sets
+    return static_sets(rows) if static else -(-rows // WAYS)
 
 
 def _size_bytes(rows: int, width: int, static: bool = False) -> int:

@@ -18,22 +18,23 @@ from hps.cache.cpu.sets import (
     WAYS,
     WRAPS,
     acquire,
-    count_passed,
     empty_slot,
     epoch_at,
     find,
     is_idle,
     line_of,
+    make_room_for,
     place_of,
     probation_at,
     read,
+    read_static,
     release_changed,
     rows_of,
+    strays_at,
     touch,
     try_acquire,
     unchanged,
     victim,
-    walk,
 )
 from hps.ground.kernels.numba_atomics import (
     address_of,
@@ -87,7 +88,7 @@ def query_keys(
         return n
     epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(n, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, out_at, wraps_at = address_of(lines), address_of(vectors), address_of(out), address_of(state) + 8 * WRAPS
-    row_bytes, state_at, walks = 4 * vectors.shape[1], address_of(state), state.size > STATE_WORDS
+    row_bytes, state_at, static = 4 * vectors.shape[1], address_of(state), state.size > STATE_WORDS
     ahead = min(row_bytes, _PREFETCHED_BYTES)
     spare_rows = (row_bytes + 8 * _BLOCK - 1) // (8 * _BLOCK) if dtype != FLOAT32 else 0
     block = np.empty((4 + spare_rows, _BLOCK), np.int64)
@@ -120,8 +121,8 @@ def query_keys(
             if not unchanged(line, block_versions[i], wraps_at, wraps):
                 rows = rows_of(line, base, vectors_at, row_bytes)
                 slot = read(line, keys[start + i], rows, row_bytes, wraps_at, target)
-            if slot == -1 and walks:
-                line, slot = walk(line, keys[start + i], base, sets, state_at, vectors_at, row_bytes, target)
+            if slot == -1 and static:
+                line, slot = read_static(line, keys[start + i], base, sets, state_at, vectors_at, row_bytes, target)
             if slot >= 0:
                 touch(line, slot, epoch)
                 if dtype != FLOAT32:
@@ -156,7 +157,7 @@ def query(
 
 
 @njit()
-def _write_walking(
+def _write_static(
     home: int,
     key: int,
     source: int,
@@ -172,28 +173,32 @@ def _write_walking(
     wraps_at = state_at + 8 * WRAPS
     while True:
         version = acquire(home)
-        line, steps, there = place_of(home, key, admit, base, sets, state_at)
+        line, there = place_of(home, key, admit, base, sets, state_at)
         slot_version = version
-        if there >= 0 and steps > 0:
+        if there >= 0 and line != home:
             slot_version = try_acquire(line)
+        owned = there >= 0 and slot_version >= 0
         slot = -1
-        if there >= 0 and slot_version >= 0:
+        if owned:
             slot = find(line, key) if there == 1 else empty_slot(line)
         if slot >= 0:
             if there == 0:
                 store_relaxed(line + 16 + 8 * slot, key)
                 store_relaxed_u8(line + 2 + slot, age)
-                count_passed(home, key, steps, 1, base, sets, state_at)
+                if line != home:
+                    fetch_add(strays_at(home, base, state_at), 1)
             copy_bytes(rows_of(line, base, vectors_at, row_bytes) + slot * row_bytes, source, row_bytes)
             release_changed(line, slot_version, wraps_at)
-        elif steps > 0 and there >= 0 and slot_version >= 0:
+        elif owned and line != home:
             store_release_u16(line, slot_version)
-        if slot < 0 or steps > 0:
+        if slot < 0 or line != home:
             store_release_u16(home, version)
         if slot >= 0:
             return _REPLACED if there == 1 else _ADMITTED
         if there == -1:
-            return _UNPLACED if admit else _REPLACED
+            return _REPLACED
+        if owned and not make_room_for(home, key, base, sets, state_at, vectors_at, row_bytes):
+            return _UNPLACED
         yield_processor()
 
 
@@ -254,7 +259,7 @@ def write(
         key = keys[i]
         line = line_of(key, base, sets)
         if state.size > STATE_WORDS:
-            outcome = _write_walking(
+            outcome = _write_static(
                 line, key, values_at + i * row_bytes, base, sets, vectors_at, row_bytes, address_of(state), probation, admit
             )
             admitted += outcome == _ADMITTED
@@ -288,21 +293,22 @@ def write(
 
 
 @njit()
-def _erase_walking(home: int, key: int, base: int, sets: int, state_at: int) -> bool:
+def _erase_static(home: int, key: int, base: int, sets: int, state_at: int) -> bool:
     """Empty the slot of a key of a static table; return whether it was resident."""
     wraps_at = state_at + 8 * WRAPS
     while True:
         version = acquire(home)
-        line, steps, there = place_of(home, key, False, base, sets, state_at)
+        line, there = place_of(home, key, False, base, sets, state_at)
         slot_version = version
-        if there == 1 and steps > 0:
+        if there == 1 and line != home:
             slot_version = try_acquire(line)
         erases = there == 1 and slot_version >= 0
         if erases:
             store_relaxed_u8(line + 2 + find(line, key), 0)
-            count_passed(home, key, steps, -1, base, sets, state_at)
+            if line != home:
+                fetch_add(strays_at(home, base, state_at), -1)
             release_changed(line, slot_version, wraps_at)
-        if not erases or steps > 0:
+        if not erases or line != home:
             store_release_u16(home, version)
         if erases or there == -1:
             return erases
@@ -324,7 +330,7 @@ def erase(
     for i in range(keys.size):
         line = line_of(keys[i], base, sets)
         if state.size > STATE_WORDS:
-            erased += _erase_walking(line, keys[i], base, sets, address_of(state))
+            erased += _erase_static(line, keys[i], base, sets, address_of(state))
             continue
         if read(line, keys[i], 0, 0, wraps_at, 0) == -1:
             continue
@@ -364,9 +370,7 @@ def settle(
         row_at = address_of(out) + position * 4 * dim
         target = row_at if dtype == FLOAT32 else address_of(spare)
         line = line_of(keys[position], base, sets)
-        slot = read(line, keys[position], rows_of(line, base, vectors_at, row_bytes), row_bytes, state_at + 8 * WRAPS, target)
-        if slot == -1:
-            line, slot = walk(line, keys[position], base, sets, state_at, vectors_at, row_bytes, target)
+        line, slot = read_static(line, keys[position], base, sets, state_at, vectors_at, row_bytes, target)
         if slot >= 0 and dtype != FLOAT32:
             decode_row(target, row_at, dim, dtype)
         if slot == -1:

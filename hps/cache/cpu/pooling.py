@@ -13,10 +13,10 @@ from hps.cache.cpu.sets import (
     find,
     line_of,
     read,
+    read_static,
     rows_of,
     touch,
     unchanged,
-    walk,
 )
 from hps.ground.kernels.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
 from hps.ground.kernels.numba_kernels import kernel
@@ -97,7 +97,7 @@ def pool(
     if sets != 0:
         epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(stop - begin, EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, wraps_at = address_of(lines), address_of(vectors), address_of(state) + 8 * WRAPS
-    row_bytes, vector_bytes, state_at, walks = 4 * vectors.shape[1], 4 * dim, address_of(state), state.size > STATE_WORDS
+    row_bytes, vector_bytes, state_at, static = 4 * vectors.shape[1], 4 * dim, address_of(state), state.size > STATE_WORDS
     ahead = min(row_bytes, _PREFETCHED_BYTES)
     total, row = scratch[0, :dim], scratch[1, :dim]
     total_at, vector_at = address_of(scratch), address_of(scratch) + 4 * scratch.shape[1]
@@ -151,8 +151,8 @@ def pool(
                 copy_bytes(row_at, block_rows[i], row_bytes)
             if sets != 0 and not unchanged(line, block_versions[i], wraps_at, wraps):
                 slot = read(line, keys[at], rows_of(line, base, vectors_at, row_bytes), row_bytes, wraps_at, row_at)
-            if slot == -1 and walks:
-                line, slot = walk(line, keys[at], base, sets, state_at, vectors_at, row_bytes, row_at)
+            if slot == -1 and static:
+                line, slot = read_static(line, keys[at], base, sets, state_at, vectors_at, row_bytes, row_at)
             if slot >= 0:
                 touch(line, slot, epoch)
                 if dtype != FLOAT32:

@@ -8,12 +8,12 @@ A **set** is 128 bytes, one row of `lines`, aligned to 128, and 14 rows of `vect
 
 A key belongs to set `scale(mix(key), sets)`, its home. `state` is an array of int64 counters per table (indices below).
 
-**Static tables** evict nothing. A key whose home is full walks on to other sets, a step of its own apart, until one has a free
-slot; the number of sets is odd and steps are powers of two, so a walk comes to every set. `state` then has one more word a set,
-`passed`: the keys that came to the set and went on. A query whose key is not in a set looks at the next one only if that is not
-0. Keys do not move, so a key that is resident throughout a query is found. A writer owns the
-home of its key and the set where the key stands. If another writer owns that set, the home is released first: no writer waits
-while it owns a set.
+**Static tables** evict nothing. A key stands in its home or in its second set, which the hash chooses, too. Where both are
+full, a key of one of them moves to its own other set. `state` then has one more word a set, `strays`: the keys whose home it is
+and that stand in their second set. A query whose key is not at home looks at the second set only if that is not 0. A writer
+owns the home of its key and, if the key stands or goes there, the second set. If another writer owns that set, the home is
+released first: no writer waits while it owns a set. A key moves while both of its sets are owned, so the version of its home
+tells a query that found it nowhere whether it moved meanwhile.
 
 **Why no query returns a torn vector.** A writer takes a set by compare-and-swap of its version from even to odd (acquire),
 issues a release fence, writes, and stores the next even version (release). A reader loads the version (acquire), reads, issues
@@ -56,6 +56,8 @@ from hps.ground.kernels.numba_atomics import (
     load_relaxed_u16,
     lowest_bit,
     nonzero_bytes_16,
+    store_relaxed,
+    store_relaxed_u8,
     store_release_u16,
     yield_processor,
 )
@@ -70,7 +72,7 @@ EPOCHS_A_CALL = 5
 CLOCK, WRAPS, RESIDENT, INSERTS, EVICTIONS, UNPLACED = 0, 8, 16, 17, 18, 19
 STATE_WORDS = 24
 """Words of `state`: keys queried so far, wraps of set versions, counters; on separate cache lines, since some change often. The
-words of `passed` follow in a static table."""
+words of `strays` follow in a static table."""
 
 _EPOCHS = 255
 _AHEAD = 31
@@ -117,74 +119,120 @@ def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: 
     return -2
 
 
-@njit()
-def step_of(key: int, sets: int) -> int:
-    """Return the distance in sets between the steps of a key's walk; `sets` is odd."""
-    choices = 0
-    while sets >> choices:
-        choices += 1
-    return int(1 << (((np.int64(mix(np.int64(key))) & 0xFFFFFFFF) * choices) >> 32))
+@njit(inline="always")
+def second_line(home: int, key: int, lines: int, sets: int) -> int:
+    """Return the second set of a key of a static table, which is not its home."""
+    line = home + int(1 + (((np.int64(mix(np.int64(key))) & 0xFFFFFFFF) * (sets - 1)) >> 32)) * LINE_BYTES
+    return line - sets * LINE_BYTES if line >= lines + sets * LINE_BYTES else line
 
 
 @njit(inline="always")
-def next_line(line: int, step: int, lines: int, sets: int) -> int:
-    following = line + step * LINE_BYTES
-    return following - sets * LINE_BYTES if following >= lines + sets * LINE_BYTES else following
-
-
-@njit(inline="always")
-def passed_at(line: int, lines: int, state: int) -> int:
-    """Return the address of the count of keys that passed a set of a static table."""
+def strays_at(line: int, lines: int, state: int) -> int:
+    """Return the address of the count of keys that stand in their second set, by their home."""
     return state + 8 * STATE_WORDS + ((line - lines) >> 4)  # 2^7 bytes a line, 2^3 a word
 
 
 @njit()
-def walk(line: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int, target: int) -> tuple[int, int]:
-    """Continue from a key's home, which lacks it; return the set that has it, or any, and what `read` returns."""
-    step = step_of(key, sets)
-    for _ in range(sets - 1):
-        if load_relaxed(passed_at(line, lines, state)) == 0:
-            break
-        line = next_line(line, step, lines, sets)
-        slot = read(line, key, rows_of(line, lines, vectors, row_bytes), row_bytes, state + 8 * WRAPS, target)
+def read_static(
+    home: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int, target: int
+) -> tuple[int, int]:
+    """As `read`, of a key of a static table; return the set that has it, or any, and what `read` returns."""
+    wraps_at = state + 8 * WRAPS
+    for _ in range(PATIENCE):
+        wraps = load_acquire(wraps_at)
+        version = load_acquire_u16(home)
+        if version & 1:
+            continue
+        slot = read(home, key, rows_of(home, lines, vectors, row_bytes), row_bytes, wraps_at, target)
         if slot != -1:
-            return line, slot
-    return line, -1
+            return home, slot
+        if load_relaxed(strays_at(home, lines, state)) != 0:
+            line = second_line(home, key, lines, sets)
+            slot = read(line, key, rows_of(line, lines, vectors, row_bytes), row_bytes, wraps_at, target)
+            if slot != -1:
+                return line, slot
+        if unchanged(home, version, wraps_at, wraps):  # so the key did not move meanwhile
+            return home, -1
+    return home, -2
 
 
 @njit()
-def place_of(home: int, key: int, admits: bool, lines: int, sets: int, state: int) -> tuple[int, int, int]:
-    """Find where a key stands, or the first empty slot of its walk if it `admits` one. The home is owned.
+def place_of(home: int, key: int, admits: bool, lines: int, sets: int, state: int) -> tuple[int, int]:
+    """Find where a key stands, or may stand if it `admits` one. The home is owned, so the key does not move.
 
     Returns:
-        The set, the steps from home, and whether the key stands there: 1, or 0 if not, -1 if there is no such set, -2 if
-        another writer kept one.
+        The set, and whether the key stands there: 1, or 0 if not, -1 if it is not resident, -2 if another writer kept the set.
     """
-    step, line, may_be_further = step_of(key, sets), home, True
-    free_line, free_steps = home, -1
-    for steps in range(sets):
-        if may_be_further:
-            slot = find(line, key) if steps == 0 else read(line, key, 0, 0, state + 8 * WRAPS, 0)
-            if slot == -2:
-                return line, steps, -2
-            if slot >= 0:
-                return line, steps, 1
-        if free_steps < 0 and empty_slot(line) >= 0:
-            free_line, free_steps = line, steps
-        may_be_further = may_be_further and load_relaxed(passed_at(line, lines, state)) != 0
-        if not may_be_further and (free_steps >= 0 or not admits):
-            break
-        line = next_line(line, step, lines, sets)
-    return free_line, free_steps, 0 if admits and free_steps >= 0 else -1
+    if find(home, key) >= 0:
+        return home, 1
+    line = second_line(home, key, lines, sets)
+    if load_relaxed(strays_at(home, lines, state)) != 0:
+        slot = read(line, key, 0, 0, state + 8 * WRAPS, 0)
+        if slot != -1:
+            return line, 1 if slot >= 0 else -2
+    if not admits:
+        return home, -1
+    return (home if empty_slot(home) >= 0 else line), 0
+
+
+@njit(inline="always")
+def _set_beyond(line: int, key: int, lines: int, sets: int) -> int:
+    """Return the other set of a key that stands in one."""
+    home = line_of(key, lines, sets)
+    return second_line(home, key, lines, sets) if home == line else home
 
 
 @njit()
-def count_passed(home: int, key: int, steps: int, by: int, lines: int, sets: int, state: int) -> None:
-    """Add to the counts of the sets that a key passed."""
-    step, line = step_of(key, sets), home
-    for _ in range(steps):
-        fetch_add(passed_at(line, lines, state), by)
-        line = next_line(line, step, lines, sets)
+def _make_room(line: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int) -> bool:
+    """Move a key out of a set if one may stand elsewhere, home before away; return whether one may. The caller owns nothing."""
+    chosen, target, goes_home = -1, line, False
+    for slot in range(WAYS):
+        key = load_relaxed(line + 16 + 8 * slot)
+        beyond = _set_beyond(line, key, lines, sets)
+        is_home = line_of(key, lines, sets) == beyond
+        if (chosen < 0 or (is_home and not goes_home)) and load_relaxed_u8(line + 2 + slot) != 0 and empty_slot(beyond) >= 0:
+            chosen, target, goes_home = slot, beyond, is_home
+    if chosen < 0:
+        return False
+    key = load_relaxed(line + 16 + 8 * chosen)
+    version = try_acquire(line)
+    if version < 0:
+        return True
+    there = try_acquire(target)
+    if there < 0:
+        store_release_u16(line, version)
+        return True
+    slot, empty = find(line, key), empty_slot(target)
+    if slot < 0 or empty < 0 or _set_beyond(line, key, lines, sets) != target:  # others changed the sets meanwhile
+        store_release_u16(target, there)
+        store_release_u16(line, version)
+        return True
+    store_relaxed(target + 16 + 8 * empty, key)
+    store_relaxed_u8(target + 2 + empty, load_relaxed_u8(line + 2 + slot))
+    source, row = rows_of(line, lines, vectors, row_bytes), rows_of(target, lines, vectors, row_bytes)
+    copy_bytes(row + empty * row_bytes, source + slot * row_bytes, row_bytes)
+    store_relaxed_u8(line + 2 + slot, 0)
+    if line_of(key, lines, sets) == line:
+        fetch_add(strays_at(line, lines, state), 1)
+    else:
+        fetch_add(strays_at(target, lines, state), -1)
+    release_changed(target, there, state + 8 * WRAPS)
+    release_changed(line, version, state + 8 * WRAPS)
+    return True
+
+
+@njit()
+def make_room_for(home: int, key: int, lines: int, sets: int, state: int, vectors: int, row_bytes: int) -> bool:
+    """Make room in one of a key's sets, both of which are full, or in those where their keys may go; False if there is none."""
+    second = second_line(home, key, lines, sets)
+    if _make_room(home, lines, sets, state, vectors, row_bytes) or _make_room(second, lines, sets, state, vectors, row_bytes):
+        return True
+    for nth in range(2 * WAYS):
+        line = home if nth < WAYS else second
+        beyond = _set_beyond(line, load_relaxed(line + 16 + 8 * (nth % WAYS)), lines, sets)
+        if _make_room(beyond, lines, sets, state, vectors, row_bytes):
+            return True
+    return False
 
 
 @njit(inline="always")

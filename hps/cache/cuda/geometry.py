@@ -7,7 +7,7 @@ from hps.cache.cuda import kernels
 from hps.ground.memory.capacity import Need
 from hps.types import TableSpec, rows_text
 
-COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/walk.cuh`
+COUNTERS = 8  # keys admitted, evicted and erased; then those of static tables, see `cuda/static_tables.cuh`
 LOOKUP_COUNTERS = slice(4, 6)  # absent and unread keys of enqueued lookups of complete tables
 COMPLETE_AT = 8 * 6  # bytes from the first counter to the flag of complete static tables
 RESERVE_BYTES = 64 << 20  # reserved for the lookups and the driver

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hps.cache.base import static_sets
 from hps.cache.cuda import structs
 from hps.cache.integrity import hashes_of
 from hps.ground.memory.host_tables import DENSE_ROWS_AT, FileLayout
@@ -30,6 +31,8 @@ SHARING_BYTES = 256
 """Bytes before each copy of the buckets of a shared table, which begin with a `Sharing`."""
 SEGMENTS_AT_ONCE = 32
 """Maximum number of segments per launch; more need several launches."""
+FEW_KEYS = 1 << 14
+"""Up to this number of keys, a query of static tables takes as long as its slowest warp, and reads ahead."""
 TOO_MANY = 0xFFFFFFFF
 """Reported by `unique` instead of a count if a segment has more misses than it sorts itself."""
 REPLACE, ADMIT = 1, 2
@@ -215,7 +218,7 @@ class Kind(NamedTuple):
     """What kernels for the tables of one cache have in common. *Immutable.*
 
     Attributes:
-        static: the tables hold every row; see `cuda/walk.cuh`.
+        static: the tables hold every row; see `cuda/static_tables.cuh`.
         shared: several devices share the tables; see `cuda/sharing.cuh`.
     """
 
@@ -230,14 +233,16 @@ class Kind(NamedTuple):
 DYNAMIC, STATIC = Kind(), Kind(static=True)
 
 
-def query_kernel(shape: Shape, kind: Kind = DYNAMIC, settles: bool = False) -> Kernel:
+def query_kernel(shape: Shape, kind: Kind = DYNAMIC, *, settles: bool = False, few: bool = False) -> Kernel:
     """Return the query of a shape.
 
     Args:
         settles: the tables are static and complete: keys that are not resident are absent.
+        few: for at most FEW_KEYS keys of static tables.
     """
     units = -(-shape.widest // shape.unit)
     copy = _copy_lanes(shape.unit, shape.widest)
+    blocks = 8 if few else (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10
     return Kernel(
         "query",
         "query",
@@ -247,10 +252,11 @@ def query_kernel(shape: Shape, kind: Kind = DYNAMIC, settles: bool = False) -> K
             ("ROW_LOADS", min(4 if shape.formats & 1 else 8, copy // 4)),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", shape.segments),
-            ("MIN_BLOCKS", (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10),
+            ("MIN_BLOCKS", blocks),
             *shape.constants,
             *kind.constants,
             *((("SETTLES", 1), ("PATIENCE", 1 << 14)) if settles else ()),
+            *((("BOTH", 1),) if few else ()),
         ),
     )
 
@@ -407,7 +413,10 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
     """Return the kernels for lookups of rows and bags, with aligned outputs; others are compiled on first use."""
     found = [UNIQUE, MARK_HEADS, RANK_SORTED_KERNEL]
     for shape in _shapes(tables):
-        found += [query_kernel(shape, kind, settles) for settles in ((False, True) if kind.static else (False,))]
+        if kind.static:
+            found += [query_kernel(shape, kind, settles=settles, few=few) for settles in (False, True) for few in (False, True)]
+        else:
+            found.append(query_kernel(shape, kind))
         found += [pool_kernel(name, shape, arithmetic, kind) for name in POOLS for arithmetic in Arithmetic]
         if shape.segments == 1:
             found.append(scatter_kernel(shape))
@@ -503,9 +512,9 @@ def home_of(key: int, pairs: int, stretch: int = 1) -> int:
     return ((_hash_of(key) >> 32) * stretch & 0xFFFFFFFF) * 2 * pairs >> 32
 
 
-def step_of(key: int, pairs: int) -> int:
-    """Return the distance in pairs between the steps of a key of a static table, as the kernels compute it."""
-    return 1 << ((_hash_of(key) & 0xFFFFFFFF) * pairs.bit_length() >> 32)
+def other_bucket(key: int, pairs: int) -> int:
+    """Return the bucket of a key of a static table beside its home, as the kernels compute it."""
+    return (home_of(key, pairs) + 2 + 2 * ((_hash_of(key) & 0xFFFFFFFF) * (pairs - 1) >> 32)) % (2 * pairs)
 
 
 def _hash_of(key: int) -> int:
@@ -532,10 +541,7 @@ def zero_filler(pairs: int, stretch: int = 1) -> int:
 
 
 def pairs_for(capacity_rows: int, static: bool = False) -> int:
-    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair.
-
-    Those of a static table are odd, since its keys walk by powers of two, and at least three.
-    """
+    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair."""
     if static:
-        return max(3, -(-capacity_rows // (2 * SLOTS)) | 1)
+        return static_sets(capacity_rows)
     return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))

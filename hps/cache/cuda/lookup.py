@@ -180,7 +180,7 @@ class CupyLookup(StreamOrderedLookup):
             stream = UNKNOWN_STREAM if repeat is None else self.reader.stream_of(placed)
         elif len(batch.sizes) == 1:
             table = batch.tables[0]
-            repeat = queries.repeat_of_one(table)
+            repeat = queries.repeat_of_one(table, batch.sizes[0])
             stream = self.reader.repeat_one(repeat, batch, self._dims[table])
         else:
             repeat = queries.repeat_of_tables(batch.tables, batch.sizes, joined=batch.joined)

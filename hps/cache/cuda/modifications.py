@@ -205,7 +205,7 @@ class Modifications:
         return copied
 
     def counters(self, table: DeviceTable) -> list[int]:
-        """Return the counters of a table since construction: keys admitted, evicted, erased; then those of `cuda/walk.cuh`."""
+        """Return a table's counters: keys admitted, evicted, erased since construction; then those of `static_tables.cuh`."""
         values = np.zeros(geometry.COUNTERS, np.uint64)
         with self._staging:
             if self.order.pending:

@@ -55,19 +55,21 @@ class LookupKernels:
     def for_links(self, files: bool = False) -> list[Kernel]:
         return kernels.link_kernels(self.rows, self._kind, files=files)
 
-    def _query_of(self, tables: tuple[int, ...], alignment: int, settles: bool = False) -> tuple[int, int, Geometry]:
+    def _query_of(
+        self, tables: tuple[int, ...], alignment: int, *, few: bool, settles: bool = False
+    ) -> tuple[int, int, Geometry]:
         """Return what queries of the same tables have in common, compiled on first use and cached by `query_of`.
 
         Args:
             tables: at most SEGMENTS_AT_ONCE.
             alignment: see `kernels.outputs_code`.
-            settles: see `kernels.query_kernel`.
+            few, settles: see `kernels.query_kernel`.
 
         Returns:
             Handle of the kernel, its widest row, and the geometry of each table.
         """
         shape = self.shape_of(tables, alignment)
-        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles))
+        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles=settles, few=few and self._kind.static))
         return handle, shape.widest, [(shape.units(self.rows[table]), *self.geometry[table]) for table in tables]
 
     def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:
@@ -138,7 +140,8 @@ class Queries:
         self._launches: dict[tuple[object, ...], _Launch] = {}
         # Of kept batches: handle, blocks and arguments of each kernel.
         self._packed_batches: dict[Placement, list[tuple[int, int, Arguments]]] = {}
-        self._repeats: dict[Placement | int, Repeat] = {}  # by kept batch that is one launch, and by table
+        # Of kept batches that are one launch, and of few and of more keys of a table.
+        self._repeats: dict[Placement | tuple[int, bool], Repeat] = {}
         self._lists = (0, 0, 0, 0)
         self._capacity = 0
 
@@ -154,12 +157,13 @@ class Queries:
         """Return the launch of a kept batch; None if it was not placed or launched yet, or is several launches."""
         return None if placed is None else self._repeats.get(placed)
 
-    def repeat_of_one(self, table: int) -> Repeat:
-        """Return the launch of keys of one table, to aligned outputs of float32 without a mask."""
-        found = self._repeats.get(table)
+    def repeat_of_one(self, table: int, n: int) -> Repeat:
+        """Return the launch of about n keys of one table, to aligned outputs of float32 without a mask."""
+        few = n <= kernels.FEW_KEYS
+        found = self._repeats.get((table, few))
         if found is None:
-            [launched] = self._packed(Placement((table,), (1,), (0,), (0,)), _arguments_of)
-            found = self._repeats[table] = Repeat(*launched).of_one_table(self._dims[table], self._capacity)
+            [launched] = self._packed(Placement((table,), (1 if few else kernels.FEW_KEYS + 1,), (0,), (0,)), _arguments_of)
+            found = self._repeats[table, few] = Repeat(*launched).of_one_table(self._dims[table], self._capacity)
         return found
 
     def repeat_of_tables(self, tables: Sequence[int], sizes: Sequence[int], *, joined: bool) -> Repeat | None:
@@ -201,9 +205,10 @@ class Queries:
         for first in range(0, len(rows.sizes), kernels.SEGMENTS_AT_ONCE):
             part = slice(first, first + kernels.SEGMENTS_AT_ONCE)
             tables = tuple(rows.tables[part])
-            handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs[part]), rows.out_format))
+            code, total = outputs_code(reduce(or_, rows.outs[part]), rows.out_format), sum(rows.sizes)
+            handle, widest, geometry = self._query_of(tables, code, few=total <= kernels.FEW_KEYS)
             arguments = arguments_of(1 if len(tables) == 1 else kernels.SEGMENTS_AT_ONCE)
-            per_warp = _keys_per_warp(sum(rows.sizes), widest)
+            per_warp = _keys_per_warp(total, widest)
             blocks, missing = self._pack(arguments, geometry, rows, first, missing, per_warp)
             if blocks:
                 yield handle, blocks, arguments
@@ -211,7 +216,7 @@ class Queries:
     def _launch_single(self, rows: Placement, stream: int) -> None:
         [n], [keys], [out], found = rows.sizes, rows.keys, rows.outs, rows.founds[0] if rows.founds else 0
         handle, widest, [(units, buckets, vectors, pairs)] = self._query_of(
-            tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15
+            tuple(rows.tables), outputs_code(out, rows.out_format) if rows.out_format else out & 15, few=n <= kernels.FEW_KEYS
         )
         if not n:
             return
@@ -241,8 +246,9 @@ class Queries:
 
     def _new_launch(self, kind: tuple[object, ...], rows: Placement) -> _Launch:
         arguments, tables = _arguments_of(kernels.SEGMENTS_AT_ONCE), tuple(rows.tables)
-        handle, widest, geometry = self._query_of(tables, outputs_code(reduce(or_, rows.outs), rows.out_format))
-        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(sum(rows.sizes), widest))
+        code, total = outputs_code(reduce(or_, rows.outs), rows.out_format), sum(rows.sizes)
+        handle, widest, geometry = self._query_of(tables, code, few=total <= kernels.FEW_KEYS)
+        blocks, _missing = self._pack(arguments, geometry, rows, 0, 0, _keys_per_warp(total, widest))
         dims = [self._dims[table] for table in tables]
         found = _Launch(handle, blocks, arguments, rows.sizes, dims, 2 if rows.out_format else 4)
         if len(self._launches) == _MAX_LAUNCHES:

@@ -179,19 +179,22 @@ def test_a_group_of_lanes_pools_bags_of_64_keys_and_of_fewer_in_small_lookups(ke
 
 @pytest.mark.parametrize(
     ("rows", "pairs", "static"),
-    [(0, 0, 3), (1, 2, 3), (28, 2, 3), (29, 3, 3), (42, 3, 3), (43, 4, 5), (56, 4, 5), (1 << 23, 599_187, 599_187)],
+    [(0, 0, 4), (1, 2, 5), (12, 2, 5), (13, 2, 6), (28, 2, 7), (29, 3, 7), (43, 4, 8), (1 << 23, 599_187, 696_733)],
 )
 def test_capacity_is_rounded_up_to_whole_pairs_and_two_at_least(rows: int, pairs: int, static: int):
     assert kernels.pairs_for(rows) == pairs
     assert kernels.pairs_for(rows, static=True) == static
 
 
-@pytest.mark.parametrize("pairs", [3, 5, 7, 1001, 599_187])
-def test_a_key_of_a_static_table_walks_to_every_pair(pairs: int):
-    steps = {kernels.step_of(key, pairs) for key in range(4000)}
-    assert steps == {1 << bit for bit in range(pairs.bit_length())}
-    assert max(steps) <= pairs
-    assert all(math.gcd(step, pairs) == 1 for step in steps)
+@pytest.mark.parametrize("pairs", [2, 5, 7, 1001, 696_733])
+def test_the_other_bucket_of_a_key_has_the_side_of_its_home_in_another_pair(pairs: int):
+    distances = set()
+    for key in range(4000):
+        home, other = kernels.home_of(key, pairs), kernels.other_bucket(key, pairs)
+        assert home % 2 == other % 2
+        distances.add((other - home) // 2 % pairs)
+    assert 0 not in distances
+    assert len(distances) == pairs - 1 if pairs < 100 else len(distances) > 900
 
 
 @pytest.mark.parametrize("tables", [[Rows(128)], [Rows(7, INT8)], [Rows(32), Rows(6, BFLOAT16), Rows(128, INT8)]])

@@ -33,6 +33,7 @@ SPECIALISATIONS = [
     kernels.UNIQUE,
     kernels.query_kernel(shape(32), kind=kernels.STATIC),
     kernels.query_kernel(shape(128, 64), kind=kernels.STATIC, settles=True),
+    kernels.query_kernel(shape(32), kind=kernels.STATIC, settles=True, few=True),
     kernels.query_kernel(shape(301), kind=kernels.STATIC, settles=True),
     kernels.pool_kernel("pool", shape(32), Arithmetic.SUMS, kernels.STATIC),
     kernels.insert_kernel(4, 32, kind=kernels.STATIC),

@@ -192,7 +192,8 @@ class CupyLookup(StreamOrderedLookup):
         self._repeatable, self._running = False, True
         flags: int = launch_and_wait(self._driver, repeat.words, stream)
         del tables  # held until here: `close` may run in another thread
-        self._running, self._repeatable = flags < 0, flags == 0
+        if not flags:  # else `_query` goes on, or the next lookup clears what an interruption left
+            self._running, self._repeatable = False, True
         return flags
 
     @device_call("querying")
@@ -207,7 +208,7 @@ class CupyLookup(StreamOrderedLookup):
         tables = self.memory.tables()
         self._repeatable = False
         self._links = list(self._attached)
-        self.start(batch)
+        self.start(batch, queried=queried is not None)
         if self._change_order.pending:
             self._change_order.wait_for_returned(self.stream)
         if self._unread_flags:
@@ -331,9 +332,13 @@ class CupyLookup(StreamOrderedLookup):
             if parts.found is not None:
                 np.copyto(batch.founds[place], parts.found)  # type: ignore[arg-type]
 
-    def start(self, batch: Batch, captured: bool = False) -> None:
-        """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
-        if self._running:  # an exception interrupted the last one: its kernels may still list misses
+    def start(self, batch: Batch, captured: bool = False, *, queried: bool = False) -> None:
+        """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup.
+
+        Args:
+            queried: what runs is the query of this lookup.
+        """
+        if self._running and not queried:  # an exception interrupted the last one: its kernels may still list misses
             self.clear()
         if self._unfinished:  # running work of the last lookup still uses the memory
             runtime.eventSynchronize(self._done.ptr)

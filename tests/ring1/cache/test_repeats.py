@@ -402,18 +402,20 @@ def test_a_repeat_that_fails_is_answered_as_a_new_lookup(
     answered(workspace, batch_of(drawn(2, 5)))
 
 
+@pytest.mark.parametrize("at", ["its end", "what follows"])
 def test_an_interrupted_repeat_leaves_no_misses_to_the_next_lookup(
-    modules: SimpleNamespace, cache: Any, monkeypatch: pytest.MonkeyPatch
+    modules: SimpleNamespace, cache: Any, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     workspace, real = cache.create_lookup(), modules.lookup.launch_and_wait
 
-    def interrupted(*arguments: Any) -> int:
-        real(*arguments)
+    def interrupted(*arguments: Any, **_: bool) -> int:
+        if at == "its end":
+            real(*arguments)
         raise KeyboardInterrupt
 
     answered(workspace, batch_of(drawn(1, 5)))
     with monkeypatch.context() as patch:
-        patch.setattr(modules.lookup, "launch_and_wait", interrupted)
+        patch.setattr(*((modules.lookup, "launch_and_wait") if at == "its end" else (workspace, "start")), interrupted)
         with pytest.raises(KeyboardInterrupt):
             workspace.query(batch_of(np.arange(5) + ROWS))
     answered(workspace, batch_of(drawn(2, 5)))

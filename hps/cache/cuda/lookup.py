@@ -228,9 +228,10 @@ class CupyLookup(StreamOrderedLookup):
         left = sum(self.counts)
         if not left and (self._pooled or self._unfinished or self.placed.on_host):
             self._deliver()
-        self._repeatable = not (
-            left or self._pooled or self.host.used or self._unfinished or self._busy or self._waits_for
-        ) and not (self._host_waits or self.linked or self.absent or self._missing_share)
+        on_host = self.host.used or self.placed.on_host
+        self._repeatable = not (left or self._pooled or on_host or self._unfinished or self._busy or self._waits_for) and not (
+            self._host_waits or self.linked or self.absent or self._missing_share
+        )
         if self._repeatable:  # repeats keep no tensors, so these would stay until another lookup came
             self._batch = _NO_BATCH
             self.reader.start()

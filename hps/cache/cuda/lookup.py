@@ -228,9 +228,10 @@ class CupyLookup(StreamOrderedLookup):
         left = sum(self.counts)
         if not left and (self._pooled or self._unfinished or self.placed.on_host):
             self._deliver()
-        self._repeatable = not (
-            left or self._pooled or self.host.used or self._unfinished or self._busy or self._waits_for
-        ) and not (self._host_waits or self.linked or self.absent or self._missing_share)
+        on_host = self.host.used or self.placed.on_host
+        self._repeatable = not (left or self._pooled or on_host or self._unfinished or self._busy or self._waits_for) and not (
+            self._host_waits or self.linked or self.absent or self._missing_share
+        )
         if self._repeatable:  # repeats keep no tensors, so these would stay until another lookup came
             self._batch = _NO_BATCH
             self.reader.start()
@@ -248,7 +249,7 @@ class CupyLookup(StreamOrderedLookup):
                 "looking up without waiting: got a table whose misses the host answers, expected tables that lie in the "
                 "in-process hash map alone and that the device reads in place"
             )
-        self.start(batch, captured)
+        self.start(batch, captured=captured)
         if self.host.used or len(self._streams) > 1 or self._host_waits:
             raise InvalidInputError(
                 "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
@@ -332,7 +333,7 @@ class CupyLookup(StreamOrderedLookup):
             if parts.found is not None:
                 np.copyto(batch.founds[place], parts.found)  # type: ignore[arg-type]
 
-    def start(self, batch: Batch, captured: bool = False, *, queried: bool = False) -> None:
+    def start(self, batch: Batch, *, captured: bool = False, queried: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup.
 
         Args:

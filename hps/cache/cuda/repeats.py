@@ -103,7 +103,7 @@ class Repeat:
 def exchange_words(table: ExchangeTable, device_type: int, device_id: int) -> IndexArray:
     """Return the words of a type of tensors on a device, for `adopt` and `work_stream`. *One per thread.*"""
     clear_error = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
-    words = (table.borrow, table.work_stream, clear_error, device_type | device_id << 32, *[0] * (6))
+    words = (table.borrow, table.work_stream, clear_error, device_type | device_id << 32, *[0] * 6)
     return np.array(words, np.int64)
 
 
@@ -128,6 +128,11 @@ def _size(tensor: int) -> int:
             return -1
         size *= extent
     return size
+
+
+@njit(inline="always")
+def _address(tensor: int) -> int:
+    return load_relaxed(tensor + _DATA) + load_relaxed(tensor + _OFFSET)
 
 
 @njit(inline="always")
@@ -165,10 +170,10 @@ def adopt(exchange: IndexArray, repeat: IndexArray, keys: int, out: int, n: int)
     at = exchange.ctypes.data + 8 * _TENSOR
     if n == 0 or n > repeat[_MOST_KEYS] or not _borrow(exchange, keys, at, _INT64) or _size(at) != n:
         return -1
-    keys_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    keys_at = _address(at)
     if not _borrow(exchange, out, at, _FLOAT32) or _size(at) < n * repeat[_DIM]:
         return -1
-    out_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    out_at = _address(at)
     stream = _stream(exchange, at)
     if stream < 0 or keys_at % 8 != 0 or out_at % _ALIGNMENT != 0:
         return -1
@@ -191,10 +196,10 @@ def adopt_tables(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, i
     for nth in range(count):
         if not _borrow(exchange, ids[nth], at, _INT64) or _size(at) != tables[nth, 0]:
             return -1
-        keys_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+        keys_at = _address(at)
         if not _borrow(exchange, ids[count + nth], at, _FLOAT32) or _size(at) < tables[nth, 1]:
             return -1
-        out_at = load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+        out_at = _address(at)
         if keys_at % 8 != 0 or out_at % _ALIGNMENT != 0:
             return -1
         store_relaxed(repeat[_KEYS] + _SEGMENT * nth, keys_at)
@@ -208,10 +213,10 @@ def adopt_joined(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, k
     at = exchange.ctypes.data + 8 * _TENSOR
     if not _borrow(exchange, keys, at, _INT64):
         return -1
-    size, keys_at = _size(at), load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    size, keys_at = _size(at), _address(at)
     if not _borrow(exchange, out, at, _FLOAT32):
         return -1
-    room, out_at = _size(at), load_relaxed(at + _DATA) + load_relaxed(at + _OFFSET)
+    room, out_at = _size(at), _address(at)
     if keys_at % 8 != 0 or out_at % _ALIGNMENT != 0:
         return -1
     n = elements = 0

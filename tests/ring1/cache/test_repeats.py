@@ -270,10 +270,10 @@ def test_repeats_of_one_table_end_below_the_lookups_whose_warps_take_more_keys()
 @pytest.fixture(scope="module")
 def modules() -> Iterator[SimpleNamespace]:
     with host_cuda.installed():
-        from hps.cache.cuda import lookup
+        from hps.cache.cuda import lookup, tensors
         from hps.cache.cuda.cache import CupyCache
 
-        yield SimpleNamespace(lookup=lookup, cache=CupyCache)
+        yield SimpleNamespace(lookup=lookup, tensors=tensors, cache=CupyCache)
 
 
 ROWS = 300
@@ -391,6 +391,19 @@ def test_host_arrays_and_masks_are_no_repeats_nor_is_what_follows_them(cache: An
         assert workspace.query(Batch.of(0, batch.keys[0], batch.outs[0], mask)) == 0
         assert mask.array.all()
     assert repeated == [0]  # the first lookup of the second round
+
+
+def test_outputs_in_pinned_memory_are_delivered_by_no_repeat(
+    modules: SimpleNamespace, cache: Any, repeated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules.tensors, "_pinned_address", lambda array: array.ctypes.data)
+    workspace = cache.create_lookup()
+    for seed in range(3):
+        keys, out = drawn(seed, 5), np.empty((5, DIM), np.float32)
+        assert workspace.query(Batch.of(0, host_cuda.Array(keys), out)) == 0
+        workspace.finish()
+        np.testing.assert_array_equal(out, vectors(keys))
+    assert not repeated
 
 
 def test_a_repeat_that_fails_is_answered_as_a_new_lookup(

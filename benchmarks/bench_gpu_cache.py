@@ -16,6 +16,7 @@ from cupy_backends.cuda.api import runtime
 from benchmarks.gpu import PLAIN, TUNED, back_to_back, one_call, plain_gather, slots_of_resident_keys, vectors_of
 from benchmarks.harness import ALPHA, Report, require
 from hps.cache.cuda.cache import CupyCache
+from hps.cache.cuda.kernels import SLOTS
 from hps.tensors.batch import Batch
 from hps.tools.profiling.workloads import power_law_ranks
 from hps.types import KeyArray, TableSpec
@@ -34,6 +35,31 @@ def run(report: Report, quick: bool) -> None:
     rows = 1 << (17 if quick else 23)
     for dim in (32, 128):
         _kernels(report, rng, rows, dim, quick)
+        for static in (True, False):
+            _whole_tables(report, np.random.default_rng(report.seed), (1 << 14) if quick else 6_000_000, dim, static)
+
+
+def _whole_tables(report: Report, rng: np.random.Generator, rows: int, dim: int, static: bool) -> None:
+    """Queries of a table all of whose rows are resident, of both kinds; the dynamic cache has 2.8 slots a row."""
+    capacity = rows if static else 2 * SLOTS * (rows // 5)
+    cache = CupyCache.create([TableSpec("bench", "item", dim, 0.0, 1 << 20)], [capacity], 0, static=static)
+    ids = rng.permutation(2 * rows)[:rows].astype(np.int64)
+    for part in np.array_split(ids, 16):
+        keys = cupy.asarray(part)
+        cache.insert(0, keys, vectors_of(keys, dim))
+    cache.mark_complete(complete=static)
+    require(cache.check_integrity() == [] and cache.stats(0).unplaced == 0)
+    resident, slots = slots_of_resident_keys(cache, 0)
+    by_key = np.argsort(resident)
+    known = ids, slots[by_key[np.minimum(np.searchsorted(resident[by_key], ids), resident.size - 1)]]
+    if not static:  # but for the few that were evicted
+        stays = resident[by_key[np.minimum(np.searchsorted(resident[by_key], ids), resident.size - 1)]] == ids
+        known = known[0][stays], known[1][stays]
+    for n, alpha in (
+        [(4096, 0.0)] if rows < 1 << 20 else [(n, alpha) for n in (1 << 13, 1 << 16, 1 << 20) for alpha in (0.0, ALPHA)]
+    ):
+        _queries(report, rng, cache, known, n, alpha)
+    cache.close()
 
 
 def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quick: bool) -> None:
@@ -67,7 +93,7 @@ def _queries(
 
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
-            lookup.start(Batch.of(0, batch, out))
+            lookup.start(Batch.of(0, batch, out), captured=True)
             lookup.launch_query()
 
         return launch
@@ -85,7 +111,9 @@ def _queries(
     ours = back_to_back([query(batch) for batch in keys]), one_call(query(keys[0]))
     plain = back_to_back([gather(batch, PLAIN) for batch in places]), one_call(gather(places[0], PLAIN))
     tuned = back_to_back([gather(batch, TUNED) for batch in places])
+    stats = cache.stats(0)
     figures = {
+        "bytes_of_rows": stats.size_bytes / (4 * dim * stats.resident_rows),
         "mkeys_per_s": n / ours[0] / 1e6,
         "gather_mkeys_per_s": n / plain[0] / 1e6,
         "of_gather": plain[0] / ours[0],
@@ -95,7 +123,8 @@ def _queries(
         "one_call_of_gather": plain[1] / ours[1],
         "torch_index_select_mkeys_per_s": n / _index_select(table.rows, places, out) / 1e6,
     }
-    report.add({"work": "query", "dim": dim, "batch": n, "alpha": alpha, "resident": resident.size}, figures)
+    axes = {"work": "query", "kind": "static" if cache.static else "dynamic", "dim": dim, "batch": n, "alpha": alpha}
+    report.add({**axes, "resident": stats.resident_rows}, figures)
 
 
 def _index_select(rows: int, places: list[Any], out: Any) -> float:

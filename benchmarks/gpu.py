@@ -121,9 +121,12 @@ def slots_of_resident_keys(cache: CupyCache, index: int) -> tuple[KeyArray, np.n
     table = cache.memory.tables()[index]
     buckets = np.empty((2 * table.pairs, 8), np.int64)
     runtime.memcpy(buckets.ctypes.data, table.buckets, buckets.nbytes, runtime.memcpyDeviceToHost)
-    filler = np.zeros((2 * table.pairs, 1), np.int64)
-    filler[2 * kernels.zero_pair(table.pairs) :][:2] = kernels.zero_filler(table.pairs)
-    where = np.flatnonzero(buckets[:, 1:] != filler)
+    if cache.static:
+        where = np.flatnonzero(buckets[:, :1] >> 16 >> np.arange(kernels.SLOTS) & 1)
+    else:
+        filler = np.zeros((2 * table.pairs, 1), np.int64)
+        filler[2 * kernels.zero_pair(table.pairs) :][:2] = kernels.zero_filler(table.pairs)
+        where = np.flatnonzero(buckets[:, 1:] != filler)
     return buckets[:, 1:].reshape(-1)[where], where.astype(np.uint32)
 
 

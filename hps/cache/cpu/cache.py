@@ -289,11 +289,11 @@ class NumpyLookup(CacheLookup):
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
                 return self.query(_with_aligned_keys(batch))
             if count and self._cache.complete and not poolings:
-                left = _settle(table, keys, out, found, missing, count)
+                left, settled = divmod(_settle(table, keys, out, found, missing, count), 1 << 32)
                 # Complete before and after the search, so keys that were not resident are absent.
                 if self._cache.complete:
                     absent = absent or [0] * len(batch.tables)
-                    absent[place], count = count - left, left
+                    absent[place], count = settled, left
             counts.append(count)
         left = sum(counts)
         self.absent = absent if any(absent) else ()

@@ -358,11 +358,13 @@ def settle(
     found: BoolArray,  # (n,) bool, or empty
     dtype: int,
 ) -> int:
-    """Answer the keys that missed in a complete table, which are absent; return how many are left because a writer kept them.
+    """Answer keys that missed in a complete table: those that a writer kept then, and absent ones.
 
-    Those come first in `missing`.
+    Returns:
+        The number of absent keys, plus 2^32 times that of keys that are left because a writer keeps them, which come first in
+        `missing`.
     """
-    sets, row_bytes, left = lines.shape[0], 4 * vectors.shape[1], 0
+    sets, row_bytes, left, absent = lines.shape[0], 4 * vectors.shape[1], 0, 0
     base, vectors_at, state_at, dim = address_of(lines), address_of(vectors), address_of(state), out.shape[1]
     spare = np.empty(vectors.shape[1] if dtype != FLOAT32 else 0, np.float32)
     for i in range(count):
@@ -375,12 +377,13 @@ def settle(
             decode_row(target, row_at, dim, dtype)
         if slot == -1:
             out[position, :] = default
+            absent += 1
         elif slot == -2:
             missing[i], missing[left] = missing[left], position
             left += 1
         elif found.size != 0:
             found[position] = True
-    return left
+    return left << 32 | absent
 
 
 @kernel(int64, _LINES, _WORDS)

@@ -507,7 +507,9 @@ class CupyLookup(StreamOrderedLookup):
         return 0 if link is None else link.unread_at
 
     def launch_query(self) -> None:
-        self._queries.launch(self.placed, self.stream)
+        """Launch the query of rows: of a complete cache the one that answers misses, too."""
+        queries = self._settling_alone if self.memory.complete else self._queries
+        queries.launch(self.placed, self.stream)
 
     def launch_answer(self, *, settles: bool = False, defers: bool = False) -> None:
         """Launch the kernel that answers misses from attached tables: one for every SEGMENTS_AT_ONCE segments.

@@ -66,6 +66,7 @@ __device__ __forceinline__ Place find_place(const Writer& home_writer, const Wri
     Place place;
     place.at_home = look_at(home_writer, home, key, asked);
     const bool strayed = asked && place.at_home.slot < 0 && strays_of(place.at_home.word);
+    acquire();
     place.there = look_at(other_writer, home, key, strayed);  // the other bucket has the side of the home
     const bool is_there = strayed && place.there.slot >= 0;
     place.resident = is_there || (asked && place.at_home.slot >= 0);
@@ -79,7 +80,7 @@ __device__ __forceinline__ bool may_be_resident(const Writer& home_writer, const
     acquire();
     const bool at_home = look_at(home_writer, home, key, asked).slot >= 0;
     acquire();
-    return asked && (place.resident || at_home || static_cast<u32>(load_word(home_writer.bucket(home % 2))) != place.at_home.word);
+    return asked && (place.resident || at_home || has_changed(home_writer.bucket(home % 2), place.at_home.word));
 }
 
 // Store what a bucket's header says of its keys, for the lane that does; its pair is owned.
@@ -311,8 +312,9 @@ __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pen
             const Look again = look_at(other_writer, other, key, both);
             if (both) place.there = again;
         }
-        const bool elsewhere = place.elsewhere, writes = place.resident && (both || !elsewhere);
+        const bool elsewhere = place.elsewhere;
         const Look& look = elsewhere ? place.there : place.at_home;
+        const bool writes = look.slot >= 0 && (both || !elsewhere);
         if (writes && member == 0) {
             evict(elsewhere ? other_writer : writer, home, look.word, look.slot, strays_of(look.word));
             if (elsewhere) put_header(writer, home, occupied_of(place.at_home.word), fewer_strays(place.at_home.word));

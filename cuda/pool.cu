@@ -433,8 +433,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     find<true>(segment.buckets, found, missing, slot);
                     acquire();
                     if (missing) {
-                        const u64 again = load_word(segment.buckets + static_cast<u64>(home) * BUCKET_PARTS);
-                        moved = slot >= 0 || static_cast<u32>(again) != home_word;
+                        moved = slot >= 0 || has_changed(segment.buckets + static_cast<u64>(home) * BUCKET_PARTS, home_word);
                         slot = -1;
                     }
                 }

@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 if (missing) part = load_part(home + member);
                 const int at_home = tile_slot(part, key_at_place[done], missing, tile, member);
                 acquire();
-                if (missing && member == 0) moved = at_home >= 0 || static_cast<u32>(load_word(home)) != home_word;
+                if (missing && member == 0) moved = at_home >= 0 || has_changed(home, home_word);
             }
             if (strayed) {
                 slot = there;

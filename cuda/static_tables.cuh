@@ -12,9 +12,10 @@
 //
 // NO MISS OF A RESIDENT KEY. A key moves while both of its pairs are owned: first it is put where it goes to, then it leaves where
 // it was, with a fence between. A query that found its key nowhere reads the home's keys again, and then the first word of its
-// header, with an acquire fence before each. A key that went home in between, after the first look and before the one at the other
-// bucket, stands there now. A key that left home changed that word, which holds version, bits and strays, and is of one moment.
-// If the key is not there and the word is the same, the key did not move, and so it was not resident.
+// header, with an acquire fence before each. If that word was even, and is the same, nobody owned the bucket from the first look at
+// it to the last, so no key of this home moved: the key would stand at home, where the second look would have found it, or in the
+// other bucket, and the home would have strays. (An odd word may be the same though a key left home: where the count of strays is
+// 255 and another key took the slot before the bucket was given back.)
 
 #ifndef HPS_STATIC
 #define HPS_STATIC 0
@@ -31,6 +32,11 @@ __device__ __forceinline__ u32 occupied_of(u32 word) {
 
 __device__ __forceinline__ u32 strays_of(u32 word) {
     return word >> 24;
+}
+
+// Whether a writer may have owned a bucket since the first word of its header was loaded.
+__device__ __forceinline__ bool has_changed(const uint4* bucket, u32 word) {
+    return (word & 1) || static_cast<u32>(load_word(bucket)) != word;
 }
 
 // Where a key may stand that is not at home: of a static table a bucket of the same side of another pair, else the neighbour.

@@ -24,4 +24,5 @@ def machine_of(short: type[properties.CacheMachine]) -> type:
 TestFloat32 = machine_of(properties.NumpyCacheMachine)
 TestRowFormats = machine_of(properties.RowFormatsMachine)
 TestInt8 = machine_of(properties.Int8Machine)
+TestStatic = machine_of(properties.StaticMachine)
 del NumpyContract

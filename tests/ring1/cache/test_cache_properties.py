@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hps.ground.rows import decode, encode
+from hps.tensors.bags import COMBINERS
 from hps.tensors.batch import Batch
 from hps.testing.caches import AWKWARD_KEYS, DEFAULT, CacheContract, bits, vectors_of
+from hps.testing.pooling_oracle import pooled
 from hps.types import FloatArray, KeyArray, RowArray, TableSpec
 from tests.ring1.cache.test_numpy_cache import TestNumpyCache as NumpyContract
 
@@ -21,6 +23,7 @@ POOL = np.concatenate([AWKWARD_KEYS[::3], np.arange(40) * 14])
 """Few enough keys that they meet again, and more than the small caches hold."""
 
 keys_strategy = st.lists(st.sampled_from(POOL.tolist()), max_size=60).map(lambda keys: np.array(keys, np.int64))
+cuts_strategy = st.lists(st.integers(0, 60), max_size=20)
 table_strategy = st.integers(0, len(DIMS) - 1)
 
 
@@ -30,12 +33,13 @@ class CacheMachine(RuleBasedStateMachine):
     contract: ClassVar[CacheContract]
     row_dtypes: ClassVar[tuple[str, ...]] = ("float32",) * len(DIMS)
     """How each table stores its rows."""
+    static: ClassVar[bool] = False
 
     @initialize(capacities=st.tuples(*[st.sampled_from([0, 1, 14, 29, 300])] * len(DIMS)))
     def start(self, capacities: tuple[int, ...]) -> None:
         formats = zip(DIMS, self.row_dtypes, strict=True)
         tables = [TableSpec("shop", f"t{dim}", dim, DEFAULT, 1000, row_dtype=dtype) for dim, dtype in formats]
-        self.cache = self.contract.cache_class.create(tables, capacities, 0)
+        self.cache = self.contract.cache_class.create(tables, capacities, 0, self.static)
         self.lookup = self.cache.create_lookup()
         self.known: list[dict[int, int]] = [{} for _ in DIMS]  # key -> version of the vector it has where it is resident
         self.overflowed = [False] * len(DIMS)  # whether more keys than a set holds were ever there at once
@@ -59,11 +63,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(table=table_strategy, keys=keys_strategy)
     def insert(self, table: int, keys: KeyArray) -> None:
+        unplaced = self.cache.stats(table).unplaced
         self.cache.insert(table, keys, self.next_rows(table, keys))
         self.known[table].update(dict.fromkeys(keys.tolist(), self.version))
         self.overflowed[table] |= len(self.known[table]) > self.contract.ways
         held = set(self.cache.dump(table).tolist())
         stats = self.cache.stats(table)
+        if stats.unplaced != unplaced:  # of a static table
+            assert stats.resident_rows > 0.9 * stats.capacity_rows
+            refused = set(keys.tolist()) - held
+            assert len(refused) <= stats.unplaced - unplaced
+            self.known[table] = {key: version for key, version in self.known[table].items() if key not in refused}
+            assert held == set(self.known[table])
+            return
         if stats.capacity_rows and not stats.evictions:
             assert held == set(self.known[table])
         if stats.capacity_rows and len(set(keys.tolist())) == 1:
@@ -117,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.known[table].update(dict.fromkeys(missed.keys[found].tolist(), self.version))
                 self.overflowed[table] |= len(self.known[table]) > self.contract.ways
                 refused = set(missed.keys[found].tolist()) - set(cache.dump(table).tolist())
-                assert not refused or self.overflowed[table] or not cache.stats(table).capacity_rows
+                assert not refused or self.overflowed[table] or self.static or not cache.stats(table).capacity_rows
                 for key in refused:
                     del self.known[table][key]
                 answered[index] = hit[index] | np.isin(keys, list(present))
@@ -136,6 +148,22 @@ class CacheMachine(RuleBasedStateMachine):
             np.testing.assert_array_equal(bits(self.contract.to_host(batch.outs[place])[compared]), bits(rows[compared]))
             if with_found:
                 np.testing.assert_array_equal(self.contract.to_host(batch.founds[place]), was_answered)
+
+    @rule(
+        table=table_strategy, keys=keys_strategy, cuts=st.lists(st.integers(0, 60)), combiner=st.sampled_from(tuple(COMBINERS))
+    )
+    def look_up_bags(self, table: int, keys: KeyArray, cuts: list[int], combiner: str) -> None:
+        """Pool bags, with defaults for what is not resident."""
+        bounds = np.array([0, *sorted(min(cut, keys.size) for cut in cuts), keys.size], np.int64)
+        resident = np.isin(keys, self.cache.dump(table))
+        batch = self.contract.bags(self.cache, table, keys, bounds, combiner=combiner)
+        assert self.lookup.query(batch) == np.count_nonzero(~resident)
+        for missed in self.lookup.unique():
+            missed.scatter(np.zeros(missed.keys.size, np.bool_))
+        self.lookup.finish()
+        vectors = self.vectors_of(table, keys, self.versions(table, keys))
+        vectors[~resident] = DEFAULT
+        pooled(vectors, keys, bounds, combiner=combiner).check(self.contract.to_host(batch.outs[0]))
 
     def versions(self, table: int, keys: KeyArray) -> np.ndarray:
         return np.array([self.known[table].get(key, 0) for key in keys.tolist()], np.int64)
@@ -170,9 +198,21 @@ class Int8Machine(NumpyCacheMachine):
     row_dtypes = ("int8", "float32", "float16")
 
 
+class StaticMachine(NumpyCacheMachine):
+    """Small static tables, up to more keys than they have slots."""
+
+    static = True
+
+    @rule(table=table_strategy, order=st.permutations(POOL.tolist()))
+    def fill(self, table: int, order: list[int]) -> None:
+        self.insert(table, np.array(order, np.int64))
+
+
 TestNumpyCacheAgainstAModel = NumpyCacheMachine.TestCase
 TestRowFormatsAgainstAModel = RowFormatsMachine.TestCase
 TestInt8RowsAgainstAModel = Int8Machine.TestCase
+TestStaticTablesAgainstAModel = StaticMachine.TestCase
 TestNumpyCacheAgainstAModel.settings = settings(max_examples=15, stateful_step_count=25)
 # tests/nightly/cache has more
+TestStaticTablesAgainstAModel.settings = settings(max_examples=15, stateful_step_count=40)
 TestRowFormatsAgainstAModel.settings = TestInt8RowsAgainstAModel.settings = settings(max_examples=10, stateful_step_count=25)

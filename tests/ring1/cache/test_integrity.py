@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache
+from hps.cache.cpu.sets import STATE_WORDS
 from hps.cache.cuda import kernels, structs
 from hps.cache.cuda.integrity import check_buckets
 from hps.cache.integrity import hashes_of
@@ -52,6 +53,24 @@ def test_damage_of_a_set_is_found(damage: Callable[[np.ndarray], None], found: s
     cache.close()
 
 
+def test_damage_of_a_static_table_is_found() -> None:
+    cache = NumpyCache.create([spec(4)], [1000], 0, static=True)
+    keys = np.arange(int(0.95 * cache.stats(0).capacity_rows))
+    cache.insert(0, keys, vectors_of(keys, 4))
+    assert cache.check_integrity() == []
+    table = cache.open_tables()[0]
+    strays = table.state[STATE_WORDS:]
+    assert strays.any()
+    strays[5] += 1
+    assert cache.check_integrity() == ["cached table hps_et.shop.item: 1 sets count a wrong number of strays"]
+    strays[5] -= 1
+    line = table.lines[3].copy()
+    table.lines[3], table.lines[4] = table.lines[4], line
+    misplaced, _strays = cache.check_integrity()
+    assert "keys are in a set that no query searches" in misplaced
+    cache.close()
+
+
 def buckets_with(keys: np.ndarray, *, static: bool) -> np.ndarray:
     """Keys in their buckets, at home while there is room, as a kernel leaves them."""
     buckets = np.zeros((2 * PAIRS, 8), np.int64)
@@ -77,6 +96,7 @@ def test_damage_of_a_bucket_is_found(static: bool) -> None:
     held = buckets[:, 1:] != buckets_with(asked[:0], static=static)[:, 1:]
     if static:
         buckets[:, 0] |= (held << np.arange(kernels.SLOTS)).sum(1) << 16
+        buckets[:, 1:][~held] = crowded[0]  # what a key leaves where it was
 
     def findings(counted: int = asked.size) -> list[str]:
         return check_buckets("t", buckets, packed, static=static, counted_rows=counted)
@@ -90,3 +110,6 @@ def test_damage_of_a_bucket_is_found(static: bool) -> None:
     assert findings() == ["cached table t: 1 buckets count a wrong number of strays"]
     buckets[2, 0] |= 255 << 24  # of a static table: any number
     assert len(findings()) == (0 if static else 1)
+    if static:  # the next bucket is of the other side, so neither of a key's two
+        buckets[:] = np.roll(buckets, 1, 0)
+        assert findings()[0] == f"cached table t: {asked.size} keys are in a set that no query searches"

@@ -4,9 +4,9 @@
 // LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. 8 lanes own one pair. n = 0 is not launched; lanes
 //             past a ragged end have no pair.
 // INVARIANTS  Each resident key is in the list once.
-// RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. Of a static table, a key
-//             may be listed that was erased, if another takes its slot meanwhile. One atomic add a warp
-//             reserves places.
+// RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. Those of static tables do:
+//             the cache runs no insert beside a dump on the same device (modifications.py); beside one on another device, a key that
+//             moves may be listed twice or not at all, and a key that was erased may be listed. One atomic add a warp reserves places.
 // TWIN        hps.cache.cpu.kernels.dump
 
 #include "embedding_cache.cuh"

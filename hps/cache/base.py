@@ -9,7 +9,8 @@
     ├── DeviceMemoryTables  lies in memory of a device, which runs kernels that can be compiled ahead (CuPy)
     ├── SharedRows          several devices share its rows (CuPy)
     ├── HostTableReads      reads tables in host memory in place (CuPy)
-    └── StreamOrdered       enqueues lookups on a stream, and captures them in graphs (CuPy)
+    ├── StreamOrdered       enqueues lookups on a stream, and captures them in graphs (CuPy)
+    └── ResidentQueries     enqueues queries of resident keys, which callers capture with work of their own (CuPy)
 
 A lookup is an object with a few methods, called in this order (`engine/session.py` is the only caller):
 
@@ -297,6 +298,35 @@ class LookupGraph(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the graph once it has ended. Idempotent."""
+
+
+class ResidentQuery(ABC):
+    """Queries of keys that should be resident, which a caller may capture in a CUDA graph. *One per thread.*
+
+    The memory of the cache is kept until this object is freed.
+    """
+
+    @abstractmethod
+    def enqueue(self, batch: Batch) -> None:
+        """Write the vectors of resident keys, and note whether others were missing. Does not block.
+
+        Runs on the one stream of the batch's tensors. A capture must not allocate: what it has must have run once before.
+
+        Raises:
+            InvalidInputError: a tensor is not on the device; nothing was launched. NotReadyError: the cache is closed.
+        """
+
+    @abstractmethod
+    def order(self) -> None:
+        """Order the next launch after all modifications whose calls have returned.
+
+        Raises:
+            NotReadyError: the cache is closed.
+        """
+
+    @abstractmethod
+    def missed(self) -> bool:
+        """Return whether launches that have ended since the last call missed a key, and so wrote unspecified vectors."""
 
 
 class BatchDriver(ABC):
@@ -665,6 +695,14 @@ class StreamOrdered(EmbeddingCache):
         Raises:
             InvalidInputError: a tensor is elsewhere.
         """
+
+
+class ResidentQueries(EmbeddingCache):
+    """A cache whose queries of resident keys can be a part of a caller's CUDA graph."""
+
+    @abstractmethod
+    def resident_query(self) -> ResidentQuery:
+        """Return a new query; it holds scratch memory until it is freed."""
 
 
 def leader_of(cache: EmbeddingCache) -> EmbeddingCache:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
+from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys, ResidentQueries, ResidentQuery
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
 from hps.engine.misplaced import refuse_misplaced
@@ -95,6 +95,9 @@ class Session(Protocol):
     def record(self, batch: Batch) -> "RecordedLookup":
         """Capture a lookup without waiting in a CUDA graph, which also runs it once. Raises as `run` does."""
 
+    def resident_lookups(self) -> "ResidentLookups | None":
+        """Return lookups of resident keys for a graph of the caller; None if the cache has none."""
+
     def prefetch(self, table: int, keys: KeyArray) -> int:
         """Make keys resident; without a cache, promote them.
 
@@ -173,6 +176,34 @@ class RecordedLookup:
     def close(self) -> None:
         """Free the graph. Idempotent."""
         self._graph.close()
+
+
+class ResidentLookups:
+    """Lookups of resident keys within a CUDA graph of their caller. *One per thread.*
+
+    Most batches have no other keys. One that has is looked up as any other.
+
+    Attributes:
+        order, missed: see `ResidentQuery`.
+        count: counts the keys of a launch that missed none, by table, without those that filled the batch up.
+    """
+
+    def __init__(
+        self, query: ResidentQuery, check: Callable[[Batch], None], count: Callable[[Mapping[int, int]], None]
+    ) -> None:
+        self.order, self.missed = query.order, query.missed
+        self.count = count
+        self._query = query
+        self._check = check
+
+    def enqueue(self, batch: Batch) -> None:
+        """Launch a query of a batch; see `ResidentQuery.enqueue`.
+
+        Raises:
+            TooManyKeysError: a table has more keys than its `max_keys`.
+        """
+        self._check(batch)
+        self._query.enqueue(batch)
 
 
 class _TableLimits:
@@ -367,6 +398,24 @@ class CachedSession(_TableLimits):
         self.check(batch)
         self._stream_ordered.check(batch)
         return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
+
+    def resident_lookups(self) -> ResidentLookups | None:
+        if not isinstance(self.cache, ResidentQueries):
+            return None
+        return ResidentLookups(self.cache.resident_query(), self.check, self._count_resident)
+
+    def _count_resident(self, keys: Mapping[int, int]) -> None:
+        with self._metrics.lock:
+            self._device.lookups += 1
+            for table, n in keys.items():
+                counters = self._counters[table]
+                counters.keys += n
+                counters.hits[0] += n
+        if (trace := current.trace) is not None:
+            for table, n in keys.items():
+                answers = trace.of(self.tables[table].table_name)
+                answers.keys += n
+                answers.embedding_cache += n
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         starts = range(0, keys.size, _PREFETCH_ROWS)
@@ -679,6 +728,9 @@ class DirectSession(_TableLimits):
 
     def record(self, batch: Batch) -> RecordedLookup:
         raise self._refusal()
+
+    def resident_lookups(self) -> ResidentLookups | None:
+        return None
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         spec, fetched = self.tables[table], 0

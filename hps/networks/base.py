@@ -109,8 +109,12 @@ class Network(ABC):
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
 
-    def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
-        """Return a function that repeats a run of `take` and `run` on the same tensors of a device; only if `on_cuda`."""
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, delivers: bool = False) -> Callable[[], Mapping[str, Tensor]]:
+        """Return a function that repeats a run of `take`, `run` and `write` on the same tensors; only if `on_cuda`.
+
+        Args:
+            delivers: the run writes its outputs to other memory at its end, so that runs may share memory.
+        """
         return run
 
     @abstractmethod

@@ -66,6 +66,7 @@ class _TorchNetwork(Network):
         self._call: Callable[[Mapping[str, Tensor]], Any] | None = call
         self._outputs = tuple(outputs)
         self._device = device
+        self._pool: Any = None  # memory of graphs that deliver their outputs
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
@@ -101,7 +102,7 @@ class _TorchNetwork(Network):
             found = self._call(inputs)
         return _named(self._name, found, self._outputs)
 
-    def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, delivers: bool = False) -> Callable[[], Mapping[str, Tensor]]:
         """Capture a run in a CUDA graph; where it cannot be captured, repeat it as it is."""
         with torch.cuda.device(self._device):
             try:
@@ -112,7 +113,10 @@ class _TorchNetwork(Network):
                 stream.synchronize()
                 # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                if delivers and self._pool is None:  # all graphs run on one stream, one after the other
+                    self._pool = torch.cuda.graph_pool_handle()
+                pool = self._pool if delivers else None
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     outputs = run()
             except RuntimeError as error:
                 _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])

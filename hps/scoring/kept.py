@@ -1,20 +1,26 @@
 """Batches of requests of one form, in memory that is kept between batches.
 
-For some forms of batches, all memory from keys to the inputs of the network is kept, and their lookups are prepared; on a CUDA
-device the keys programs and the network are CUDA graphs. A batch is then one copy of its inputs, a launch of the keys programs,
-prepared lookups, and one launch of the network.
+For some forms of batches, all memory from keys to the inputs of the network is kept, and their lookups are prepared. On a CUDA
+device a batch is one CUDA graph: one copy of its inputs, keys programs, queries of resident keys, the network on rows that are
+repeated there, and one copy of its outputs. There is a graph for each of a few numbers of rows; the first rows of a batch fill
+the rest. A batch with a key that is not resident is looked up as any other, and is then a launch of the keys programs, prepared
+lookups, and a launch of the network.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter_ns
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hps.configuration.networks import SAMPLES
+from hps.engine.session import ResidentLookups
+from hps.errors import HPSError, NetworkError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.networks.base import Network, Tensor
 from hps.scoring.features import ScoreInputs
@@ -27,10 +33,18 @@ from hps.tensors.batch import Batch
 from hps.types import IndexArray, KeyArray
 
 _log = logging.getLogger(__name__)
+_Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # by feature, rows of a batch, and elements of a row
 _MOST_KEPT = 16
 _UNUSED = 1000  # batches after which the memory of a form may be given to another
 _MOST_BOUND = 256
 _EXACT_BITS = 5  # of a number of rows that is rounded
+_SAMPLE_BITS, _REQUEST_BITS = (
+    2,
+    1,
+)  # the same, in graphs of whole batches: 1, 2, 3, 4, 6, 8, 12 samples, and 1, 2, 4, 8 requests
+_MOST_CAPTURED = 32  # graphs of one form
+_CAPTURED_AFTER = 4  # batches of the same numbers of rows, for which no graph was captured from the start
+_MOST_SKIPPED = 64  # batches that do not use the graphs, since keys of the last ones were not resident
 # Of vectors. Smaller batches of one request take new memory on the CPU, which costs 35 us less than gathering into kept memory.
 _SMALL_BYTES = 1 << 18
 
@@ -41,17 +55,40 @@ class _Bound:
 
     Attributes:
         starts: by feature, offset of its values in the memory of inputs.
+        sizes: by lookup, number of keys.
         target, source: the part of this memory that is used, and the same part of `KeptMemory.source`; None on the CPU.
         keys: computes and copies keys; None if they are read as they are given.
         run: of the network.
     """
 
     starts: IndexArray
+    sizes: Sequence[int]
     target: Tensor
     source: Tensor
     keys: Callable[[], Mapping[str, Tensor]] | None
     lookups: list[Batch]
     run: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A graph of whole batches with up to the same numbers of rows.
+
+    Attributes:
+        starts: see `_Bound`.
+        filled: by feature, bytes that are filled.
+        samples: rows of samples.
+        run: returns the outputs, in memory of the host.
+        lookups: those that it has.
+        keys: by table, keys of a sample, and keys of a request.
+    """
+
+    starts: IndexArray
+    filled: IndexArray
+    samples: int
+    run: Callable[[], Mapping[str, Tensor]]
+    lookups: ResidentLookups
+    keys: Mapping[int, tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +107,8 @@ class KeptMemory:
         keys, run: of the keys programs and of the network, on all rows; on a CUDA device, captured.
         used: number of the last batch.
         bound: by numbers of rows of each input, and of elements of a row.
+        captured: graphs of whole batches, likewise; None if there cannot be one.
+        asked: likewise, how many batches had no graph.
     """
 
     form: BatchForm
@@ -87,7 +126,9 @@ class KeptMemory:
     keys: Callable[[], Mapping[str, Tensor]] | None = None
     run: Callable[[], Mapping[str, Tensor]] = dict
     used: int = 0
-    bound: dict[tuple[Sequence[int], Sequence[int]], _Bound] = field(default_factory=dict)
+    bound: dict[_Rows, _Bound] = field(default_factory=dict)
+    captured: dict[_Rows, _Captured | None] = field(default_factory=dict)
+    asked: Counter[_Rows] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.starts, self.limits = np.array(self.layout.starts), np.array(self.layout.limits)
@@ -106,7 +147,12 @@ class KeptBatches:
         self._max_samples = max_samples
         self._programs = dict(zip(self._signature.programs, runner.calls.programs, strict=True))
         self._memories: dict[BatchForm, KeptMemory] = {}
-        self._most_kept = _MOST_KEPT if can_be_kept(self._signature) else 0
+        # On a device the network also runs on rows that fill a batch up, which needs samples that do not depend on each other.
+        keeps = can_be_kept(self._signature) and (self._signature.pads or not runner.on_device)
+        self._most_kept = _MOST_KEPT if keeps else 0
+        paddings = any(lookup.padding_key is not None for lookup in self._signature.lookups)  # which only a lookup counts
+        self._captures = runner.on_device and not (self._signature.guards or paddings)
+        self._skipped = self._skips = 0  # batches that do not use graphs: so far, and in total
         self._most_bytes = 0  # of forms with other sizes than those of `dense.sizes`
         self._batches = 0  # that were scored in it
         forms = [] if runner.on_device else kept_forms(self._signature, 1)
@@ -127,6 +173,12 @@ class KeptBatches:
             kept = self._kept_for(form)
             if kept is not None and not self._runner.on_device:
                 self._runner.run(kept.run)
+            elif kept is not None:
+                self._capture_all(kept)
+
+    def release(self) -> None:
+        """Free all memory, and keep none any more."""
+        self._most_kept, self._memories = 0, {}
 
     def score(self, requests: Sequence[ScoreInputs | PackedRequest], counts: KeyArray) -> tuple[Outputs | None, int]:
         """Score requests of one form; no outputs if forms differ, no memory is left, or new memory costs less."""
@@ -148,6 +200,9 @@ class KeptBatches:
         if self._is_refused(kept, total, len(requests)):
             return None, 0
         network, on_device = self._runner.network, self._runner.on_device
+        sizes = by_request * layout.widths
+        if self._captures and (scored := self._score_captured(kept, requests, counts, layout.sizes, sizes)) is not None:
+            return scored
         filled = rows
         # On a device, new numbers of rows cost more than extra rows: each is prepared once. So they are rounded up by less
         # than a sixteenth, and the first rows of the batch fill the rest.
@@ -158,10 +213,10 @@ class KeptBatches:
         if (bound := kept.bound.get(key)) is None:
             if len(kept.bound) >= _MOST_BOUND:
                 del kept.bound[next(iter(kept.bound))]
-            bound = kept.bound[key] = self._bound(kept, total, *key)
+            bound = kept.bound[key] = self._bound(kept, total, *key, exact=not on_device)
         if kept.index.size:
             kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
-        gather_into(requests, by_request * layout.widths, kept.staged, bound.starts, filled * layout.widths)
+        gather_into(requests, sizes, kept.staged, bound.starts, filled * layout.widths)
         if on_device:
             network.write(bound.target, bound.source)
         if bound.keys is not None:
@@ -173,6 +228,121 @@ class KeptBatches:
         if on_device:
             return {name: values[:total] for name, values in outputs.items()}, looked_up
         return {name: values.copy() for name, values in outputs.items()}, looked_up  # a network may return its inputs
+
+    def _score_captured(
+        self,
+        kept: KeptMemory,
+        requests: Sequence[ScoreInputs | PackedRequest],
+        counts: KeyArray,
+        sizes: tuple[int, ...],
+        by_request: IndexArray,  # (requests, inputs), bytes
+    ) -> tuple[Outputs, int] | None:
+        """Score requests by one graph; None without one, or if a key was not resident."""
+        if self._skipped < self._skips:
+            self._skipped += 1
+            return None
+        total, runner = int(counts.sum()), self._runner
+        if (captured := self._captured_for(kept, total, len(requests), sizes)) is None:
+            return None
+        if kept.index.size:
+            kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
+            kept.index[total : captured.samples] = 0  # those of an earlier batch may name rows that this one lacks
+        gather_into(requests, by_request, kept.staged, captured.starts, captured.filled)
+        captured.lookups.order()
+        launched = perf_counter_ns()
+        try:
+            outputs = runner.run(captured.run)
+        except NetworkError as error:  # if the device is lost, a lookup reports it
+            _log.warning("model %r: scoring without a CUDA graph: %s", runner.model, error)
+            self._captures = False
+            return None
+        if captured.lookups.missed():
+            self._skips, self._skipped = min(2 * self._skips + 1, _MOST_SKIPPED), 0
+            return None
+        self._skips = 0
+        keys = {table: total * each + len(requests) * once for table, (each, once) in captured.keys.items()}
+        captured.lookups.count(keys)
+        return {name: values[:total].copy() for name, values in outputs.items()}, launched
+
+    def _captured_for(self, kept: KeptMemory, total: int, requests: int, sizes: tuple[int, ...]) -> _Captured | None:
+        """Return the graph of batches of so many samples; None without one. It is captured for numbers that come again."""
+        form = kept.form
+        samples = min(_rounded(total, _SAMPLE_BITS), form.samples)
+        once = min(_rounded(requests, _REQUEST_BITS), form.requests)
+        key = tuple([once if given else samples for given in form.once]), sizes
+        if key in kept.captured:
+            return kept.captured[key]
+        if len(kept.asked) >= _MOST_BOUND:
+            kept.asked.clear()
+        kept.asked[key] += 1
+        return self._capture(kept, samples, key) if kept.asked[key] >= _CAPTURED_AFTER else None
+
+    def _capture_all(self, kept: KeptMemory) -> None:
+        """Capture the graphs of a form; of bags of any size, for those of the most keys."""
+        form, most = kept.form, self._max_samples
+        sizes = tuple(
+            [
+                max(1, feature.max_keys // most) if feature.bags else feature.hotness or prod(shape[1:])
+                for feature, shape in zip(self._signature.features, kept.layout.shapes, strict=True)
+            ]
+        )
+        for requests in _numbers(form.requests or 1, _REQUEST_BITS):
+            for samples in _numbers(form.samples, _SAMPLE_BITS):
+                fits = requests < 2 * samples and room_for(samples, most) == form.samples
+                if fits and self._captures and len(kept.captured) < _MOST_CAPTURED:
+                    self._capture(kept, samples, (tuple([requests if once else samples for once in form.once]), sizes))
+
+    def _capture(self, kept: KeptMemory, samples: int, key: _Rows) -> _Captured | None:
+        """Capture the graph of whole batches of so many rows; None if there cannot be one."""
+        if len(kept.captured) >= _MOST_CAPTURED:
+            del kept.captured[next(iter(kept.captured))]
+        found: _Captured | None = None
+        if (lookups := self._runner.resident()) is None:
+            self._captures = False
+            return None
+        try:
+            with self._runner.calls.running(self._runner):
+                found = self._new_captured(kept, samples, key, lookups)
+        except (HPSError, RuntimeError) as error:
+            _log.info("model %r: batches of %d samples have no CUDA graph: %s", self._runner.model, samples, error)
+        lookups.missed()  # the runs before the capture had no keys of a request
+        kept.captured[key] = found
+        return found
+
+    def _new_captured(self, kept: KeptMemory, samples: int, key: _Rows, lookups: ResidentLookups) -> _Captured | None:
+        network, (rows, sizes) = self._runner.network, key
+        dtypes = ["int64" if feature.is_lookup else feature.dtype for feature in self._signature.features]
+        widths = [size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
+        filled = np.array(rows, np.int64) * np.array(widths, np.int64)
+        if (filled > kept.limits).any():
+            return None
+        bound = self._bound(kept, samples, *key, exact=True)
+        keys: dict[int, tuple[int, int]] = {}
+        for lookup, n in zip(self._signature.lookups, bound.sizes, strict=True):
+            each, once = keys.get(lookup.table, (0, 0))
+            if lookup.name in kept.layout.once:
+                once += n // next(count for count, given in zip(rows, kept.form.once, strict=True) if given)
+            else:
+                each += n // samples
+            keys[lookup.table] = each, once
+        kept.staged[:] = 0
+        network.write(kept.memory, kept.source)
+        delivered = {}
+        for name, values in network.fetch(bound.run()).items():
+            _, memory = network.staging(values.nbytes)
+            delivered[name] = network.part(memory, 0, values.dtype.name, values.shape)
+
+        def run() -> Mapping[str, Tensor]:
+            network.write(bound.target, bound.source)
+            if bound.keys is not None:
+                bound.keys()
+            for batch in bound.lookups:
+                lookups.enqueue(batch)
+            for name, values in bound.run().items():
+                network.write(delivered[name], values)
+            return delivered
+
+        return _Captured(bound.starts, filled, samples, network.fixed(run, delivers=True), lookups, keys)
 
     def _is_refused(self, kept: KeptMemory, samples: int, requests: int) -> bool:
         """Return whether the guards refuse numbers of rows that programs would run with."""
@@ -345,11 +515,12 @@ class KeptBatches:
             inputs, index = {name: network.put(values) for name, values in inputs.items()}, network.put(index)
         return self._runner.run_of(network, inputs, dict.fromkeys(repeated, index))
 
-    def _bound(self, kept: KeptMemory, samples: int, rows: Sequence[int], sizes: Sequence[int]) -> _Bound:
+    def _bound(self, kept: KeptMemory, samples: int, rows: Sequence[int], sizes: Sequence[int], *, exact: bool) -> _Bound:
         """Prepare lookups and run of batches in the memory that is kept.
 
         Args:
             rows, sizes: by place of the feature, rows, and elements of a row.
+            exact: keys programs and network run on these rows, rather than on all that there is room for.
         """
         runner, starts, at = self._runner, kept.starts.copy(), kept.layout.keys_at
         keys_only: dict[str, Tensor] = {}
@@ -375,11 +546,13 @@ class KeptBatches:
         lookups = [Batch.merged([parts[place] for place in places]) for _, places in groups]
         for batch in lookups:
             batch.kept = True
+        target = source = None
         if runner.on_device:
             target, source = (runner.network.part(memory, 0, "uint8", (at,)) for memory in (kept.memory, kept.source))
-            return _Bound(starts, target, source, kept.keys, lookups, kept.run)
-        keys_run = self._keys_run(kept, by_name, samples)
-        return _Bound(starts, None, None, keys_run, lookups, self._network_run(kept, by_name, samples))
+        keys_run, run = kept.keys, kept.run
+        if exact:
+            keys_run, run = self._keys_run(kept, by_name, samples), self._network_run(kept, by_name, samples)
+        return _Bound(starts, [part.sizes[0] for part in parts], target, source, keys_run, lookups, run)
 
     def _rows_of(self, kept: KeptMemory, rows: Mapping[str, int], names: Sequence[str]) -> int:
         """Return the number of rows computed from several values: that of values with a row a sample, if any."""
@@ -408,7 +581,15 @@ class KeptBatches:
         return Batch.of(lookup.table, keys, out, None, n, pooling)
 
 
-def _rounded(rows: int) -> int:
-    """Round a number of rows up, by less than a sixteenth."""
-    step = 1 << max(0, (rows - 1).bit_length() - _EXACT_BITS)
+def _rounded(rows: int, bits: int = _EXACT_BITS) -> int:
+    """Round a number of rows up, to one of so many bits; by default by less than a sixteenth."""
+    step = 1 << max(0, (rows - 1).bit_length() - bits)
     return -(-rows // step) * step
+
+
+def _numbers(most: int, bits: int) -> Iterator[int]:
+    """Yield the numbers that are rounded to, up to the most, which is the last."""
+    number = 0
+    while number < most:
+        number = min(_rounded(number + 1, bits), most)
+        yield number

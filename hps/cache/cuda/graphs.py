@@ -15,8 +15,9 @@ from typing import Any, Final
 import cupy
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import LookupGraph, StreamCapture
+from hps.cache.base import LookupGraph, ResidentQuery, StreamCapture
 from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, device_call, stream_of
+from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.tensors import LEGACY_STREAM, TensorReader
 from hps.errors import DeviceError, InvalidDtypeError, InvalidInputError
 from hps.tensors.batch import Batch
@@ -103,6 +104,27 @@ class CupyGraph(LookupGraph):
     def close(self) -> None:
         self._done.synchronize()
         self._graph = self._batch = self._keys = None
+
+
+class CupyResidentQuery(ResidentQuery):
+    """Queries of resident keys in a graph of their caller. *One per thread.*"""
+
+    def __init__(self, lookup: CupyLookup) -> None:
+        self._lookup = lookup
+        self._tables = lookup.memory.tables()  # a graph may run after the cache has closed
+        self._keys: Any = None  # a tensor of the framework on whose current stream the graph is launched
+
+    def enqueue(self, batch: Batch) -> None:
+        self._keys = batch.keys[0]
+        self._lookup.enqueue_query(batch)
+
+    def order(self) -> None:
+        self._lookup.order(self._lookup.reader.work_stream(self._keys) or 0)
+
+    def missed(self) -> bool:
+        if missed := bool(self._lookup.flags[0]):  # in mapped memory: the kernels set it
+            self._lookup.flags[:] = 0
+        return missed
 
 
 def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:

@@ -189,11 +189,7 @@ class CupyLookup(StreamOrderedLookup):
                 "in-process hash map alone and that the device reads in place"
             )
         self.start(batch, captured)
-        if self.host.used or len(self._streams) > 1 or self._host_waits:
-            raise InvalidInputError(
-                "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
-                "the device and on one stream"
-            )
+        self._refuse_host_tensors("looking up without waiting")
         if not captured:
             if self._change_order.pending:
                 self._change_order.wait_for_returned(self.stream)
@@ -217,6 +213,13 @@ class CupyLookup(StreamOrderedLookup):
                 self.clear()
             raise
 
+    def _refuse_host_tensors(self, doing: str) -> None:
+        if self.host.used or len(self._streams) > 1 or self._host_waits:
+            raise InvalidInputError(
+                f"{doing}: got keys, outputs or masks in host memory or on several streams, expected all on the device and on "
+                "one stream"
+            )
+
     def _launch_rows(self) -> None:
         """Launch a lookup of rows ordered only by the stream; see `enqueue`."""
         if self.memory.complete:
@@ -234,6 +237,26 @@ class CupyLookup(StreamOrderedLookup):
         self._launch_number()
         self.launch_answer(settles=True)
         self.launch_pool("pool_rest", settles=True)
+
+    @device_call("querying resident keys")
+    def enqueue_query(self, batch: Batch) -> None:
+        """Launch a query alone; see `ResidentQuery.enqueue`. The lookup serves nothing else then."""
+        self.memory.tables()
+        self.start(batch, captured=True)
+        self._refuse_host_tensors("querying resident keys")
+        # Each query lists its misses from the start, so that the lists have room for all queries of a graph and of its replays.
+        runtime.memsetAsync(self.missing_counts, 0, 4 * self._table_count, self.stream)
+        if self._pooled:
+            self.launch_pool("pool")
+        else:
+            self.launch_query()
+
+    @device_call("ordering a query after modifications")
+    def order(self, stream: int) -> None:
+        """Order later work on a stream after the modifications whose calls have returned."""
+        self.memory.tables()
+        if self._change_order.pending:
+            self._change_order.wait_for_returned(stream)
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, batch: Batch) -> None:

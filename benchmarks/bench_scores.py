@@ -3,8 +3,8 @@
 A DLRM of 26 tables is packaged and served. Clients send requests of some samples, back to back, and compare every answer with
 the module's. Three services answer in turn: `hps` with `dynamic_batching`, `hps` without, and `plain`
 (`http_servers.py`), whose tables are on the device. `per_request` is one user with a history of 100 keys and 2,048
-candidates, given once or with each candidate; a batch has up to 8 of them. On a GPU, `device` is what a call in process takes: a captured graph of lookups
-and network beside the network alone on ready vectors and the lookups alone.
+candidates, given once or with each candidate; a batch has up to 8 of them. On a GPU, `device` is what a call in process takes:
+a captured graph of lookups and network beside the network alone on ready vectors and the lookups alone.
 """
 
 import itertools

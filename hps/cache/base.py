@@ -307,13 +307,22 @@ class ResidentQuery(ABC):
     """
 
     @abstractmethod
+    def prepare(self, batch: Batch) -> None:
+        """Run a batch, and allocate what those need that are no larger. Graphs of before are invalid then.
+
+        Raises:
+            InvalidInputError, NotReadyError: as for `enqueue`.
+        """
+
+    @abstractmethod
     def enqueue(self, batch: Batch) -> None:
         """Write the vectors of resident keys, and note whether others were missing. Does not block.
 
-        Runs on the one stream of the batch's tensors. A capture must not allocate: what it has must have run once before.
+        Runs on the one stream of the batch's tensors.
 
         Raises:
-            InvalidInputError: a tensor is not on the device; nothing was launched. NotReadyError: the cache is closed.
+            InvalidInputError: a tensor is not on the device, or it has more keys or bags than any batch of `prepare`; nothing
+                was launched. NotReadyError: the cache is closed.
         """
 
     @abstractmethod

@@ -196,12 +196,13 @@ class ResidentLookups:
         self._query = query
         self._check = check
 
-    def enqueue(self, batch: Batch) -> None:
-        """Launch a query of a batch; see `ResidentQuery.enqueue`.
+    def prepare(self, batch: Batch) -> None:
+        """See `ResidentQuery.prepare`. Raises TooManyKeysError, too: a table has more keys than its `max_keys`."""
+        self._check(batch)
+        self._query.prepare(batch)
 
-        Raises:
-            TooManyKeysError: a table has more keys than its `max_keys`.
-        """
+    def enqueue(self, batch: Batch) -> None:
+        """See `ResidentQuery.enqueue`. Raises TooManyKeysError, too, as `prepare` does."""
         self._check(batch)
         self._query.enqueue(batch)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hps.cache.base import ResidentQuery
 from hps.engine.session import ResidentLookups
-from hps.errors import DeviceMemoryError, ModelFileError
+from hps.errors import DeviceMemoryError, InvalidInputError, ModelFileError
 from hps.networks.base import Network, NetworkTensor
 from hps.tensors.batch import Batch
 from hps.testing.pooling_oracle import pooled
@@ -155,9 +155,16 @@ class FakeQuery(ResidentQuery):
     def __init__(self, tables: "FakeTables") -> None:
         self.tables = tables
         self.ordered = 0
+        self._room = 0
         self._missed = False
 
+    def prepare(self, batch: Batch) -> None:
+        self._room = max(self._room, sum(batch.sizes))
+        self.enqueue(batch)
+
     def enqueue(self, batch: Batch) -> None:
+        if sum(batch.sizes) > self._room:
+            raise InvalidInputError(f"got {sum(batch.sizes)} keys, expected at most {self._room}")
         self.tables.look_up(batch)
         for keys, out in zip(batch.keys, batch.outs, strict=True):
             if np.isin(keys, list(self.tables.elsewhere)).any():

@@ -14,7 +14,7 @@ from tests.gpu.cupy_if_installed import cupy  # noqa: F401 - skips without it
 torch = pytest.importorskip("torch")
 import hps.torch  # noqa: E402 - after torch is known to be there
 from benchmarks.bench_scores import Ranker  # noqa: E402
-from hps.scoring.kept import KeptBatches  # noqa: E402
+from hps.scoring.captured import CapturedBatches  # noqa: E402
 from hps.scoring.scorer import Scorer  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -71,14 +71,14 @@ def keys_of(server: hps.HPS) -> dict[str, int]:
 def in_graphs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each batch, whether one graph answered it."""
     calls: list[bool] = []
-    score = KeptBatches._score_captured
+    score = CapturedBatches.score
 
-    def counting(self: KeptBatches, *given: Any) -> Any:
+    def counting(self: CapturedBatches, *given: Any) -> Any:
         found = score(self, *given)
         calls.append(found is not None)
         return found
 
-    monkeypatch.setattr(KeptBatches, "_score_captured", counting)
+    monkeypatch.setattr(CapturedBatches, "score", counting)
     return calls
 
 

@@ -112,9 +112,22 @@ class CupyResidentQuery(ResidentQuery):
     def __init__(self, lookup: CupyLookup) -> None:
         self._lookup = lookup
         self._tables = lookup.memory.tables()  # a graph may run after the cache has closed
+        self._room = (0, 0)  # keys and bags
         self._keys: Any = None  # a tensor of the framework on whose current stream the graph is launched
 
+    def prepare(self, batch: Batch) -> None:
+        keys, bags = _size_of(batch)
+        self._room = max(self._room[0], keys), max(self._room[1], bags)
+        self.enqueue(batch)
+
     def enqueue(self, batch: Batch) -> None:
+        keys, bags = _size_of(batch)
+        most_keys, most_bags = self._room
+        if keys > most_keys or bags > most_bags:
+            raise InvalidInputError(
+                f"querying resident keys: got {keys} keys and {bags} bags, expected at most {most_keys} and {most_bags}, for "
+                "which memory was prepared"
+            )
         self._keys = batch.keys[0]
         self._lookup.enqueue_query(batch)
 
@@ -125,6 +138,10 @@ class CupyResidentQuery(ResidentQuery):
         if missed := bool(self._lookup.flags[0]):  # in mapped memory: the kernels set it
             self._lookup.flags[:] = 0
         return missed
+
+
+def _size_of(batch: Batch) -> tuple[int, int]:
+    return sum(batch.sizes), sum([pooling.count for pooling in batch.poolings])
 
 
 def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:

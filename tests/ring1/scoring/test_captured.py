@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.scoring import kept as kept_module
-from hps.scoring.kept import KeptBatches
+from hps.scoring import captured as captured_module
+from hps.scoring.captured import CapturedBatches
 from hps.scoring.scorer import Scorer
 from tests.fakes.networks import Arrays, DeviceNetwork, FakeTables
 from tests.ring1.scoring.test_kept_memory import compare, read, scorer_of
@@ -29,14 +29,14 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 50)
 def in_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Of each batch, the number of its samples if one graph answered it, or None."""
     calls: list[int | None] = []
-    score = KeptBatches._score_captured
+    score = CapturedBatches.score
 
-    def counting(self: KeptBatches, kept: Any, requests: Any, counts: Any, *more: Any) -> Any:
+    def counting(self: CapturedBatches, kept: Any, requests: Any, counts: Any, *more: Any) -> Any:
         found = score(self, kept, requests, counts, *more)
         calls.append(None if found is None else int(counts.sum()))
         return found
 
-    monkeypatch.setattr(KeptBatches, "_score_captured", counting)
+    monkeypatch.setattr(CapturedBatches, "score", counting)
     return calls
 
 
@@ -164,8 +164,8 @@ def test_other_numbers_of_keys_get_a_graph_when_they_come_again(in_graphs: list[
 
 
 def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "_MOST_CAPTURED", 3)
-    monkeypatch.setattr(kept_module, "_MOST_BOUND", 5)
+    monkeypatch.setattr(captured_module, "_MOST_CAPTURED", 3)
+    monkeypatch.setattr(captured_module, "_MOST_ASKED", 5)
     ours, other, rng = warm(), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
     for keys in [*range(1, 9)] * 5:
         for samples in (2, 9):

@@ -98,7 +98,10 @@ class Network(ABC):
         raise NotImplementedError
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
-        """Copy a tensor of the device, or one of `staging` or a part of it, to one of the device; only if `on_cuda`."""
+        """Copy a tensor to another one, each of the device, or of `staging` or a part of it; only if `on_cuda`.
+
+        The host may read what is copied to `staging` after `fetch` of the tensor.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -6,6 +6,7 @@ import logging
 import re
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -66,7 +67,7 @@ class _TorchNetwork(Network):
         self._call: Callable[[Mapping[str, Tensor]], Any] | None = call
         self._outputs = tuple(outputs)
         self._device = device
-        self._pool: Any = None  # memory of graphs that deliver their outputs
+        self._delivering: weakref.ref[Any] | None = None  # the last graph that delivers its outputs
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
@@ -113,11 +114,13 @@ class _TorchNetwork(Network):
                 stream.synchronize()
                 # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
-                if delivers and self._pool is None:  # all graphs run on one stream, one after the other
-                    self._pool = torch.cuda.graph_pool_handle()
-                pool = self._pool if delivers else None
+                # Graphs run one after the other, on one stream. A pool lives as long as one of its graphs.
+                earlier = self._delivering() if delivers and self._delivering is not None else None
+                pool = None if earlier is None else earlier.pool()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     outputs = run()
+                if delivers:
+                    self._delivering = weakref.ref(graph)
             except RuntimeError as error:
                 _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])
                 return run

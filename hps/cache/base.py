@@ -10,7 +10,7 @@
     ├── SharedRows          several devices share its rows (CuPy)
     ├── HostTableReads      reads tables in host memory in place (CuPy)
     ├── StreamOrdered       enqueues lookups on a stream, and captures them in graphs (CuPy)
-    └── ResidentQueries     enqueues queries of resident keys, which callers capture with work of their own (CuPy)
+    └── GraphParts          enqueues lookups that callers capture with work of their own (CuPy)
 
 A lookup is an object with a few methods, called in this order (`engine/session.py` is the only caller):
 
@@ -39,7 +39,7 @@ only when the lookup is finished.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -300,11 +300,17 @@ class LookupGraph(ABC):
         """Free the graph once it has ended. Idempotent."""
 
 
-class ResidentQuery(ABC):
-    """Queries of keys that should be resident, which a caller may capture in a CUDA graph. *One per thread.*
+class GraphPart(ABC):
+    """Lookups that are part of a CUDA graph of their caller, who learns afterwards whether they succeeded. *One per thread.*
 
-    The memory of the cache is kept until this object is freed.
+    They answer what the device can: resident keys, those of attached tables, and absent keys where it knows that they are. The
+    memory of the cache is kept until this object is freed.
+
+    Attributes:
+        counts: whether `StreamOrdered.stream_ordered_counts` has the misses of its launches.
     """
+
+    counts: bool
 
     @abstractmethod
     def prepare(self, batch: Batch) -> None:
@@ -316,9 +322,7 @@ class ResidentQuery(ABC):
 
     @abstractmethod
     def enqueue(self, batch: Batch) -> None:
-        """Write the vectors of resident keys, and note whether others were missing. Does not block.
-
-        Runs on the one stream of the batch's tensors.
+        """Launch a batch on the one stream of its tensors. Does not block.
 
         Raises:
             InvalidInputError: a tensor is not on the device, or it has more keys or bags than any batch of `prepare`; nothing
@@ -326,16 +330,20 @@ class ResidentQuery(ABC):
         """
 
     @abstractmethod
-    def order(self) -> None:
-        """Order the next launch after all modifications whose calls have returned.
+    def order(self) -> bool:
+        """Order the next launch after all modifications whose calls have returned. Return False if graphs became invalid.
 
         Raises:
             NotReadyError: the cache is closed.
         """
 
     @abstractmethod
-    def missed(self) -> bool:
-        """Return whether launches that have ended since the last call missed a key, and so wrote unspecified vectors."""
+    def absent(self) -> Mapping[int, int] | None:
+        """Return, by table, keys that got the default vector in the launch that has ended, if a complete cache lacks them.
+
+        Returns:
+            None if a key could not be answered. The outputs are then unspecified.
+        """
 
 
 class BatchDriver(ABC):
@@ -706,12 +714,12 @@ class StreamOrdered(EmbeddingCache):
         """
 
 
-class ResidentQueries(EmbeddingCache):
-    """A cache whose queries of resident keys can be a part of a caller's CUDA graph."""
+class GraphParts(EmbeddingCache):
+    """A cache whose lookups can be part of a CUDA graph of their caller."""
 
     @abstractmethod
-    def resident_query(self) -> ResidentQuery:
-        """Return a new query; it holds scratch memory until it is freed."""
+    def graph_part(self) -> GraphPart:
+        """Return a new part, which holds scratch memory until it is freed."""
 
 
 def leader_of(cache: EmbeddingCache) -> EmbeddingCache:

@@ -157,6 +157,7 @@ class StreamOrderedLookups:
 
     def count(self, batch: Batch) -> None:
         """Count the keys of a launched lookup; `settle` counts its hits and misses when it has ended."""
+        self._used = True
         with self._metrics.lock:
             for table, n in zip(batch.tables, batch.sizes, strict=True):
                 self._counters[table].keys += n

@@ -5,6 +5,7 @@ batch with a key that is not resident is left to `kept.py`.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from time import perf_counter_ns
@@ -12,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from hps.engine.session import ResidentLookups
+from hps.engine.session import GraphLookups
 from hps.errors import HPSError, NetworkError
 from hps.networks.base import Tensor
 from hps.scoring.features import ScoreInputs
@@ -65,21 +66,23 @@ class CapturedBatches:
             kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
             kept.index[total : captured.samples] = 0  # those of an earlier batch may name rows that this one lacks
         gather_into(requests, by_request, kept.staged, captured.starts, captured.filled)
-        lookups.order()
-        launched = perf_counter_ns()
+        if not lookups.order():
+            kept.lookups = None
+            kept.captured.clear()
+            return None
+        launched_ns = perf_counter_ns()
         try:
             outputs = runner.run(captured.run)
         except NetworkError as error:  # if the device is lost, a lookup reports it
             _log.warning("model %r: scoring without a CUDA graph: %s", runner.model, error)
             self._enabled = False
             return None
-        if lookups.missed():
+        keys = captured.keys_of(total, len(requests))
+        if not lookups.succeeded(keys, captured.launched):
             self._skips, self._skipped = min(2 * self._skips + 1, _MOST_SKIPPED), 0
             return None
         self._skips = 0
-        keys = {table: total * each + len(requests) * once for table, (each, once) in captured.keys.items()}
-        lookups.count(keys)
-        return {name: values[:total].copy() for name, values in outputs.items()}, launched
+        return {name: values[:total].copy() for name, values in outputs.items()}, launched_ns
 
     def _captured_for(self, kept: KeptMemory, total: int, requests: int, sizes: tuple[int, ...]) -> CapturedBatch | None:
         """Return the graph of batches of so many samples; None without one. It is captured for numbers that come again."""
@@ -125,14 +128,14 @@ class CapturedBatches:
                 return None
             with self._runner.calls.running(self._runner):
                 kept.captured[key] = self._new_captured(kept, samples, key, lookups)
-            lookups.missed()  # of the runs before the capture
+            lookups.forget()  # the runs before the capture
         except (HPSError, RuntimeError) as error:
             _log.info("model %r: batches of %d samples have no CUDA graph: %s", self._runner.model, samples, error)
         return kept.captured[key]
 
-    def _prepared(self, kept: KeptMemory) -> ResidentLookups | None:
+    def _prepared(self, kept: KeptMemory) -> GraphLookups | None:
         """Return lookups for the graphs of a form, with room for the largest."""
-        if kept.lookups is None and (lookups := self._runner.resident()) is not None:
+        if kept.lookups is None and (lookups := self._runner.graph_lookups()) is not None:
             self._runner.network.write(kept.memory, kept.source)
             rows = tuple(kept.form.rows)
             for batch in self._memories.bind(kept, kept.form.samples, rows, self._most_sizes(kept), exact=True).lookups:
@@ -140,7 +143,7 @@ class CapturedBatches:
             kept.lookups = lookups
         return kept.lookups
 
-    def _new_captured(self, kept: KeptMemory, samples: int, key: Rows, lookups: ResidentLookups) -> CapturedBatch | None:
+    def _new_captured(self, kept: KeptMemory, samples: int, key: Rows, lookups: GraphLookups) -> CapturedBatch | None:
         network, (rows, sizes) = self._runner.network, key
         dtypes = ["int64" if feature.is_lookup else feature.dtype for feature in self._signature.features]
         widths = [size * np.dtype(dtype).itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
@@ -149,6 +152,7 @@ class CapturedBatches:
             return None
         bound = self._memories.bind(kept, samples, *key, exact=True)
         keys: dict[int, tuple[int, int]] = {}
+        launched: Counter[int] = Counter()
         for lookup, n in zip(self._signature.lookups, bound.sizes, strict=True):
             each, once = keys.get(lookup.table, (0, 0))
             if lookup.name in kept.layout.once:
@@ -156,6 +160,7 @@ class CapturedBatches:
             else:
                 each += n // samples
             keys[lookup.table] = each, once
+            launched[lookup.table] += n
         network.write(kept.memory, kept.source)
         delivered = {}
         for name, values in network.fetch(bound.run()).items():
@@ -172,7 +177,7 @@ class CapturedBatches:
                 network.write(delivered[name], values)
             return delivered
 
-        return CapturedBatch(bound.starts, filled, samples, network.fixed(run, delivers=True), keys)
+        return CapturedBatch(bound.starts, filled, samples, network.fixed(run, delivers=True), keys, launched)
 
 
 def _numbers(most: int, bits: int) -> Iterator[int]:

@@ -148,7 +148,7 @@ class DeploymentScores:
                     opened.signature,
                     network,
                     session.run,
-                    session.resident_lookups,
+                    session.graph_lookups,
                     on_device=opened.on_device,
                     refuse_nan=dense.refuse_nan,
                     max_samples=config.max_batch_size,

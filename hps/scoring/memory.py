@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.configuration.networks import SAMPLES
-from hps.engine.session import ResidentLookups
+from hps.engine.session import GraphLookups
 from hps.networks.base import Network, Tensor
 from hps.scoring.forms import BatchForm, BatchLayout, aligned, lay_out
 from hps.scoring.runner import Runner
@@ -54,6 +54,7 @@ class CapturedBatch:
         samples: rows of samples.
         run: returns the outputs, in memory of the host.
         keys: by table, keys of a sample, and keys of a request.
+        launched: by table, keys of a launch.
     """
 
     starts: IndexArray
@@ -61,6 +62,11 @@ class CapturedBatch:
     samples: int
     run: Callable[[], Mapping[str, Tensor]]
     keys: Mapping[int, tuple[int, int]]
+    launched: Mapping[int, int]
+
+    def keys_of(self, samples: int, requests: int) -> dict[int, int]:
+        """Return, by table, the keys of a batch, without those that fill it up."""
+        return {table: samples * each + requests * once for table, (each, once) in self.keys.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +106,7 @@ class KeptMemory:
     run: Callable[[], Mapping[str, Tensor]] = dict
     used: int = 0
     bound: dict[Rows, Bound] = field(default_factory=dict)
-    lookups: ResidentLookups | None = None
+    lookups: GraphLookups | None = None
     captured: dict[Rows, CapturedBatch | None] = field(default_factory=dict)
     asked: Counter[Rows] = field(default_factory=Counter)
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hps.engine.session import ResidentLookups
+from hps.engine.session import GraphLookups
 from hps.errors import DeviceError, NetworkError
 from hps.networks.base import Network, Tensor
 from hps.scoring.network_calls import NetworkCalls
@@ -25,7 +25,7 @@ class Runner:
     Args:
         model: its name, for errors.
         lookup: looks a batch up.
-        resident: returns lookups of resident keys that can be captured with the network; None if there are none.
+        graph_lookups: returns lookups of resident keys that can be captured with the network; None if there are none.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
     """
 
@@ -36,7 +36,7 @@ class Runner:
         signature: Signature,
         calls: NetworkCalls,
         lookup: Callable[[Batch], None],
-        resident: Callable[[], ResidentLookups | None] = lambda: None,
+        graph_lookups: Callable[[], GraphLookups | None] = lambda: None,
         *,
         on_device: bool,
     ) -> None:
@@ -46,7 +46,7 @@ class Runner:
         self.calls = calls
         self.network: Network = calls.network
         self.lookup = lookup
-        self.resident = resident
+        self.graph_lookups = graph_lookups
         self.on_device = on_device
 
     def run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:

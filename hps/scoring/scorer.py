@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from hps.engine.session import ResidentLookups
+from hps.engine.session import GraphLookups
 from hps.errors import HPSError, NetworkError
 from hps.networks.base import Tensor
 from hps.scoring.features import ScoreInputs
@@ -56,7 +56,7 @@ class Scorer:
 
     Args:
         model: its name, for errors.
-        lookup, resident: see `Runner`.
+        lookup, graph_lookups: see `Runner`.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
 
     Attributes:
@@ -70,7 +70,7 @@ class Scorer:
         signature: Signature,
         network: NetworkCalls,
         lookup: Callable[[Batch], None],
-        resident: Callable[[], ResidentLookups | None] = lambda: None,
+        graph_lookups: Callable[[], GraphLookups | None] = lambda: None,
         *,
         on_device: bool = False,
         refuse_nan: bool = True,
@@ -83,7 +83,7 @@ class Scorer:
         self._refuse_nan = refuse_nan
         self._max_samples = max_samples
         self.outputs = tuple(outputs)
-        self._runner = Runner(model, tables, signature, network, lookup, resident, on_device=on_device)
+        self._runner = Runner(model, tables, signature, network, lookup, graph_lookups, on_device=on_device)
         self._new = NewBatches(self._runner)
         self._kept = KeptBatches(self._runner, max_samples)
         self._in_use = threading.Lock()  # of the kept memory

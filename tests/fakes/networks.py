@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from hps.cache.base import ResidentQuery
-from hps.engine.session import ResidentLookups
+from hps.cache.base import GraphPart
+from hps.engine.session import GraphLookups
 from hps.errors import DeviceMemoryError, InvalidInputError, ModelFileError
 from hps.networks.base import Network, NetworkTensor
 from hps.tensors.batch import Batch
@@ -149,12 +149,15 @@ def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
     return scores
 
 
-class FakeQuery(ResidentQuery):
-    """Queries of the keys of `FakeTables` that are resident; others get vectors of 99, as memory that was not written."""
+class FakeGraphPart(GraphPart):
+    """Looks `FakeTables` up, but for keys that are elsewhere: these get vectors of 99, as memory that was not written."""
+
+    counts = False
 
     def __init__(self, tables: "FakeTables") -> None:
         self.tables = tables
         self.ordered = 0
+        self.is_valid = True
         self._room = 0
         self._missed = False
 
@@ -171,12 +174,13 @@ class FakeQuery(ResidentQuery):
                 self._missed = True
                 out[:] = 99
 
-    def order(self) -> None:
+    def order(self) -> bool:
         self.ordered += 1
+        return self.is_valid
 
-    def missed(self) -> bool:
+    def absent(self) -> Mapping[int, int] | None:
         missed, self._missed = self._missed, False
-        return missed
+        return None if missed else {}
 
 
 class FakeTables:
@@ -186,7 +190,8 @@ class FakeTables:
         lookups: tables of each lookup, in order.
         fails: raised by the next lookups, if not None.
         elsewhere: keys that are not resident.
-        counted: by table, keys of captured lookups.
+        counted: by table, keys of graphs.
+        parts: of graphs that have lookups of them.
     """
 
     def __init__(self, *dims: int, max_keys: int = 1000) -> None:
@@ -197,9 +202,11 @@ class FakeTables:
         self.may_answer.set()
         self.elsewhere: set[int] = set()
         self.counted: Counter[int] = Counter()
+        self.parts: list[FakeGraphPart] = []
 
-    def resident(self) -> ResidentLookups:
-        return ResidentLookups(FakeQuery(self), lambda batch: None, self.counted.update)
+    def graph_lookups(self) -> GraphLookups:
+        self.parts.append(FakeGraphPart(self))
+        return GraphLookups(self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys))
 
     def vectors(self, table: int, keys: np.ndarray) -> np.ndarray:
         dim = self.specs[table].dim

@@ -67,7 +67,7 @@ def scorer_of(
     dense = load_dense(said)
     calls = NetworkCalls(network or (DeviceNetwork if on_device else ArrayNetwork)(everything))
     more |= {"on_device": on_device, "max_samples": MOST}
-    return Scorer("m", tables.specs, signature_of(dense, tables.specs), calls, tables.look_up, tables.resident, **more)
+    return Scorer("m", tables.specs, signature_of(dense, tables.specs), calls, tables.look_up, tables.graph_lookups, **more)
 
 
 @pytest.fixture(params=[False, True], ids=["on the CPU", "on a device"])

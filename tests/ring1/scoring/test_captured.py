@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hps.engine.session import GraphKeys, GraphLookups
 from hps.scoring import captured as captured_module
 from hps.scoring.captured import CapturedBatches
 from hps.scoring.scorer import Scorer
-from tests.fakes.networks import Arrays, DeviceNetwork, FakeTables
+from tests.fakes.networks import Arrays, DeviceNetwork, FakeGraphPart, FakeTables
 from tests.ring1.scoring.test_kept_memory import compare, read, scorer_of
 from tests.ring1.scoring.test_packing import MOST, Region, everything
 
@@ -217,3 +218,26 @@ def test_released_memory_is_not_kept_again() -> None:
     ours.release()
     ours.score(read(ours, arrays(rng, 3)))
     assert not ours._kept.memories
+
+
+def test_graphs_of_tables_that_were_replaced_are_captured_again(in_graphs: list[int | None]) -> None:
+    tables, network = FakeTables(4, 2), CountingNetwork()
+    ours, other, rng = warm(tables, network), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
+    for part in tables.parts:
+        part.is_valid = False
+    before = network.captured
+    for _ in range(6):
+        compare(ours, other, arrays(rng, 20))
+    assert in_graphs == [None] * 4 + [20, 20]
+    assert network.captured == before + 1
+
+
+def test_absent_keys_count_without_those_that_fill_a_batch_up() -> None:
+    class Lacking(FakeGraphPart):
+        def absent(self) -> Mapping[int, int] | None:
+            return {0: 6, 1: 0}
+
+    counted: list[GraphKeys] = []
+    lookups = GraphLookups(Lacking(FakeTables(4, 2)), lambda batch: None, counted.append)
+    assert lookups.succeeded({0: 20, 1: 5}, {0: 24, 1: 8})
+    assert counted == [GraphKeys({0: 20, 1: 5}, {0: 5}, False)]

@@ -108,6 +108,17 @@ def test_a_batch_is_one_copy_and_no_other_input_is_put_on_the_device(in_graphs: 
     assert in_graphs == [20]
 
 
+def test_bags_of_several_sizes_are_one_copy_besides_the_request_of_each_sample() -> None:
+    network = CountingNetwork()
+    ours, other, rng = warm(network=network), scorer_of(False, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
+    given = arrays(rng, 9, keys=3), arrays(rng, 4, keys=8)
+    network.written.clear()
+    network.put_arrays = 0
+    compare(ours, other, *given)
+    assert len(network.written) == 1
+    assert network.put_arrays == 1
+
+
 def test_two_forms_in_turn_and_answers_that_are_kept(in_graphs: list[int | None]) -> None:
     ours, other, rng = warm(), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
     found = []

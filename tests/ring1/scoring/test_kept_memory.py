@@ -253,10 +253,10 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
     kept: list[int | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(DeviceNetwork):
-        def staging(self, size: int) -> tuple[np.ndarray, Any]:
+        def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
             if len(ours._kept.memories) == 1:
                 raise RuntimeError("CUDA out of memory")
-            return super().staging(size)
+            return super().fixed(run, delivers=delivers)
 
     rng, ours, other = np.random.default_rng(5), scorer_of(True, network=Full(everything)), scorer_of(True)
     for once in (ONCE, (), ("age",), ONCE):

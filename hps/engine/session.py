@@ -96,7 +96,7 @@ class Session(Protocol):
         """Capture a lookup without waiting in a CUDA graph, which also runs it once. Raises as `run` does."""
 
     def graph_lookups(self) -> "GraphLookups | None":
-        """Return lookups of resident keys for a graph of the caller; None if the cache has none."""
+        """Return lookups for a CUDA graph of the caller; None if the cache has none."""
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         """Make keys resident; without a cache, promote them.

@@ -1,7 +1,7 @@
-"""Whole batches as CUDA graphs: a copy of the inputs, keys programs, queries of resident keys, the network, a copy of scores.
+"""Whole batches as CUDA graphs: a copy of the inputs, keys programs, lookups, the network, a copy of scores.
 
 There is a graph for each of a few numbers of rows, most of them from the start, and the first rows of a batch fill the rest. A
-batch with a key that is not resident is left to `kept.py`.
+batch with a key that the device could not answer is left to `kept.py`.
 """
 
 import logging
@@ -29,7 +29,7 @@ _REQUEST_BITS: Final = 1  # likewise, of requests: 1, 2, 4, 8
 _MOST_CAPTURED: Final = 32  # graphs of one form
 _MOST_ASKED: Final = 256
 _CAPTURED_AFTER: Final = 4  # batches of the same numbers of rows, for which no graph was captured from the start
-_MOST_SKIPPED: Final = 64  # batches that do not use the graphs, since keys of the last ones were not resident
+_MOST_SKIPPED: Final = 64  # batches that do not use the graphs, since the last ones had keys that the device could not answer
 
 
 class CapturedBatches:
@@ -52,7 +52,7 @@ class CapturedBatches:
         sizes: tuple[int, ...],
         by_request: IndexArray,  # (requests, inputs), bytes
     ) -> tuple[Outputs, int] | None:
-        """Score requests by one graph; None without one, or if a key was not resident."""
+        """Score requests by one graph; None without one, or if the device could not answer a key."""
         if not self._enabled:
             return None
         if self._skipped < self._skips:

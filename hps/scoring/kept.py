@@ -1,8 +1,8 @@
 """Batches of requests of one form, in memory that is kept between batches.
 
 For some forms of batches, all memory from keys to the inputs of the network is kept (`memory.py`), and their lookups are
-prepared. On a CUDA device a batch whose keys are resident is one CUDA graph (`captured.py`). Any other is one copy of its
-inputs, a launch of the keys programs, prepared lookups, and one launch of the network.
+prepared. On a CUDA device a batch whose keys the device can answer is one CUDA graph (`captured.py`). Any other is one copy of
+its inputs, a launch of the keys programs, prepared lookups, and one launch of the network.
 """
 
 import logging

@@ -25,7 +25,7 @@ class Runner:
     Args:
         model: its name, for errors.
         lookup: looks a batch up.
-        graph_lookups: returns lookups of resident keys that can be captured with the network; None if there are none.
+        graph_lookups: returns lookups that can be captured with the network; None if there are none.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
     """
 

@@ -27,8 +27,10 @@ _log = logging.getLogger(__name__)
 _SAMPLE_BITS: Final = 2  # of a number of samples that is rounded: 1, 2, 3, 4, 6, 8, 12
 _REQUEST_BITS: Final = 1  # likewise, of requests: 1, 2, 4, 8
 _MOST_CAPTURED: Final = 32  # graphs of one form
+_UNUSED: Final = 1000  # batches after which a graph may be given up for another
 _MOST_ASKED: Final = 256
 _CAPTURED_AFTER: Final = 4  # batches of the same numbers of rows, for which no graph was captured from the start
+_AGAIN_AFTER: Final = 10_000  # batches, for which there could be no graph
 _MOST_SKIPPED: Final = 64  # batches that do not use the graphs, since the last ones had keys that the device could not answer
 
 
@@ -40,6 +42,7 @@ class CapturedBatches:
         self._signature = runner.signature
         self._memories = memories
         self._max_samples = max_samples
+        self._batches = 0
         self._skipped = self._skips = 0  # batches that do not use graphs: so far, and in total
         paddings = any(lookup.padding_key is not None for lookup in self._signature.lookups)  # which only a lookup counts
         self._enabled = runner.on_device and not (self._signature.guards or paddings)
@@ -59,9 +62,11 @@ class CapturedBatches:
             self._skipped += 1
             return None
         total, runner = int(counts.sum()), self._runner
+        self._batches += 1
         captured = self._captured_for(kept, total, len(requests), sizes)
         if captured is None or (lookups := kept.lookups) is None:
             return None
+        captured.used = self._batches
         if kept.index.size:
             kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
             kept.index[total : captured.samples] = 0  # those of an earlier batch may name rows that this one lacks
@@ -90,8 +95,8 @@ class CapturedBatches:
         samples = min(rounded(total, _SAMPLE_BITS), form.samples)
         once = min(rounded(requests, _REQUEST_BITS), form.requests)
         key = tuple([once if given else samples for given in form.once]), sizes
-        if key in kept.captured:
-            return kept.captured[key]
+        if (captured := kept.captured.get(key)) is not None:
+            return captured
         if len(kept.asked) >= _MOST_ASKED:
             kept.asked.clear()
         kept.asked[key] += 1
@@ -117,21 +122,28 @@ class CapturedBatches:
         )
 
     def _capture(self, kept: KeptMemory, samples: int, key: Rows) -> CapturedBatch | None:
-        """Capture the graph of whole batches of so many rows; None if there cannot be one."""
+        """Capture the graph of whole batches of so many rows; None if there cannot be one, or others are in use."""
         if len(kept.captured) >= _MOST_CAPTURED:
-            del kept.captured[next(iter(kept.captured))]
-        kept.captured[key] = None
+            oldest = min(kept.captured, key=lambda known: kept.captured[known].used)
+            if self._batches - kept.captured[oldest].used < _UNUSED:
+                return None
+            del kept.captured[oldest]
         kept.staged[:] = 0  # values of another form could name rows that there are not
         try:
             if (lookups := self._prepared(kept)) is None:
                 self._enabled = False
                 return None
             with self._runner.calls.running(self._runner):
-                kept.captured[key] = self._new_captured(kept, samples, key, lookups)
+                captured = self._new_captured(kept, samples, key, lookups)
             lookups.forget()  # the runs before the capture
+            if captured is not None:
+                captured.used = self._batches
+                kept.captured[key] = captured
+                return captured
         except (HPSError, RuntimeError) as error:
             _log.info("model %r: batches of %d samples have no CUDA graph: %s", self._runner.model, samples, error)
-        return kept.captured[key]
+        kept.asked[key] = -_AGAIN_AFTER
+        return None
 
     def _prepared(self, kept: KeptMemory) -> GraphLookups | None:
         """Return lookups for the graphs of a form, with room for the largest."""

@@ -55,6 +55,7 @@ class CapturedBatch:
         run: returns the outputs, in memory of the host.
         keys: by table, keys of a sample, and keys of a request.
         launched: by table, keys of a launch.
+        used: number of the last batch.
     """
 
     starts: IndexArray
@@ -63,6 +64,7 @@ class CapturedBatch:
     run: Callable[[], Mapping[str, Tensor]]
     keys: Mapping[int, tuple[int, int]]
     launched: Mapping[int, int]
+    used: int = 0
 
     def keys_of(self, samples: int, requests: int) -> dict[int, int]:
         """Return, by table, the keys of a batch, without those that fill it up."""
@@ -86,8 +88,8 @@ class KeptMemory:
         used: number of the last batch.
         bound: by numbers of rows of each input, and of elements of a row.
         lookups: those of graphs of whole batches; None without any.
-        captured: these graphs, by the same; None if there cannot be one.
-        asked: likewise, how many batches had no graph.
+        captured: these graphs, by the same.
+        asked: likewise, how many batches had no graph; negative if there could be none.
     """
 
     form: BatchForm
@@ -107,7 +109,7 @@ class KeptMemory:
     used: int = 0
     bound: dict[Rows, Bound] = field(default_factory=dict)
     lookups: GraphLookups | None = None
-    captured: dict[Rows, CapturedBatch | None] = field(default_factory=dict)
+    captured: dict[Rows, CapturedBatch] = field(default_factory=dict)
     asked: Counter[Rows] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:

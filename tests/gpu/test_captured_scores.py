@@ -180,8 +180,9 @@ def test_each_answer_is_of_one_version_while_two_take_turns(tmp_path: Path) -> N
         assert seen == {"1", "2"}
 
 
-def test_keys_count_once_and_memory_is_freed_with_the_version(tmp_path: Path) -> None:
-    ranker(tmp_path, 1, embedding_cache_type="static")
+@pytest.mark.parametrize("cache", ["static", "part"])
+def test_keys_count_once_and_memory_is_freed_with_the_version(tmp_path: Path, cache: str) -> None:
+    ranker(tmp_path, 1, **CACHES[cache])
     with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
         before = keys_of(server)
         server.score("m", request(np.random.default_rng(5), 1100))

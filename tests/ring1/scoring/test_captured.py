@@ -175,14 +175,41 @@ def test_other_numbers_of_keys_get_a_graph_when_they_come_again(in_graphs: list[
     assert in_graphs == [None, None, None, 20, 20]
 
 
-def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_bounded_and_kept_while_they_are_used(monkeypatch: pytest.MonkeyPatch, in_graphs: list[int | None]) -> None:
     monkeypatch.setattr(captured_module, "_MOST_CAPTURED", 3)
     monkeypatch.setattr(captured_module, "_MOST_ASKED", 5)
-    ours, other, rng = warm(), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
-    for keys in [*range(1, 9)] * 5:
-        for samples in (2, 9):
-            compare(ours, other, *[arrays(rng, samples, keys)] * 2)
-    assert all(len(memory.captured) <= 3 and len(memory.asked) <= 5 for memory in ours._kept.memories)
+    monkeypatch.setattr(captured_module, "_UNUSED", 20)
+    network = CountingNetwork()
+    ours, other, rng = warm(network=network), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
+    for _ in range(30):  # batches of one user use graphs of before, all others of users with other numbers of keys
+        compare(ours, other, arrays(rng, 2))
+        compare(ours, other, arrays(rng, 2, int(rng.integers(1, 4))))
+        assert all(len(memory.captured) <= 3 and len(memory.asked) <= 5 for memory in ours._kept.memories)
+    assert in_graphs[::2] == [2] * 30
+    captured = network.captured
+    for _ in range(30):
+        compare(ours, other, arrays(rng, 9, 7))
+    assert network.captured == captured + 1
+
+
+def test_what_cannot_be_captured_is_not_tried_with_each_batch(caplog: pytest.LogCaptureFixture) -> None:
+    class Uncapturable(CountingNetwork):
+        tried = 0
+
+        def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
+            self.tried += delivers
+            if delivers and self.tried > 1:
+                raise RuntimeError("CUDA error: out of memory")
+            return super().fixed(run, delivers=delivers)
+
+    caplog.set_level("INFO")
+    network = Uncapturable()
+    ours, other, rng = warm(network=network), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
+    before = network.tried
+    for _ in range(20):
+        compare(ours, other, arrays(rng, 20, 7))
+    assert network.tried == before + 1
+    assert caplog.messages[-1] == "model 'm': batches of 24 samples have no CUDA graph: CUDA error: out of memory"
 
 
 def test_a_graph_that_fails_leaves_the_batch_to_a_lookup(caplog: pytest.LogCaptureFixture) -> None:

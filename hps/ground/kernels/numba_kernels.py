@@ -66,14 +66,17 @@ _compiling = threading.Lock()
 _declared: "dict[int, _Kernel]" = {}
 
 
-def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel(returns: Any, *arguments: Any, nogil: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function a kernel of one signature of numba types, which runs without the GIL; `compile_kernels` compiles it.
 
     An argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
+
+    Args:
+        nogil: False for a few microseconds of work: another thread may take the GIL meanwhile, and keep it for longer.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        made: Any = njit(nogil=True, error_model="numpy")(function)
+        made: Any = njit(nogil=nogil, error_model="numpy")(function)
         _declared[id(made)] = _Kernel(made, returns(*arguments))
         return made  # type: ignore[no-any-return]
 

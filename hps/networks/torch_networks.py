@@ -116,9 +116,9 @@ class _TorchNetwork(Network):
                 graph = torch.cuda.CUDAGraph()
                 # Graphs run one after the other, on one stream. A pool lives as long as one of its graphs.
                 earlier = self._delivering() if delivers and self._delivering is not None else None
-                pool = () if earlier is None else (earlier.pool(),)
+                pool = None if earlier is None else earlier.pool()
                 with torch.cuda.stream(stream):  # `torch.cuda.graph` also empties torch's cache, which takes ten times as long
-                    graph.capture_begin(*pool, capture_error_mode="thread_local")
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         outputs = run()
                     finally:

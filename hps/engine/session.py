@@ -198,11 +198,18 @@ class GraphLookups:
         order: see `GraphPart`.
     """
 
-    def __init__(self, part: GraphPart, check: Callable[[Batch], None], count: Callable[[GraphKeys], None]) -> None:
+    def __init__(
+        self,
+        part: GraphPart,
+        check: Callable[[Batch], None],
+        count: Callable[[GraphKeys], None],
+        forget_misses: Callable[[], None],
+    ) -> None:
         self.order = part.order
         self._part = part
         self._check = check
         self._count = count
+        self._forget_misses = forget_misses
 
     def prepare(self, batch: Batch) -> None:
         """See `GraphPart.prepare`. Raises TooManyKeysError, too: a table has more keys than its `max_keys`."""
@@ -215,8 +222,10 @@ class GraphLookups:
         self._part.enqueue(batch)
 
     def forget(self) -> None:
-        """Forget whether the last launch, which has ended, succeeded."""
+        """Forget all launches so far, which have ended: they were none of a request."""
         self._part.absent()
+        if self._part.counts:
+            self._forget_misses()
 
     def succeeded(self, keys: Mapping[int, int], launched: Mapping[int, int]) -> bool:
         """Return whether the vectors of the launch that has ended are right. Its keys count only then.
@@ -428,7 +437,7 @@ class CachedSession(_TableLimits):
     def graph_lookups(self) -> GraphLookups | None:
         if not isinstance(self.cache, GraphParts):
             return None
-        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph)
+        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph, self._stream_ordered.forget)
 
     def _count_graph(self, counted: GraphKeys) -> None:
         keys, absent = counted.keys, counted.absent

@@ -108,15 +108,15 @@ class _TorchNetwork(Network):
         with torch.cuda.device(self._device):
             try:
                 stream = torch.cuda.Stream(self._device)
+                # Graphs run one after the other, on one stream. A pool lives as long as one of its graphs.
+                earlier = self._delivering() if delivers and self._delivering is not None else None
+                pool = None if earlier is None else earlier.pool()
                 with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UPS):  # libraries choose kernels and take memory
+                    for _ in range(_WARM_UPS if earlier is None else 1):  # libraries choose kernels and take memory
                         run()
                 stream.synchronize()
                 # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
-                # Graphs run one after the other, on one stream. A pool lives as long as one of its graphs.
-                earlier = self._delivering() if delivers and self._delivering is not None else None
-                pool = None if earlier is None else earlier.pool()
                 with torch.cuda.stream(stream):  # `torch.cuda.graph` also empties torch's cache, which takes ten times as long
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:

@@ -26,6 +26,7 @@ from hps.types import IndexArray, KeyArray
 _log = logging.getLogger(__name__)
 _SAMPLE_BITS: Final = 2  # of a number of samples that is rounded: 1, 2, 3, 4, 6, 8, 12
 _REQUEST_BITS: Final = 1  # likewise, of requests: 1, 2, 4, 8
+_MOST_USERS: Final = 4  # requests of a batch that give inputs once, for which graphs are captured from the start
 _MOST_CAPTURED: Final = 32  # graphs of one form
 _UNUSED: Final = 1000  # batches after which a graph may be given up for another
 _MOST_ASKED: Final = 256
@@ -105,7 +106,7 @@ class CapturedBatches:
     def capture_all(self, kept: KeptMemory) -> None:
         """Capture the graphs of a form; of bags of any size, for those of the most keys."""
         form, sizes = kept.form, self._most_sizes(kept)
-        for requests in _numbers(form.requests or 1, _REQUEST_BITS):
+        for requests in _numbers(min(form.requests or 1, _MOST_USERS), _REQUEST_BITS):
             for samples in _numbers(form.samples, _SAMPLE_BITS):
                 fits = requests < 2 * samples and room_for(samples, self._max_samples) == form.samples
                 if fits and self._enabled and len(kept.captured) < _MOST_CAPTURED:

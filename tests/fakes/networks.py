@@ -206,7 +206,7 @@ class FakeTables:
 
     def graph_lookups(self) -> GraphLookups:
         self.parts.append(FakeGraphPart(self))
-        return GraphLookups(self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys))
+        return GraphLookups(self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys), lambda: None)
 
     def vectors(self, table: int, keys: np.ndarray) -> np.ndarray:
         dim = self.specs[table].dim

@@ -85,7 +85,10 @@ def test_batches_below_at_and_above_each_number_of_rows(bucket: int, once: bool,
     assert in_graphs == sizes
 
 
-def test_batches_of_several_users_in_turn_with_smaller_ones(in_graphs: list[int | None]) -> None:
+def test_batches_of_several_users_in_turn_with_smaller_ones(
+    in_graphs: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_module, "_MOST_USERS", 16)
     ours, other, rng = warm(), scorer_of(True, INPUTS, FakeTables(4, 2)), np.random.default_rng(2)
     batches = [(9, 9, 9), (5,), (1, 20), (2,) * 16, (3,), (2, 1, 1, 1, 1), (40, 10), (1,), (1, 1)]
     for sizes in batches:
@@ -276,6 +279,6 @@ def test_absent_keys_count_without_those_that_fill_a_batch_up() -> None:
             return {0: 6, 1: 0}
 
     counted: list[GraphKeys] = []
-    lookups = GraphLookups(Lacking(FakeTables(4, 2)), lambda batch: None, counted.append)
+    lookups = GraphLookups(Lacking(FakeTables(4, 2)), lambda batch: None, counted.append, lambda: None)
     assert lookups.succeeded({0: 20, 1: 5}, {0: 24, 1: 8})
     assert counted == [GraphKeys({0: 20, 1: 5}, {0: 5}, False)]

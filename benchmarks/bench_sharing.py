@@ -166,7 +166,7 @@ def _traffic(report: Report, table: Table, devices: Sequence[int], sharing: str,
             "checked_lookups": sum(thread["checked"] for thread in found),
         }
         if sharing == "hot":
-            figures["near_rows"] = caches[0]._near.resident(0)  # type: ignore[union-attr]
+            figures["near_rows"] = caches[0].stats(0).copied_rows
         axes = {"work": "traffic", "sharing": sharing, "threads": threads, "batch": n, "dim": table.dim, "rows": table.rows}
         report.add(axes, figures)
     for cache in caches:

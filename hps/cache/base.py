@@ -93,6 +93,7 @@ class CacheStats:
         evictions: resident keys displaced by an insert.
         size_bytes: memory of the table on this cache's device.
         unplaced: keys that an insert into a static table found no place for.
+        copied_rows: rows of other devices that this cache's device has copies of now.
     """
 
     capacity_rows: int
@@ -101,6 +102,7 @@ class CacheStats:
     evictions: int
     size_bytes: int
     unplaced: int = 0
+    copied_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

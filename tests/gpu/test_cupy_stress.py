@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from hps.tensors.batch import Batch
 from hps.testing.caches import spec
+from hps.testing.waiting import PATIENCE_S
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 pytestmark = pytest.mark.gpu
@@ -30,8 +32,12 @@ def vectors_on_device(keys: Any, dim: int, generation: int) -> Any:
     return cupy.where(columns == 0, low, cupy.where(columns == 1, high, generation)).astype(cupy.float32)
 
 
-def stress(caches: list[Any], dim: int, capacity: int, *, near: bool = False) -> str:
-    """Read and write through the caches of one device, or of those that share its rows, and say how much was checked."""
+def stress(caches: list[Any], dim: int, capacity: int, *, copying: Sequence[Any] = ()) -> str:
+    """Read and write through the caches of one device, or of those that share its rows, and say how much was checked.
+
+    Args:
+        copying: the caches of devices that read rows of others, and copy the most used of them.
+    """
     cache = caches[0]
     population = np.unique(np.random.default_rng(1).integers(-(1 << 62), 1 << 62, 2 * capacity))
     begun, complete = np.zeros(WRITERS, np.int64), np.zeros(WRITERS, np.int64)
@@ -86,23 +92,23 @@ def stress(caches: list[Any], dim: int, capacity: int, *, near: bool = False) ->
         writing = [pool.submit(write, writer) for writer in range(WRITERS)]
         reading = [pool.submit(read, reader) for reader in range(READERS)]
         begin, most = time.monotonic(), 0  # a change drops copies, and fewer may be left at the end
-        while (age := time.monotonic() - begin) < SECONDS or (age < 60 and (complete.min() < 2 or (near and not most))):
-            time.sleep(0.05)
-            if near:
-                with cache._copying:
-                    most = max(most, min(cache._near.resident(0) for cache in caches))
-        done.set()
+        try:
+            while (age := time.monotonic() - begin) < SECONDS or complete.min() < 2 or (copying and not most):
+                assert age < SECONDS + PATIENCE_S, f"{complete.min()} generations were written, and no copies seen"
+                time.sleep(0.05)
+                most = max(most, min((cache.stats(0).copied_rows for cache in copying), default=0))
+        finally:
+            done.set()
         generations = [writer.result(timeout=60) for writer in writing]
         results = [reader.result(timeout=60) for reader in reading]
     checked, wrong = (sum(column) for column in zip(*results, strict=True))
     stats, resident = cache.stats(0), cache.dump(0)
     assert resident.size == np.unique(resident).size
-    assert resident.size == stats.resident_rows or (near and resident.size > stats.resident_rows)
+    assert resident.size == stats.resident_rows or (copying and resident.size > stats.resident_rows)
     assert wrong == 0
     assert checked > 100_000
     assert min(generations) > 1
-    assert bool(near) == bool(most)
-    copies = f", up to {most} copies a device" * near
+    copies = f", up to {most} copies a device" * bool(copying)
     return f"dim {dim}, {capacity} rows: {checked / 1e6:.1f} M vectors checked, {generations} generations written{copies}"
 
 

@@ -147,25 +147,33 @@ def test_copies_of_keys_that_the_change_waits_for_are_dropped(hot: EmbeddingCach
     check(hot, 1)
 
 
-def test_no_copies_are_made_while_rows_change(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    insert, settle, erase, done = Modifications.insert, NearTables.settle, NearTables.erase, []
-    copier = threading.Thread(target=hot._make_copies)
+def test_no_copies_are_made_while_rows_change_but_at_the_end_of_the_change(
+    hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert, settle, erase, promote = Modifications.insert, NearTables.settle, NearTables.erase, NearTables.promote
+    done: list[str] = []
 
     def change(self: Any, table: Any, *arguments: Any) -> None:
         insert(self, table, *arguments)
         done.append("shared")
         assert hot._copying.locked()
-        copier.start()
-        copier.join(0.05)
-        assert copier.is_alive()
+        hot._make_copies()  # as the periodic task does, which does not wait for the end of the change
 
     monkeypatch.setattr(Modifications, "insert", change)
     monkeypatch.setattr(NearTables, "settle", lambda self: [settle(self), done.append("settle")])
     monkeypatch.setattr(NearTables, "erase", lambda self, *keys: [erase(self, *keys), done.append("near")])
+    monkeypatch.setattr(NearTables, "promote", lambda self: [promote(self), done.append("copies")])
     hot.on(1).update(0, KEYS, vectors_of(KEYS, DIM, 1))
-    copier.join(60)
-    assert not copier.is_alive()
-    assert done == ["settle", "settle", "shared", "near", "near"]
+    start = done.index("settle")
+    assert done[start : start + 7] == ["settle", "settle", "shared", "near", "near", "copies", "copies"]
+    check(hot, 1)
+
+
+def test_rows_change_also_where_their_copies_cannot_be_made(hot: EmbeddingCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NearTables, "promote", lose)
+    hot._copies_due = True
+    hot.update(0, KEYS, vectors_of(KEYS, DIM, 1))
+    assert not hot._copying.locked()
     check(hot, 1)
 
 
@@ -257,7 +265,7 @@ def test_a_near_table_that_cannot_be_changed_is_read_no_more(
             hot.update(0, KEYS, vectors_of(KEYS, DIM, version))
             check(hot, version)
         assert f"CUDA device {device} copies no more rows of other devices" in caplog.text
-    wait_until(lambda: check(hot, 2) or hot.on(1 - device)._near.resident(0), "the other device has copies again")
+    wait_until(lambda: check(hot, 2) or hot.on(1 - device).stats(0).copied_rows, "the other device has copies again")
     assert full.resident(0) == 0
     np.testing.assert_array_equal(np.sort(hot.dump(0)), np.sort(KEYS))
 
@@ -378,7 +386,7 @@ def test_tables_are_empty_whatever_their_memory_held(monkeypatch: pytest.MonkeyP
                 assert words[at : at + 16].tolist() == ([0] + [filler] * kernels.SLOTS) * 2
                 assert np.count_nonzero(words) == 2 * kernels.SLOTS
                 assert structs.TABLE.unpack(one.packed)[3] == filler
-            assert cache.on(device)._near.resident(0) == 0
+            assert cache.on(device).stats(0).copied_rows == 0
         stats = cache.stats(0)
         assert (stats.resident_rows, stats.inserts, stats.evictions, stats.unplaced) == (0, 0, 0, 0)
 
@@ -523,7 +531,7 @@ def test_one_cache_stands_for_all(hot: EmbeddingCache) -> None:
     assert first is hot.leader is second.leader is second.on(0)
     assert (first.device_id, second.device_id) == DEVICES
     stats = [cache.stats(0) for cache in (first, second)]
-    assert replace(stats[0], size_bytes=0) == replace(stats[1], size_bytes=0)
+    assert replace(stats[0], size_bytes=0, copied_rows=0) == replace(stats[1], size_bytes=0, copied_rows=0)
     assert stats[0].resident_rows == KEYS.size
     [need] = CudaPlan.room_for([spec(DIM)], [400_000], sharing=DeviceSharing(DEVICES, (2000,)))
     assert stats[0].size_bytes == need.size_bytes

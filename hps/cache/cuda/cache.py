@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import Any, ClassVar, Self
 
@@ -88,6 +88,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         self._all: Sequence[CupyCache] = ()  # the caches of all devices that share the tables, the leader first; () if alone
         self._near: NearTables | None = None
         self._copying = threading.Lock()  # of the leader: held while rows change that may have copies, or copies are made
+        self._copies_due = False
         self._copies: PeriodicTask | None = None
 
     @classmethod
@@ -327,11 +328,12 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
 
     @device_call("reading counters")
     def stats(self, table: int) -> CacheStats:
-        """Return the counters of a table. `inserts` counts keys that became resident; all but the memory are of all devices."""
+        """Return the counters of a table: of all devices, but for memory and copies. `inserts` counts keys made resident."""
         opened = self.memory.tables()[table]
         admitted, evicted, erased, unplaced, *_ = self._changes.counters(opened) if opened.pairs else [0] * geometry.COUNTERS
-        resident, size_bytes = admitted - evicted - erased, opened.bytes_on(self.device_id)
-        return CacheStats(opened.capacity_rows, resident, admitted, evicted, size_bytes, unplaced)
+        resident, size_bytes, near = admitted - evicted - erased, opened.bytes_on(self.device_id), self._near
+        copied = 0 if near is None else near.resident(table)
+        return CacheStats(opened.capacity_rows, resident, admitted, evicted, size_bytes, unplaced, copied)
 
     @device_call("checking the tables")
     def check_integrity(self) -> list[str]:
@@ -385,8 +387,19 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         compile_all(self.device_id, needed)
 
     def _make_copies(self) -> None:
-        """Admit the sampled rows to the near tables of all devices."""
-        with self._copying:
+        """Admit the sampled rows to the near tables of all devices; if rows are changing, after their change."""
+        # It does not wait for the lock: between changes in close succession it might never get it.
+        self._copies_due = True
+        if self._copying.acquire(blocking=False):
+            try:
+                self._make_due_copies()
+            finally:
+                self._copying.release()
+
+    def _make_due_copies(self) -> None:
+        """Make copies if the periodic task has asked for them. The caller holds `_copying`."""
+        if self._copies_due:
+            self._copies_due = False
             self._apply_to_near(NearTables.promote)
 
     @contextmanager
@@ -402,6 +415,8 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
             finally:
                 changed = keys()  # only now: their producer's stream, which the change waited for, may have written them late
                 self._apply_to_near(lambda near: near.erase(index, changed))
+            with suppress(DeviceError):  # the rows have changed, and a lost device refuses the next call
+                self._make_due_copies()
 
     def _apply_to_near(self, change: Callable[[NearTables], object]) -> None:
         """Call a function with the near tables of all open devices. The caller holds `_copying`."""

@@ -41,7 +41,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,20 @@ class DeviceMemory:
     name: str
     total_bytes: int
     free_bytes: int
+
+
+KernelNeed: TypeAlias = tuple[Sequence[tuple[int, str]], bool, bool]
+"""What the kernels of a model depend on: dim and row_dtype of its tables, whether they are static, and shared by devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKernels:
+    """Kernels for models on a device, and those whose machine code is kept here. *Immutable.*"""
+
+    device: str  # its name
+    architecture: str  # compute capability without the dot, as `90`
+    needed: int
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,13 +584,10 @@ class DeviceMemoryTables(ABC):
 
     @classmethod
     @abstractmethod
-    def compile_ahead(
-        cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool, bool]], architecture: str
-    ) -> tuple[int, int]:
+    def compile_ahead(cls, models: Sequence[KernelNeed], architecture: str) -> tuple[int, int]:
         """Compile the device's kernels for models; needs no device.
 
         Args:
-            models: dim and row_dtype of the tables of each, and whether they are static, and shared by devices.
             architecture: compute capability without the dot, as `90`.
 
         Returns:
@@ -585,6 +596,11 @@ class DeviceMemoryTables(ABC):
         Raises:
             InvalidInputError: the compiler does not know the architecture.
         """
+
+    @classmethod
+    @abstractmethod
+    def kept_kernels(cls, models: Sequence[KernelNeed], device_id: int) -> KeptKernels:
+        """Count the kernels of models whose machine code a start on this device would find."""
 
 
 class SharedRows(EmbeddingCache):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import DeviceMemoryTables, EmbeddingCache
 from hps.configuration.load import Configuration
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.errors import HPSError, ModelSourceError
@@ -21,6 +21,7 @@ from hps.stores.base import Database, LastingDatabase
 from hps.types import CheckResult, TableSpec
 from hps.updates.base import UpdateLog
 from hps.versions.cache_sizes import cache_capacities, is_static, not_shared, usable_sharing
+from hps.versions.device_kernels import kept_kernels, missing_text
 from hps.versions.live_updates import LiveUpdates, topic_of
 from hps.versions.tiers import why_unavailable
 
@@ -126,7 +127,11 @@ def _device(configuration: Configuration, tables: Mapping[TableSpec, tuple[int, 
     if reason:
         return [CheckResult("wrong", "device", f"{device} cannot be used: {reason}; write auto or cpu, or see to it")]
     cache = implementation("cache", name)
-    return _room(configuration, tables, cache) or [CheckResult("good", "device", f"{cache.device} can be used")]
+    found = _room(configuration, tables, cache) or [CheckResult("good", "device", f"{cache.device} can be used")]
+    if not any(result.level == "wrong" for result in found) and issubclass(cache, DeviceMemoryTables):
+        missing = filter(None, map(missing_text, kept_kernels(configuration.models, cache)))
+        found += [CheckResult("warning", "device", text) for text in missing]
+    return found
 
 
 def _room(

@@ -21,17 +21,19 @@ from hps.cache.base import (
     DeviceMemoryTables,
     DeviceSharing,
     HostTableReads,
+    KeptKernels,
+    KernelNeed,
     SharedRows,
     StaticTables,
     StreamOrdered,
     StreamOrderedCounts,
 )
 from hps.cache.cuda import geometry, kernels
-from hps.cache.cuda.compiler import compile_ahead
+from hps.cache.cuda.compiler import compile_ahead, count_kept
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, TableMemory, compile_all, copy_to_host, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.integrity import check_buckets
-from hps.cache.cuda.kernels import Kind
+from hps.cache.cuda.kernels import Kernel, Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner, LayoutReaders
 from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.modifications import LaunchOrder, Modifications
@@ -123,9 +125,19 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
         return None if count else "CuPy finds no CUDA device"
 
     @classmethod
-    def compile_ahead(
-        cls, models: Sequence[tuple[Sequence[tuple[int, str]], bool, bool]], architecture: str
-    ) -> tuple[int, int]:
+    def compile_ahead(cls, models: Sequence[KernelNeed], architecture: str) -> tuple[int, int]:
+        return compile_ahead(cls._needed_by(models), architecture)
+
+    @classmethod
+    def kept_kernels(cls, models: Sequence[KernelNeed], device_id: int) -> KeptKernels:
+        try:
+            name, architecture = _device_name(device_id), str(cupy.cuda.Device(device_id).compute_capability)
+        except CUDA_ERRORS as error:
+            raise DeviceError(f"asking CUDA device {device_id} for its architecture: {error}") from error
+        return KeptKernels(name, architecture, *count_kept(cls._needed_by(models), architecture))
+
+    @staticmethod
+    def _needed_by(models: Sequence[KernelNeed]) -> list[Kernel]:
         needed = [kernels.MIRROR_KERNEL]
         for tables, *kind_of in models:
             rows, kind = [kernels.Rows(dim, ROW_DTYPES.index(row_dtype)) for dim, row_dtype in tables], Kind(*kind_of)
@@ -133,7 +145,7 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
             needed += kernels.link_kernels(rows, kind) + kernels.link_kernels(rows, kind, files=True)
             if kind.shared:
                 needed += kernels.near_kernels(rows)
-        return compile_ahead(needed, architecture)
+        return needed
 
     @classmethod
     def free_bytes(cls, device_id: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
 from hps.cache.cuda import geometry
-from hps.cache.cuda.compiler import machine_code_of
+from hps.cache.cuda.compiler import machine_code_of, report_compiling
 from hps.cache.cuda.kernels import SLOTS, Kernel, KernelCache
 from hps.errors import DeviceError, DeviceMemoryError
 from hps.ground.kernels.compilations import COMPILATIONS
@@ -192,8 +192,11 @@ def kernels_of(device_id: int) -> KernelCache:
 
     def compile_kernel(code: str, name: str) -> int:
         with on_device(device_id):
-            module = cupy.cuda.function.Module()
-            module.load(machine_code_of(code, name, cupy.cuda.Device(device_id).compute_capability)[0])
+            module, architecture = cupy.cuda.function.Module(), cupy.cuda.Device(device_id).compute_capability
+            machine_code, compiled_now = machine_code_of(code, name, architecture)
+            if compiled_now:
+                report_compiling(architecture)
+            module.load(machine_code)
             function = module.get_function(name)
             kept.append(function)
             return int(function.ptr)

@@ -3,11 +3,12 @@
 import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing
+from hps.cache.base import ALONE, MOST_SHARERS, CachePlan, DeviceSharing, KeptKernels
 from hps.configuration.load import Configuration, ModelConfig, ServiceConfig
 from hps.configuration.tiers import PersistentDbConfig, VolatileDbConfig
 from hps.errors import ConfigError, HPSError, MissingDependencyError
@@ -24,6 +25,7 @@ from hps.stores.base import Database
 from hps.tools.planning.networks import activation_needs, engine_needs, network_needs
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, device_sharing, index_sizes, is_direct, is_static, linked_kind
 from hps.versions.catalog import ModelCatalog
+from hps.versions.device_kernels import kept_kernels
 
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20
@@ -274,6 +276,15 @@ def _gpu_memory(configuration: Configuration) -> list[int]:
     devices = sorted({device for model in configuration.models for device in model.deployed_device_list})
     free = [cuda.free_bytes(device) for device in devices] if cuda.unavailable_reason() is None else []
     return [free_bytes for free_bytes in free if free_bytes is not None]
+
+
+def kernels_here(models: Sequence[ModelConfig]) -> list[KeptKernels]:
+    """Count the CUDA kernels of models that are compiled here, by kind of GPU; empty without a GPU, or without CuPy."""
+    with suppress(HPSError):
+        cuda = implementation("cache", "cuda")
+        if cuda.unavailable_reason() is None:
+            return kept_kernels(models, cuda)
+    return []
 
 
 def _databases(

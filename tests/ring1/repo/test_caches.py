@@ -10,6 +10,7 @@ from tests import ROOT
 
 SMALL = {
     "hps/cache/cuda/cache.py::_device_name": "one for each device",
+    "hps/cache/cuda/compiler.py::report_compiling": "one for each kind of GPU",
     "hps/cache/cuda/device.py::kernels_of": "one for each device",
     "hps/cache/cuda/graphs.py::_libraries": "without arguments",
     "hps/cache/cuda/kernels.py::_directory": "without arguments",

@@ -86,7 +86,10 @@ def test_ahead_compiles_what_a_models_tables_need():
     tables = [kernels.Rows(8), kernels.Rows(16, 3)]
     needed = [*kernels.lookup_kernels(tables), *kernels.link_kernels(tables), *kernels.modification_kernels(tables)]
     count = len(set(needed))
+    assert compiler.count_kept(needed, "90") == (count, 0)
     assert compiler.compile_ahead(needed, "90") == (count, 0)
+    assert compiler.count_kept(needed, "90") == (count, count)
+    assert compiler.count_kept(needed, "80") == (count, 0)
     assert compiler.compile_ahead(needed, "90") == (0, count)
     with pytest.raises(InvalidInputError, match="got architecture sm_12, expected one of sm_"):
         compiler.compile_ahead(needed, "12")

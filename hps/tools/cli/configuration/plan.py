@@ -15,6 +15,7 @@ from hps.tools.cli.pictures import check_picture, draw_plan
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hps.cache.base import KeptKernels
     from hps.ground.memory.capacity import Place
     from hps.tools.planning.device_sharing import SharingForecast
     from hps.tools.planning.forecast import Forecast, Suggestion
@@ -115,12 +116,16 @@ def plan_command(
         formats = needs_by_format(configuration, versions, on_cuda, predicted)
         sharings = forecast_sharings(predicted, devices) if devices > 1 else []
         set_ups = compare_set_ups(configuration, versions, on_cuda)
+        models = [version.config for version in versions]
+        kernels = memory.kernels_here(models) if on_cuda and gpu_memory is None else []
         if as_json:
             document = _document(needs, totals, machine, predicted, suggestions, formats, sharings)
             document["set_ups"] = [asdict(set_up) for set_up in set_ups]
+            document["gpu_kernels"] = [asdict(kept) for kept in kernels]
             typer.echo(json.dumps(document, indent=1))
         else:
-            _print(needs, totals, machine, predicted, suggestions, formats, sharings, set_ups)
+            kernel_lines = _kernel_lines(config, kernels) if on_cuda else []
+            _print(needs, totals, machine, predicted, suggestions, formats, sharings, set_ups, kernel_lines)
             if not run_networks and any(version.network is not None for version in versions):
                 typer.echo("\nmemory that networks allocate while they run is not counted; --run-networks measures it")
         if any(total.fits is False for total in totals):
@@ -175,9 +180,12 @@ def _print(
     formats: "list[FormatNeed]",
     sharings: "list[SharingForecast]",
     set_ups: "list[SetUp]",
+    kernel_lines: list[str],
 ) -> None:
     screen = console.screen(160)
     _print_memory(screen, needs, totals, machine)
+    for line in kernel_lines:
+        screen.print(f"\n{line}", soft_wrap=True)
     _print_set_ups(screen, set_ups)
     _print_formats(screen, formats)
     if forecasts:
@@ -252,6 +260,18 @@ def _print_set_ups(screen: "Console", set_ups: "list[SetUp]") -> None:
         f"Times and rates are estimates from measurements on {MEASURED_ON}, without downloading. Row files answer from "
         "the page cache, and from the disk for what memory does not hold."
     )
+
+
+def _kernel_lines(config: Path, kernels: "list[KeptKernels]") -> list[str]:
+    from hps.versions.device_kernels import IMAGE_GPUS, missing_text
+
+    if not kernels:
+        known = ", ".join(f"sm_{architecture} ({gpus})" for architecture, gpus in IMAGE_GPUS.items())
+        return [f"CUDA kernels are compiled ahead by hps compile {config} --gpu with the GPU's architecture: {known}"]
+    return [
+        missing_text(kept, str(config)) or f"all {kept.needed} CUDA kernels for {kept.device} are compiled here"
+        for kept in kernels
+    ]
 
 
 def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:

@@ -102,17 +102,9 @@ def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
 
 def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -> tuple[int, int]:
     from hps.ground.registry import implementation
+    from hps.versions.device_kernels import kernel_needs
 
-    models = [([(dim, "float32")], False, False) for dim in _USUAL_WIDTHS] if configuration is None else _models(configuration)
-    compiled, skipped = implementation("cache", "cuda").compile_ahead(models, architecture)
+    usual = [([(dim, "float32")], False, False) for dim in _USUAL_WIDTHS]
+    needs = usual if configuration is None else kernel_needs(configuration.models)
+    compiled, skipped = implementation("cache", "cuda").compile_ahead(needs, architecture)
     return compiled, skipped
-
-
-def _models(configuration: "Configuration") -> list[tuple[list[tuple[int, str]], bool, bool]]:
-    from hps.versions.cache_sizes import is_static
-
-    models = [model for model in configuration.models if model.gpucache]
-    return [
-        ([(table.dim, table.row_dtype) for table in model.tables], is_static(model), not model.reason_against_sharing)
-        for model in models
-    ]

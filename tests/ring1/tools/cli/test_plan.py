@@ -226,6 +226,15 @@ def test_other_host_tiers_are_compared(config):
     assert "row_files" not in run_without_disk(config)
 
 
+def test_a_plan_for_another_machine_names_the_gpus_to_compile_kernels_for(config):
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "device": "auto"}))
+    assert "sm_90 (H100" in run(config, "--gpu-memory", "80GB", code=0).output
+    assert json.loads(run(config, "--gpu-memory", "80GB", "--json", code=0).output)["gpu_kernels"] == []
+    config.write_text(json.dumps({**content, "device": "cpu"}))
+    assert "sm_90" not in run(config, code=0).output
+
+
 def run_without_disk(config):
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "persistent_db": {"type": "disabled"}}))

@@ -104,7 +104,7 @@ def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -
     from hps.ground.registry import implementation
     from hps.versions.device_kernels import kernel_needs
 
-    usual = [([(dim, "float32")], False, False) for dim in _USUAL_WIDTHS]
+    usual = [([(dim, "float32")], static, False) for dim in _USUAL_WIDTHS for static in (False, True)]
     needs = usual if configuration is None else kernel_needs(configuration.models)
     compiled, skipped = implementation("cache", "cuda").compile_ahead(needs, architecture)
     return compiled, skipped

@@ -52,7 +52,7 @@
 #endif
 
 constexpr u32 WARPS = HPS_THREADS / 32;
-constexpr u32 FEW_A_WARP = HPS_FEW_A_WARP;  // misses at most, up to READ_AT_ONCE: of few, so that all are read, and admitted, at once
+constexpr u32 FEW_A_WARP = HPS_FEW_A_WARP;  // misses, at most READ_AT_ONCE: of few, so that all are read, and admitted, at once
 constexpr u32 MOST_BIN_BITS = 10;
 constexpr u32 MOST_BINS = 1 << MOST_BIN_BITS;
 
@@ -564,13 +564,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");  // for the query
 #endif
-    const u32 misses = Parts(request, request.missing_counts, 1).total;
-    // One a warp where there are warps enough: none of them waits for another.
-    const Parts parts(request, request.missing_counts, 2 * misses <= gridDim.x * WARPS ? 1 : FEW_A_WARP);
+    const Parts parts(request, request.missing_counts, FEW_A_WARP);
     if (blockIdx.x >= parts.total) {
         if (blockIdx.x == 0 && threadIdx.x < request.segment_count) clear_leaders(request);
         return;
     }
+    const u32 misses = __shfl_sync(FULL_WARP, sum_to(parts.count, threadIdx.x % 32), 31);
     __shared__ u32 positions[WARPS][READ_AT_ONCE];
     __shared__ Admissions counts[WARPS];
     u32* const to = positions[threadIdx.x / 32];

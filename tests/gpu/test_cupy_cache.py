@@ -416,6 +416,15 @@ class TestLookups(Caches):
         np.testing.assert_array_equal(bits(out[found]), bits(vectors[found]))
 
 
+def test_kernels_are_counted_for_the_architecture_of_a_device():
+    found = CupyCache.kept_kernels([([(32, "float32")], False, False)], 0)
+    assert found.architecture == cupy.cuda.Device(0).compute_capability
+    assert found.device == cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert 0 <= found.kept <= found.needed > 10
+    with pytest.raises(DeviceError, match="asking CUDA device 99 for its architecture"):
+        CupyCache.kept_kernels([], 99)
+
+
 class TestMemory(Caches):
     def test_more_memory_than_the_device_has_is_a_typed_error_that_names_the_tables(self):
         with pytest.raises(

@@ -54,7 +54,7 @@ from hps.tensors.batch import Batch
 from hps.types import BoolArray, DeviceArray, KeyArray, RowArray, TableSpec
 
 STATIC_LOAD = 0.86
-"""Load factor of static tables. With two sets a key, tables filled to 0.96 still found a place for every row."""
+"""Load factor of static tables. Where a key has two places, every row of fuller tables still found one, to 0.95 on a GPU."""
 
 NEAR_SHARE = 1 / 32
 """Share of its rows that a device keeps for copies of its neighbours' most used rows, with `device_sharing: hot`."""

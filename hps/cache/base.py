@@ -41,7 +41,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -120,8 +120,12 @@ class DeviceMemory:
     free_bytes: int
 
 
-KernelNeed: TypeAlias = tuple[Sequence[tuple[int, str]], bool, bool]
-"""What the kernels of a model depend on: dim and row_dtype of its tables, whether they are static, and shared by devices."""
+class KernelNeed(NamedTuple):
+    """What the kernels of a model depend on. *Immutable.*"""
+
+    tables: Sequence[tuple[int, str]]  # dim and row_dtype
+    static: bool
+    shared: bool  # by devices
 
 
 @dataclass(frozen=True, slots=True)

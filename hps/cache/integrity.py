@@ -22,6 +22,17 @@ def _rotated(x: npt.NDArray[np.uint64], by: int) -> npt.NDArray[np.uint64]:
     return rotated
 
 
+def second_sets(
+    hashes: npt.NDArray[np.uint64],
+    homes: npt.NDArray[np.uint64],
+    sets: int,
+) -> npt.NDArray[np.uint64]:
+    """Return the second sets of keys of a static table: of pairs of buckets on a GPU, of sets on the CPU."""
+    apart = (hashes & np.uint64(0xFFFFFFFF)) * np.uint64(sets - 1) >> np.uint64(32)
+    seconds: npt.NDArray[np.uint64] = (homes + np.uint64(1) + apart) % np.uint64(sets)
+    return seconds
+
+
 def check_keys_of_sets(tag: str, keys: KeyArray, owned_sets: int, misplaced: int, counted_rows: int) -> list[str]:
     """Check the invariants of a table that all caches have.
 

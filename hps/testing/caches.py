@@ -1042,11 +1042,12 @@ class StaticTablesContract(CacheContract):
         assert cache.stats(0).unplaced == 0
         cache.mark_complete(complete=True)
         failures: list[str] = []
-        end = threading.Event()
+        began, end = threading.Event(), threading.Event()
 
         def read() -> None:
             lookup = cache.create_lookup()
             while not end.is_set():
+                began.set()
                 batch = self.batch(cache, 0, stay)
                 lookup.query(batch)
                 lookup.finish()
@@ -1056,14 +1057,17 @@ class StaticTablesContract(CacheContract):
                 if sum(lookup.absent):
                     failures.append("a key that stays was absent")
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        for seed in range(30):
-            some = np.random.default_rng(seed).permutation(go)[: go.size // 2]
-            cache.erase(0, some)
-            cache.insert(0, some, vectors_of(some, 4))
-        end.set()
-        reader.join(60)
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(read)
+            try:
+                assert began.wait(60)
+                for seed in range(30):
+                    some = np.random.default_rng(seed).permutation(go)[: go.size // 2]
+                    cache.erase(0, some)
+                    cache.insert(0, some, vectors_of(some, 4))
+            finally:
+                end.set()
+            reader.result(60)
         assert failures == []
         assert cache.check_integrity() == []
         self.check_static(cache, keys, 0)

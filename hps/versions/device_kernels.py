@@ -21,7 +21,11 @@ IMAGE_GPUS: Final = {
 def kernel_needs(models: Iterable[ModelConfig]) -> list[KernelNeed]:
     """Return what the kernels of models depend on."""
     return [
-        ([(table.dim, table.row_dtype) for table in model.tables], is_static(model), not model.reason_against_sharing)
+        KernelNeed(
+            [(table.dim, table.row_dtype) for table in model.tables],
+            static=is_static(model),
+            shared=not model.reason_against_sharing,
+        )
         for model in models
         if model.gpucache
     ]
@@ -41,7 +45,7 @@ def kept_kernels(models: Sequence[ModelConfig], cache: type[DeviceMemoryTables])
 def missing_text(kept: KeptKernels, config: str = "ps.json") -> str:
     """Return what a start on a GPU compiles, and the command that compiles it ahead; empty if nothing."""
     missing = kept.needed - kept.kept
+    if not missing:
+        return ""
     command = f"hps compile {config} --gpu sm_{kept.architecture}"
-    return f"{missing} of {kept.needed} CUDA kernels for {kept.device} are compiled at the start; ahead: {command}" * bool(
-        missing
-    )
+    return f"{missing} of {kept.needed} CUDA kernels for {kept.device} are compiled at the start; ahead: {command}"

@@ -23,7 +23,7 @@ from hps.cache.base import (
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_BYTES, LINE_WORDS, RESIDENT, STATE_WORDS, UNPLACED, WAYS
-from hps.cache.integrity import check_keys_of_sets, hashes_of
+from hps.cache.integrity import check_keys_of_sets, hashes_of, second_sets
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys, distinct_kernels
@@ -190,15 +190,12 @@ class NumpyCache(StaticTables, BatchAnswers):
             ages = lines.view(np.uint8).reshape(-1, LINE_BYTES)[:, 2 : 2 + WAYS]
             sets, slots = np.nonzero(ages)
             keys = lines[sets, 2 + slots]
-            hashes, count = hashes_of(keys), np.uint64(len(lines))
-            homes = (hashes >> np.uint64(32)) * count >> np.uint64(32)
+            hashes = hashes_of(keys)
+            homes = (hashes >> np.uint64(32)) * np.uint64(len(lines)) >> np.uint64(32)
             away = homes != sets
             misplaced = int(np.count_nonzero(away))
             if self.static:
-                seconds = (
-                    homes + np.uint64(1) + ((hashes & np.uint64(0xFFFFFFFF)) * (count - np.uint64(1)) >> np.uint64(32))
-                ) % count
-                misplaced = int(np.count_nonzero(away & (seconds != sets)))
+                misplaced = int(np.count_nonzero(away & (second_sets(hashes, homes, len(lines)) != sets)))
             owned = int(np.count_nonzero(lines.view(np.uint16).reshape(-1, LINE_BYTES // 2)[:, 0] & 1))
             findings += check_keys_of_sets(table.spec.tag, keys, owned, misplaced, int(table.state[RESIDENT]))
             if self.static:

@@ -4,12 +4,11 @@ import numpy as np
 
 from hps.cache.cuda import structs
 from hps.cache.cuda.kernels import SLOTS
-from hps.cache.integrity import check_keys_of_sets, hashes_of
+from hps.cache.integrity import check_keys_of_sets, hashes_of, second_sets
 from hps.types import IndexArray
 
 _OCCUPIED_SHIFT, _STRAYS_SHIFT = 16, 24  # of bytes 2 and 3 of a header
 _MOST_STRAYS = 255  # of a static table: may be any number
-_LOW = np.uint64(0xFFFFFFFF)
 
 
 def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool, counted_rows: int) -> list[str]:
@@ -34,12 +33,10 @@ def check_buckets(tag: str, buckets: IndexArray, packed: bytes, *, static: bool,
     places, _slots = np.nonzero(held)
     keys = slots[held]
     hashes = hashes_of(keys)
-    homes = (hashes >> np.uint64(32) & _LOW) * np.uint64(2 * pairs) >> np.uint64(32)
+    homes = (hashes >> np.uint64(32)) * np.uint64(2 * pairs) >> np.uint64(32)
     others = homes ^ np.uint64(1)
     if static:
-        others = (homes + np.uint64(2) + np.uint64(2) * ((hashes & _LOW) * np.uint64(pairs - 1) >> np.uint64(32))) % np.uint64(
-            2 * pairs
-        )
+        others = np.uint64(2) * second_sets(hashes, homes // np.uint64(2), pairs) + homes % np.uint64(2)
     homes, others = homes.astype(np.int64), others.astype(np.int64)
     misplaced = int(np.count_nonzero((places != homes) & (places != others)))
     findings = check_keys_of_sets(tag, keys, int(np.count_nonzero(headers & 1)), misplaced, counted_rows)

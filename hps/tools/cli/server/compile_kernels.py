@@ -101,10 +101,11 @@ def _kernels(configuration: "Configuration") -> "list[Callable[..., Any]]":
 
 
 def _compile_for_gpu(configuration: "Configuration | None", architecture: str) -> tuple[int, int]:
+    from hps.cache.base import KernelNeed
     from hps.ground.registry import implementation
     from hps.versions.device_kernels import kernel_needs
 
-    usual = [([(dim, "float32")], static, False) for dim in _USUAL_WIDTHS for static in (False, True)]
+    usual = [KernelNeed([(dim, "float32")], static=static, shared=False) for dim in _USUAL_WIDTHS for static in (False, True)]
     needs = usual if configuration is None else kernel_needs(configuration.models)
     compiled, skipped = implementation("cache", "cuda").compile_ahead(needs, architecture)
     return compiled, skipped

@@ -550,20 +550,24 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                 __syncwarp();
             }
 
-            // 0, once all rows are here: their sum depends on them, and a bag that was written was complete.
-            u32 summed = 0;
+            const bool rereads = goods >> in_group & 1;
+            const u32 own_index = found.index[lane];
+            const u32 own_slot = (is_near ? found.row[lane] & ~NEAR_ROW : found.row[lane]) - own_index * SLOTS;
+            uint4* buckets = segment.buckets;
+            if (is_near) buckets = near.buckets;
+            uint4* const bucket = buckets + static_cast<u64>(own_index) * BUCKET_PARTS;
+            const u64* const header = reinterpret_cast<const u64*>(bucket);
+            const i64 key_again = rereads ? static_cast<i64>(load_word(header + 1 + own_slot)) : 0;
+
+            // 0, once all rows and keys are here: their sum depends on the rows, and a bag that was written was complete.
+            u32 summed = static_cast<u32>(key_again);
 #pragma unroll
             for (u32 c = 0; c < CHUNKS; ++c) summed |= __float_as_uint(now.sum.chunk[c].value[0]);
             const u32 late = __any_sync(FULL_WARP, summed & request.zero);
             acquire();
             if (own + HPS_COPY < bags.stop) next_key = __ldcs(segment.keys + own + HPS_COPY);  // arrives with what follows
-            if (goods >> in_group & 1) {
-                const u32 index = found.index[lane], own_slot = (is_near ? found.row[lane] & ~NEAR_ROW : found.row[lane]) - index * SLOTS;
-                uint4* buckets = segment.buckets;
-                if (is_near) buckets = near.buckets;
-                uint4* const bucket = buckets + static_cast<u64>(index) * BUCKET_PARTS;
-                const u64 again = load_word(reinterpret_cast<const u64*>(bucket) + late);
-                const i64 key_again = static_cast<i64>(load_word(reinterpret_cast<const u64*>(bucket) + 1 + own_slot + late));
+            if (rereads) {
+                const u64 again = load_word(header + late);
                 retry = ((again ^ found.word[lane]) & 0xffff) != 0 || key_again != found.key[lane];
 #if !HPS_STATIC
                 const u32 score = score_of(static_cast<u32>(again >> 32), own_slot);

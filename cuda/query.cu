@@ -412,6 +412,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         }
 #endif
         const u32 row = copies ? (index * SLOTS + slot) | (is_near ? NEAR_ROW : 0) : NO_ROW;
+        const u64* const header = reinterpret_cast<const u64*>(buckets + static_cast<u64>(index) * BUCKET_PARTS);
+        const i64 key_again = copies && member == 1 ? static_cast<i64>(load_word(header + 1 + slot)) : 0;
         u32 copied = 0;
         switch (format_of(segment.units)) {
             case FLOAT32: copied = copy_rows<FLOAT32>(segment, near_table, first, row, askers_at_place + done, answered); break;
@@ -419,16 +421,13 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             case BFLOAT16: copied = copy_rows<BFLOAT16>(segment, near_table, first, row, askers_at_place + done, answered); break;
             case INT8: copied = copy_rows<INT8>(segment, near_table, first, row, askers_at_place + done, answered); break;
         }
-        const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
+        copied |= static_cast<u32>(key_again);
+        const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows and keys are here
         acquire();
 
         bool same = true;
-        if (copies && member < 2) {  // member 0 reads the version again, member 1 the key
-            const u32 word_of = member == 0 ? 0 : 1 + slot;
-            const u64 again =
-                load_word(reinterpret_cast<const u64*>(buckets + static_cast<u64>(index) * BUCKET_PARTS) + word_of + late);
-            same = member == 0 ? ((again ^ word) & 0xffff) == 0 : static_cast<i64>(again) == key_at_place[done];
-        }
+        if (copies && member == 0) same = ((load_word(header + late) ^ word) & 0xffff) == 0;
+        if (copies && member == 1) same = key_again == key_at_place[done];
         const bool torn = __ballot_sync(FULL_WARP, !same) >> (4 * tile) & 15;
         answered |= __reduce_or_sync(FULL_WARP, copies && !torn ? askers_at_place[done + tile] : 0);
         retry |= torn;

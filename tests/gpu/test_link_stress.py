@@ -109,6 +109,7 @@ def stress(
     delete: Callable[[KeyArray], None],
     *,
     also: Callable[[threading.Event], None] = threading.Event.wait,
+    enough: Callable[[], bool] = lambda: True,
     readers: int = 4,
 ) -> str:
     """Read and write for a while, check all that is read, and say how much that was.
@@ -116,6 +117,7 @@ def stress(
     Args:
         make_lookup: the lookup of a reader, by its number; called on the thread and the stream that use it.
         also: runs beside them until the event is set.
+        enough: whether what was to happen meanwhile has happened.
     """
     done, checked = threading.Event(), [0] * readers
 
@@ -169,10 +171,11 @@ def stress(
         writing = [pool.submit(operate, writer) for writer in range(WRITERS)]
         reading = [pool.submit(read, reader) for reader in range(readers)]
         beside = pool.submit(also, done)
-        patience = time.monotonic() + 60  # a slow machine needs longer until there is something to confuse
+        patience = time.monotonic() + 90  # a slow machine needs longer until there is something to confuse
         done.wait(SECONDS)
-        while not done.is_set() and (population.complete.min() < 3 or sum(checked) <= 20_000) and time.monotonic() < patience:
-            time.sleep(0.05)
+        while (population.complete.min() < 3 or sum(checked) <= 20_000 or not enough()) and time.monotonic() < patience:
+            if done.wait(0.05):
+                break
         done.set()
         operations = [writer.result(timeout=60) for writer in writing]
         faults = sum(reader.result(timeout=60) for reader in reading)
@@ -246,9 +249,11 @@ def test_no_vector_is_wrong_beside_writers_of_the_map(dim, capacity, options, ca
                     fresh = np.setdiff1d(part, np.concatenate([population.keys, population.never]))
                     tables.write(fresh, vectors_of(fresh, dim, 1))
 
-        said = stress(population, dim, link_lookups(tables), tables.write, tables.delete, also=grow)
-        stats, unread = tables.cache.stats(0), tables.cache.stream_ordered_counts(0).unread
-        resident = tables.cache.dump(0)
+        cache = tables.cache
+        full: Callable[[], bool] = lambda: capacity == 0 or cache.stats(0).inserts > capacity  # noqa: E731
+        said = stress(population, dim, link_lookups(tables), tables.write, tables.delete, also=grow, enough=full)
+        stats, unread = cache.stats(0), cache.stream_ordered_counts(0).unread
+        resident = cache.dump(0)
         assert stats.resident_rows == resident.size == np.unique(resident).size
         assert capacity == 0 or stats.inserts > capacity
         rows = tables.database.size(tables.specs[0].tag)

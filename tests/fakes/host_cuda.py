@@ -310,7 +310,7 @@ _DRIVER = {
     "cuStreamWriteValue64": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _ADDRESS, ctypes.c_uint64, _WORD)(
         lambda _stream, address, value, _flags: at(address, 1, np.uint64).fill(value) or 0
     ),
-    "cuStreamSynchronize": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)(lambda _stream: 0),
+    "cuStreamQuery": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)(lambda _stream: 0),
     "cuCtxGetCurrent": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)(
         lambda address: at(address, 1, np.uint64).fill(_current_context()) or 0
     ),

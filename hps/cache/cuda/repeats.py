@@ -22,6 +22,7 @@ from hps.ground.kernels.numba_atomics import (
     pause_processor,
     store_relaxed,
     store_relaxed_u32,
+    yield_processor,
 )
 from hps.ground.kernels.numba_kernels import kernel
 from hps.tensors.dlpack import FLOAT, INT, ExchangeTable
@@ -31,16 +32,17 @@ from hps.types import IndexArray
 _BORROW, _WORK_STREAM, _CLEAR_ERROR, _ON, _TENSOR = range(5)
 # Words of a workspace: addresses of the driver's functions, the context, addresses of the flags and of the number of the last
 # repeat that has ended, the number of the last one launched, and room for a word.
-_LAUNCH, _WRITE, _WAIT, _CURRENT, _SET_CURRENT, _CONTEXT, _FLAGS, _ENDED, _LAUNCHED, _WORD = range(10)
+_LAUNCH, _WRITE, _QUERY, _CURRENT, _SET_CURRENT, _CONTEXT, _FLAGS, _ENDED, _LAUNCHED, _WORD = range(10)
 DRIVER_FUNCTIONS: Final = (
     ("cuLaunchKernel",),
     ("cuStreamWriteValue64_v2", "cuStreamWriteValue64"),
-    ("cuStreamSynchronize",),
+    ("cuStreamQuery",),
     ("cuCtxGetCurrent",),
     ("cuCtxSetCurrent",),
 )
 """By name, the preferred one first."""
-_POLLS: Final = 2000  # about 0.1 ms: after that, the driver waits better
+_POLLS: Final = 2000  # about 0.1 ms: after that, and after each query of the driver, others may have the processor
+_NOT_READY: Final = 600  # CUDA_ERROR_NOT_READY
 # Words of a repeat: its kernel and arguments; of one table also the addresses of the arguments that differ, and limits.
 _KERNEL, _BLOCKS, _PARAMETERS, _KEYS, _OUT, _N, _DIM, _MOST_KEYS = range(8)
 
@@ -244,14 +246,20 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, stream: int) -> int:
         error = call_launch(driver[_LAUNCH], repeat[_KERNEL], repeat[_BLOCKS], _THREADS, stream, repeat[_PARAMETERS])
     if error == 0:
         # The write follows a fence after the kernel's writes, so the flags are final once it is seen. To poll it takes 0.8 us
-        # less than the driver's wait. A kernel that fails leaves it unwritten.
+        # less than the driver's wait, which after such a write takes milliseconds where it has to wait at all. A kernel that
+        # fails leaves it unwritten, and a driver that cannot write it tells the end.
         driver[_LAUNCHED] += 1
-        polls = _POLLS if call_4(driver[_WRITE], stream, driver[_ENDED], driver[_LAUNCHED], 0) == 0 else 0
-        while polls > 0 and load_acquire(driver[_ENDED]) != driver[_LAUNCHED]:
-            pause_processor()
-            polls -= 1
-        if polls == 0:
-            error = call_1(driver[_WAIT], stream)
+        most = _POLLS if call_4(driver[_WRITE], stream, driver[_ENDED], driver[_LAUNCHED], 0) == 0 else 0
+        error = _NOT_READY
+        while error == _NOT_READY:
+            polls = most
+            while polls > 0 and load_acquire(driver[_ENDED]) != driver[_LAUNCHED]:
+                pause_processor()
+                polls -= 1
+            error = 0
+            if polls == 0:
+                yield_processor()
+                error = call_1(driver[_QUERY], stream)
     if before != context:
         call_1(driver[_SET_CURRENT], before)
     return -error if error != 0 else load_relaxed(driver[_FLAGS])

@@ -4,12 +4,11 @@
 // A key is replaced where it is resident, else it takes an empty slot of its home, else one of its other bucket. A writer of a key
 // owns the pair of its home meanwhile, so the key does not move, and the other pair too if it stands or goes there. A tile that
 // cannot own that pair at once releases both and retries. That terminates: the tiles of a warp, which run in step, then take
-// turns, and warps wait for different times.
-// Where both buckets are full, and owned, a key of one of them moves to that key's own other place, home before away, and the new
-// key takes its slot at once: two tiles that made room for each other first, and came back for it later, took it from each other
-// for good. If no key of the two may go anywhere, the tile releases them, makes room in one of the places where their keys might
-// go, and retries. If no key of those may move either, the key has no place. Keys that go home when they can are what keeps a table from filling
-// with strays while keys come and go.
+// turns, and warps rest for different times.
+// Where both buckets are full, and owned, a key of one of them moves to that key's own other place, home before away; if all of
+// those places are full, too, a key of one of them moves to its own other place first. The new key takes the slot at once: tiles
+// that made room first, and came back for it later, took it from each other for good. If no key of those may move either, the new
+// key has no place. Keys that go home when they can are what keeps a table from filling with strays while keys come and go.
 
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 4  // pieces of a row that a lane has in flight
@@ -114,8 +113,12 @@ __device__ __forceinline__ bool has_turn(u32 tile, u32 attempt) {
     return attempt == 0 || attempt % TILES == tile;
 }
 
+// Wait for a time that differs from one warp and time to the next, and grows to what a tile may take to find that a key has no
+// place: warps that rested alike refused each other their pairs for ever.
 __device__ __forceinline__ void rest(u32 attempt) {
-    back_off((attempt + (blockIdx.x * blockDim.x + threadIdx.x) / 32 * 5) % 7);
+    u32 random = (static_cast<u32>(clock64()) ^ (blockIdx.x * blockDim.x + threadIdx.x) / 32 * 0x9e3779b9u) * 0x85ebca6bu;
+    random = __shfl_sync(FULL_WARP, random ^ random >> 15, 0);
+    __nanosleep(random % (1024u << min(attempt / 8, 9u)));
 }
 
 // Of a key that stands in a bucket, the bucket where it might stand instead.
@@ -160,14 +163,11 @@ __device__ __noinline__ Move choose_move(const Table& table, u32 one, u32 two, b
     return move;
 }
 
-// Make a move, unless another writer keeps its target or changed what was chosen; for whole warps. The tile owns the key's pair
-// if `own`. Whether it was made: then the bucket has an empty slot.
-__device__ __noinline__ bool make_move(const Table& table, const Move& move, bool own, u32 pieces) {
+// Make a move, unless what was chosen has changed; for whole warps, of tiles that own both pairs. Whether it was made: then the
+// bucket has an empty slot.
+__device__ __noinline__ bool move_key(const Table& table, const Move& move, bool both, u32 pieces) {
     const u32 member = threadIdx.x % TILE;
-    Writer from(table, move.bucket / 2), to(table, move.target / 2);
-    const bool both = to.take_or_leave(own);
-    __syncwarp();
-    fence();
+    const Writer from(table, move.bucket / 2), to(table, move.target / 2);
     const Look here = look_at(from, move.bucket, move.key, both), there = look_at(to, move.target, move.key, both);
     const bool moves = both && here.slot >= 0 && there.empty >= 0;
     const bool leaves_home = moves && home_in(table, move.key) == move.bucket;
@@ -183,30 +183,47 @@ __device__ __noinline__ bool make_move(const Table& table, const Move& move, boo
     if (moves && member == 0) {
         evict(from, move.bucket, here.word, here.slot, leaves_home ? more_strays(here.word) : strays_of(here.word));
     }
-    to.give_back(both, moves);  // with a fence: whatever takes the slot is seen after the eviction
+    __syncwarp();
+    fence();  // whatever takes the slot is seen after the eviction
     return moves;
 }
 
-// Make room in one of the places where the keys of two full buckets might go; for whole warps, whose tiles own nothing. False if
-// no key of theirs may move.
+// As move_key, of tiles that own the key's pair if `own`, unless another writer keeps its target.
+__device__ __forceinline__ bool make_move(const Table& table, const Move& move, bool own, u32 pieces) {
+    Writer to(table, move.target / 2);
+    const bool both = to.take_or_leave(own);
+    __syncwarp();
+    fence();
+    const bool moves = move_key(table, move, both, pieces);
+    to.give_back(both, moves);
+    return moves;
+}
+
+// Move a key of two full buckets to its own other place, where a key makes room for it; for whole warps, of tiles that own the
+// pairs of both if they `want`. False if no key of those places may move; true, too, if other writers keep one.
 __device__ __noinline__ bool make_room_beyond(const Table& table, u32 one, u32 two, bool wants, u32 attempt, u32 pieces) {
-    bool exists = false;
+    bool exists = false, made = false;
 #pragma unroll 1
-    for (u32 i = 0; i < 2 * SLOTS && __any_sync(FULL_WARP, wants && !exists); ++i) {
+    for (u32 i = 0; i < 2 * SLOTS && __any_sync(FULL_WARP, wants && !made); ++i) {
         const u32 nth = (attempt + i) % (2 * SLOTS), bucket = nth < SLOTS ? one : two;
-        const bool asks = wants && !exists;
-        u32 beyond = bucket;
+        const bool asks = wants && !made;
+        Move first{0, bucket, bucket, asks};
         if (asks) {
             uint4* const here = table.buckets + static_cast<u64>(bucket) * BUCKET_PARTS;
-            beyond = bucket_beyond(table, bucket, static_cast<i64>(load_word(key_at(here, nth % SLOTS))));
+            first.key = static_cast<i64>(load_word(key_at(here, nth % SLOTS)));
+            first.target = bucket_beyond(table, bucket, first.key);
         }
-        const Move move = choose_move(table, beyond, beyond, asks);
-        Writer writer(table, beyond / 2);
-        const bool own = writer.take_or_leave(asks && move.exists);
+        const bool others = asks && first.target != one && first.target != two;  // those two are full, and owned
+        Writer beyond(table, first.target / 2);
+        const bool own = beyond.take_or_leave(others);
         __syncwarp();
         fence();
-        writer.give_back(own, make_move(table, move, own, pieces));
-        exists = exists || (asks && move.exists);
+        const Move second = choose_move(table, first.target, first.target, own);
+        const bool makes_room = make_move(table, second, own && second.exists, pieces);
+        const bool moves = move_key(table, first, own, pieces);
+        beyond.give_back(own, makes_room || moves);
+        made = made || moves;
+        exists = exists || moves || second.exists || (others && !own);
     }
     return exists;
 }
@@ -246,11 +263,14 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         bool elsewhere = place.elsewhere;
         const bool ready = own && (place.resident || admits) && (both || !elsewhere);
         const bool full = ready && !place.resident && place.at_home.empty < 0 && place.there.empty < 0;
-        bool stuck = false;
+        bool unplaced = false;
         if (__any_sync(FULL_WARP, full)) {
             const Move move = choose_move(table, home, other, full);
-            stuck = full && !move.exists;
             make_move(table, move, full && move.exists, pieces);
+            unplaced = full && !move.exists;
+            if (__any_sync(FULL_WARP, unplaced)) {
+                unplaced = !make_room_beyond(table, home, other, unplaced, attempt, pieces) && unplaced;
+            }
             const Look at_home = look_at(writer, home, key, full), there = look_at(other_writer, other, key, full);
             if (full) {
                 place.at_home = at_home;
@@ -280,8 +300,6 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         }
         other_writer.give_back(both, writes);
         writer.give_back(own, writes && !elsewhere);
-        bool unplaced = false;
-        if (__any_sync(FULL_WARP, stuck)) unplaced = !make_room_beyond(table, home, other, stuck, attempt, pieces) && stuck;
         if (unplaced && member == 0) atomicAdd(&counts.unplaced, 1);
         if (writes || unplaced || (own && !place.resident && !admits)) pending = false;
         if (__any_sync(FULL_WARP, pending)) rest(attempt);

@@ -194,6 +194,26 @@ def test_more_keys_of_one_home_than_its_header_counts_stand_elsewhere():
     cache.close()
 
 
+def test_insertions_into_full_tables_end():
+    """Tables of five pairs and more keys than slots: their warps need each other's pairs, and some keys have no place."""
+    tables, rng = 26, np.random.default_rng(3)
+    cache: Any = CupyCache.create([spec(4, f"t{index}", 1 << 20) for index in range(tables)], [1] * tables, 0, static=True)
+    slots = cache.stats(0).capacity_rows
+    for count in [slots - 4, slots, slots + 10] * 12:
+        for table in range(tables):
+            keys = rng.integers(-(2**62), 2**62, count)
+            before = cache.stats(table).unplaced
+            cache.insert(table, keys, rows_of(keys, 4))
+            stats = cache.stats(table)
+            resident = cache.dump(table)
+            assert stats.resident_rows + stats.unplaced - before == count
+            assert stats.resident_rows > 0.9 * slots and np.isin(resident, keys).all()
+            assert table or cache.check_integrity() == []
+            cache.erase(table, keys)
+            assert cache.stats(table).resident_rows == 0
+    cache.close()
+
+
 @pytest.mark.parametrize("settles", [True, False])
 def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(settles: bool):
     """Half of the keys stay, the other half come and go in a table that is nearly full, so that keys move."""

@@ -58,7 +58,7 @@ def _whole_tables(report: Report, rng: np.random.Generator, rows: int, dim: int,
     for n, alpha in (
         [(4096, 0.0)] if rows < 1 << 20 else [(n, alpha) for n in (1 << 13, 1 << 16, 1 << 20) for alpha in (0.0, ALPHA)]
     ):
-        _queries(report, rng, cache, known, n, alpha)
+        _queries(report, rng, cache, known, n, alpha, "query of a whole table")
     cache.close()
 
 
@@ -81,7 +81,13 @@ def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quic
 
 
 def _queries(
-    report: Report, rng: np.random.Generator, cache: CupyCache, known: tuple[KeyArray, np.ndarray], n: int, alpha: float
+    report: Report,
+    rng: np.random.Generator,
+    cache: CupyCache,
+    known: tuple[KeyArray, np.ndarray],
+    n: int,
+    alpha: float,
+    work: str = "query",
 ) -> None:
     resident, slots = known
     dim, table = cache.tables[0].dim, cache.memory.open[0]  # type: ignore[index]
@@ -123,7 +129,7 @@ def _queries(
         "one_call_of_gather": plain[1] / ours[1],
         "torch_index_select_mkeys_per_s": n / _index_select(table.rows, places, out) / 1e6,
     }
-    axes = {"work": "query", "kind": "static" if cache.static else "dynamic", "dim": dim, "batch": n, "alpha": alpha}
+    axes = {"work": work, "kind": "static" if cache.static else "dynamic", "dim": dim, "batch": n, "alpha": alpha}
     report.add({**axes, "resident": stats.resident_rows}, figures)
 
 

@@ -217,7 +217,10 @@ def test_insertions_into_full_tables_end():
 
 @pytest.mark.parametrize("settles", [True, False])
 def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(settles: bool):
-    """Half of the keys stay, the other half come and go in a table that is nearly full, so that keys move."""
+    """Half of the keys stay, the other half come and go in a table that is nearly full, so that keys move.
+
+    Either way 25 M vectors are checked.
+    """
     dim = 32
     cache: Any = CupyCache.create([spec(dim)], [36_000], 0, static=True)
     rows = int(0.95 * cache.stats(0).capacity_rows)
@@ -226,9 +229,9 @@ def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(sett
     cache.insert(0, keys, rows_of(keys, dim))
     cache.mark_complete(settles)
     problems: list[str] = []
-    end = threading.Event()
+    end, checked = threading.Event(), [0] * 3
 
-    def read() -> None:
+    def read(reader: int) -> None:
         ask = cache.create_lookup()
         fixed, moving = cupy.asarray(stay), cupy.asarray(move)
         want, want_moving = cupy.asarray(rows_of(stay, dim)), cupy.asarray(rows_of(move, dim))
@@ -249,12 +252,15 @@ def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(sett
                 right |= ~found
             if not bool(right.all()):
                 problems.append("a vector was wrong")
+            checked[reader] += rows
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
+    readers = [threading.Thread(target=read, args=(reader,)) for reader in range(3)]
     for reader in readers:
         reader.start()
     rng = np.random.default_rng(5)
-    for _ in range(150):
+    rounds = 0
+    while (rounds < 150 or sum(checked) < 25_000_000) and not problems and all(reader.is_alive() for reader in readers):
+        rounds += 1
         some = rng.permutation(move)[: move.size // 3]
         cache.erase(0, some)
         cache.insert(0, np.concatenate([some, some[:100]]), rows_of(np.concatenate([some, some[:100]]), dim))
@@ -265,5 +271,6 @@ def test_queries_beside_inserts_and_erases_show_whole_vectors_of_their_keys(sett
     resident = np.sort(cache.dump(0))
     cache.close()
     assert problems == []
+    assert sum(checked) >= 25_000_000
     assert (stats.resident_rows, stats.unplaced) == (rows, 0)
     np.testing.assert_array_equal(resident, np.sort(keys))

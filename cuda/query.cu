@@ -117,11 +117,10 @@ __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked,
 
 // Write the distinct keys of a warp, their homes, of static tables their other buckets, and the lanes that query them; returns
 // the number of keys to find.
-__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes, u32* others,
+__device__ __forceinline__ u32 find_distinct(const Segment& segment, i64 key, u32 all, u32 lane, i64* keys, u32* homes, u32* others,
                                              u32* askers) {
     u32 distinct = 0;
     if (all >> lane & 1) {
-        const i64 key = __ldcs(segment.keys + first + lane);
         const u32 same = __match_any_sync(all, static_cast<u64>(key)), earlier = (1u << lane) - 1;
         const u32 leaders = __ballot_sync(all, (same & earlier) == 0);
         distinct = __popc(leaders);
@@ -183,11 +182,11 @@ __device__ __forceinline__ void settle_misses(const Query& request, const Segmen
 #endif
 
 __device__ __forceinline__ const u8* row_at(const Segment& segment, const volatile Near& near, u32 row, u64 row_bytes) {
-    if (HPS_SHARED && row & NEAR_ROW) return near.rows + (row & ~NEAR_ROW) * row_bytes;
+    if (HPS_NEAR && row & NEAR_ROW) return near.rows + (row & ~NEAR_ROW) * row_bytes;
     return segment.rows + row * row_bytes;
 }
 
-#if HPS_SHARED
+#if HPS_NEAR
 // What a tile found in the near table.
 struct NearLook {
     u32 index, word, scores;
@@ -275,13 +274,14 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     if (first >= segment.n) return;
     const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = units_of(segment.units);
 
-    __shared__ Near near_of[HPS_SHARED ? WARPS : 1];
-    const volatile Near& near_table = near_of[HPS_SHARED ? warp : 0];
-#if HPS_SHARED
-    if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);
-#endif
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
-    const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp],
+    const i64 key = lane < count ? __ldcs(segment.keys + first + lane) : 0;
+    __shared__ Near near_of[HPS_NEAR ? WARPS : 1];
+    const volatile Near& near_table = near_of[HPS_NEAR ? warp : 0];
+#if HPS_NEAR
+    if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);  // while the keys are on their way
+#endif
+    const u32 found = find_distinct(segment, key, all, lane, keys_of[warp], homes_of[warp],
                                     others_of[HPS_STATIC ? warp : 0], askers_of[warp]);
     const u32 distinct = segment.pairs == 0 ? 0 : found;
 
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #if HPS_SETTLES
     u32 unread = 0;  // likewise: a writer kept its bucket
 #endif
-#if HPS_SHARED
+#if HPS_NEAR
     const bool notes = distinct && near_table.pairs && is_sampled(warp);
 #endif
     u32 attempt = 0;
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         uint4 other_part;
         if (asks) other_part = load_part(segment.buckets + static_cast<u64>(beside) * BUCKET_PARTS + member);
 #endif
-#if HPS_SHARED
+#if HPS_NEAR
         NearLook near{0, 0, 0, -1};  // while the bucket is on its way
         const bool looks_near = asks && near_table.may_have(index / 2);
         if (__any_sync(FULL_WARP, looks_near)) near = look_near(near_table, key_at_place[done], looks_near, tile, member);
@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             }
         }
 #endif
-#if HPS_SHARED
+#if HPS_NEAR
         uint4* buckets = segment.buckets;
         if (is_near) {
             buckets = near_table.buckets;
@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         }
 #endif
 
-#if HPS_SHARED
+#if HPS_NEAR
         if (notes) {
             const Sharing& sharing = sharing_of(segment.buckets);
             const bool neighbour = copies && !is_near && near_table.may_have(index / 2);

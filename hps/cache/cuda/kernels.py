@@ -32,7 +32,7 @@ SHARING_BYTES = 256
 SEGMENTS_AT_ONCE = 32
 """Maximum number of segments per launch; more need several launches."""
 FEW_KEYS = 1 << 14
-"""Up to this number of keys, a query of static tables takes as long as its slowest warp, and reads ahead."""
+"""Up to this number of keys, a query takes as long as its slowest warp, and has more loads in flight."""
 TOO_MANY = 0xFFFFFFFF
 """Reported by `unique` instead of a count if a segment has more misses than it sorts itself."""
 REPLACE, ADMIT = 1, 2
@@ -238,25 +238,26 @@ def query_kernel(shape: Shape, kind: Kind = DYNAMIC, *, settles: bool = False, f
 
     Args:
         settles: the tables are static and complete: keys that are not resident are absent.
-        few: for at most FEW_KEYS keys of static tables.
+        few: for at most FEW_KEYS keys, 8 a warp.
     """
     units = -(-shape.widest // shape.unit)
     copy = _copy_lanes(shape.unit, shape.widest)
-    blocks = 8 if few else (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10
+    loads = min(4 if shape.formats & 1 and not (few and shape.formats == 1) else 8, copy // 4)
+    blocks = (5 if loads == 8 else 8) if few else (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10
     return Kernel(
         "query",
         "query",
         (
             ("UNIT", shape.unit),
             ("COPY", copy),
-            ("ROW_LOADS", min(4 if shape.formats & 1 else 8, copy // 4)),
+            ("ROW_LOADS", loads),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", shape.segments),
             ("MIN_BLOCKS", blocks),
             *shape.constants,
             *kind.constants,
             *((("SETTLES", 1), ("PATIENCE", 1 << 14)) if settles else ()),
-            *((("BOTH", 1),) if few else ()),
+            *((("FEW", 1),) if few else ()),
         ),
     )
 
@@ -413,10 +414,8 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
     """Return the kernels for lookups of rows and bags, with aligned outputs; others are compiled on first use."""
     found = [UNIQUE, MARK_HEADS, RANK_SORTED_KERNEL]
     for shape in _shapes(tables):
-        if kind.static:
-            found += [query_kernel(shape, kind, settles=settles, few=few) for settles in (False, True) for few in (False, True)]
-        else:
-            found.append(query_kernel(shape, kind))
+        settling = (False, True) if kind.static else (False,)
+        found += [query_kernel(shape, kind, settles=settles, few=few) for settles in settling for few in (False, True)]
         found += [pool_kernel(name, shape, arithmetic, kind) for name in POOLS for arithmetic in Arithmetic]
         if shape.segments == 1:
             found.append(scatter_kernel(shape))

@@ -214,7 +214,8 @@ def test_whatever_tables_are_asked_for_their_kernels_are_compiled_ahead(tables, 
     ahead = [*kernels.lookup_kernels(tables, kind), *kernels.link_kernels(tables, kind)]
     asked = [asked for count in (1, 2, 3, 4) for asked in itertools.product(range(len(tables)), repeat=count)]
     for shape in {kernels.shape_of(tables, one, kernels.ALIGNED) for one in asked}:
-        needed = [kernels.query_kernel(shape, kind), *(kernels.answer_kernel(name, shape, kind) for name in kernels.ANSWERS)]
+        needed = [kernels.query_kernel(shape, kind, few=few) for few in (False, True)]
+        needed += [kernels.answer_kernel(name, shape, kind) for name in kernels.ANSWERS]
         needed += [kernels.pool_kernel(name, shape, one, kind) for name in kernels.POOLS for one in Arithmetic]
         assert not set(needed) - set(ahead)
     fronts = Shape.of(tables, kernels.ALIGNED)._replace(segments=kernels.SEGMENTS_AT_ONCE)  # of the loop that answers fronts

@@ -62,7 +62,7 @@
 // A launch of few keys takes as long as its slowest warp. So a warp compares no keys, has the rows of a pass in flight at once,
 // and of static tables, where every second warp has a key that is not at home, reads the other buckets beside the homes. On
 // H200s, 8,192 keys of dim 128 reach 0.83 of a plain gather instead of 0.75, of dim 32 0.57 instead of 0.53; with half of the
-// rows on another H200 0.90 instead of 0.73, and 0.77 instead of 0.69.
+// rows on another H200 0.89 instead of 0.73, and 0.76 instead of 0.69.
 #ifndef HPS_FEW
 #define HPS_FEW 0  // 1: keys_per_warp is at most 8
 #endif

@@ -27,6 +27,7 @@ from hps.regions.exchange import (
     DEPLOYMENT_COLUMNS,
     EPOCH,
     EVENT,
+    H_SEGMENTS,
     HANDED_OVER_COUNT,
     HANDED_OVER_EVENT,
     HEAD,
@@ -110,6 +111,13 @@ class HandedOverRequest:
     segments: IndexArray
 
 
+class _Segments(threading.local):
+    """Memory of each thread for the segments of a request. New memory of 40 KB takes longer than reading a request."""
+
+    def __init__(self) -> None:
+        self.words: IndexArray = np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+
+
 class LoopState:
     """Arrays of one loop of the engine. *Thread-safe.*
 
@@ -148,6 +156,7 @@ class LoopState:
             self.regions[place, LENGTH], self.regions[place, EVENT] = memory.size, event
             self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[STARTED_EPOCH]
         self._lock = threading.Lock()
+        self._segments = _Segments()
         self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # by deployment, its rows of `tables`
         self._resident = [False] * MOST_DEPLOYMENTS
         self._hands_over_all = False
@@ -243,9 +252,10 @@ class LoopState:
                 return None
             place, slot = self.handed_over[self._taken % len(self.handed_over)].tolist()
             self._taken += 1
-        header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+        header, segments = np.zeros(HEADER_WORDS, np.int64), self._segments.words
         status = read_handed_over(self.regions, place, slot, self.deployments, self.tables, header, segments)
-        return HandedOverRequest(place, slot, status, header, segments[: int(header[2])] if status == 0 else segments[:0])
+        count = int(header[H_SEGMENTS]) if status == 0 else 0
+        return HandedOverRequest(place, slot, status, header, segments[:count].copy())
 
     def complete(self, request: HandedOverRequest) -> None:
         """Return the slot of a request to its frontend. The answer is in the slot."""

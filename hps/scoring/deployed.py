@@ -148,6 +148,7 @@ class DeploymentScores:
                     opened.signature,
                     network,
                     session.run,
+                    session.graph_lookups,
                     on_device=opened.on_device,
                     refuse_nan=dense.refuse_nan,
                     max_samples=config.max_batch_size,
@@ -234,12 +235,14 @@ class DeploymentScores:
         """
         until = time.monotonic() + timeout_s
         ended = [batcher.close(max(0.0, until - time.monotonic())) for batcher in dict.fromkeys(self._batchers.values())]
-        if self._calls.close(max(0.0, until - time.monotonic())) and all(ended):
-            return True
-        seconds = [second for scorer in dict.fromkeys(self._scorers.values()) for second in scorer.network_seconds().values()]
-        if not seconds or min(seconds) < timeout_s:
-            return False
-        _log.warning("scoring with %s: its network has not returned for %.1f s; it is abandoned", self._name, min(seconds))
+        scorers = dict.fromkeys(self._scorers.values())
+        if not (self._calls.close(max(0.0, until - time.monotonic())) and all(ended)):
+            seconds = [second for scorer in scorers for second in scorer.network_seconds().values()]
+            if not seconds or min(seconds) < timeout_s:
+                return False
+            _log.warning("scoring with %s: its network has not returned for %.1f s; it is abandoned", self._name, min(seconds))
+        for scorer in scorers:
+            scorer.release()
         return True
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from hps.engine.session import GraphLookups
 from hps.errors import HPSError, NetworkError
 from hps.networks.base import Tensor
 from hps.scoring.features import ScoreInputs
@@ -55,7 +56,7 @@ class Scorer:
 
     Args:
         model: its name, for errors.
-        lookup: looks a batch up.
+        lookup, graph_lookups: see `Runner`.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
 
     Attributes:
@@ -69,6 +70,7 @@ class Scorer:
         signature: Signature,
         network: NetworkCalls,
         lookup: Callable[[Batch], None],
+        graph_lookups: Callable[[], GraphLookups | None] = lambda: None,
         *,
         on_device: bool = False,
         refuse_nan: bool = True,
@@ -81,7 +83,7 @@ class Scorer:
         self._refuse_nan = refuse_nan
         self._max_samples = max_samples
         self.outputs = tuple(outputs)
-        self._runner = Runner(model, tables, signature, network, lookup, on_device=on_device)
+        self._runner = Runner(model, tables, signature, network, lookup, graph_lookups, on_device=on_device)
         self._new = NewBatches(self._runner)
         self._kept = KeptBatches(self._runner, max_samples)
         self._in_use = threading.Lock()  # of the kept memory
@@ -246,6 +248,10 @@ class Scorer:
         """Allocate memory for the known forms of batches, and run the network on it, before the first request."""
         with self._calls.of(self._runner):
             self._kept.warm()
+
+    def release(self) -> None:
+        """Free the kept memory, once no further requests come."""
+        self._kept.release()
 
     def prepared_zeros(self, samples: int) -> Callable[[], Mapping[str, Tensor]]:
         return self._new.prepared_zeros(samples)

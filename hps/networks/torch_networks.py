@@ -111,6 +111,7 @@ class _TorchNetwork(Network):
                 # Graphs run one after the other, on one stream. A pool lives as long as one of its graphs.
                 earlier = self._delivering() if delivers and self._delivering is not None else None
                 pool = None if earlier is None else earlier.pool()
+                stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still write the inputs
                 with torch.cuda.stream(stream):
                     for _ in range(_WARM_UPS if earlier is None else 1):  # libraries choose kernels and take memory
                         run()

@@ -14,6 +14,7 @@ from tests.gpu.cupy_if_installed import cupy  # noqa: F401 - skips without it
 torch = pytest.importorskip("torch")
 import hps.torch  # noqa: E402 - after torch is known to be there
 from benchmarks.bench_scores import Ranker  # noqa: E402
+from hps.networks.torch_networks import _TorchNetwork  # noqa: E402
 from hps.scoring.captured import CapturedBatches  # noqa: E402
 from hps.scoring.scorer import Scorer  # noqa: E402
 
@@ -124,6 +125,26 @@ def test_histories_of_other_lengths(served: tuple[Any, hps.HPS, str]) -> None:
     for keys in (1, 7, 100, 7, 99) * 5:
         given = request(rng, 300, keys)
         np.testing.assert_allclose(server.score("m", given)["score"], scores_of(module, given), atol=1e-5)
+
+
+def test_a_run_is_captured_after_what_was_written_before() -> None:
+    """New memory that the inputs have not reached may hold any index, and one out of range ends the context."""
+    network = _TorchNetwork("m", lambda given: given, ("x",), torch.device("cuda", 0))
+    size, rows = 1 << 28, 1000
+    memory, source = network.staging(size)
+    target, values = network.empty((size,), "uint8"), network.empty((rows,), "float32")
+    index = network.part(target, size - 8 * rows, "int64", (rows,))  # the end, which is copied last
+    found = network.empty((rows,), "float32")
+    values.copy_(torch.arange(rows))
+    memory[:] = 0
+    network.write(target, source)
+    network.fetch({"x": found})  # waits
+    for step in (1, 3):
+        expected = np.arange(rows) * step % rows
+        memory[-8 * rows :].view(np.int64)[:] = expected
+        network.write(target, source)
+        network.fixed(lambda: network.write(found, network.take(values, index)) or {})  # type: ignore[func-returns-value]
+        np.testing.assert_array_equal(network.fetch({"x": found})["x"], expected)
 
 
 def test_a_write_that_has_returned_is_seen(tmp_path: Path, in_graphs: list[bool]) -> None:

@@ -72,9 +72,7 @@ class CapturedBatches:
             kept.index[:total] = np.repeat(np.arange(len(requests)), counts)
             kept.index[total : captured.samples] = 0  # those of an earlier batch may name rows that this one lacks
         gather_into(requests, by_request, kept.staged, captured.starts, captured.filled)
-        if not lookups.order():
-            kept.lookups = None
-            kept.captured.clear()
+        if not self._order(kept, lookups):
             return None
         launched_ns = perf_counter_ns()
         try:
@@ -89,6 +87,14 @@ class CapturedBatches:
             return None
         self._skips = 0
         return {name: values[:total].copy() for name, values in outputs.items()}, launched_ns
+
+    def _order(self, kept: KeptMemory, lookups: GraphLookups) -> bool:
+        """Order the next launch after all modifications that have returned. Return False, and drop all graphs, if they are old."""
+        if lookups.order():
+            return True
+        kept.lookups = None
+        kept.captured.clear()
+        return False
 
     def _captured_for(self, kept: KeptMemory, total: int, requests: int, sizes: tuple[int, ...]) -> CapturedBatch | None:
         """Return the graph of batches of so many samples; None without one. It is captured for numbers that come again."""
@@ -130,6 +136,8 @@ class CapturedBatches:
                 return None
             del kept.captured[oldest]
         kept.staged[:] = 0  # values of another form could name rows that there are not
+        if kept.lookups is not None:  # another graph of the same lookups would make those of replaced tables look valid
+            self._order(kept, kept.lookups)
         try:
             if (lookups := self._prepared(kept)) is None:
                 self._enabled = False

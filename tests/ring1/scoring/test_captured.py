@@ -273,6 +273,20 @@ def test_graphs_of_tables_that_were_replaced_are_captured_again(in_graphs: list[
     assert network.captured == before + 1
 
 
+def test_another_graph_is_captured_without_those_of_replaced_tables() -> None:
+    tables, rng = FakeTables(4, 2), np.random.default_rng(2)
+    ours, other = warm(tables), scorer_of(True, INPUTS, FakeTables(4, 2))
+    for round_ in range(4):
+        if round_ == 3:  # the fourth batch of bags of this size is captured
+            for part in tables.parts:
+                part.is_valid = False
+        compare(ours, other, arrays(rng, 20, keys=7))
+    [kept] = [kept for kept in ours._kept.memories if kept.captured and kept.asked]
+    assert len(kept.captured) == 1
+    assert kept.lookups is not None
+    assert kept.lookups.order()
+
+
 def test_absent_keys_count_without_those_that_fill_a_batch_up() -> None:
     class Lacking(FakeGraphPart):
         def absent(self) -> Mapping[int, int] | None:

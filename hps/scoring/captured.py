@@ -89,7 +89,7 @@ class CapturedBatches:
         return {name: values[:total].copy() for name, values in outputs.items()}, launched_ns
 
     def _order(self, kept: KeptMemory, lookups: GraphLookups) -> bool:
-        """Order the next launch after all modifications that have returned. Return False, and drop all graphs, if they are old."""
+        """Order the next launch after all modifications that have returned. Return False, and drop all graphs, if invalid."""
         if lookups.order():
             return True
         kept.lookups = None

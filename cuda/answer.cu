@@ -19,7 +19,8 @@
 //             holds each distinct key of an attached segment once; those of one bin (see bin_of) are together, bins ascend;
 //             `fetch_warps` warps of a block read them, since few warps keep what is read at once together in the host's memory,
 //             and enough of them hide its latency (docs/gpu-cache.md). With `settles`, nothing is left: what nobody could read
-//             gets the default vector, and all is counted in the links. A segment that is not attached leaves all its misses.
+//             gets the default vector, any_left becomes 1 if there was any, and all is counted in the links. A segment that is not
+//             attached leaves all its misses.
 // RACES       Phases of many misses follow each other within the launch, without a demand on how many blocks run at once: blocks
 //             draw tickets, a phase after the other, and a block waits only for tickets drawn before its own, whose blocks run.
 //             fetch reads without a look at the versions of the stripes, which would cost as much as the rows: warps that read
@@ -184,7 +185,10 @@ __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegm
         atomicAdd(segment.link->counters, static_cast<u64>(__popc(found | absent | left)));
         if (found) atomicAdd(segment.link->counters + 1, static_cast<u64>(__popc(found)));
         if (absent) atomicAdd(segment.link->counters + 2, static_cast<u64>(__popc(absent)));
-        if (left) atomicAdd(segment.link->counters + 3, static_cast<u64>(__popc(left)));
+        if (left) {
+            atomicAdd(segment.link->counters + 3, static_cast<u64>(__popc(left)));
+            *request.any_left = 1;
+        }
     } else {
         if (found) atomicAdd(&request.tallies[segment.index].x, __popc(found));
         if (absent) atomicAdd(&request.tallies[segment.index].y, __popc(absent));

@@ -314,7 +314,7 @@ def _finish(
                     answered = False
         if not answered:
             fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-            hand_over(state, queue, place, slot)
+            hand_over(state, queue, place, slot, 0)
             continue
         for s in range(first, stop):
             table, n = segments[s, S_TABLE], segments[s, S_N]
@@ -487,7 +487,7 @@ def run(
                 row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
                 if functions[F_FAILED] != 0 or not _is_resident(deployments, row, header, read):
                     take(regions, place)
-                    hand_over(state, queue, place, slot)
+                    hand_over(state, queue, place, slot, header[H_FLAGS])
                     continue
                 nth = _lane_for(lanes, deployments[row, D_GPU], header[H_SEGMENTS], header[H_KEYS])
                 if nth < 0:
@@ -499,7 +499,7 @@ def run(
                 take(regions, place)
                 if load_acquire(deployments[row].ctypes.data + 8 * D_ID) != header[H_DEPLOYMENT_ID]:
                     fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-                    hand_over(state, queue, place, slot)
+                    hand_over(state, queue, place, slot, 0)
                     continue
                 shift = regions[place, BASE] + regions[place, SHIFT]
                 _add(lanes[nth], requests[nth], segments[nth], place, slot, row, shift, header, read, deployments)

@@ -250,11 +250,7 @@ class CupyLookup(StreamOrderedLookup):
                 "in-process hash map alone and that the device reads in place"
             )
         self.start(batch, captured=captured)
-        if self.host.used or len(self._streams) > 1 or self._host_waits:
-            raise InvalidInputError(
-                "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
-                "the device and on one stream"
-            )
+        self._refuse_host_tensors("looking up without waiting")
         if not captured:
             if self._change_order.pending:
                 self._change_order.wait_for_returned(self.stream)
@@ -278,6 +274,13 @@ class CupyLookup(StreamOrderedLookup):
                 self.clear()
             raise
 
+    def _refuse_host_tensors(self, doing: str) -> None:
+        if self.host.used or len(self._streams) > 1 or self._host_waits:
+            raise InvalidInputError(
+                f"{doing}: got keys, outputs or masks in host memory or on several streams, expected all on the device and on "
+                "one stream"
+            )
+
     def _launch_rows(self) -> None:
         """Launch a lookup of rows ordered only by the stream; see `enqueue`."""
         if self.memory.complete:
@@ -295,6 +298,57 @@ class CupyLookup(StreamOrderedLookup):
         self._launch_number()
         self.launch_answer(settles=True)
         self.launch_pool("pool_rest", settles=True)
+
+    @device_call("looking up in a graph")
+    def enqueue_part(self, batch: Batch, absent_at: int) -> bool:
+        """Launch a batch of a `GraphPart`, which this lookup then serves alone.
+
+        Args:
+            absent_at: address in mapped memory for the absent keys of each segment, uint32, if the cache is complete.
+
+        Returns:
+            Whether `flags[0]` is no failure: a missed key was answered unless `flags[1]` says otherwise.
+        """
+        self.memory.tables()
+        self._links = list(self._attached)
+        self.start(batch, captured=True)
+        self._refuse_host_tensors("looking up in a graph")
+        # Each batch lists its misses from the start, so that the lists have room for all batches of a graph and its replays.
+        runtime.memsetAsync(self.missing_counts, 0, 4 * self._table_count, self.stream)
+        if self.memory.complete and not self._pooled:
+            self._settling.launch(self.placed, self.stream)
+            size = 4 * self._table_count
+            runtime.memcpyAsync(absent_at, self.missing_counts, size, runtime.memcpyDeviceToHost, self.stream)
+            return True
+        links = [self._links[table] for table in batch.tables]
+        linked = all(link is not None and link.present is not None for link in links)
+        for link in links if linked else ():
+            link.keep_layouts()  # type: ignore[union-attr]
+        if not self._pooled:
+            self.launch_query()
+        else:
+            self.launch_pool("pool")
+        if not linked:
+            return False
+        if self._pooled:
+            self.placed = self._bags.place_misses([place.n for place in self._bags.placed])
+            self._launch_number()
+        self.launch_answer(settles=True)
+        if self._pooled:
+            self.launch_pool("pool_rest")
+        return True
+
+    @property
+    def has_same_links(self) -> bool:
+        """Whether the tables that the last lookup read are still attached."""
+        return all(now is then for now, then in zip(self._attached, self._links, strict=True))
+
+    @device_call("ordering a graph after modifications")
+    def order(self, stream: int) -> None:
+        """Order later work on a stream after the modifications whose calls have returned."""
+        self.memory.tables()
+        if self._change_order.pending:
+            self._change_order.wait_for_returned(stream)
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, batch: Batch) -> None:

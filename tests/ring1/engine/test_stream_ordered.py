@@ -96,3 +96,15 @@ def test_closed_lookups_are_refused_also_after_their_device_was_lost(monkeypatch
             with pytest.raises(NotReadyError, match="was undeployed"):
                 lookups.enqueue(bags_of([9, 9]), cache.create_lookup, lambda lookup: None)
         lookups.settle()  # nothing is asked of the device any more
+
+
+def test_misses_of_graphs_that_were_captured_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cache, lookups = opened()
+    missed = [0, 0]
+    monkeypatch.setattr(DeviceCache, "stream_ordered_counts", lambda _, table: StreamOrderedCounts(missed[table], 0, 0, 0))
+    counters = lookups._counters[0]
+    missed[:] = [500, 500]
+    lookups.forget()
+    missed[0] += 3
+    lookups.settle()
+    assert (counters.hits[0], counters.misses[0]) == (8 * 4 - 3, 3)

@@ -41,11 +41,17 @@ class KernelStruct(struct.Struct):
             raise TypeError(f"packing arguments: {sorted(wrong)} are missing or unknown")
         return self.pack(*map(values.__getitem__, self.names))
 
-    def at_pair(self, first: str, second: str) -> int:
-        """Return the offset of two adjacent fields of 4 bytes, which one store of 8 bytes fills: the first is the low half."""
-        at = self.offsets[first]
-        if self.offsets[second] != at + 4 or at % 8:
-            raise ValueError(f"{first} and {second} are no aligned pair of fields")
+    def at(self, *names: str, size_bytes: int = 8) -> int:
+        """Return the offset of a store that writes these adjacent fields, the first from its lowest bits on, and no other.
+
+        Raises:
+            ValueError: a store of that size there is not aligned, or writes to other fields.
+        """
+        at = self.offsets[names[0]]
+        stop = at + size_bytes
+        filled = tuple([name for name, start in self.offsets.items() if at <= start < stop])
+        if at % size_bytes or stop > self.size or filled != names:
+            raise ValueError(f"a store of {size_bytes} bytes to {', '.join(names)}: got the fields {', '.join(filled)}")
         return at
 
 

@@ -7,7 +7,7 @@
 //             or LEFT. out (n, dim) float32 and found (n,) uint8 or null, out. staged (staged_rows, width) words or null, out: the
 //             same rows for the admission, where reading `out` again is slow. left_keys int64 and left_positions uint32, out:
 //             what the host must answer, as many as left_counts[index] (uint32, must be 0 before). buckets, rows and counters
-//             of its table of the cache, in/out. slots uint32, at least twice the misses rounded up to a power of two, and bins
+//             of its table of the cache, in/out. slots (1 << slot_bits,) uint32, at least twice the misses, and bins
 //             (segment_count << bin_bits,) uint32: must be 0 before, 0 afterwards. leader_counts (segments,) uint32: 0 where
 //             nothing was put into order. tallies (segments, 2) uint32: keys linked and absent, must be 0 before, 0 afterwards;
 //             progress likewise. epochs (segment_count,) uint64. versions and versions_after (segment_count, 1 << STRIPE_BITS)
@@ -111,8 +111,9 @@ struct Answer {
     u32 few;
     u32 fetch_warps;  // of a block; of row files, in the upper half, those for at least MANY misses, or 0
     u8 settles;
-    u8 defers;  // the admission of many: `admit_answers` follows
-    u16 zero;   // always 0, which the compiler does not know
+    u8 defers;     // the admission of many: `admit_answers` follows
+    u8 slot_bits;  // there are 1 << slot_bits slots
+    u8 zero;       // always 0, which the compiler does not know
 };
 
 static_assert(sizeof(AnswerSegment) == 120 && sizeof(Answer) == 120 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
@@ -505,7 +506,8 @@ constexpr u32 MARK = 0, PLACE = 1, FETCH = 2, CHECK = 3, MEND = 4, SPREAD = 5, P
 
 __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u32* to, Admissions& counts) {
     __shared__ u32 drawn;
-    const u32 slot_mask = (2u << (32 - __clz(misses - 1))) - 1;
+    // The phase waits for the warp with the longest search: of 30,000 keys in 65,536 slots one finds 20 taken, in 131,072 slots 7.
+    const u32 slot_mask = (1u << min(34 - __clz(misses - 1), static_cast<int>(request.slot_bits))) - 1;
 #if HPS_ROW_FILES
     // Between two records that a warp reads stand two reads of the device's memory; more warps hide them, if their rows are close.
     const u32 many = request.fetch_warps >> 16, fetch_warps = misses >= MANY && many ? many : request.fetch_warps & 0xffff;

@@ -12,6 +12,9 @@
 // the second look's address on all that was read of the rows, so the loads cannot be exchanged; acquire fences of system scope
 // say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers. Where
 // many keys are missing, both looks are taken for all of them at once, before and after their rows are read (answer.cu).
+// The first look need not be the reader's own. Whoever takes a second look leaves what it found in device memory (`known`), where
+// the next reader finds it without a trip to the host, a fifth of the time of few misses. Versions never repeat, so a second look
+// that equals one of any earlier time says as much as one of just before. One that differs is the first look of another attempt.
 //
 // WHY A MIRROR IS NEVER FOLLOWED WHEN IT IS OLD. The device may hold a copy of the buckets, so that a miss translates one address
 // of the host's memory, not two. Beside it stands, for each stripe, the version that it was copied at, after the host's write and
@@ -67,6 +70,7 @@ struct HostLayout {
     const u64* mirrored;              // the versions of the stripes that the mirror was copied at, in device memory; null without one
     u64 mirrors[MOST_SEGMENTS];       // of each segment the address of its copy, in device memory
     RowFile file;                     // row_file.cuh; of other tables all 0
+    u64* known;                       // of each stripe a version that a reader has found; odd: none
 };
 
 // Counts the blocks that read layouts of a cache's row files, in device memory: those that began in an even and in an odd phase.
@@ -291,10 +295,34 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
     return look;
 }
 
+// Take the first look at the version of the keys' stripes, where `version` is odd; the same for the lanes of a tile.
+__device__ __forceinline__ u64 first_look(const HostLayout* layout, u64 version_at, u64 hashed, u64 version, bool asks, u32 attempt) {
+    if (asks && version & 1 && attempt == 0) version = load_word(layout->known + (hashed >> (64 - STRIPE_BITS)));
+    if (asks && version & 1) version = load_host_word(version_at);
+    version = __shfl_sync(FULL_WARP, version, threadIdx.x % 32 / 4 * 4);
+    acquire_from_host();
+    return version;
+}
+
+// Take the second look, after all that was read with the first one, and leave it for later readers.
+__device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version_at, u64 hashed, u64 version, bool asks) {
+    u64* const known = layout->known + (hashed >> (64 - STRIPE_BITS));
+    u64 before = version, again = version;
+    if (asks) {
+        before = load_word(known);
+        again = load_host_word(version_at);
+    }
+    again = __shfl_sync(FULL_WARP, again, threadIdx.x % 32 / 4 * 4);
+    if (asks && again != before && (again & 1) == 0 && threadIdx.x % 4 == 0) {
+        asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(known), "l"(again) : "memory");
+    }
+    return again;
+}
+
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
 // `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
-// is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `copy(source)` reads the rows at the tiles'
+// is that of the key's stripe as it was read earlier, or odd where it is yet to be looked at. `copy(source)` reads the rows at the tiles'
 // addresses, none where that is 0, and returns some bits of all that was read. It may be called again, and what it read may not
 // be kept: whoever stores it must not show it before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
 // Without LOOKS, the host's versions are neither read nor compared: what this returns is a guess, until the caller has compared
@@ -302,7 +330,6 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
 template <bool LOOKS, typename Copy>
 __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 patience, u32 zero,
                                          Copy copy) {
-    const u32 tile = threadIdx.x % 32 / 4;
     const u64 hashed = mix(key);
     u32 state = LEFT;
 #pragma unroll 1
@@ -310,11 +337,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(where));
         if (layout == nullptr) break;
         const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
-        if (LOOKS) {
-            if (asks && version & 1) version = load_host_word(version_at);
-            version = __shfl_sync(FULL_WARP, version, 4 * tile);  // one value for a tile
-            acquire_from_host();
-        }
+        if (LOOKS) version = first_look(layout, version_at, hashed, version, asks, attempt);
         const Look look = look_up(layout, key, hashed, version, asks);
         const u64 source = look.source;
         const bool absent = look.absent, moved = look.moved;
@@ -326,9 +349,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();
-        u64 again = version;
-        if (asks) again = load_host_word(version_at + late);
-        again = __shfl_sync(FULL_WARP, again, 4 * tile);
+        const u64 again = second_look(layout, version_at + late, hashed, version, asks);
         if (asks && again == version && (version & 1) == 0 && (source != 0 || absent)) {
             state = absent ? ABSENT : FOUND;
             asks = false;

@@ -101,6 +101,7 @@ class _StreamLane:
             fetch_warps=1,
             settles=0,
             defers=0,
+            slot_bits=keys.bit_length(),
         )
         self._query.view(np.uint8)[batch_loop.QUERY_TAIL_AT :][: len(query_tail)] = np.frombuffer(query_tail, np.uint8)
         self._answer.view(np.uint8)[batch_loop.ANSWER_TAIL_AT :][: len(answer_tail)] = np.frombuffer(answer_tail, np.uint8)

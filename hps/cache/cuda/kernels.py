@@ -460,6 +460,7 @@ def host_layout(
     where: int,
     slabs: int,
     slab_count: int,
+    known: int,
     mirrored: int = 0,
     mirrors: Sequence[int] = (),
     file: FileLayout | None = None,
@@ -473,6 +474,7 @@ def host_layout(
         where: its future address on the device.
         slabs: device address of the array of slab addresses.
         slab_count: number of slabs.
+        known: device address of the versions of the stripes that readers have found.
         mirrored: device address of the versions that its mirror was copied at; 0 without one.
         mirrors: device addresses of the copies of its segments.
         file: its row file, if any.
@@ -485,7 +487,9 @@ def host_layout(
     of_file: tuple[int | float, ...] = (0, 0, 0, 0, 0.0, number, 0, 0)
     if file is not None:
         of_file = (file.records, *index, file.rows, file.rows / file.buckets, number, file.buckets, file.record_bytes)
-    return structs.HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors, *of_file)
+    return structs.HOST_LAYOUT.pack(
+        *head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors, *of_file, known
+    )
 
 
 def bins_per_row(words: Sequence[int]) -> float:

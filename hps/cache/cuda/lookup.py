@@ -588,6 +588,7 @@ class CupyLookup(StreamOrderedLookup):
                 fetch_warps=warps | (kernels.many_fetch_warps(warps, threads) << 16 if files else 0),
                 settles=settles,
                 defers=defers,
+                slot_bits=self._link_capacity.bit_length(),
             )
         buffer[-len(tail) :] = tail
         self._dependent.launch(handle, blocks, threads, arguments, self.stream)

@@ -63,7 +63,8 @@ QUERY_TAIL = KernelStruct(
 QUERY_OF_ONE = KernelStruct(f"{SEGMENT.fields} {QUERY_TAIL.fields}")
 HOST_LAYOUT = KernelStruct(
     "own:Q slabs:Q versions:Q slab_count:I slab_shift:I row_bytes:I segment_bits:I segments:32Q dense_rows:Q mirrored:Q "
-    "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I"
+    "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I "
+    "known:Q"
 )
 MIRROR = KernelStruct("copies:Q n:Q")
 LINK = KernelStruct("current:Q epoch:Q counters:4Q readers:Q")
@@ -75,7 +76,7 @@ ANSWER_SEGMENT = KernelStruct(
 ANSWER_TAIL = KernelStruct(
     "missing_keys:Q missing_positions:Q missing_counts:Q leaders:Q ranks:Q order:Q states:Q left_keys:Q left_positions:Q "
     "left_counts:Q slots:Q bins:Q leader_counts:Q tallies:Q progress:Q epochs:Q versions:Q versions_after:Q any_left:Q "
-    "reports:Q bin_bits:I segment_count:I patience:I few:I fetch_warps:I settles:B defers:B _:2x"
+    "reports:Q bin_bits:I segment_count:I patience:I few:I fetch_warps:I settles:B defers:B slot_bits:B _:x"
 )
 POOL_SEGMENT = KernelStruct(
     "keys:Q offsets:Q weights:Q out:Q divisors:Q buckets:Q rows:Q padding_key:q unread:Q n:I bags:I pairs:I units:I "

@@ -80,7 +80,7 @@ struct Progress {
     u32 tickets;   // drawn
     u32 done;      // of these, ended
     u32 finished;  // blocks that have nothing left to do
-    u32 padding;
+    u32 mends;     // 1: a row is to be read again
 };
 
 struct Answer {
@@ -361,20 +361,20 @@ __device__ __forceinline__ void mark(const Answer& request, u32 slot_mask, u32 w
     }
 }
 
-// Note the versions of all stripes of the attached tables.
-__device__ __forceinline__ void read_versions(const Answer& request, u64* versions, u32 warp, u32 warps) {
+// Note the versions of all stripes of the attached tables; `before`: those of a first look, or null.
+__device__ __forceinline__ void read_versions(const Answer& request, u64* versions, const u64* before, u32 warp, u32 warps) {
     for (u32 i = 32 * warp + threadIdx.x % 32; i < request.segment_count << STRIPE_BITS; i += 32 * warps) {
         const AnswerSegment& segment = request.segments[i >> STRIPE_BITS];
         if (segment.layout == nullptr) continue;
         const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(segment.layout));
         const u32 stripe = i & ((1 << STRIPE_BITS) - 1);
+        u64 version = 1;
 #if HPS_ROW_FILES
-        if (layout != nullptr && layout->versions == 0) {
-            versions[i] = version_without_map(layout);
-            continue;
-        }
+        if (layout != nullptr && layout->versions == 0) version = version_without_map(layout);
 #endif
-        versions[i] = layout == nullptr ? 1 : load_host_word(layout->versions + VERSION_BYTES * stripe);
+        if (layout != nullptr && layout->versions != 0) version = load_host_word(layout->versions + VERSION_BYTES * stripe);
+        versions[i] = version;
+        if (before != nullptr && version != before[i]) request.progress->mends = 1;
     }
 }
 
@@ -447,6 +447,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         __syncwarp();
         u32 state = read_rows<LOOKS>(request, segment, key, asks, version, to, first);
         if (!LOOKS && version & 1) state = LEFT;
+        if (!LOOKS && asks && state == LEFT) request.progress->mends = 1;
         if (asks && lane % 4 == 0) request.states[leader] = state;
     }
 }
@@ -530,15 +531,15 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
         __syncthreads();
         const u32 warp = threadIdx.x / 32, of_grid = block * WARPS + warp, warps = gridDim.x * WARPS;
         if (phase == MARK) {
-            read_versions(request, request.versions, of_grid, warps);
+            read_versions(request, request.versions, nullptr, of_grid, warps);
             mark(request, slot_mask, of_grid, warps);
         }
         if (phase == PLACE) place(request, block, of_grid, warps);
         if (phase == FETCH && warp < fetch_warps) {
             read_leaders<false>(request, to, block * fetch_warps + warp, gridDim.x * fetch_warps);
         }
-        if (phase == CHECK) read_versions(request, request.versions_after, of_grid, warps);
-        if (phase == MEND) read_leaders<true>(request, to, of_grid, warps);
+        if (phase == CHECK) read_versions(request, request.versions_after, request.versions, of_grid, warps);
+        if (phase == MEND && load_acquire(&request.progress->mends)) read_leaders<true>(request, to, of_grid, warps);
         if (phase == SPREAD) {
             spread(request, of_grid, warps);
             if (!request.defers) admit_leaders(request, counts, of_grid, warps);

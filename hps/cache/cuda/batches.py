@@ -183,7 +183,8 @@ class CupyBatches(BatchDriver):
         if any(link is not None for link in links):
             threads = kernels.answer_threads(shape)
             blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
-            warps = kernels.fetch_warps(shape.most_words, blocks, threads)
+            dense = all(link is None or (link.present is not None and link.present.bins_per_row > 0) for link in links)
+            warps = kernels.fetch_warps(shape.most_words, blocks, threads, dense=dense)
             words[3:] = [answer, threads, blocks, warps, 1]
         tables = []
         for (buckets, rows, pairs), struct, link, spec, kind in zip(

@@ -113,7 +113,7 @@ class CupyLookup(StreamOrderedLookup):
             segments: Arguments(segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
-        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool], bytes] = {}  # packed; of the same lists
+        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool, bool], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * structs.UNIQUE_SEGMENT.size)
@@ -536,7 +536,7 @@ class CupyLookup(StreamOrderedLookup):
         handle, shape, threads = self.kernels.answer_of("answer", tables, outputs, files)
         by_parts = kernels.by_parts(shape)
         arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
-        buffer, pack, offset, blocks = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, self._blocks
+        buffer, pack, offset, blocks, dense = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, self._blocks, True
         for index, table in zip(group, tables, strict=True):
             n, out, missing = placed.sizes[index], placed.outs[index], placed.starts[index]
             found = placed.founds[index] if placed.founds else 0
@@ -548,6 +548,7 @@ class CupyLookup(StreamOrderedLookup):
                 where = link.where if settles else layout.where if layout is not None else 0
                 bins_per_row = layout.bins_per_row if layout is not None else 0.0
                 if where:
+                    dense = dense and bins_per_row > 0
                     link_at, authoritative = link.where, link.authoritative
                     if by_parts or defers or (index in placed.on_host and placed.on_host[index].out is not None):
                         row_bytes = 4 * kernels.staged_words(shape, rows)
@@ -556,10 +557,10 @@ class CupyLookup(StreamOrderedLookup):
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size
-        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files)
+        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files, dense)
         tail = self._answer_tails.get(kind_of_tail)
         if tail is None:
-            warps = kernels.fetch_warps(shape.most_words, blocks, threads)
+            warps = kernels.fetch_warps(shape.most_words, blocks, threads, dense=dense)
             tail = self._answer_tails[kind_of_tail] = structs.ANSWER_TAIL.named(
                 missing_keys=self.missing_keys,
                 missing_positions=self.listed_positions,

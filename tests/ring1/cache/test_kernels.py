@@ -103,6 +103,11 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     database.close()
 
 
+@pytest.mark.parametrize(("words", "of_map", "of_dense"), [(32, 5, 8), (33, 5, 8), (128, 2, 2), (1, 10, 16)])
+def test_more_warps_read_rows_where_these_are_narrow_and_no_bucket_is_read(words: int, of_map: int, of_dense: int):
+    assert [kernels.fetch_warps(words, 132, 512, dense=dense) for dense in (False, True)] == [of_map, of_dense]
+
+
 def test_kernels_python_and_hash_map_agree_on_measures():
     text = kernels.source("answer")
     said = {name: int(value) for name, value in re.findall(r"^constexpr u32 (\w+) = (\d+);", text, re.MULTILINE)}

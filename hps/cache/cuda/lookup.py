@@ -225,7 +225,7 @@ class CupyLookup(StreamOrderedLookup):
         if answer is not UNANSWERED:
             self._layouts = []
             if flags:
-                self._read_tallies(len(batch.tables))
+                self._read_tallies(batch.sizes)
                 self.flags[:2] = 0
             self._note_share(sum(batch.sizes))
         self._running, self._repeatable = False, True
@@ -477,8 +477,9 @@ class CupyLookup(StreamOrderedLookup):
         share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
         self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
 
-    def _read_tallies(self, count: int) -> None:
-        tallies = self._tallies[:count].tolist()
+    def _read_tallies(self, sizes: Sequence[int]) -> None:
+        """Read what the kernel that answers misses has counted. It reports nothing of segments without keys."""
+        tallies = [tally if n else (0, 0) for tally, n in zip(self._tallies[: len(sizes)].tolist(), sizes, strict=True)]
         self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
 
     def _settle(self, *, settled: bool) -> bool:
@@ -557,7 +558,7 @@ class CupyLookup(StreamOrderedLookup):
             if not answered:
                 self.launch_answer()
                 self.synchronise()
-            self._read_tallies(self._table_count)
+            self._read_tallies(self.placed.sizes)
             if not self.flags[1]:
                 return [0] * self._table_count
             self._listed_keys, self.missing_positions = self._left_keys, self._left_positions

@@ -505,6 +505,16 @@ def test_keys_that_a_repeat_leaves_are_those_of_the_host(attached: Any, repeated
     assert repeated == [repeats.LEFT | 1, 1]
 
 
+def test_tables_without_keys_have_no_misses_of_an_earlier_lookup(attached: Any) -> None:
+    for table in (0, 1):
+        Attached(attached, table)
+    workspace = attached.create_lookup()
+    for first, second in ((3, 5), (0, 5), (3, 0), (0, 4)):
+        batches = [batch_of(np.arange(ROWS, ROWS + n), table) for table, n in enumerate((first, second))]
+        assert workspace.query(Batch.merged(batches)) == 0
+        assert (workspace.linked, workspace.absent) == ([first, second], [0, 0])
+
+
 def test_no_repeat_reads_row_files_or_a_detached_table(attached: Any, repeated: list[int]) -> None:
     table, workspace = Attached(attached, 0, has_files=True), attached.create_lookup()
     for _ in range(3):

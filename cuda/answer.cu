@@ -13,6 +13,8 @@
 //             progress likewise. epochs (segment_count,) uint64. versions and versions_after (segment_count, 1 << STRIPE_BITS)
 //             uint64: of the tables' stripes, before and after fetch. any_left uint32 and reports (segments, 2) uint32 in mapped
 //             host memory, out: any_left becomes 1 if a key is left; reports are the tallies, written if anything was missing.
+//             done uint64 in mapped host memory or null, out: becomes `number` once all is answered and reported. Few misses may be
+//             admitted after that, from the staged rows, which the next launch on the stream may use again.
 // LAUNCH      Any number of blocks of HPS_THREADS; one an SM keeps all of a few thousand misses in flight. May be launched before
 //             the query has ended (programmatic dependent launch).
 // INVARIANTS  Up to `few` misses are read as they came. More are made distinct and put into the order of their rows first: order
@@ -105,6 +107,8 @@ struct Answer {
     u64* versions_after;
     u32* any_left;
     uint2* reports;
+    u64* done;
+    u64 number;
     u32 bin_bits;
     u32 segment_count;
     u32 patience;
@@ -116,7 +120,7 @@ struct Answer {
     u8 zero;       // always 0, which the compiler does not know
 };
 
-static_assert(sizeof(AnswerSegment) == 120 && sizeof(Answer) == 120 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(AnswerSegment) == 120 && sizeof(Answer) == 120 * HPS_SEGMENTS + 200, "hps/cache/cuda/kernels.py packs these");
 
 // The parts of up to 32 lists, numbered through. Lane s knows list s.
 struct Parts {
@@ -170,10 +174,7 @@ __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegm
     if (asks && segment.found != nullptr) segment.found[position] = is_found;
     if (left && !request.settles) {
         u32 place = 0;
-        if (lane == 0) {
-            place = atomicAdd(request.left_counts + segment.index, __popc(left));
-            *request.any_left = 1;
-        }
+        if (lane == 0) place = atomicAdd(request.left_counts + segment.index, __popc(left));
         place = segment.missing + __shfl_sync(FULL_WARP, place, 0) + __popc(left & ((1u << lane) - 1));
         if (is_left) {
             request.left_keys[place] = request.missing_keys[i];
@@ -287,16 +288,37 @@ __device__ __forceinline__ void admit_keys(const AnswerSegment& segment, Admissi
     __syncwarp();
 }
 
-// Answer few misses, in the order in which they came.
-__device__ __forceinline__ void answer_few(const Answer& request, const Parts& parts, u32* to, Admissions& counts) {
+// What a warp has read of few misses, and not yet admitted. Lane l knows entry l.
+struct Read {
+    u32 s, first, entries;  // a part of `Parts`; no entries: nothing
+    u32 position, state;
+    i64 key;
+    u64 epoch;
+};
+
+__device__ __forceinline__ void admit_read(const Answer& request, const Read& read, Admissions& counts) {
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (u32 entry = lane / TILE; entry - lane / TILE < read.entries; entry += TILES) {
+        const i64 one = __shfl_sync(FULL_WARP, read.key, entry);
+        const u32 row = __shfl_sync(FULL_WARP, read.position, entry), became = __shfl_sync(FULL_WARP, read.state, entry);
+        const bool chosen = entry < read.entries && became == FOUND;
+        admit_keys(request.segments[read.s], counts, chosen, one, row, read.first + entry, read.epoch);
+    }
+}
+
+// Answer few misses, in the order in which they came, and admit all but those that a warp has read last, which it returns.
+__device__ __forceinline__ Read answer_few(const Answer& request, const Parts& parts, u32* to, Admissions& counts) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
+    Read last{};
 #pragma unroll 1
     for (u32 part = blockIdx.x + threadIdx.x / 32 * gridDim.x; part < parts.total; part += gridDim.x * WARPS) {
+        admit_read(request, last, counts);
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const AnswerSegment& segment = request.segments[s];
         const u32 i = segment.missing + first + lane;
-        const bool mine = lane < entries;  // lane l knows entry l
+        const bool mine = lane < entries;
         const i64 key = mine ? request.missing_keys[i] : 0;
         const u32 position = mine ? request.missing_positions[i] : 0;
         u32 state = LEFT;
@@ -308,17 +330,11 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
             const u32 read = read_rows<true>(request, segment, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first);
             state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
             __syncwarp();
-            if (caches(segment)) {
-#pragma unroll 1
-                for (u32 entry = lane / TILE; entry - lane / TILE < entries; entry += TILES) {
-                    const i64 one = __shfl_sync(FULL_WARP, key, entry);
-                    const u32 row = __shfl_sync(FULL_WARP, position, entry), became = __shfl_sync(FULL_WARP, state, entry);
-                    admit_keys(segment, counts, entry < entries && became == FOUND, one, row, first + entry, epoch);
-                }
-            }
+            last = {s, first, caches(segment) ? entries : 0, position, state, key, epoch};
         }
         conclude(request, segment, mine, state, i, position);
     }
+    return last;
 }
 
 // The bin of a key, of 1 << bin_bits that ascend with its row: rows lie in the order of their keys' hashes, dense ones in that of
@@ -556,8 +572,40 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
     }
 }
 
+// Tell the host, which waits for the number, that all is answered; after a barrier behind all that it reads.
+__device__ __forceinline__ void tell(const Answer& request) {
+    if (threadIdx.x != 0 || request.done == nullptr) return;
+    __threadfence_system();
+    asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(request.done), "l"(request.number) : "memory");
+}
+
 __device__ __forceinline__ void clear_leaders(const Answer& request) {
     request.leader_counts[request.segments[threadIdx.x].index] = 0;
+}
+
+// End a block's part of the answers: the last block reports, and leaves everything as the next launch needs it.
+__device__ __forceinline__ void finish(const Answer& request, const Parts& parts, u32 misses) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&request.progress->finished, 1) == min(gridDim.x, parts.total) - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    if (threadIdx.x < request.segment_count) {
+        const u32 index = request.segments[threadIdx.x].index;
+        volatile uint2* const tally = request.tallies + index;
+        request.reports[index] = make_uint2(tally->x, tally->y);
+        if (!request.settles && *static_cast<volatile u32*>(request.left_counts + index)) *request.any_left = 1;
+        tally->x = tally->y = 0;
+        request.missing_counts[index] = 0;
+        if (misses <= request.few) clear_leaders(request);
+    }
+    if (threadIdx.x == 0) *request.progress = {0, 0, 0, 0};
+    __syncthreads();
+    tell(request);
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer(const __grid_constant__ Answer request) {
@@ -567,6 +615,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     const Parts parts(request, request.missing_counts, FEW_A_WARP);
     if (blockIdx.x >= parts.total) {
         if (blockIdx.x == 0 && threadIdx.x < request.segment_count) clear_leaders(request);
+        if (blockIdx.x == 0) tell(request);
         return;
     }
     const u32 misses = __shfl_sync(FULL_WARP, sum_to(parts.count, threadIdx.x % 32), 31);
@@ -583,33 +632,22 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     }
     __syncthreads();
 #endif
+    Read read{};
     if (misses <= request.few) {
-        answer_few(request, parts, to, counts[threadIdx.x / 32]);
+        read = answer_few(request, parts, to, counts[threadIdx.x / 32]);
     } else {
         answer_many(request, misses, to, counts[threadIdx.x / 32]);
     }
-
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
+    // Whoever waits for the answers alone does not wait for the last admissions.
+#pragma unroll 1
+    for (u32 turn = 0; turn < 2; ++turn) {
+        if (turn == (request.done == nullptr ? 0 : 1)) admit_read(request, read, counts[threadIdx.x / 32]);
+        if (turn == 0) finish(request, parts, misses);
+    }
 #if HPS_ROW_FILES
-        if (running != nullptr) leave_readers(running);
-#endif
-        __threadfence();
-        last = atomicAdd(&request.progress->finished, 1) == min(gridDim.x, parts.total) - 1;
-        __threadfence();
-    }
     __syncthreads();
-    if (!last) return;
-    if (threadIdx.x < request.segment_count) {
-        const u32 index = request.segments[threadIdx.x].index;
-        volatile uint2* const tally = request.tallies + index;
-        request.reports[index] = make_uint2(tally->x, tally->y);
-        tally->x = tally->y = 0;
-        request.missing_counts[index] = 0;
-        if (misses <= request.few) clear_leaders(request);
-    }
-    if (threadIdx.x == 0) *request.progress = {0, 0, 0, 0};
+    if (threadIdx.x == 0 && running != nullptr) leave_readers(running);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) admit_answers(const __grid_constant__ Answer request) {

@@ -128,6 +128,8 @@ def _answer(arguments: memoryview, _blocks: int, constants: dict[str, int]) -> N
             at(segment["out"] + 4 * dim * position, dim, np.float32)[:] = segment["default_value"] if row is None else row
         at(shared["reports"] + 8 * index, 2, np.uint32)[:] = linked, absent
         count[:] = 0
+    if shared["done"]:
+        at(shared["done"], 1, np.uint64)[0] = shared["number"]
 
 
 def _unique(arguments: memoryview, blocks: int, _constants: dict[str, int]) -> None:
@@ -348,6 +350,7 @@ _DRIVER = {
     "cuLaunchKernelEx": ctypes.CFUNCTYPE(ctypes.c_int, *[_ADDRESS] * 4)(
         lambda *arguments: _succeeds(lambda: _launch_early(*arguments))
     ),
+    "cuEventRecord": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _ADDRESS)(lambda _event, _stream: 0),
     "cuCtxSetCurrent": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(lambda context: _set_device(context - 1) or 0),
 }
 """Functions of the driver for compiled code. The context of a device is its number plus 1."""

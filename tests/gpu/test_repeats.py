@@ -280,6 +280,20 @@ def test_a_repeat_runs_on_the_stream_of_its_call(start: Start, repeats: list[int
     assert len(repeats) >= 10
 
 
+def test_answers_on_one_stream_are_not_admitted_from_the_rows_of_another(start: Start, repeats: list[int]) -> None:
+    server = start("dynamic", miss_path="link", gpucacheper=0.1)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for seed in range(60):
+        with torch.cuda.stream(streams[seed % 3 // 2]):
+            keys, out = keys_of(seed), torch.empty(N, DIM, device="cuda")
+            tensor = on_device(keys)
+            server.lookup_fromdlpack(tensor, out, "m", "a")
+            answered = out.clone()
+            out.fill_(torch.nan)  # what is still admitted is not read from here
+            check(answered, keys)
+    assert repeats.count(1) >= 15
+
+
 @pytest.mark.parametrize("workspaces", [1, 2])
 def test_threads_with_streams_of_their_own_get_their_own_answers(start: Start, repeats: list[int], workspaces: int) -> None:
     server = start(workspaces=workspaces)

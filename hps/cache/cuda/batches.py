@@ -94,6 +94,8 @@ class _StreamLane:
             versions_after=places["versions"] + versions,
             any_left=flags_at + 4,
             reports=reports_at,
+            done=0,
+            number=0,
             bin_bits=0,
             segment_count=0,
             patience=batch_loop.PATIENCE,

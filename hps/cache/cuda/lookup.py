@@ -52,6 +52,8 @@ _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned
 _FEW_MISSES = 1 << 12  # up to this number, misses are read as they came: finding an order that is read faster takes 10 us
 _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
 _STAGED_BYTES = 1 << 27  # of rows of one segment that are copied for admission: from host memory, or after the answer
+_ALIGNMENT = 256
+_COPY_BYTES = 8 << 20  # of rows that are admitted when their lookup has its answers already
 _PATIENCE = 64  # attempts to read a row that the host is writing, before it is left to the host
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
 _ADMITTING_BLOCKS = 4  # of an SM, where many misses are admitted in a launch of its own
@@ -133,8 +135,9 @@ class CupyLookup(StreamOrderedLookup):
         defaults = [int(np.float32(spec.default_value).view(np.uint32)) for spec in memory.specs]
         self._settling, self._settling_alone = (Queries(self._dims, compiled, defaults) for _ in range(2))
         self._answer_arguments = {segments: _answer_arguments(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
-        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool, bool], bytes] = {}  # packed; of the same lists
+        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool, bool, int], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
+        self._copies = DeviceBuffer()  # _COPY_BYTES
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * structs.UNIQUE_SEGMENT.size)
         self._rank_arguments = Arguments(structs.RANK_SORTED.size)
@@ -148,6 +151,7 @@ class CupyLookup(StreamOrderedLookup):
         context = int(cupy.cuda.driver.ctxGetCurrent())
         ended_at, ended = self._fixed.take(8)
         ended[:] = 0
+        self._ended_at = ended_at
         self._driver = driver_words([driver_function(*names) for names in DRIVER_FUNCTIONS], context, self.flags_at, ended_at)
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
@@ -206,7 +210,7 @@ class CupyLookup(StreamOrderedLookup):
         else:
             repeat = queries.repeat_of_tables(batch.tables, batch.sizes, joined=batch.joined)
             stream = UNKNOWN_STREAM if repeat is None else self.reader.repeat_tables(repeat, batch)
-        if repeat is None or stream < 0:
+        if repeat is None or stream < 0 or (self._busy and self._busy != stream + 1):
             return -1
         answer = UNANSWERED
         if self._missing_share > 0.0 and queries is self._queries:
@@ -222,8 +226,9 @@ class CupyLookup(StreamOrderedLookup):
         if flags < 0 or flags >= (1 if answer is UNANSWERED else LEFT):
             return flags  # `_query` goes on, or the next lookup clears what an interruption left
         self.linked = self.absent = ()
+        self._busy = 0
         if answer is not UNANSWERED:
-            self._layouts = []
+            self._layouts, self._busy = [], stream + 1
             if flags:
                 self._read_tallies(batch.sizes)
                 self.flags[:2] = 0
@@ -256,13 +261,15 @@ class CupyLookup(StreamOrderedLookup):
     @device_call("querying")
     def _pack_repeated(self, batch: Batch, of: object) -> RepeatedAnswer:
         count = len(batch.sizes)
-        placed = batch.placement if batch.kept else Placement(batch.tables, batch.sizes, (0,) * count, (0,) * count)
+        sizes = batch.sizes if count > 1 else (_FEW_MISSES,)  # of one table, a repeat is for any number of keys
+        placed = batch.placement if batch.kept else Placement(batch.tables, sizes, (0,) * count, (0,) * count)
         placed = placed.by_table(self._dims)
         group = [place for place, n in enumerate(placed.sizes) if n]
         arguments, early = _answer_arguments(len(group)), DependentLaunch(self.memory.device_id)
-        packed = self._pack_answer(arguments, placed, group, settles=False, defers=False)
+        copies = self._copies.reserve(_COPY_BYTES)
+        packed = self._pack_answer(arguments, placed, group, copies=copies, done=self._ended_at)
         early.configure(self._blocks, packed.threads)
-        return RepeatedAnswer(packed.handle, arguments, early, 0 if batch.kept else count, of)
+        return RepeatedAnswer(packed.handle, arguments, early, 0 if batch.kept else count, self._done.ptr, of)
 
     @device_call("querying")
     def _query(self, batch: Batch, queried: Queries | None = None, *, answered: bool = False) -> int:
@@ -615,16 +622,29 @@ class CupyLookup(StreamOrderedLookup):
             launch(handle, _ADMITTING_BLOCKS * self._blocks, packed.threads, arguments, self.stream)
 
     def _pack_answer(
-        self, arguments: Arguments, placed: Placement, group: Sequence[int], *, settles: bool, defers: bool
-    ) -> "_PackedAnswer":
-        """Pack the kernel that answers misses of up to SEGMENTS_AT_ONCE segments from the tables of `_links`."""
+        self,
+        arguments: Arguments,
+        placed: Placement,
+        group: Sequence[int],
+        *,
+        settles: bool = False,
+        defers: bool = False,
+        copies: int = 0,
+        done: int = 0,
+    ) -> _PackedAnswer:
+        """Pack the kernel that answers misses of up to SEGMENTS_AT_ONCE segments from the tables of `_links`.
+
+        Args:
+            copies: address of _COPY_BYTES for rows to be admitted from; 0 for none.
+            done: where the kernel writes its number once all is answered; 0 for nowhere.
+        """
         specs, packed_tables = self.memory.specs, self.kernels.structs
         tables = tuple([placed.tables[place] for place in group])
         outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
         files = any(link is not None and link.has_files for link in self._links)
         handle, shape, threads = self.kernels.answer_of("answer", tables, outputs, files)
         by_parts = kernels.by_parts(shape)
-        buffer, pack, offset, dense = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, True
+        buffer, pack, offset, used, dense = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, 0, True
         for index, table in zip(group, tables, strict=True):
             n, out, missing = placed.sizes[index], placed.outs[index], placed.starts[index]
             found = placed.founds[index] if placed.founds else 0
@@ -642,10 +662,13 @@ class CupyLookup(StreamOrderedLookup):
                         row_bytes = 4 * kernels.staged_words(shape, rows)
                         staged_rows = min(n, _STAGED_BYTES // row_bytes)
                         staged = self.device_space(row_bytes * staged_rows)
+                    elif copies:
+                        staged, staged_rows = copies + used, min(n, (_COPY_BYTES - used) // (4 * spec.dim))
+                        used += -(-4 * spec.dim * staged_rows // _ALIGNMENT) * _ALIGNMENT
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size
-        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files, dense)
+        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files, dense, done)
         tail = self._answer_tails.get(kind_of_tail)
         if tail is None:
             warps = kernels.fetch_warps(shape.most_words, self._blocks, threads, dense=dense)
@@ -670,6 +693,8 @@ class CupyLookup(StreamOrderedLookup):
                 versions_after=self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
                 any_left=self.flags_at + 4,
                 reports=self._tallies_at,
+                done=done,
+                number=0,
                 bin_bits=kernels.bin_bits(len(group)),
                 segment_count=len(group),
                 patience=_STREAM_ORDERED_PATIENCE if settles else _PATIENCE,

@@ -32,7 +32,20 @@ from hps.types import IndexArray
 _BORROW, _WORK_STREAM, _CLEAR_ERROR, _ON, _TENSOR = range(5)
 # Words of a workspace: addresses of the driver's functions, the context, addresses of the flags and of the number of the last
 # repeat that has ended, the number of the last one launched, and room for a word.
-_LAUNCH, _WRITE, _WAIT, _CURRENT, _SET_CURRENT, _LAUNCH_EARLY, _CONTEXT, _FLAGS, _ENDED, _LAUNCHED, _WORD = range(11)
+(
+    _LAUNCH,
+    _WRITE,
+    _WAIT,
+    _CURRENT,
+    _SET_CURRENT,
+    _LAUNCH_EARLY,
+    _RECORD,
+    _CONTEXT,
+    _FLAGS,
+    _ENDED,
+    _LAUNCHED,
+    _WORD,
+) = range(12)
 DRIVER_FUNCTIONS: Final = (
     ("cuLaunchKernel",),
     ("cuStreamWriteValue64_v2", "cuStreamWriteValue64"),
@@ -40,14 +53,15 @@ DRIVER_FUNCTIONS: Final = (
     ("cuCtxGetCurrent",),
     ("cuCtxSetCurrent",),
     ("cuLaunchKernelEx",),
+    ("cuEventRecord",),
 )
 """By name, the preferred one first."""
 _POLLS: Final = 2000  # about 0.1 ms: after that, the driver waits better
 # Words of a repeat: its kernel and arguments; of one table also the addresses of the arguments that differ, and limits.
 _KERNEL, _BLOCKS, _PARAMETERS, _KEYS, _OUT, _N, _DIM, _MOST_KEYS = range(8)
-# Words of the answer to its misses: kernel and arguments, how it is launched, where that has the stream, where the first output
-# is, and how many outputs follow those of the query.
-_ANSWER, _ANSWER_PARAMETERS, _CONFIG, _CONFIG_STREAM, _ANSWER_OUT, _ANSWER_OUTS = range(6)
+# Words of the answer to its misses: kernel and arguments, how it is launched, and where that has the stream; addresses of the
+# first output and of the number in the arguments, how many outputs are those of the query, and the event after it.
+_ANSWER, _ANSWER_PARAMETERS, _CONFIG, _CONFIG_STREAM, _ANSWER_OUT, _ANSWER_NUMBER, _ANSWER_OUTS, _EVENT = range(8)
 
 _DATA, _DEVICE, _KIND, _SHAPE, _STRIDES, _OFFSET = range(0, 48, 8)  # of a DLTensor; the kind follows the number of dimensions
 _ADDRESSES, _COUNT = struct.Struct("=QQ"), struct.Struct("=I")  # of `structs.SEGMENT`
@@ -56,6 +70,7 @@ _INT64: Final = INT | 64 << 8 | 1 << 16
 _FLOAT32: Final = FLOAT | 32 << 8 | 1 << 16
 _SEGMENT: Final = structs.SEGMENT.size
 _ANSWER_SEGMENT: Final = structs.ANSWER_SEGMENT.size
+_NUMBER_AT: Final = structs.ANSWER_TAIL.at("number")
 _LOW_HALF: Final = 0xFFFFFFFF
 _KEYS_PER_WARP: Final = 8
 _KEYS_PER_BLOCK: Final = kernels.QUERY_THREADS // 32 * _KEYS_PER_WARP
@@ -114,6 +129,7 @@ class RepeatedAnswer:
     Args:
         handle, arguments, early: the kernel, packed arguments, and a `DependentLaunch` of its own, configured.
         outs: the number of outputs that it takes from its query's arguments.
+        event: recorded after it, since it may still admit rows when its answers are there.
 
     Attributes:
         words: for `launch_and_wait`.
@@ -122,16 +138,18 @@ class RepeatedAnswer:
 
     __slots__ = ("_kept", "of", "words")
 
-    def __init__(self, handle: int, arguments: Any, early: Any, outs: int, of: object) -> None:
+    def __init__(self, handle: int, arguments: Any, early: Any, outs: int, event: int, of: object) -> None:
         self._kept = arguments, early
         self.of = of
         out_at = arguments.struct_address + structs.ANSWER_SEGMENT.offsets["out"]
-        self.words: IndexArray = np.array((handle, arguments.address, early.config_at, early.stream_at, out_at, outs), np.int64)
+        number_at = arguments.struct_address + len(arguments.bytes) - structs.ANSWER_TAIL.size + _NUMBER_AT
+        words = (handle, arguments.address, early.config_at, early.stream_at, out_at, number_at, outs, event)
+        self.words: IndexArray = np.array(words, np.int64)
 
 
 LEFT: Final = 1 << 32
 """Of the flags of a repeat: keys are left that its answer could not read."""
-UNANSWERED: Final[IndexArray] = np.zeros(6, np.int64)
+UNANSWERED: Final[IndexArray] = np.zeros(8, np.int64)
 """The words of no answer."""
 
 
@@ -281,16 +299,23 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, answer: IndexArray, 
         error |= call_1(driver[_SET_CURRENT], context)
     if error == 0:
         error = call_launch(driver[_LAUNCH], repeat[_KERNEL], repeat[_BLOCKS], _THREADS, stream, repeat[_PARAMETERS])
-    if error == 0 and answer[_ANSWER] != 0:
+    driver[_LAUNCHED] += 1
+    answers = answer[_ANSWER] != 0
+    if error == 0 and answers:
         for nth in range(answer[_ANSWER_OUTS]):
             store_relaxed(answer[_ANSWER_OUT] + _ANSWER_SEGMENT * nth, load_relaxed(repeat[_OUT] + _SEGMENT * nth))
+        store_relaxed(answer[_ANSWER_NUMBER], driver[_LAUNCHED])
         store_relaxed(answer[_CONFIG_STREAM], stream)
         error = call_4(driver[_LAUNCH_EARLY], answer[_CONFIG], answer[_ANSWER], answer[_ANSWER_PARAMETERS], 0)
+        if error == 0:
+            error = call_4(driver[_RECORD], answer[_EVENT], stream, 0, 0)
     if error == 0:
         # The write follows a fence after the kernel's writes, so the flags are final once it is seen. To poll it takes 0.8 us
-        # less than the driver's wait. A kernel that fails leaves it unwritten.
-        driver[_LAUNCHED] += 1
-        polls = _POLLS if call_4(driver[_WRITE], stream, driver[_ENDED], driver[_LAUNCHED], 0) == 0 else 0
+        # less than the driver's wait. A kernel that fails leaves it unwritten. An answer writes the number itself, before its
+        # last admissions.
+        polls = _POLLS
+        if not answers and call_4(driver[_WRITE], stream, driver[_ENDED], driver[_LAUNCHED], 0) != 0:
+            polls = 0
         while polls > 0 and load_acquire(driver[_ENDED]) != driver[_LAUNCHED]:
             pause_processor()
             polls -= 1

@@ -76,7 +76,7 @@ ANSWER_SEGMENT = KernelStruct(
 ANSWER_TAIL = KernelStruct(
     "missing_keys:Q missing_positions:Q missing_counts:Q leaders:Q ranks:Q order:Q states:Q left_keys:Q left_positions:Q "
     "left_counts:Q slots:Q bins:Q leader_counts:Q tallies:Q progress:Q epochs:Q versions:Q versions_after:Q any_left:Q "
-    "reports:Q bin_bits:I segment_count:I patience:I few:I fetch_warps:I settles:B defers:B slot_bits:B _:x"
+    "reports:Q done:Q number:Q bin_bits:I segment_count:I patience:I few:I fetch_warps:I settles:B defers:B slot_bits:B _:x"
 )
 POOL_SEGMENT = KernelStruct(
     "keys:Q offsets:Q weights:Q out:Q divisors:Q buckets:Q rows:Q padding_key:q unread:Q n:I bags:I pairs:I units:I "

@@ -209,14 +209,20 @@ class Driver:
                 ctypes.c_uint64.from_address(at).value = number
             return stream, number, flags
 
-        self.raised, self.ends = 0, True
+        def answered(*values: int) -> tuple[int, ...]:
+            if self.ends:
+                self.ended[0] = ctypes.c_int64.from_address(self.number_at).value
+            return values
+
+        self.raised, self.ends, self.number_at = 0, True, 0
         self._functions = [
             made("launch", launched, pointer, *[word] * 7, pointer, pointer, pointer),
             made("write", written, pointer, pointer, ctypes.c_uint64, word),
             made("wait", lambda stream: (stream,), pointer),
             made("current", current, pointer),
             made("set current", lambda context: (context,), pointer),
-            made("launch early", lambda *values: values, *[pointer] * 4),
+            made("launch early", answered, *[pointer] * 4),
+            made("record", lambda *values: values, pointer, pointer),
         ]
         addresses = [ctypes.cast(function, pointer).value or 0 for function in self._functions]
         self.words = driver_words(addresses, 9, self.flags.ctypes.data, self.ended.ctypes.data)
@@ -235,21 +241,39 @@ def test_a_repeat_is_launched_and_awaited_on_its_stream() -> None:
     assert len(driver.calls) == 9
 
 
+class PackedAnswer:
+    """Arguments of an answer of three segments, and how it is launched."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.words = np.zeros((3 * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size) // 8, np.int64)
+        self.bytes, self.struct_address, self.address = memoryview(self.words).cast("B"), self.words.ctypes.data, 88
+        self.config = np.zeros(2, np.int64)
+        self.config_at, self.stream_at = self.config.ctypes.data, self.config.ctypes.data + 8
+        self.answer = RepeatedAnswer(6, self, self, 3, 21, None)
+        self.launched = ("launch early", self.config_at, 6, 88, None)
+        driver.number_at = self.struct_address + 3 * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.offsets["number"]
+
+
 def test_the_answer_to_the_misses_of_a_repeat_is_launched_after_it_for_its_outputs_and_stream() -> None:
     driver, repeat = Driver(context=9), Repeat(5, 2, Packed(3)).of_tables([3, 4, 5], [DIM] * 3)
-    size, out = structs.ANSWER_SEGMENT.size, structs.ANSWER_SEGMENT.offsets["out"]
-    answered, config = np.zeros(3 * size // 8, np.int64), np.zeros(2, np.int64)
-    arguments = SimpleNamespace(struct_address=answered.ctypes.data, address=88)
-    early = SimpleNamespace(config_at=config.ctypes.data, stream_at=config.ctypes.data + 8)
-    answer = RepeatedAnswer(6, arguments, early, 3, None)
+    packed, segment = PackedAnswer(driver), structs.ANSWER_SEGMENT
     for nth in range(3):
         structs.SEGMENT.pack_into(repeat.arguments.bytes, nth * structs.SEGMENT.size, 0, 160 + nth, *[0] * 9)
-    assert launch_and_wait(driver.words, repeat.words, answer.words, 33) == 0
-    early_launch = ("launch early", config.ctypes.data, 6, 88, None)
-    assert driver.calls == [("current",), LAUNCHED, early_launch, ("write", 33, 1, 0)]
-    assert config[1] == 33
-    assert [answered[(nth * size + out) // 8] for nth in range(3)] == [160, 161, 162]
-    assert np.count_nonzero(answered) == 3
+    for number in (1, 2):
+        assert launch_and_wait(driver.words, repeat.words, packed.answer.words, 33) == 0
+        assert driver.calls[-4:] == [("current",), LAUNCHED, packed.launched, ("record", 21, 33)]
+        assert driver.ended == number
+    assert packed.config[1] == 33
+    assert [packed.words[(nth * segment.size + segment.offsets["out"]) // 8] for nth in range(3)] == [160, 161, 162]
+    assert np.count_nonzero(packed.words) == 4
+
+
+def test_the_driver_waits_for_an_answer_that_is_long() -> None:
+    driver = Driver(context=9)
+    packed, driver.ends = PackedAnswer(driver), False
+    repeat = Repeat(5, 2, Packed(3)).of_tables([3, 4, 5], [DIM] * 3)
+    assert launch_and_wait(driver.words, repeat.words, packed.answer.words, 33) == 0
+    assert driver.calls == [("current",), LAUNCHED, packed.launched, ("record", 21, 33), ("wait", 33)]
 
 
 @pytest.mark.parametrize("error", [0, 801])
@@ -273,16 +297,16 @@ def test_a_thread_that_works_on_another_device_still_does_so_afterwards() -> Non
     [
         ("current", ["current", "set current", "set current"]),
         ("launch", ["current", "set current", "launch", "set current"]),
-        ("wait", ["current", "set current", "launch", "launch early", "write", "wait", "set current"]),
+        ("wait", ["current", "set current", "launch", "launch early", "record", "wait", "set current"]),
+        ("record", ["current", "set current", "launch", "launch early", "record", "set current"]),
         ("launch early", ["current", "set current", "launch", "launch early", "set current"]),
     ],
 )
 def test_an_error_of_the_driver_ends_a_repeat(fails: str, left: list[str]) -> None:
     driver = Driver(context=4, **{fails: 700})
     driver.raised, driver.ends = 1, False
-    config = np.zeros(1, np.int64)
-    answer = np.array([6, 88, 99, config.ctypes.data, 0, 0])
-    assert launch_and_wait(driver.words, Repeat(5, 2, Packed()).words, answer, 33) == -700
+    repeat = Repeat(5, 2, Packed(3)).of_tables([3, 4, 5], [DIM] * 3)
+    assert launch_and_wait(driver.words, repeat.words, PackedAnswer(driver).answer.words, 33) == -700
     assert [name for name, *_ in driver.calls] == left
 
 

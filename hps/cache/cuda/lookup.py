@@ -231,7 +231,6 @@ class CupyLookup(StreamOrderedLookup):
             self._layouts, self._busy = [], stream + 1
             if flags:
                 self._read_tallies(batch.sizes)
-                self.flags[:2] = 0
             self._note_share(sum(batch.sizes))
         self._running, self._repeatable = False, True
         return 0
@@ -240,23 +239,27 @@ class CupyLookup(StreamOrderedLookup):
         """Return the launch that answers the misses of a repeat, whose links and layouts are kept until the next lookup.
 
         Returns:
-            Words of a `RepeatedAnswer`; UNANSWERED if no table is attached; None if a lookup needs more than its outputs.
+            Words of a `RepeatedAnswer`; UNANSWERED if no table is attached; None if more than the outputs would differ.
         """
-        self._links = list(self._attached)
-        if not self._find_layouts(batch):
+        links = self._links = list(self._attached)
+        self._layouts, of = [], []
+        for table in batch.tables:
+            link = links[table]
+            layout = None if link is None else link.present
+            self._layouts.append(layout)
+            if link is not None and layout is not None:
+                of.append((table, link.where, link.authoritative, link.has_files, layout.where, layout.bins_per_row))
+        if not of:
             return UNANSWERED
-        copies = not self._plain_rows or (batch.kept and batch.placement.out_format)  # rows, for the admission
-        if copies or any(link.has_files for link in self._links if link is not None):
+        if self._missing_share * sum(batch.sizes) > _FEW_MISSES:
             return None
-        if self._link_capacity < self._capacity or self._missing_share * sum(batch.sizes) > _FEW_MISSES:
-            return None
-        of: list[object] = [batch.kept]
-        for table, layout in zip(batch.tables, self._layouts, strict=True):
-            if (link := self._links[table]) is not None and layout is not None:
-                of.append((table, link.where, link.authoritative, layout.where, layout.bins_per_row))
-        if repeat.answer is None or repeat.answer.of != of:
-            repeat.answer = self._pack_repeated(batch, of)
-        return repeat.answer.words
+        answer = repeat.answer
+        if answer is None or answer.of != of:
+            copies = not self._plain_rows or (batch.kept and batch.placement.out_format)  # rows, whose format differs
+            if copies or any(link is not None and link.has_files for link in links) or self._link_capacity < self._capacity:
+                return None
+            answer = repeat.answer = self._pack_repeated(batch, of)
+        return answer.words
 
     @device_call("querying")
     def _pack_repeated(self, batch: Batch, of: object) -> RepeatedAnswer:

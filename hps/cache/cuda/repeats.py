@@ -289,8 +289,8 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, answer: IndexArray, 
         answer: words of a `RepeatedAnswer`, or UNANSWERED.
 
     Returns:
-        The flags that kernels set: 0 if no key was missing, below LEFT if the answer had all of them; or a driver's error,
-        negative.
+        The flags that kernels set: 0 if no key was missing, below LEFT if the answer had all of them, which clears the flags; or a
+        driver's error, negative.
     """
     at = driver.ctypes.data + 8 * _WORD
     error = call_1(driver[_CURRENT], at)
@@ -323,4 +323,9 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, answer: IndexArray, 
             error = call_1(driver[_WAIT], stream)
     if before != context:
         call_1(driver[_SET_CURRENT], before)
-    return -error if error != 0 else load_relaxed(driver[_FLAGS])
+    if error != 0:
+        return -error
+    flags = load_relaxed(driver[_FLAGS])
+    if answers and flags < LEFT:
+        store_relaxed(driver[_FLAGS], 0)
+    return flags

@@ -259,10 +259,10 @@ def test_the_answer_to_the_misses_of_a_repeat_is_launched_after_it_for_its_outpu
     packed, segment = PackedAnswer(driver), structs.ANSWER_SEGMENT
     for nth in range(3):
         structs.SEGMENT.pack_into(repeat.arguments.bytes, nth * structs.SEGMENT.size, 0, 160 + nth, *[0] * 9)
-    for number in (1, 2):
-        assert launch_and_wait(driver.words, repeat.words, packed.answer.words, 33) == 0
+    for number, (driver.raised, left) in enumerate([(0, 0), (1, 0), (repeats.LEFT | 1, repeats.LEFT | 1)], 1):
+        assert launch_and_wait(driver.words, repeat.words, packed.answer.words, 33) == driver.raised
         assert driver.calls[-4:] == [("current",), LAUNCHED, packed.launched, ("record", 21, 33)]
-        assert driver.ended == number
+        assert (driver.ended, driver.flags) == (number, left)
     assert packed.config[1] == 33
     assert [packed.words[(nth * segment.size + segment.offsets["out"]) // 8] for nth in range(3)] == [160, 161, 162]
     assert np.count_nonzero(packed.words) == 4

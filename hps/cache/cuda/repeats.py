@@ -289,8 +289,8 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, answer: IndexArray, 
         answer: words of a `RepeatedAnswer`, or UNANSWERED.
 
     Returns:
-        The flags that kernels set: 0 if no key was missing, below LEFT if the answer had all of them, which clears the flags; or a
-        driver's error, negative.
+        The flags that kernels set: 0 if no key was missing; below LEFT if the answer had all of them, and the flags are clear
+        again; or a driver's error, negative.
     """
     at = driver.ctypes.data + 8 * _WORD
     error = call_1(driver[_CURRENT], at)

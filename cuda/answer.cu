@@ -243,8 +243,8 @@ __device__ __forceinline__ void store_part(const AnswerSegment& segment, const u
 
 // Read the rows of up to 8 keys, one a tile of 4 lanes, to their outputs and the staged rows; see read_host and store_part.
 template <bool LOOKS>
-__device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegment& segment, i64 key, bool asks, u64 version,
-                                         const u32* to, u32 first) {
+__device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegment& segment, const HostLayout* early, i64 key,
+                                         bool asks, u64 version, const u32* to, u32 first) {
     const u32 units = units_of(segment.units), width = width_of(format_of(segment.units), units * UNIT);
     const auto store = [&](u32 of, u32 part, const uint4& words, u32 last) { store_part(segment, to, first, of, part, words, last); };
 #if HPS_ROW_FILES
@@ -260,7 +260,7 @@ __device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegm
             }
         });
     };
-    return read_host<LOOKS>(segment.layout, key, asks, version, request.patience, request.zero, copy);
+    return read_host<LOOKS>(segment.layout, early, key, asks, version, request.patience, request.zero, copy);
 #endif
 }
 
@@ -307,8 +307,28 @@ __device__ __forceinline__ void admit_read(const Answer& request, const Read& re
     }
 }
 
+// What lane s reads of segment s while the query still runs, and few misses need first.
+struct Early {
+    const HostLayout* layout;
+    u64 epoch;
+
+    __device__ __forceinline__ explicit Early(const Answer& request) : layout(nullptr), epoch(1) {
+        const u32 lane = threadIdx.x % 32;
+        if (HPS_ROW_FILES || lane >= request.segment_count || request.segments[lane].layout == nullptr) return;
+        epoch = load_acquire(&request.segments[lane].link->epoch);
+        layout = reinterpret_cast<const HostLayout*>(load_word(request.segments[lane].layout));
+        if (layout == nullptr) return;
+        for (u32 byte = 0; byte < sizeof(HostLayout) + 8; byte += 128) {  // to the caches: its fields, and the first slabs
+            u32 word;
+            asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(reinterpret_cast<const u8*>(layout) + byte) : "memory");
+            static_cast<void>(word);
+        }
+    }
+};
+
 // Answer few misses, in the order in which they came, and admit all but those that a warp has read last, which it returns.
-__device__ __forceinline__ Read answer_few(const Answer& request, const Parts& parts, u32* to, Admissions& counts) {
+__device__ __forceinline__ Read answer_few(const Answer& request, const Early& early, const Parts& parts, u32* to,
+                                           Admissions& counts) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
     Read last{};
 #pragma unroll 1
@@ -326,8 +346,15 @@ __device__ __forceinline__ Read answer_few(const Answer& request, const Parts& p
             __syncwarp();
             if (lane < READ_AT_ONCE) to[lane] = position;
             __syncwarp();
+#if HPS_ROW_FILES
             const u64 epoch = load_acquire(&segment.link->epoch);
-            const u32 read = read_rows<true>(request, segment, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first);
+#else
+            const u64 epoch = __shfl_sync(FULL_WARP, early.epoch, s);
+#endif
+            const HostLayout* const layout =
+                reinterpret_cast<const HostLayout*>(__shfl_sync(FULL_WARP, reinterpret_cast<u64>(early.layout), s));
+            const u32 read =
+                read_rows<true>(request, segment, layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first);
             state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
             __syncwarp();
             last = {s, first, caches(segment) ? entries : 0, position, state, key, epoch};
@@ -461,7 +488,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         __syncwarp();
         if (asks && lane % 4 == 0) to[tile] = request.missing_positions[leader];
         __syncwarp();
-        u32 state = read_rows<LOOKS>(request, segment, key, asks, version, to, first);
+        u32 state = read_rows<LOOKS>(request, segment, nullptr, key, asks, version, to, first);
         if (!LOOKS && version & 1) state = LEFT;
         if (!LOOKS && asks && state == LEFT) request.progress->mends = 1;
         if (asks && lane % 4 == 0) request.states[leader] = state;
@@ -609,6 +636,7 @@ __device__ __forceinline__ void finish(const Answer& request, const Parts& parts
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer(const __grid_constant__ Answer request) {
+    const Early early(request);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");  // for the query
 #endif
@@ -634,7 +662,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
 #endif
     Read read{};
     if (misses <= request.few) {
-        read = answer_few(request, parts, to, counts[threadIdx.x / 32]);
+        read = answer_few(request, early, parts, to, counts[threadIdx.x / 32]);
     } else {
         answer_many(request, misses, to, counts[threadIdx.x / 32]);
     }

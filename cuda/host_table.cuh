@@ -226,8 +226,19 @@ struct Look {
     bool moved;  // it is to be read by the present layout
 };
 
-// Look up the keys of `asks` in the map; for whole warps. `version` is that of the key's stripe.
-__device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 hashed, u64 version, bool asks) {
+// The address of a row.
+__device__ __forceinline__ u64 row_at(const HostLayout* layout, u32 row) {
+    const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
+    return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
+}
+
+// The address that the row of a dense key has, if the key is not absent; 0 for another key.
+__device__ __forceinline__ u64 dense_row_at(const HostLayout* layout, i64 key, bool asks) {
+    return asks && static_cast<u64>(key) < layout->dense_rows ? row_at(layout, static_cast<u32>(key)) : 0;
+}
+
+// Look up the keys of `asks` in the map; for whole warps. `version` is that of the key's stripe, `dense` what dense_row_at returned.
+__device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 dense, u64 hashed, u64 version, bool asks) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
     const u32 part = lane % 8, group = lane / 8;  // 8 lanes read the whole bucket of a key, 16 bytes each
     const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
@@ -241,13 +252,9 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
     u64 bucket = home;
     bool probes = asks;
     Look look{0, false, false};
-    const auto source_of = [&](u32 row) {
-        const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
-        return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
-    };
-    if (asks && static_cast<u64>(key) < layout->dense_rows && !has_holes(version)) {
+    if (asks && dense != 0 && !has_holes(version)) {
         probes = false;
-        look.source = source_of(static_cast<u32>(key));
+        look.source = dense;
     }
 #pragma unroll 1
     while (__any_sync(FULL_WARP, probes)) {
@@ -282,7 +289,7 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
         if (here & (RETIRED | HIT)) {
             probes = false;
             look.moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
-            if (!look.moved) look.source = source_of(row);
+            if (!look.moved) look.source = row_at(layout, row);
         } else {
             bucket += HOST_BUCKET;
             if (bucket == start + buckets * HOST_BUCKET) bucket = start;
@@ -321,24 +328,26 @@ __device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version
 
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
-// `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
+// `where` holds the address of the layout, which is read anew at each attempt; `early` is what it held earlier, or null. `asks` tells the tiles that have a key. `version`
 // is that of the key's stripe as it was read earlier, or odd where it is yet to be looked at. `copy(source)` reads the rows at the tiles'
 // addresses, none where that is 0, and returns some bits of all that was read. It may be called again, and what it read may not
 // be kept: whoever stores it must not show it before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
 // Without LOOKS, the host's versions are neither read nor compared: what this returns is a guess, until the caller has compared
 // them with `version`.
 template <bool LOOKS, typename Copy>
-__device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 patience, u32 zero,
-                                         Copy copy) {
+__device__ __forceinline__ u32 read_host(const HostLayout* const* where, const HostLayout* early, i64 key, bool asks, u64 version,
+                                         u32 patience, u32 zero, Copy copy) {
     const u64 hashed = mix(key);
     u32 state = LEFT;
 #pragma unroll 1
     for (u32 attempt = 0; attempt < patience && __any_sync(FULL_WARP, asks); ++attempt) {
-        const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(where));
+        const HostLayout* const layout = early != nullptr ? early : reinterpret_cast<const HostLayout*>(load_word(where));
+        early = nullptr;
         if (layout == nullptr) break;
         const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
+        const u64 dense = dense_row_at(layout, key, asks);  // before the look, which it does not need
         if (LOOKS) version = first_look(layout, version_at, hashed, version, asks, attempt);
-        const Look look = look_up(layout, key, hashed, version, asks);
+        const Look look = look_up(layout, key, dense, hashed, version, asks);
         const u64 source = look.source;
         const bool absent = look.absent, moved = look.moved;
         acquire_from_host();

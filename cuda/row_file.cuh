@@ -199,7 +199,7 @@ __device__ __forceinline__ u32 read_row_file(const HostLayout* const* where, i64
         if (has_map) {
             if (LOOKS) version = first_look(layout, version_at, hashed, version, asks, attempt);
             const bool probes = asks && version != version_without_map(layout);  // the first one: no key of the stripe has changed
-            look = look_up(layout, key, hashed, version, probes);
+            look = look_up(layout, key, dense_row_at(layout, key, probes), hashed, version, probes);
             look.absent |= asks && !probes;
             if (look.source) deleted = load_host_half(look.source + 4 * width);
         }

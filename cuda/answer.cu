@@ -242,9 +242,9 @@ __device__ __forceinline__ void store_part(const AnswerSegment& segment, const u
 }
 
 // Read the rows of up to 8 keys, one a tile of 4 lanes, to their outputs and the staged rows; see read_host and store_part.
-template <bool LOOKS>
+template <bool LOOKS, typename Meanwhile>
 __device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegment& segment, const HostLayout* early, i64 key,
-                                         bool asks, u64 version, const u32* to, u32 first) {
+                                         bool asks, u64 version, const u32* to, u32 first, Meanwhile meanwhile) {
     const u32 units = units_of(segment.units), width = width_of(format_of(segment.units), units * UNIT);
     const auto store = [&](u32 of, u32 part, const uint4& words, u32 last) { store_part(segment, to, first, of, part, words, last); };
 #if HPS_ROW_FILES
@@ -260,14 +260,14 @@ __device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegm
             }
         });
     };
-    return read_host<LOOKS>(segment.layout, early, key, asks, version, request.patience, request.zero, copy);
+    return read_host<LOOKS>(segment.layout, early, key, asks, version, request.patience, request.zero, copy, meanwhile);
 #endif
 }
 
 // Admit up to 4 keys that were found, one a tile of 8 lanes; for whole warps. `row` is the key's among `out`, `staged_row` among
 // the staged ones.
 __device__ __forceinline__ void admit_keys(const AnswerSegment& segment, Admissions& counts, bool chosen, i64 key, u32 row,
-                                           u32 staged_row, u64 epoch) {
+                                           u32 staged_row, u64 epoch, bool checked = false) {
     if (!__any_sync(FULL_WARP, chosen)) return;
     const bool is_staged = BY_PARTS || segment.staged != nullptr;
     const u32 width = width_of(format_of(segment.units), units_of(segment.units) * UNIT);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void admit_keys(const AnswerSegment& segment, Admissi
     if (threadIdx.x % 32 == 0) counts = {0, 0};
     __syncwarp();
     const bool pending = chosen && (epoch & 1) == 0 && (!is_staged || staged_row < segment.staged_rows);
-    write_keys(segment.table, ADMIT, key, pending, vector, pieces, &segment.link->epoch, epoch, counts);
+    write_keys(segment.table, ADMIT, key, pending, vector, pieces, &segment.link->epoch, epoch, counts, checked);
     __syncwarp();
     if (threadIdx.x % 32 == 0) counts.add_to(segment.table.counters);
     __syncwarp();
@@ -294,6 +294,7 @@ struct Read {
     u32 position, state;
     i64 key;
     u64 epoch;
+    bool may;  // of the tile of 8 lanes: it is worth to own the pair of its key
 };
 
 __device__ __forceinline__ void admit_read(const Answer& request, const Read& read, Admissions& counts) {
@@ -302,8 +303,8 @@ __device__ __forceinline__ void admit_read(const Answer& request, const Read& re
     for (u32 entry = lane / TILE; entry - lane / TILE < read.entries; entry += TILES) {
         const i64 one = __shfl_sync(FULL_WARP, read.key, entry);
         const u32 row = __shfl_sync(FULL_WARP, read.position, entry), became = __shfl_sync(FULL_WARP, read.state, entry);
-        const bool chosen = entry < read.entries && became == FOUND;
-        admit_keys(request.segments[read.s], counts, chosen, one, row, read.first + entry, read.epoch);
+        const bool chosen = entry < read.entries && became == FOUND && read.may;
+        admit_keys(request.segments[read.s], counts, chosen, one, row, read.first + entry, read.epoch, !HPS_ROW_FILES);
     }
 }
 
@@ -353,11 +354,20 @@ __device__ __forceinline__ Read answer_few(const Answer& request, const Early& e
 #endif
             const HostLayout* const layout =
                 reinterpret_cast<const HostLayout*>(__shfl_sync(FULL_WARP, reinterpret_cast<u64>(early.layout), s));
+            static_assert(FEW_A_WARP <= TILES, "one key a tile");
+            bool may = true;
+            const auto check = [&](bool found) {
+                if (!caches(segment)) return;
+                const u32 entry = lane / TILE;
+                const bool reads = __shfl_sync(FULL_WARP, found, 4 * entry) && entry < entries && (epoch & 1) == 0;
+                const bool writes = may_write(segment.table, ADMIT, __shfl_sync(FULL_WARP, key, entry), reads);
+                if (reads) may = writes;
+            };
             const u32 read =
-                read_rows<true>(request, segment, layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first);
+                read_rows<true>(request, segment, layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first, check);
             state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
             __syncwarp();
-            last = {s, first, caches(segment) ? entries : 0, position, state, key, epoch};
+            last = {s, first, caches(segment) ? entries : 0, position, state, key, epoch, may};
         }
         conclude(request, segment, mine, state, i, position);
     }
@@ -488,7 +498,7 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         __syncwarp();
         if (asks && lane % 4 == 0) to[tile] = request.missing_positions[leader];
         __syncwarp();
-        u32 state = read_rows<LOOKS>(request, segment, nullptr, key, asks, version, to, first);
+        u32 state = read_rows<LOOKS>(request, segment, nullptr, key, asks, version, to, first, [](bool) {});
         if (!LOOKS && version & 1) state = LEFT;
         if (!LOOKS && asks && state == LEFT) request.progress->mends = 1;
         if (asks && lane % 4 == 0) request.states[leader] = state;

@@ -311,14 +311,18 @@ __device__ __forceinline__ u64 first_look(const HostLayout* layout, u64 version_
     return version;
 }
 
-// Take the second look, after all that was read with the first one, and leave it for later readers.
-__device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version_at, u64 hashed, u64 version, bool asks) {
+// Take the second look, after all that was read with the first one, and leave it for later readers. `meanwhile` is called before
+// it is here.
+template <typename Meanwhile>
+__device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version_at, u64 hashed, u64 version, bool asks,
+                                           Meanwhile meanwhile) {
     u64* const known = layout->known + (hashed >> (64 - STRIPE_BITS));
     u64 before = version, again = version;
     if (asks) {
         before = load_word(known);
         again = load_host_word(version_at);
     }
+    meanwhile();
     again = __shfl_sync(FULL_WARP, again, threadIdx.x % 32 / 4 * 4);
     if (asks && again != before && (again & 1) == 0 && threadIdx.x % 4 == 0) {
         asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(known), "l"(again) : "memory");
@@ -333,10 +337,10 @@ __device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version
 // addresses, none where that is 0, and returns some bits of all that was read. It may be called again, and what it read may not
 // be kept: whoever stores it must not show it before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
 // Without LOOKS, the host's versions are neither read nor compared: what this returns is a guess, until the caller has compared
-// them with `version`.
-template <bool LOOKS, typename Copy>
+// them with `version`. `meanwhile(found)` is called while the second look is on its way; `found` is the tile's row, if the look agrees.
+template <bool LOOKS, typename Copy, typename Meanwhile>
 __device__ __forceinline__ u32 read_host(const HostLayout* const* where, const HostLayout* early, i64 key, bool asks, u64 version,
-                                         u32 patience, u32 zero, Copy copy) {
+                                         u32 patience, u32 zero, Copy copy, Meanwhile meanwhile) {
     const u64 hashed = mix(key);
     u32 state = LEFT;
 #pragma unroll 1
@@ -358,7 +362,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, const H
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();
-        const u64 again = second_look(layout, version_at + late, hashed, version, asks);
+        const u64 again = second_look(layout, version_at + late, hashed, version, asks, [&] { meanwhile(source != 0); });
         if (asks && again == version && (version & 1) == 0 && (source != 0 || absent)) {
             state = absent ? ABSENT : FOUND;
             asks = false;

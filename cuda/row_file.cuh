@@ -230,7 +230,7 @@ __device__ __forceinline__ u32 read_row_file(const HostLayout* const* where, i64
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();
-        const u64 again = second_look(layout, version_at + late, hashed, version, asks);
+        const u64 again = second_look(layout, version_at + late, hashed, version, asks, [] {});
         if (asks && again == version && (version & 1) == 0 && !look.moved) {
             state = found ? FOUND : ABSENT;
             asks = false;

@@ -332,12 +332,13 @@ __device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version
 
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
-// `where` holds the address of the layout, which is read anew at each attempt; `early` is what it held earlier, or null. `asks` tells the tiles that have a key. `version`
-// is that of the key's stripe as it was read earlier, or odd where it is yet to be looked at. `copy(source)` reads the rows at the tiles'
-// addresses, none where that is 0, and returns some bits of all that was read. It may be called again, and what it read may not
-// be kept: whoever stores it must not show it before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
-// Without LOOKS, the host's versions are neither read nor compared: what this returns is a guess, until the caller has compared
-// them with `version`. `meanwhile(found)` is called while the second look is on its way; `found` is the tile's row, if the look agrees.
+// `where` holds the address of the layout, which is read anew at each attempt; `early` is what it held earlier, or null. `asks`
+// tells the tiles that have a key. `version` is that of the key's stripe as it was read earlier, or odd where it is yet to be
+// looked at. `copy(source)` reads the rows at the tiles' addresses, none where that is 0, and returns some bits of all that was
+// read. It may be called again, and what it read may not be kept: whoever stores it must not show it before this returns FOUND
+// for the tile. `zero` is 0, which the compiler does not know. `meanwhile(found)` is called while the second look is on its
+// way, again with each attempt: `found` tells the tiles that have a row, if the look agrees. Without LOOKS, the host's versions
+// are neither read nor compared: what this returns is a guess, until the caller has compared them with `version`.
 template <bool LOOKS, typename Copy, typename Meanwhile>
 __device__ __forceinline__ u32 read_host(const HostLayout* const* where, const HostLayout* early, i64 key, bool asks, u64 version,
                                          u32 patience, u32 zero, Copy copy, Meanwhile meanwhile) {

@@ -40,9 +40,9 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         handles.append(handle)
         dependent(self, handle, *arguments)
 
-    def launch_repeat(driver: Any, words: Any, stream: int) -> int:
+    def launch_repeat(driver: Any, words: Any, *rest: Any) -> int:
         handles.append(int(words[0]))
-        return repeat(driver, words, stream)
+        return repeat(driver, words, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(lookup, "launch_and_wait", launch_repeat)

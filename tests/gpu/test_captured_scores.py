@@ -14,7 +14,7 @@ from tests.gpu.cupy_if_installed import cupy  # noqa: F401 - skips without it
 torch = pytest.importorskip("torch")
 import hps.torch  # noqa: E402 - after torch is known to be there
 from benchmarks.bench_scores import Ranker  # noqa: E402
-from hps.networks.torch_networks import _TorchNetwork  # noqa: E402
+from hps.networks.torch_networks import TorchScript  # noqa: E402
 from hps.scoring.captured import CapturedBatches  # noqa: E402
 from hps.scoring.scorer import Scorer  # noqa: E402
 
@@ -129,7 +129,7 @@ def test_histories_of_other_lengths(served: tuple[Any, hps.HPS, str]) -> None:
 
 def test_a_run_is_captured_after_what_was_written_before() -> None:
     """New memory that the inputs have not reached may hold any index, and one out of range ends the context."""
-    network = _TorchNetwork("m", lambda given: given, ("x",), torch.device("cuda", 0))
+    network = TorchScript("m", lambda given: given, ("x",), torch.device("cuda", 0))
     size, rows = 1 << 28, 1000
     memory, source = network.staging(size)
     target, values = network.empty((size,), "uint8"), network.empty((rows,), "float32")

@@ -251,7 +251,7 @@ def test_misses_that_host_memory_has_are_answered_by_repeats(start: Start, repea
             check(answers, keys[4])
             of_a = np.concatenate([keys[0], keys[1], keys[3], keys[4]])
             asked, absent = asked + of_a.size, absent + np.count_nonzero(of_a >= ROWS)
-    assert repeats.count(1) >= (16 if of_cupy else 24)
+    assert repeats.count(1) >= (8 if of_cupy else 16)  # those that begin while a change is ordered are no repeats
     assert not [flags for flags in repeats if flags not in (0, 1)]
     table = server.metrics.table("m", "a")
     assert (table.keys, table.defaults) == (asked, absent)

@@ -164,11 +164,13 @@ class StreamOrderedLookups:
                 self._hits[table] += n
 
     def forget(self) -> None:
-        """Leave out what the device has counted so far: a graph that is captured runs on keys of nobody."""
+        """Leave out what the device has counted so far: a graph that is captured runs on keys of nobody.
+
+        But what could not be read is still reported, since it may be another's.
+        """
         with self._counting:
             if not self._ended:
                 self._counted = [self._capable().stream_ordered_counts(index) for index in range(len(self._tables))]
-                self._unread = [counted.unread for counted in self._counted]
 
     def settle(self) -> None:
         """Add hits and misses to the metrics. Of graphs that other code launches only the misses are known."""

@@ -112,11 +112,12 @@ class Network(ABC):
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
 
-    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, delivers: bool = False) -> Callable[[], Mapping[str, Tensor]]:
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, owner: object = None) -> Callable[[], Mapping[str, Tensor]]:
         """Return a function that repeats a run of `take`, `run` and `write` on the same tensors; only if `on_cuda`.
 
         Args:
-            delivers: the run writes its outputs to other memory at its end, so that runs may share memory.
+            owner: of runs that write their outputs to other memory at their end and follow one another, so that they may share
+                memory; None for a run that has memory of its own.
         """
         return run
 

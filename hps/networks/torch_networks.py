@@ -67,7 +67,7 @@ class _TorchNetwork(Network):
         self._call: Callable[[Mapping[str, Tensor]], Any] | None = call
         self._outputs = tuple(outputs)
         self._device = device
-        self._delivering: weakref.ref[Any] | None = None  # the last graph that delivers its outputs
+        self._last: weakref.WeakKeyDictionary[object, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # graph of each owner
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
@@ -103,13 +103,14 @@ class _TorchNetwork(Network):
             found = self._call(inputs)
         return _named(self._name, found, self._outputs)
 
-    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, delivers: bool = False) -> Callable[[], Mapping[str, Tensor]]:
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, owner: object = None) -> Callable[[], Mapping[str, Tensor]]:
         """Capture a run in a CUDA graph; where it cannot be captured, repeat it as it is."""
         with torch.cuda.device(self._device):
             try:
                 stream = torch.cuda.Stream(self._device)
-                # Graphs run one after the other, on one stream. A pool lives as long as one of its graphs.
-                earlier = self._delivering() if delivers and self._delivering is not None else None
+                # Of an owner, one runs after the other. A pool lives as long as one of its graphs.
+                last = None if owner is None else self._last.get(owner)
+                earlier = None if last is None else last()
                 pool = None if earlier is None else earlier.pool()
                 stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still write the inputs
                 with torch.cuda.stream(stream):
@@ -124,8 +125,8 @@ class _TorchNetwork(Network):
                         outputs = run()
                     finally:
                         graph.capture_end()
-                if delivers:
-                    self._delivering = weakref.ref(graph)
+                if owner is not None:
+                    self._last[owner] = weakref.ref(graph)
             except RuntimeError as error:
                 _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])
                 return run

@@ -16,6 +16,7 @@ from hps.statistics.scores import ScoreCounters
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 4096
 _POLL_S = 0.5
+_MOST_JOINED_S = 60.0  # in the network of a batch that a call in process waits for
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +128,8 @@ class Batcher:
         """Score a request with those that wait, and wait for its batch.
 
         Raises:
-            NotReadyError: as for `submit`. Exception: what the batch failed with, as of `Scorer.score`.
+            NotReadyError: as for `submit`. NetworkBusyError: a batch is in the network for more than a minute. Exception: what
+                the batch failed with, as of `Scorer.score`.
         """
         answers: list[Outputs | Exception] = []
         ended = threading.Lock()
@@ -137,9 +139,9 @@ class Batcher:
             answers.append(answer)
             ended.release()
 
-        self.submit(ScoreCall(request, done))
+        self.submit(ScoreCall(request, done), _MOST_JOINED_S)
         while not ended.acquire(timeout=_POLL_S):
-            pass
+            self.refuse_if_busy(_MOST_JOINED_S)
         [answer] = answers
         if isinstance(answer, Exception):
             raise answer

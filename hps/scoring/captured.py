@@ -198,7 +198,7 @@ class CapturedBatches:
                 network.write(delivered[name], values)
             return delivered
 
-        return CapturedBatch(bound.starts, filled, samples, network.fixed(run, delivers=True), keys, launched)
+        return CapturedBatch(bound.starts, filled, samples, network.fixed(run, owner=self), keys, launched)
 
 
 def _numbers(most: int, bits: int) -> Iterator[int]:

@@ -116,13 +116,13 @@ class DeviceNetwork(ArrayNetwork):
     def write(self, tensor: np.ndarray, source: np.ndarray) -> None:
         tensor[...] = source
 
-    def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
+    def fixed(self, run: Callable[[], Arrays], *, owner: object = None) -> Callable[[], Arrays]:
         self.captured += 1
-        outputs = run() if delivers else {name: values.copy() for name, values in run().items()}
+        outputs = run() if owner else {name: values.copy() for name, values in run().items()}
 
         def replay() -> Arrays:
             for name, values in run().items():
-                if not delivers:
+                if not owner:
                     outputs[name][...] = values
             return outputs
 

@@ -251,7 +251,8 @@ class CupyLookup(StreamOrderedLookup):
                 of.append((table, link.where, link.authoritative, link.has_files, layout.where, layout.bins_per_row))
         if not of:
             return UNANSWERED
-        if self._missing_share * sum(batch.sizes) > _FEW_MISSES:
+        # Rows for outputs on the host are delivered from memory that is the current lookup's alone.
+        if self._missing_share * sum(batch.sizes) > _FEW_MISSES or (batch.kept and batch.placement.on_host):
             return None
         answer = repeat.answer
         if answer is None or answer.of != of:

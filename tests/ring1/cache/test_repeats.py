@@ -571,6 +571,24 @@ def test_outputs_in_pinned_memory_are_delivered_by_no_repeat(
     assert not repeated
 
 
+def test_misses_of_a_kept_batch_whose_output_is_in_pinned_memory_are_answered_by_no_repeat(
+    modules: SimpleNamespace, attached: Any, repeated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of such an output lie in memory that the next lookup may take."""
+    monkeypatch.setattr(modules.tensors, "_pinned_address", lambda array: array.ctypes.data)
+    Attached(attached, 0)
+    keys, workspace = np.arange(ROWS - 10, ROWS + 10), attached.create_lookup()
+    batch = Batch.of(0, host_cuda.Array(keys), np.empty((20, DIM), np.float32))
+    batch.kept = True
+    for _ in range(3):
+        asked_for(workspace, keys)
+        before = len(repeated)
+        assert workspace.query(batch) == 0
+        workspace.finish()
+        np.testing.assert_array_equal(batch.outs[0], vectors(keys))
+        assert len(repeated) == before
+
+
 def test_a_repeat_that_fails_is_answered_as_a_new_lookup(
     modules: SimpleNamespace, cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,11 +199,11 @@ def test_what_cannot_be_captured_is_not_tried_with_each_batch(caplog: pytest.Log
     class Uncapturable(CountingNetwork):
         tried = 0
 
-        def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
-            self.tried += delivers
-            if delivers and self.tried > 1:
+        def fixed(self, run: Callable[[], Arrays], *, owner: object = None) -> Callable[[], Arrays]:
+            self.tried += owner is not None
+            if owner and self.tried > 1:
                 raise RuntimeError("CUDA error: out of memory")
-            return super().fixed(run, delivers=delivers)
+            return super().fixed(run, owner=owner)
 
     caplog.set_level("INFO")
     network = Uncapturable()
@@ -219,11 +219,11 @@ def test_a_graph_that_fails_leaves_the_batch_to_a_lookup(caplog: pytest.LogCaptu
     class Failing(CountingNetwork):
         fails = False
 
-        def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
-            replay = super().fixed(run, delivers=delivers)
+        def fixed(self, run: Callable[[], Arrays], *, owner: object = None) -> Callable[[], Arrays]:
+            replay = super().fixed(run, owner=owner)
 
             def checked() -> Arrays:
-                if delivers and self.fails:
+                if owner and self.fails:
                     raise RuntimeError("CUDA error: unspecified launch failure")
                 return replay()
 

@@ -253,10 +253,10 @@ def test_where_memory_cannot_be_kept_batches_take_the_general_way(
     kept: list[int | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(DeviceNetwork):
-        def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
+        def fixed(self, run: Callable[[], Arrays], *, owner: object = None) -> Callable[[], Arrays]:
             if len(ours._kept.memories) == 1:
                 raise RuntimeError("CUDA out of memory")
-            return super().fixed(run, delivers=delivers)
+            return super().fixed(run, owner=owner)
 
     rng, ours, other = np.random.default_rng(5), scorer_of(True, network=Full(everything)), scorer_of(True)
     for once in (ONCE, (), ("age",), ONCE):
@@ -286,9 +286,9 @@ def test_all_that_a_network_does_counts_as_time_in_it(way: Way) -> None:
         found[what].add(wait_until(lambda: min(ours.network_seconds().values()) > 0, "time in the network counts"))
 
     class Noting(DeviceNetwork):
-        def fixed(self, run: Callable[[], Arrays], *, delivers: bool = False) -> Callable[[], Arrays]:
+        def fixed(self, run: Callable[[], Arrays], *, owner: object = None) -> Callable[[], Arrays]:
             note("fixed")
-            return super().fixed(run, delivers=delivers)
+            return super().fixed(run, owner=owner)
 
         def take(self, tensor: np.ndarray, index: np.ndarray) -> np.ndarray:
             note("take")

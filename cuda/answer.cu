@@ -324,9 +324,8 @@ struct Early {
         layout = reinterpret_cast<const HostLayout*>(load_word(request.segments[lane].layout));
         if (layout == nullptr) return;
         for (u32 byte = 0; byte < sizeof(HostLayout) + 8; byte += 128) {  // to the caches: its fields, and the first slabs
-            u32 word;
+            [[maybe_unused]] u32 word;
             asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(reinterpret_cast<const u8*>(layout) + byte) : "memory");
-            static_cast<void>(word);
         }
     }
 };

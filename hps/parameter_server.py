@@ -658,6 +658,7 @@ class HPS:
         force: bool = False,
         remember: bool = True,
         pin: bool = True,
+        accept: bool = False,
     ) -> Deployment:
         """Load a version of a model beside those in service, and switch to it atomically.
 
@@ -686,7 +687,9 @@ class HPS:
         """
         self._require_open()
         name, entry = (model, None) if isinstance(model, str) else (model.model, model)
-        self._reconciler.bring_up(name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin)
+        self._reconciler.bring_up(
+            name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin, accept=accept
+        )
         return self.model(name)
 
     def rollback(self, model_name: str) -> Deployment:

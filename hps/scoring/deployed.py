@@ -180,8 +180,11 @@ class DeploymentScores:
         """Copy the values of a request in shared memory, and check them; see `read_request`."""
         return request.unpacked(self.opened.signature, self.max_samples, self._model)
 
-    def score(self, request: Request, device: int) -> Outputs:
+    def score(self, request: Request, device: int, *, counted: bool = True) -> Outputs:
         """Score one request by itself.
+
+        Args:
+            counted: count it in the metrics; not for the requests of checks.
 
         Raises:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
@@ -192,11 +195,15 @@ class DeploymentScores:
             try:
                 (answer,), times = self._scorers[device].score([request])
             except NetworkError:
-                self._counters.count_failure("network")
+                if counted:
+                    self._counters.count_failure("network")
                 raise
-            self._counters.count(1, request.samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
+            if counted:
+                looked_up_ns, ran_ns = times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns
+                self._counters.count(1, request.samples, looked_up_ns, ran_ns)
             if isinstance(answer, HPSError):
-                self._counters.count_failure("nan")
+                if counted:
+                    self._counters.count_failure("nan")
                 raise answer
             return answer
 

@@ -1,6 +1,7 @@
 """Changes the serving versions: the operations on one model, and the loop that brings up the desired versions."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -15,16 +16,21 @@ from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
     HPSError,
+    NotReadyError,
     TableWidthError,
     UnknownVersionError,
+    VersionHeldError,
 )
 from hps.ground.progress import Progress
 from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
+from hps.models.manifest import within
 from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
+from hps.versions.checks.report import CheckReport
+from hps.versions.checks.run import VersionCheck
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
@@ -87,11 +93,13 @@ class Reconciler:
         force: bool = False,
         remember: bool = True,
         pin: bool = False,
+        accept: bool = False,
     ) -> None:
         """Put a version, by default the desired one, into service; see `HPS.deploy`.
 
         Args:
             entry: replaces the known entry of the model.
+            accept: let the version serve whatever its checks find.
         """
         known = name in self._catalog.names
         if pin:
@@ -101,6 +109,7 @@ class Reconciler:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
             try:
+                change.accepts = accept
                 served = self._serve_chosen(name, version, change, force=force, pin=pin, known=known)
                 keeps_entry = remember or not known
             finally:
@@ -110,6 +119,8 @@ class Reconciler:
                 return
             if version is None or pin:
                 self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
+            if change.held:
+                raise VersionHeldError(change.held)  # its files are known: polling loads it no second time
             if self._catalog.fleet.known(name) is not None:
                 if self._catalog.pins.known(name) is not None:
                     self._catalog.pins.end(name)  # otherwise it would return if the model left the fleet
@@ -280,6 +291,9 @@ class Reconciler:
             new = self._tried.get(name) != document.number
             if new:
                 self._live.forget_failure(name)  # of the document before
+            held = self._live.held(name)
+            if held is not None and held.version == document.version and not new:
+                continue
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
                 if wanted is not None and (self._live.failure(name) is None or self._live.needs_deployment(name, wanted)):
@@ -321,6 +335,9 @@ class Reconciler:
         change = self._live.change_of(name)
         pending = bool(change) or self._tried.get(name) != document.number
         reason = self._catalog.fleet.problem(name)
+        held = self._live.held(name)
+        if not reason and held is not None and held.checks is not None and held.version == document.version:
+            reason = self._held_text(held.checks)
         if not reason and not self._serves(name, document.desired):
             cause = self._unreadable.get(name, "") or ("" if failure is None else failure.cause)
             reason = (change and f"{change} it is under way") or ("" if pending else cause) or "it is not deployed yet"
@@ -399,6 +416,11 @@ class Reconciler:
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         same_files = current if current and current.fingerprint == fingerprint and not force else None
+        if current and same_files and not only_available:
+            if change.accepts:
+                self._accept(current)
+            elif current.held and current.checks is not None:
+                only_available, change.held = True, self._held_text(current.checks)
         if current and same_files:
             refuse_format_in_service(current.config, config)
             same = _same_settings(current.config, config)
@@ -515,13 +537,74 @@ class Reconciler:
         # serve.
         try:
             self._updates.start_and_wait(deployed, is_closing, change.wait_for)
+            if old is None and not only_available:
+                self._check(deployed, change, is_closing)
             change.proceed()
-            self._live.serve(deployed, select, fate, old, only_available=only_available)
+            if deployed.held and not only_available:
+                self._live.serve(deployed, self._without_held(name), fate, only_available=True)
+                kept = ()  # nothing was replaced
+            else:
+                self._live.serve(deployed, select, fate, old, only_available=only_available)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
                 deployed.close("keep" if old else "release")
             raise
         self._drop_rest(name, kept, config)
+
+    def _check(self, deployed: Deployment, change: Change, is_closing: Callable[[], bool]) -> None:
+        """Check a loaded version, and record the report in it.
+
+        A version below the serving one is a way back, and is not checked: the serving one may be what is wrong.
+
+        Raises:
+            VersionHeldError: it must not serve, and cannot be held: it is refused, none serves meanwhile, or the serving one has
+                its number.
+        """
+        config = deployed.config
+        serving = self._live.serving.get(config.model)
+        if not config.checks.enabled or (serving is not None and int(deployed.version) < int(serving.version)):
+            return
+
+        def proceed() -> None:
+            change.proceed()
+            if is_closing():
+                raise NotReadyError(f"deploying model {config.model!r}: the parameter server is closed")
+
+        change.wait_for("its checks")
+        place = "" if not config.version_path else within(config.version_path, deployed.version)
+        report = VersionCheck(deployed, serving, self._targets().sources, place, proceed).run()
+        change.wait_for("")
+        deployed.checks = report
+        if change.accepts:
+            self._accept(deployed)
+        verdict = deployed.checks.verdict
+        for found in report.checks:
+            self._metrics.version_checks.labels(config.model, found.check, found.outcome).inc()
+        if verdict in ("passed", "accepted"):
+            for failed in report.failed:
+                _log.warning("model %r: version %s: %s; it serves (%s)", config.model, report.version, failed, failed.policy)
+            return
+        if verdict == "refused" or serving is None or serving.version == deployed.version:
+            raise VersionHeldError(f"deploying model {config.model!r}: version {report.version} is refused: {report.reason}")
+        change.held = self._held_text(report)
+        _log.error("%s", change.held)
+
+    def _without_held(self, name: str) -> Callable[[list[str]], list[str]]:
+        """Return a selection of all versions but one that its checks held before."""
+        before = self._live.held(name)
+        return lambda versions: [version for version in versions if before is None or version != before.version]
+
+    def _accept(self, deployed: Deployment) -> None:
+        """Let a version serve that its checks hold."""
+        if deployed.checks is not None and deployed.checks.verdict in ("held", "refused"):
+            deployed.checks = deployed.checks.accepted(time.time())
+
+    def _held_text(self, report: CheckReport) -> str:
+        name, version = report.model, report.version
+        return (
+            f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it under "
+            f"its number; publish a better one, or `hps deploy {name} --version {version} --accept`"
+        )
 
     def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""

@@ -1,0 +1,257 @@
+"""Runs the checks of a version between its load and its takeover, at a fifth of a core and within a limit."""
+
+import io
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import numpy as np
+
+from hps.engine.refresh import Pace
+from hps.errors import HPSError, ModelFileError
+from hps.ground.threads.pacing import paced
+from hps.ground.threads.workers import call_in_thread
+from hps.models.loading.warm_up import DatabaseRows
+from hps.models.manifest import read_small_file, within
+from hps.models.sources import ModelSources
+from hps.types import KeyArray, TableSpec
+from hps.versions.checks.report import CHECKS, Bounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
+from hps.versions.checks.rows import compare_rows, sample_rows
+from hps.versions.checks.scores import REQUESTS, CheckRequests, compare_scores, make_up_requests, read_requests
+from hps.versions.deployment import Deployment
+
+_log = logging.getLogger(__name__)
+
+EXPECTED: Final = "expected.npz"
+"""Name of the author's answers beside a version."""
+
+_SHARE: Final = 0.2  # of a core
+_MOST_ROWS: Final = 1 << 20  # sampled of all tables
+_LEAST_ROWS: Final = 512  # sampled of each
+_MOST_BYTES: Final = 64 << 20
+_STEP_S: Final = 0.05
+
+
+class _LateError(Exception):
+    """The time for the checks is over. No `HPSError`: the checks catch those."""
+
+
+@dataclass
+class VersionCheck:
+    """The checks of one version. *One use.*
+
+    Args:
+        new: loaded, and not in service yet.
+        old: the version that serves; None if none does, so that there is nothing to compare with.
+        place: the version's directory; empty if it has none.
+        proceed: called meanwhile; raises to end the checks.
+        share: of a core, that the checks take at most.
+    """
+
+    new: Deployment
+    old: Deployment | None
+    sources: ModelSources
+    place: str = ""
+    proceed: Callable[[], None] = lambda: None
+    share: float = _SHARE
+    outcomes: list[CheckOutcome] = field(init=False, default_factory=list)
+
+    def run(self) -> CheckReport:
+        """Run the enabled checks, one after another.
+
+        A check that cannot be made, or is not done in time, counts as failed: nothing then says that the version is good.
+
+        Raises:
+            Exception: that of `proceed`.
+        """
+        config, new = self.new.config.checks, self.new
+        at, start = time.time(), time.monotonic()
+        self._deadline = start + config.timeout_s
+        self._ended = False
+        done = call_in_thread(f"check-{new.config.model}", self._run)
+        try:
+            while not wait([done], _STEP_S).done and time.monotonic() < self._deadline + _STEP_S:
+                self.proceed()
+        finally:
+            self._ended = True
+        outcomes = list(self.outcomes)
+        late = not done.done() or isinstance(done.exception(), _LateError)
+        if not late:
+            done.result()
+        else:
+            made = {found.check for found in outcomes[:-1]} | ({outcomes[-1].check} if outcomes else set())
+            outcomes += [
+                self._outcome(check, f"not made within {config.timeout_s:g} s", failed=True)
+                for check in CHECKS
+                if check not in made and self._applies(check)
+            ]
+        return CheckReport(
+            model=new.config.model,
+            version=new.version,
+            fingerprint=new.fingerprint,
+            against="" if self.old is None else self.old.version,
+            at=at,
+            seconds=round(time.monotonic() - start, 3),
+            checks=tuple(outcomes),
+        )
+
+    def _run(self) -> None:
+        pace = Pace(self.share, self._rest)
+        with paced():
+            self._finite()
+            keys = self._rows(pace)
+            self._scores(keys, pace)
+            self._expected(pace)
+
+    def _rest(self, seconds: float) -> bool:
+        time.sleep(max(0.0, min(seconds, self._deadline - time.monotonic())))
+        if self._ended or time.monotonic() >= self._deadline:
+            raise _LateError
+        return False
+
+    def _policy(self, check: CheckName) -> str:
+        return str(getattr(self.new.config.checks, check).policy)
+
+    def _applies(self, check: CheckName) -> bool:
+        if self._policy(check) == "off":
+            return False
+        if check in ("keys", "norms", "vectors"):
+            return self.old is not None
+        return check != "scores" or self.new.scores is not None
+
+    def _outcome(self, check: CheckName, text: str, *, failed: bool, table: str = "") -> CheckOutcome:
+        policy = cast("FailurePolicy", self._policy(check))
+        return CheckOutcome(check=check, outcome="failed" if failed else "skipped", policy=policy, table=table, text=text)
+
+    def _finite(self) -> None:
+        if not self._applies("finite"):
+            return
+        config = self.new.config
+        for table, rows, nonfinite in zip(self.new.tables, self.new.rows, self.new.nonfinite_rows, strict=False):
+            bounds = Bounds()
+            bounds.at_most("nonfinite_rows", nonfinite, config.max_nonfinite_rows)
+            bounds.figures["share"] = nonfinite / max(1, rows)
+            policy = cast("FailurePolicy", self._policy("finite"))
+            self.outcomes.append(bounds.outcome("finite", policy, table.table_name))
+
+    def _rows(self, pace: Pace) -> list[KeyArray]:
+        """Compare the rows of all tables; return the keys, by table, that both versions have, or the new one alone."""
+        new, old = self.new, self.old
+        serving = {} if old is None else {table.table_name: table for table in old.tables}
+        count = max(_LEAST_ROWS, min(new.config.checks.sample_rows, _MOST_ROWS // max(1, len(new.tables))))
+        keys: list[KeyArray] = []
+        for table in new.tables:
+            before = serving.get(table.table_name)
+            own = DatabaseRows(new.chain.databases[-1], table) if new.chain.databases else None
+            if own is None or old is None or before is None or before.dim != table.dim or not old.chain.databases:
+                keys.append(np.empty(0, np.int64))
+                if own is not None and old is not None:
+                    self._fail_rows(_why_unlike(table, before), table.table_name)
+                continue
+            try:
+                sample = sample_rows(own, DatabaseRows(old.chain.databases[-1], before), count, pace)
+                self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace)
+            except HPSError as error:
+                self._fail_rows(str(error), table.table_name)
+                keys.append(np.empty(0, np.int64))
+                continue
+            keys.append(sample.keys[sample.found])
+        return keys
+
+    def _fail_rows(self, why: str, table: str) -> None:
+        self.outcomes += [
+            self._outcome(check, why, failed=True, table=table)
+            for check in ("keys", "norms", "vectors")
+            if self._applies(check)
+        ]
+
+    def _scores(self, keys: Sequence[KeyArray], pace: Pace) -> None:
+        if not self._applies("scores") or self.new.scores is None:
+            return
+        config, scores = self.new.config.checks, self.new.scores
+        requests: CheckRequests | str | None = None
+        try:
+            place = config.requests or (within(self.place, REQUESTS) if self.place else "")
+            if place:
+                requests = read_requests(place, scores.opened.features, self.sources)
+            if requests is None and config.requests:
+                raise ModelFileError(f"reading {config.requests}: there is no such file; write it, or remove checks.requests")
+        except HPSError as error:
+            self.outcomes.append(self._outcome("scores", str(error), failed=True))
+            return
+        if requests is None:
+            requests = make_up_requests(scores.opened.signature, keys, config.scores.samples, scores.max_samples)
+        if isinstance(requests, str):
+            self.outcomes.append(self._outcome("scores", requests, failed=False))
+            return
+        policy = cast("FailurePolicy", self._policy("scores"))
+        self.outcomes.append(compare_scores(self.new, self.old, requests, config, policy, pace))
+
+    def _expected(self, pace: Pace) -> None:
+        """Compare the author's answers: `inputs/<name>` and `scores/<output>`, `keys/<table>` and `vectors/<table>`."""
+        if not self.place or not self._applies("expected"):
+            return
+        filesystem, path = self.sources.locate(within(self.place, EXPECTED))
+        try:
+            if (read := read_small_file(filesystem, path, _MOST_BYTES)) is None:
+                return
+            with np.load(io.BytesIO(read[0]), allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        except (HPSError, ValueError, OSError, EOFError) as error:
+            self.outcomes.append(self._outcome("expected", f"reading {path}: {error}", failed=True))
+            return
+        bounds, tolerance = Bounds(), self.new.config.checks.expected.tolerance
+        try:
+            for name, expected in arrays.items():
+                kind, _, rest = name.partition("/")
+                if kind == "vectors":
+                    got = self._vectors(rest, arrays[f"keys/{rest}"])
+                elif kind == "scores":
+                    got = self._expected_scores(arrays)[rest]
+                else:
+                    continue
+                bounds.at_most(f"difference of {rest}", _difference(got, expected), tolerance)
+                pace.rest()
+        except (HPSError, KeyError, ValueError) as error:
+            bounds.wrong.append(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
+        policy = cast("FailurePolicy", self._policy("expected"))
+        self.outcomes.append(bounds.outcome("expected", policy))
+
+    def _vectors(self, table: str, keys: np.ndarray) -> np.ndarray:
+        spec = self.new.tables[self.new.table_index(table)]
+        rows = DatabaseRows(self.new.chain.databases[-1], spec)
+        vectors = np.full((keys.size, spec.dim), spec.default_value, np.float32)
+        got, read = rows.read(np.ascontiguousarray(keys, np.int64), "float32")
+        vectors[np.isin(keys, got)] = read
+        return vectors
+
+    def _expected_scores(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        scores = self.new.scores
+        if scores is None:
+            raise ModelFileError(f"{EXPECTED} has scores, and the version has no network")
+        inputs = {name.partition("/")[2]: values for name, values in arrays.items() if name.startswith("inputs/")}
+        return dict(scores.score(scores.read(inputs), self.new.device(None), counted=False))
+
+
+def _why_unlike(table: TableSpec, before: TableSpec | None) -> str:
+    if before is None:
+        return "the serving version has no such table"
+    if before.dim != table.dim:
+        return f"got width {table.dim}, expected {before.dim}, as in the serving version"
+    return "the serving version has no database"
+
+
+def _difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference, relative to the expected value or to 1 if that is more."""
+    if got.shape != expected.shape:
+        raise ModelFileError(f"got {list(got.shape)}, expected {list(expected.shape)}, as in {EXPECTED}")
+    if not got.size:
+        return 0.0
+    wanted = expected.astype(np.float64)
+    difference = np.abs(got.astype(np.float64) - wanted) / np.maximum(1.0, np.abs(wanted))
+    return float(np.where(np.isnan(difference), np.inf, difference).max())
+
+

@@ -33,6 +33,7 @@ from hps.tensors.bags import Bags
 from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
+from hps.versions.checks.documents import CHECKS_DIRECTORY, CheckDocuments
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployment import Deployment, StoredRow, retry_after_takeover
 from hps.versions.desired import DesiredVersion
@@ -116,7 +117,8 @@ class HPS:
             raise
         sources = targets().sources
         pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(sources, kept_files(self._chain, FLEET))
-        self.catalog = ModelCatalog(self.config, sources, pins, fleet)
+        checks = CheckDocuments(sources, kept_files(self._chain, CHECKS_DIRECTORY))
+        self.catalog = ModelCatalog(self.config, sources, pins, fleet, checks)
         self._manage(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))

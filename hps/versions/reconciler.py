@@ -276,7 +276,8 @@ class Reconciler:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            if (wanted := self._wanted(name)) is not None and self._live.needs_deployment(name, wanted):
+            accepted = self._accepted_elsewhere(name)
+            if (wanted := self._wanted(name)) is not None and (self._live.needs_deployment(name, wanted) or accepted):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
@@ -345,11 +346,15 @@ class Reconciler:
         return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
 
     def chosen_by(self, name: str, serving: str) -> str:
-        """Describe the pin or document that chose the serving version of a model; empty if its policy did."""
+        """Describe the pin or document that chose the serving version of a model, and a version that is held; empty if none."""
         status = self.fleet(name)
         desired = self._catalog.pins.known(name) if status is None else status.document.desired
         reason = f"; {status.reason}" if status is not None and status.reason else ""
-        return "" if desired is None else desired.describe(serving) + reason
+        chosen = "" if desired is None else desired.describe(serving) + reason
+        held = self._live.held(name)
+        if held is None or held.checks is None or (status is not None and held.version == status.document.version):
+            return chosen
+        return "; ".join(filter(None, (chosen, f"version {held.version} is held: {held.checks.reason}")))
 
     def check_integrity(self) -> list[str]:
         """Return a sentence for each broken invariant of the states and the desired versions."""
@@ -444,6 +449,8 @@ class Reconciler:
                 if not only_available:
                     self._retire_unselected(deployed, chosen)
                 return fingerprint
+        if name not in self._live.serving and not change.accepts:
+            self._refuse_held(name, version, fingerprint)
         replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
         try:
             replacing()
@@ -560,7 +567,7 @@ class Reconciler:
             VersionHeldError: it must not serve, and cannot be held: it is refused, none serves meanwhile, or the serving one has
                 its number.
         """
-        config = deployed.config
+        config, documents = deployed.config, self._catalog.checks
         serving = self._live.serving.get(config.model)
         if not config.checks.enabled or (serving is not None and int(deployed.version) < int(serving.version)):
             return
@@ -574,12 +581,16 @@ class Reconciler:
         place = "" if not config.version_path else within(config.version_path, deployed.version)
         report = VersionCheck(deployed, serving, self._targets().sources, place, proceed).run()
         change.wait_for("")
+        for found in report.checks:
+            self._metrics.version_checks.labels(config.model, found.check, found.outcome).inc()
+        before = documents.read(config.model, config.version_path, report.version, report.fingerprint)
         deployed.checks = report
         if change.accepts:
             self._accept(deployed)
+        elif before is not None and before.accepted_at is not None and report.verdict == "held":
+            deployed.checks = report.accepted(before.accepted_at)
+        documents.write(deployed.checks, config.version_path)
         verdict = deployed.checks.verdict
-        for found in report.checks:
-            self._metrics.version_checks.labels(config.model, found.check, found.outcome).inc()
         if verdict in ("passed", "accepted"):
             for failed in report.failed:
                 _log.warning("model %r: version %s: %s; it serves (%s)", config.model, report.version, failed, failed.policy)
@@ -598,6 +609,25 @@ class Reconciler:
         """Let a version serve that its checks hold."""
         if deployed.checks is not None and deployed.checks.verdict in ("held", "refused"):
             deployed.checks = deployed.checks.accepted(time.time())
+            self._catalog.checks.write(deployed.checks, deployed.config.version_path)
+
+    def _refuse_held(self, name: str, version: str, fingerprint: str) -> None:
+        """Refuse to load a version, while none serves, that was held before: nothing could be compared with it now."""
+        config = self._catalog.model(name)
+        report = self._catalog.checks.read(name, config.version_path, version, fingerprint) if config.checks.enabled else None
+        if report is not None and report.verdict == "held":
+            raise VersionHeldError(f"deploying model {name!r}: version {version} is refused, since it was held: {report.reason}")
+
+    def _accepted_elsewhere(self, name: str) -> bool:
+        """Return True if the version that is held here was accepted on another replica, and let it serve."""
+        held = self._live.held(name)
+        if held is None or held.checks is None:
+            return False
+        report = self._catalog.checks.read(name, held.config.version_path, held.version, held.fingerprint)
+        if report is None or report.accepted_at is None:
+            return False
+        held.checks = held.checks.accepted(report.accepted_at)
+        return True
 
     def _held_text(self, report: CheckReport) -> str:
         name, version = report.model, report.version

@@ -186,3 +186,32 @@ def test_a_version_below_the_serving_one_is_a_way_back_and_not_checked(document:
         write(2, SHUFFLED)
         server.deploy("ranker", accept=True)
         assert server.deploy("ranker", "1").version == "1"
+
+
+def test_a_held_version_is_not_served_by_the_next_start_and_accepted_by_any_replica(
+    document: Make, write: Write, home: Path, tmp_path: Path
+) -> None:
+    with hps.HPS(document()) as server:
+        write(2, SHUFFLED)
+        polled(server)
+        kept = json.loads((home / "checks-2.json").read_text())
+        assert (kept["version"], kept["against"], kept["accepted_at"]) == ("2", "1", None)
+    with hps.HPS(document()) as server, hps.HPS({**document(), "persistent_db": {"type": "disabled"}}) as other:
+        assert (state(server), state(other)) == ([("1", "serving")], [("1", "serving")])
+        for replica in (server, other):
+            with pytest.raises(hps.VersionHeldError):
+                replica.deploy("ranker")
+        assert (state(server), state(other)) == ([("1", "serving"), ("2", "held")], [("1", "serving"), ("2", "held")])
+        other.deploy("ranker", accept=True)
+        assert polled(server) is None
+        assert state(server) == [("2", "serving"), ("1", "kept")]
+    with hps.HPS(document()) as server:
+        assert state(server) == [("2", "serving")]
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"format": 2}', b"[]"])
+def test_a_damaged_report_is_ignored(document: Make, write: Write, home: Path, content: bytes) -> None:
+    configuration = document()
+    (home / "checks-1.json").write_bytes(content)
+    with hps.HPS(configuration) as server:
+        assert state(server) == [("1", "serving")]

@@ -21,6 +21,7 @@ from hps.serve.http.request_body import described_object, read_object
 from hps.serve.logs.changes import log_change, request_line
 from hps.serve.logs.requests import SERVED, Served
 from hps.serve.protocol import schemas
+from hps.versions.checks.report import CheckReport
 from hps.versions.changes import Change
 from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import REFRESHING
@@ -76,12 +77,12 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         """
         body = await read_object(request, schemas.DeployRequest)
         wanted = model if body.config is None else _configured(model, body.config)
-        detail = (
-            f"version {body.version or 'by its policy'}{', forced' * body.force}{', with a config' * (body.config is not None)}"
-        )
+        detail = f"version {body.version or 'by its policy'}{', forced' * body.force}{', accepted' * body.accept}"
+        detail += ", with a config" * (body.config is not None)
 
         def call(server: HPS) -> str:
-            return server.deploy(wanted, body.version, progress=lifecycle.progress(), force=body.force).version
+            progress = lifecycle.progress()
+            return server.deploy(wanted, body.version, progress=progress, force=body.force, accept=body.accept).version
 
         return await run(model, "deploying", request, response, wait, call, detail)
 
@@ -212,6 +213,29 @@ def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:
     )
 
 
+def _checks(report: CheckReport | None) -> schemas.ChecksStatus | None:
+    if report is None:
+        return None
+    return schemas.ChecksStatus(
+        verdict=report.verdict,
+        against=report.against or None,
+        at=_time(report.at),
+        seconds=report.seconds,
+        reason=report.reason or None,
+        checks=[
+            schemas.CheckStatus(
+                check=found.check,
+                table=found.table or None,
+                outcome=found.outcome,
+                policy=found.policy,
+                text=found.text or None,
+                figures=dict(found.figures),
+            )
+            for found in report.checks
+        ],
+    )
+
+
 def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     server = lifecycle.server
     found = []
@@ -236,6 +260,7 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                         rows=it.rows,
                         size_bytes=it.size_bytes,
                         stale_copies=list(it.stale_copies),
+                        checks=_checks(it.checks),
                     )
                     for it in versions
                 ],

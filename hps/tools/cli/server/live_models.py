@@ -81,6 +81,9 @@ def models_command(
             typer.echo(f"{model['name']}: the fleet serves version {status['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
+        for version in model["versions"]:
+            if version["state"] == "held":
+                typer.echo(f"{model['name']}: version {version['version']} is held: {version['checks']['reason']}")
     for change in answer["changes"]:
         if "status" not in change:
             typer.echo(f"under way for {change['seconds']:.0f} s: {change['what']}, by {change['by']}")
@@ -98,6 +101,9 @@ def deploy_command(
         typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json with MODEL."),
     ] = None,
     force: console.Force = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Let the version serve whatever its checks find, also if they hold it.")
+    ] = False,
     fleet: Fleet = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -107,11 +113,17 @@ def deploy_command(
     the server. A version given by --version is pinned: neither polling nor a restart deploys a newer one. Without --version,
     the pin ends.
 
+    A version that fails its checks is held: the previous one serves on, and --accept lets it take over.
+
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
-    if fleet and (force or config is not None):
-        raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+    if fleet and (force or accept or config is not None):
+        raise errors.InvalidInputError(
+            "deploying on the fleet: got --force, --accept or --config, expected none of them with --fleet"
+        )
     body: dict[str, Any] = {} if fleet else {"force": force}
+    if accept:
+        body["accept"] = True
     if version:
         body["version"] = version
     if config is not None:

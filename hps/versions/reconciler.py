@@ -549,7 +549,7 @@ class Reconciler:
             change.proceed()
             if deployed.held and not only_available:
                 self._live.serve(deployed, self._without_held(name), fate, only_available=True)
-                kept = ()  # nothing was replaced
+                kept = []  # nothing was replaced
             else:
                 self._live.serve(deployed, select, fate, old, only_available=only_available)
         except BaseException:
@@ -564,8 +564,8 @@ class Reconciler:
         A version below the serving one is a way back, and is not checked: the serving one may be what is wrong.
 
         Raises:
-            VersionHeldError: it must not serve, and cannot be held: it is refused, none serves meanwhile, or the serving one has
-                its number.
+            VersionHeldError: it must not serve, and cannot be held: it is refused, no version serves meanwhile, or the serving
+                one has its number.
         """
         config, documents = deployed.config, self._catalog.checks
         serving = self._live.serving.get(config.model)
@@ -616,7 +616,9 @@ class Reconciler:
         config = self._catalog.model(name)
         report = self._catalog.checks.read(name, config.version_path, version, fingerprint) if config.checks.enabled else None
         if report is not None and report.verdict == "held":
-            raise VersionHeldError(f"deploying model {name!r}: version {version} is refused, since it was held: {report.reason}")
+            raise VersionHeldError(
+                f"deploying model {name!r}: version {version} is refused, since it was held: {report.reason}"
+            )
 
     def _accepted_elsewhere(self, name: str) -> bool:
         """Return True if the version that is held here was accepted on another replica, and let it serve."""
@@ -632,8 +634,8 @@ class Reconciler:
     def _held_text(self, report: CheckReport) -> str:
         name, version = report.model, report.version
         return (
-            f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it under "
-            f"its number; publish a better one, or `hps deploy {name} --version {version} --accept`"
+            f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it "
+            f"under its number; publish a better one, or `hps deploy {name} --version {version} --accept`"
         )
 
     def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:

@@ -440,8 +440,8 @@ class VersionStatus(BaseModel):
 
     version: str
     state: Literal["serving", "available", "held", "kept", "retiring"] = Field(
-        description="`serving` answers requests without a version, `available` those with it, `held` likewise, since its checks "
-        "failed; `kept` waits for a roll-back, `retiring` for its last lookups."
+        description="`serving` answers requests without a version, `available` those with it, `held` likewise, since its "
+        "checks failed; `kept` waits for a roll-back, `retiring` for its last lookups."
     )
     since: str = Field(description="Time it was put into service (ISO 8601, UTC).")
     rows: int = Field(description="Rows in its model files.")

@@ -55,7 +55,9 @@ class CheckDocuments:
             try:
                 write_file(filesystem, within(directory, _name(report.version)), content)
             except (HPSError, OSError) as error:  # read-only, mostly
-                _log.info("model %r: the report of version %s is kept on this replica alone: %s", report.model, report.version, error)
+                _log.info(
+                    "model %r: the report of version %s is kept on this replica alone: %s", report.model, report.version, error
+                )
         try:
             self._kept.write(report.model, report.model_copy(update={"checks": tuple(report.failed[:_MOST_KEPT])}).model_dump())
         except OSError as error:

@@ -97,7 +97,7 @@ class Bounds:
     def at_most(self, name: str, got: float, most: float | None) -> None:
         self._bound(name, got, most is None or got <= most, f"expected at most {most or 0.0:.4g}")
 
-    def _bound(self, name: str, got: float, holds: bool, expected: str) -> None:  # noqa: FBT001 - private, one caller a line
+    def _bound(self, name: str, got: float, holds: bool, expected: str) -> None:
         if math.isfinite(got):  # JSON has no infinity
             self.figures[name] = round(got, 6)
         if not holds:

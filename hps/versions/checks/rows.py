@@ -1,6 +1,5 @@
 """Compares a sample of the rows of two versions of a table: their keys, norms and vectors."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, NamedTuple, cast
@@ -18,6 +17,9 @@ LEAST_ROWS: Final = 256
 
 _CHUNK_ROWS: Final = 1024
 _PERMUTATIONS: Final = 4
+_SMALL_PRODUCT: Final = 1 << 18  # multiplications up to which OpenBLAS uses one thread (interface/gemm.c)
+_PRODUCTS_AT_ONCE: Final = 32
+_MOST_DIMENSIONS: Final = 128
 _TINY: Final = 1e-30
 
 
@@ -68,7 +70,7 @@ def first_rows_of(rows: DatabaseRows, count: int, pace: Pace) -> tuple[KeyArray,
     keys: list[KeyArray] = []
     vectors: list[FloatArray] = []
     missing = count
-    with closing(cast("Iterator[tuple[KeyArray, FloatArray]]", rows.chunks(min(count, _CHUNK_ROWS), "float32"))) as chunks:  # type: ignore[type-var]
+    with closing(rows.chunks(min(count, _CHUNK_ROWS), "float32")) as chunks:
         for chunk, found in chunks:
             keys.append(chunk[:missing])
             vectors.append(found[:missing].astype(np.float32, copy=False))
@@ -124,7 +126,12 @@ def compare_rows(table: str, sample: RowSample, config: ChecksConfig, pace: Pace
     bounds.at_most("new", 1.0 - np.count_nonzero(sample.found) / max(1, sample.keys.size), config.keys.most_new)
     bounds.at_most("gone", sample.gone / max(1, sample.old_rows), config.keys.most_gone)
     few = sample.old_rows < LEAST_ROWS
-    judge("keys", sample.old_rows, bounds, f"{sample.old_rows} rows serve, expected at least {LEAST_ROWS} to judge by" if few else "")
+    judge(
+        "keys",
+        sample.old_rows,
+        bounds,
+        f"{sample.old_rows} rows serve, expected at least {LEAST_ROWS} to judge by" if few else "",
+    )
 
     bounds, old_norms, new_norms = Bounds(), _norms(pairs.old), _norms(pairs.new)
     bounds.at_most("factor", _norm_factor(old_norms, new_norms), config.norms.most_factor)
@@ -160,20 +167,44 @@ def alignment(pairs: RowPairs, pace: Pace) -> float | None:
     Returns:
         None if the old vectors are all equal, so that there is nothing to compare with.
     """
-    old, new = (_centred(part) for part in pairs)
+    old, new = (_centred(_narrowed(part, pace)) for part in pairs)
     if old is None:
         return None
     if new is None:
         return 0.0
-    scale = float(np.linalg.norm(old.T @ old)) * float(np.linalg.norm(new.T @ new))
+    scale = _product_norm(old, old, pace) * _product_norm(new, new, pace)
     random = np.random.default_rng(1)
+    permuted = (new[random.permutation(len(new))] for _ in range(_PERMUTATIONS))
+    chance = float(np.mean([_product_norm(old, rows, pace) ** 2 / scale for rows in permuted]))
+    return (_product_norm(old, new, pace) ** 2 / scale - chance) / max(1.0 - chance, _TINY)
 
-    def aligned(rows: FloatArray) -> float:
-        pace.rest()
-        return float(np.linalg.norm(old.T @ rows)) ** 2 / scale
 
-    chance = float(np.mean([aligned(new[random.permutation(len(new))]) for _ in range(_PERMUTATIONS)]))
-    return (aligned(new) - chance) / max(1.0 - chance, _TINY)
+def _narrowed(vectors: FloatArray, pace: Pace) -> FloatArray:
+    """Project wide vectors at random to 128 dimensions, which keeps their angles (Johnson and Lindenstrauss, 1984)."""
+    dim = vectors.shape[1]
+    if dim <= _MOST_DIMENSIONS:
+        return vectors
+    projection = np.random.default_rng(dim).standard_normal((dim, _MOST_DIMENSIONS), np.float32)
+    step = max(1, _SMALL_PRODUCT // (dim * _MOST_DIMENSIONS))
+    narrow = np.empty((len(vectors), _MOST_DIMENSIONS), np.float32)
+    for number, start in enumerate(range(0, len(vectors), step), 1):
+        narrow[start : start + step] = vectors[start : start + step] @ projection
+        if not number % _PRODUCTS_AT_ONCE:
+            pace.rest()
+    return narrow
+
+
+def _product_norm(left: FloatArray, right: FloatArray, pace: Pace) -> float:
+    """Return the norm of left.T @ right, computed by one thread, with pauses: BLAS would take all cores for larger products."""
+    dim = left.shape[1]
+    step = max(1, _SMALL_PRODUCT // dim**2)
+    total = np.zeros((dim, dim), np.float64)
+    for number, start in enumerate(range(0, len(left), step), 1):
+        total += left[start : start + step].T @ right[start : start + step]
+        if not number % _PRODUCTS_AT_ONCE:
+            pace.rest()
+    pace.rest()
+    return float(np.linalg.norm(total))
 
 
 def _centred(vectors: FloatArray) -> FloatArray | None:

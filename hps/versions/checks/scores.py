@@ -68,9 +68,7 @@ def read_requests(place: str, features: Sequence[Feature], sources: ModelSources
             if line.strip():
                 requests.append(arrays_of(features, json.loads(line)["inputs"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidInputError) as error:
-            raise ModelFileError(
-                f'reading {place}, line {number}: {error}; expected {{"inputs": {{name: values}}}}'
-            ) from error
+            raise ModelFileError(f'reading {place}, line {number}: {error}; expected {{"inputs": {{name: values}}}}') from error
     return CheckRequests(requests, made_up=False)
 
 
@@ -145,7 +143,9 @@ def compare_scores(
 
 def _compare(before: _Answers, after: _Answers, requests: CheckRequests, config: ChecksConfig, bounds: Bounds) -> None:
     judged = {
-        name: (old, after.outputs[name]) for name, old in before.outputs.items() if old.size >= _LEAST_SCORES and np.ptp(old) > 0
+        name: (old, after.outputs[name])
+        for name, old in before.outputs.items()
+        if old.size >= _LEAST_SCORES and np.ptp(old) > 0
     }
     bounds.figures["scores"] = float(sum(old.size for old, _ in judged.values()))
     if judged:

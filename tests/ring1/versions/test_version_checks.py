@@ -88,7 +88,6 @@ def test_a_version_like_the_last_one_takes_over(document: Make, write: Write) ->
         report = server.model("ranker").checks
         assert report is not None
         assert (report.verdict, report.against) == ("passed", "1")
-        print(report.model_dump_json(indent=1))
         assert {found.check: found.outcome for found in report.checks} == dict.fromkeys(
             ["finite", "keys", "norms", "vectors", "scores"], "passed"
         )

@@ -21,8 +21,8 @@ from hps.serve.http.request_body import described_object, read_object
 from hps.serve.logs.changes import log_change, request_line
 from hps.serve.logs.requests import SERVED, Served
 from hps.serve.protocol import schemas
-from hps.versions.checks.report import CheckReport
 from hps.versions.changes import Change
+from hps.versions.checks.report import CheckReport
 from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import REFRESHING
 

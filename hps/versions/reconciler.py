@@ -2,10 +2,12 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
@@ -29,7 +31,7 @@ from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
-from hps.versions.checks.report import CheckReport
+from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
 from hps.versions.checks.run import VersionCheck
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
@@ -581,8 +583,9 @@ class Reconciler:
         place = "" if not config.version_path else within(config.version_path, deployed.version)
         report = VersionCheck(deployed, serving, self._targets().sources, place, proceed).run()
         change.wait_for("")
-        for found in report.checks:
-            self._metrics.version_checks.labels(config.model, found.check, found.outcome).inc()
+        counted = Counter((found.check, found.outcome) for found in report.checks)
+        for check, outcome in product(CHECKS, OUTCOMES):  # zeros, too: the first failure is then visible as an increase
+            self._metrics.version_checks.labels(config.model, check, outcome).inc(counted[check, outcome])
         before = documents.read(config.model, config.version_path, report.version, report.fingerprint)
         deployed.checks = report
         if change.accepts:

@@ -10,6 +10,7 @@ import pydantic
 CheckName: TypeAlias = Literal["finite", "keys", "norms", "vectors", "scores", "expected"]
 CHECKS: Final[tuple[CheckName, ...]] = ("finite", "keys", "norms", "vectors", "scores", "expected")
 Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
+OUTCOMES: Final[tuple[Outcome, ...]] = ("passed", "failed", "skipped")
 FailurePolicy: TypeAlias = Literal["refuse", "hold", "warn"]
 Verdict: TypeAlias = Literal["passed", "held", "refused", "accepted"]
 

@@ -27,7 +27,8 @@ class RowPairs(NamedTuple):
     """Rows of keys that both versions have.
 
     Attributes:
-        old, new: (n, dim) float32: of the same keys.
+        old: (n, old dim) float32.
+        new: (n, dim) float32: of the same keys.
     """
 
     old: FloatArray
@@ -41,7 +42,7 @@ class RowSample:
     Attributes:
         keys: (n,) int64: of the new version.
         new: (n, dim) float32: its vectors.
-        old: (n, dim) float32: the serving version's of the same keys, where it has them.
+        old: (n, old dim) float32: the serving version's of the same keys, where it has them.
         found: (n,) bool: whether the serving version has them.
         old_rows: sampled rows of the serving version.
         gone: how many of these the new version lacks.
@@ -84,7 +85,7 @@ def first_rows_of(rows: DatabaseRows, count: int, pace: Pace) -> tuple[KeyArray,
 
 
 def sample_rows(new: DatabaseRows, old: DatabaseRows, count: int, pace: Pace) -> RowSample:
-    """Sample the rows of two versions of a table, of the same width.
+    """Sample the rows of two versions of a table.
 
     Raises:
         DatabaseError: a database failed. NotReadyError: as of `pace`.
@@ -139,17 +140,19 @@ def compare_rows(table: str, sample: RowSample, config: ChecksConfig, pace: Pace
     pace.rest()
 
     bounds = Bounds()
-    if len(pairs.new):
+    same = 0
+    if len(pairs.new) and pairs.old.shape == pairs.new.shape:
         cosines = np.einsum("ij,ij->i", pairs.old, pairs.new) / np.maximum(old_norms * new_norms, _TINY)
-        same = (pairs.old == pairs.new).all(axis=1)
-        cosines[same] = 1.0  # also of vectors of zeros
+        unchanged = (pairs.old == pairs.new).all(axis=1)
+        cosines[unchanged] = 1.0  # also of vectors of zeros
+        same = int(np.count_nonzero(unchanged))
         bounds.at_least("cosine", float(np.median(cosines)), config.vectors.least_cosine)
-        bounds.at_most("changed", float(1.0 - same.mean()), config.vectors.most_changed)
+        bounds.at_most("changed", 1.0 - same / len(unchanged), config.vectors.most_changed)
+    if len(pairs.new):
         # Where half of the rows are bitwise as before, rows belong to their keys, however those that changed lie.
-        aligned = 1.0 if 2 * np.count_nonzero(same) >= len(same) else alignment(pairs, pace)
-        varies = aligned is not None
+        aligned = 1.0 if 2 * same >= len(pairs.new) else alignment(pairs, pace)
         bounds.at_least("alignment", 1.0 if aligned is None else aligned, config.vectors.least_alignment)
-        judge("vectors", len(pairs.new), bounds, "" if varies else "all vectors are equal in the serving version")
+        judge("vectors", len(pairs.new), bounds, "all vectors are equal in the serving version" if aligned is None else "")
     else:
         judge("vectors", 0, bounds)
     pace.rest()
@@ -196,9 +199,9 @@ def _narrowed(vectors: FloatArray, pace: Pace) -> FloatArray:
 
 def _product_norm(left: FloatArray, right: FloatArray, pace: Pace) -> float:
     """Return the norm of left.T @ right, computed by one thread, with pauses: BLAS would take all cores for larger products."""
-    dim = left.shape[1]
-    step = max(1, _SMALL_PRODUCT // dim**2)
-    total = np.zeros((dim, dim), np.float64)
+    dims = left.shape[1], right.shape[1]
+    step = max(1, _SMALL_PRODUCT // (dims[0] * dims[1]))
+    total = np.zeros(dims, np.float64)
     for number, start in enumerate(range(0, len(left), step), 1):
         total += left[start : start + step].T @ right[start : start + step]
         if not number % _PRODUCTS_AT_ONCE:

@@ -17,7 +17,7 @@ from hps.ground.threads.workers import call_in_thread
 from hps.models.loading.warm_up import DatabaseRows
 from hps.models.manifest import read_small_file, within
 from hps.models.sources import ModelSources
-from hps.types import KeyArray, TableSpec
+from hps.types import KeyArray
 from hps.versions.checks.report import CHECKS, Bounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
 from hps.versions.checks.rows import compare_rows, sample_rows
 from hps.versions.checks.scores import REQUESTS, CheckRequests, compare_scores, make_up_requests, read_requests
@@ -32,6 +32,7 @@ _SHARE: Final = 0.15  # of a core, so that it is at most a fifth with what sleep
 _MOST_ROWS: Final = 1 << 17  # sampled of all tables
 _LEAST_ROWS: Final = 512  # sampled of each
 _MOST_BYTES: Final = 64 << 20
+_NO_KEYS: Final = np.empty(0, np.int64)
 _STEP_S: Final = 0.05
 
 
@@ -144,29 +145,24 @@ class VersionCheck:
         count = max(_LEAST_ROWS, min(new.config.checks.sample_rows, _MOST_ROWS // max(1, len(new.tables))))
         keys: list[KeyArray] = []
         for table in new.tables:
-            before = serving.get(table.table_name)
-            own = DatabaseRows(new.chain.databases[-1], table) if new.chain.databases else None
-            if own is None or old is None or before is None or before.dim != table.dim or not old.chain.databases:
-                keys.append(np.empty(0, np.int64))
-                if own is not None and old is not None:
-                    self._fail_rows(_why_unlike(table, before), table.table_name)
-                continue
-            try:
-                sample = sample_rows(own, DatabaseRows(old.chain.databases[-1], before), count, pace)
-                self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace)
-            except HPSError as error:
-                self._fail_rows(str(error), table.table_name)
-                keys.append(np.empty(0, np.int64))
-                continue
-            keys.append(sample.keys[sample.found])
+            before, sample = serving.get(table.table_name), None
+            if old is not None and (before is None or not (new.chain.databases and old.chain.databases)):
+                why = "the serving version has no such table" if before is None else "no database has its rows"
+                self._add_of_rows(why, table.table_name, failed=False)
+            elif old is not None and before is not None:
+                own, known = (DatabaseRows(at.chain.databases[-1], of) for at, of in ((new, table), (old, before)))
+                try:
+                    sample = sample_rows(own, known, count, pace)
+                    self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace)
+                except HPSError as error:
+                    self._add_of_rows(str(error), table.table_name, failed=True)
+            keys.append(_NO_KEYS if sample is None else sample.keys[sample.found])
         return keys
 
-    def _fail_rows(self, why: str, table: str) -> None:
-        self.outcomes += [
-            self._outcome(check, why, failed=True, table=table)
-            for check in ("keys", "norms", "vectors")
-            if self._applies(check)
-        ]
+    def _add_of_rows(self, why: str, table: str, *, failed: bool) -> None:
+        checks: tuple[CheckName, ...] = ("keys", "norms", "vectors")
+        applied = [check for check in checks if self._applies(check)]
+        self.outcomes += [self._outcome(check, why, failed=failed, table=table) for check in applied]
 
     def _scores(self, keys: Sequence[KeyArray], pace: Pace) -> None:
         if not self._applies("scores") or self.new.scores is None:
@@ -234,14 +230,6 @@ class VersionCheck:
             raise ModelFileError(f"{EXPECTED} has scores, and the version has no network")
         inputs = {name.partition("/")[2]: values for name, values in arrays.items() if name.startswith("inputs/")}
         return dict(scores.score(scores.read(inputs), self.new.device(None), counted=False))
-
-
-def _why_unlike(table: TableSpec, before: TableSpec | None) -> str:
-    if before is None:
-        return "the serving version has no such table"
-    if before.dim != table.dim:
-        return f"got width {table.dim}, expected {before.dim}, as in the serving version"
-    return "the serving version has no database"
 
 
 def _difference(got: np.ndarray, expected: np.ndarray) -> float:

@@ -214,3 +214,25 @@ def test_a_damaged_report_is_ignored(document: Make, write: Write, home: Path, c
     (home / "checks-1.json").write_bytes(content)
     with hps.HPS(configuration) as server:
         assert state(server) == [("1", "serving")]
+
+
+@pytest.mark.parametrize(("shuffled", "expected"), [(False, "passed"), (True, "held")])
+def test_a_table_of_another_width_is_compared_by_how_its_rows_lie(
+    document: Make, write: Write, home: Path, shuffled: bool, expected: str
+) -> None:
+    with hps.HPS(document()) as server:
+        entry = server.catalog.model("ranker")
+        wider = np.hstack([FIRST, 0.1 * retrained()])
+        write(2, wider[np.random.default_rng(9).permutation(ROWS)] if shuffled else wider)
+        wide = hps.load_configuration(
+            {"models": [{**model_of("ranker", ["item"], {"item": 2 * DIM}), "version_path": str(home)}]}
+        )
+        assert entry.version_path == str(home)
+        if shuffled:
+            with pytest.raises(hps.VersionHeldError, match="vectors of item: alignment"):
+                server.deploy(wide.models[0])
+        else:
+            server.deploy(wide.models[0])
+        report = next(version.checks for version in server.versions("ranker") if version.version == "2")
+        assert report is not None
+        assert report.verdict == expected

@@ -34,6 +34,7 @@ from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_bat
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
 from hps.versions.checks.documents import CHECKS_DIRECTORY, CheckDocuments
+from hps.versions.checks.report import CheckReport
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployment import Deployment, StoredRow, retry_after_takeover
 from hps.versions.desired import DesiredVersion
@@ -693,6 +694,19 @@ class HPS:
             name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin, accept=accept
         )
         return self.model(name)
+
+    def check_version(self, model_name: str, version: str, against: str | None = None) -> CheckReport:
+        """Run the [checks](checks.md) of a version that is in service or held again, and change nothing.
+
+        Args:
+            against: version in service to compare it with; default: the serving one. With itself nothing is compared.
+
+        Raises:
+            UnknownModelError, UnknownVersionError: one of them is not deployed.
+            NotReadyError: the server is closed.
+        """
+        self._require_open()
+        return self._reconciler.check(model_name, version, against, self._require_open)
 
     def rollback(self, model_name: str) -> Deployment:
         """Roll back to the previous version, and pin the model to it.

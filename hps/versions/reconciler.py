@@ -178,6 +178,15 @@ class Reconciler:
         finally:
             del errors  # their tracebacks refer to this frame
 
+    def check(self, name: str, version: str, against: str | None, proceed: Callable[[], None]) -> CheckReport:
+        """Check a version in service beside another one, and change nothing; see `HPS.check_version`."""
+        new, old = self._live.find(name, version), self._live.find(name, against)
+        return self._version_check(new, None if old is new else old, proceed).run()
+
+    def _version_check(self, new: Deployment, old: Deployment | None, proceed: Callable[[], None]) -> VersionCheck:
+        place = "" if not new.config.version_path else within(new.config.version_path, new.version)
+        return VersionCheck(new, old, self._targets().sources, place, proceed)
+
     def roll_back(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
         self._refuse_in_fleet(name, "rolling back")
@@ -580,8 +589,7 @@ class Reconciler:
                 raise NotReadyError(f"deploying model {config.model!r}: the parameter server is closed")
 
         change.wait_for("its checks")
-        place = "" if not config.version_path else within(config.version_path, deployed.version)
-        report = VersionCheck(deployed, serving, self._targets().sources, place, proceed).run()
+        report = self._version_check(deployed, serving, proceed).run()
         change.wait_for("")
         counted = Counter((found.check, found.outcome) for found in report.checks)
         for check, outcome in product(CHECKS, OUTCOMES):  # zeros, too: the first failure is then visible as an increase

@@ -14,6 +14,7 @@ from hps.tools.cli.configuration import check_config, init, plan
 from hps.tools.cli.server import compile_kernels, live_models, profile, serve, top
 from hps.tools.cli.tables import (
     check_database,
+    check_version,
     create_model,
     import_tables,
     load,
@@ -44,6 +45,7 @@ app.command(
 app.command("profile", epilog=profile.EXAMPLE)(profile.profile_command)
 app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_config_command)
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
+app.command("check-version", epilog=check_version.EXAMPLE)(check_version.check_version_command)
 app.command("compile", epilog=compile_kernels.EXAMPLE)(compile_kernels.compile_command)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan_command)
 app.command("row-formats", epilog=row_formats.EXAMPLE)(row_formats.row_formats_command)

@@ -10,6 +10,7 @@ from hps.ground.registry import install_hint
 if TYPE_CHECKING:
     from hps.tools.planning.forecast import TableForecast
     from hps.tools.profiling.profile import Profile, Row
+    from hps.versions.checks.report import CheckOutcome, CheckReport
 
 
 def check_picture(path: Path | None) -> None:
@@ -47,6 +48,23 @@ def draw_plan(path: Path, tables: "Sequence[TableForecast]") -> None:
     axes.set_title("Hit rate by cache size (dotted: an ideal LRU cache; diamond: as configured)", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=1 + len(tables) // 12)
+    _save(figure, path)
+
+
+def draw_checks(path: Path, report: "CheckReport") -> None:
+    """Draw the figures of the checks of a version, a panel for each figure and a bar for each table; as `draw_plan`."""
+    found: dict[tuple[str, str], list[CheckOutcome]] = {}
+    for check in report.checks:
+        for name in check.figures:
+            found.setdefault((check.check, name), []).append(check)
+    figure = _figure(path)
+    panels = figure.subplots(max(1, len(found)), 1, squeeze=False)[:, 0]
+    for axes, ((check_name, name), checks) in zip(panels, found.items(), strict=False):
+        tables = [check.table or check.check for check in checks]
+        colours = ["C3" if check.outcome == "failed" else "C7" if check.outcome == "skipped" else "C0" for check in checks]
+        axes.barh(tables, [check.figures[name] for check in checks], color=colours)
+        axes.set_title(f"{check_name}: {name.replace('_', ' ')}", fontsize=8, loc="left")
+        axes.tick_params(labelsize=7)
     _save(figure, path)
 
 

@@ -176,7 +176,7 @@ class VersionCheck:
             if requests is None and config.requests:
                 raise ModelFileError(f"reading {config.requests}: there is no such file; write it, or remove checks.requests")
         except HPSError as error:
-            self.outcomes.append(self._outcome("scores", str(error), failed=True))
+            self.outcomes.append(self._outcome("scores", str(error), failed=self.old is not None))  # else none would serve
             return
         if requests is None:
             requests = make_up_requests(scores.opened.signature, keys, config.scores.samples, scores.max_samples)

@@ -236,3 +236,103 @@ def test_a_table_of_another_width_is_compared_by_how_its_rows_lie(
         report = next(version.checks for version in server.versions("ranker") if version.version == "2")
         assert report is not None
         assert report.verdict == expected
+
+
+def outcome(server: hps.HPS, check: str, version: str = "2") -> tuple[str, str]:
+    report = next(found.checks for found in server.versions("ranker") if found.version == version)
+    assert report is not None
+    [found] = [found for found in report.checks if found.check == check]
+    return found.outcome, found.text
+
+
+def requests_of(count: int, samples: int = 4) -> str:
+    random = np.random.default_rng(3)
+    return "".join(
+        json.dumps({"inputs": {"item": random.choice(KEYS, samples).tolist(), "age": random.random(samples).tolist()}}) + "\n"
+        for _ in range(count)
+    )
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the version", "configured"])
+def test_recorded_requests_are_replayed_against_both_versions(
+    document: Make, write: Write, home: Path, tmp_path: Path, beside: bool
+) -> None:
+    place = home / "2" / "requests.jsonl" if beside else tmp_path / "requests.jsonl"
+    with hps.HPS(document(checks={"requests": "" if beside else str(place)})) as server:
+        write(2, retrained(), factor=-1.0)
+        place.write_text(requests_of(20))
+        polled(server)
+        assert outcome(server, "scores")[1].startswith("correlation -0.9")
+        report = server.check_version("ranker", "2")
+        [scores] = [found for found in report.checks if found.check == "scores"]
+        assert scores.figures["scores"] == 80
+        assert server.check_version("ranker", "1").verdict == "passed", "with itself"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "reason"),
+    [
+        ("{", "failed", "line 1"),
+        ('{"inputs": 3}', "failed", "line 1"),
+        ('{"inputs": {"item": [7]}}', "skipped", "'age' is missing"),
+        ('{"inputs": {"item": [7], "age": [NaN]}}', "skipped", "is not a number"),
+    ],
+)
+def test_requests_that_cannot_be_read_hold_a_version_and_those_that_the_serving_one_refuses_do_not(
+    document: Make, write: Write, home: Path, text: str, expected: str, reason: str
+) -> None:
+    with hps.HPS(document()) as server:
+        write(2, retrained())
+        (home / "2" / "requests.jsonl").write_text(text)
+        server.poll()
+        found, said = outcome(server, "scores")
+        assert (found, reason in said) == (expected, True), said
+
+
+def test_configured_requests_that_are_gone_hold_a_version(document: Make, write: Write, tmp_path: Path) -> None:
+    with hps.HPS(document(checks={"requests": str(tmp_path / "gone.jsonl")})) as server:
+        write(2, retrained())
+        polled(server)
+        assert "there is no such file" in outcome(server, "scores")[1]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5]}, ""),
+        ({"keys/item": np.array([1]), "vectors/item": np.zeros((1, DIM))}, ""),
+        ({"inputs/item": KEYS[:5], "inputs/age": np.zeros(5, np.float32), "scores/score": retrained()[:5].sum(axis=1)}, ""),
+        ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5] + 1}, "difference of item 1, expected at most 0.01"),
+        ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5, :2]}, "got [5, 16], expected [5, 2]"),
+        ({"vectors/item": retrained()[:5]}, "KeyError: 'keys/item'"),
+        ({"keys/other": KEYS, "vectors/other": FIRST}, "got table 'other'"),
+        ({"scores/score": np.zeros(1)}, "input 'item' is missing"),
+    ],
+)
+def test_the_authors_answers_are_expected(
+    document: Make, write: Write, home: Path, arrays: dict[str, np.ndarray], expected: str
+) -> None:
+    with hps.HPS(document()) as server:
+        write(2, retrained())
+        np.savez(home / "2" / "expected.npz", **arrays)
+        polled(server)
+        found, text = outcome(server, "expected")
+        assert (found, expected in text) == ("failed" if expected else "passed", True), text
+
+
+def test_expected_answers_that_are_wrong_are_found_at_the_first_start_too(document: Make, write: Write, home: Path) -> None:
+    np.savez(home / "expected.npz", **{"keys/item": KEYS[:5], "vectors/item": FIRST[:5]})
+    configuration = document()
+    for version in (2, 3):
+        write(version, retrained())
+        (home / "expected.npz").replace(home / str(version) / "expected.npz") if version == 3 else None
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", pin=False)
+        assert state(server) == [("2", "serving")], "version 3 is refused, and the one below serves"
+
+
+def test_a_check_that_is_late_has_failed(document: Make, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hps.HPS(document(checks={"timeout_s": 1e-6})) as server:
+        write(2, retrained())
+        assert "vectors: not made within 1e-06 s" in str(polled(server))
+        assert state(server) == [("1", "serving"), ("2", "held")]

@@ -112,4 +112,4 @@ def test_the_strictest_policy_of_the_failed_checks_decides(policies: list[str], 
     report = CheckReport(model="m", version="2", fingerprint="f", at=1.0, checks=checks)
     assert (report.verdict, report.accepted(2.0).verdict) == (verdict, accepted)
     assert CheckReport.model_validate_json(report.model_dump_json()) == report
-    assert report.reason == "; ".join(f"norms: {policy}" for policy in sorted(policies, key="refuse hold warn".split().index))
+    assert report.reason == "; ".join(f"norms: {policy}" for policy in sorted(policies, key=["refuse", "hold", "warn"].index))

@@ -104,7 +104,7 @@ class Reconciler:
             accept: let the version serve whatever its checks find.
         """
         known = name in self._catalog.names
-        if pin:
+        if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
         with self._live.changing(name, "deploying", progress) as change, counted:
@@ -305,6 +305,8 @@ class Reconciler:
                 self._live.forget_failure(name)  # of the document before
             held = self._live.held(name)
             if held is not None and held.version == document.version and not new:
+                if self._accepted_elsewhere(name):
+                    yield name, False
                 continue
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
@@ -395,6 +397,11 @@ class Reconciler:
                 f"{doing} model {name!r}: its {SERVING} says what every replica serves: {document}. Change it for all of them "
                 "(--fleet, or POST /v1/models/{model}/fleet)"
             )
+
+    def _wanted_by_fleet(self, name: str, version: str | None) -> bool:
+        """Return True if a model has a serving document that wants this version: accepting it changes no fleet."""
+        document = self._catalog.document(name)
+        return document is not None and version in (None, document.version)
 
     def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
         """End a load before its version takes over, if the serving document has changed."""
@@ -646,7 +653,7 @@ class Reconciler:
         name, version = report.model, report.version
         return (
             f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it "
-            f"under its number; publish a better one, or `hps deploy {name} --version {version} --accept`"
+            f"under its number; publish a better one, or `hps deploy {name} --accept`"
         )
 
     def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:

@@ -116,7 +116,7 @@ def test_a_version_unlike_the_last_one_is_held_and_serves_under_its_number_until
         inputs = {"item": [7], "age": [0.0]}
         assert server.score("ranker", inputs)["score"][0] == pytest.approx(FIRST[1].sum(), rel=1e-4)
         assert server.score("ranker", inputs, version="2")["score"][0] == pytest.approx(factor * vectors[1].sum(), rel=1e-4)
-        with pytest.raises(hps.VersionHeldError, match="hps deploy ranker --version 2 --accept"):
+        with pytest.raises(hps.VersionHeldError, match="`hps deploy ranker --accept`"):
             server.deploy("ranker")
         assert server.pin("ranker") is None
         server.deploy("ranker", accept=True)
@@ -206,6 +206,30 @@ def test_a_held_version_is_not_served_by_the_next_start_and_accepted_by_any_repl
         assert state(server) == [("2", "serving"), ("1", "kept")]
     with hps.HPS(document()) as server:
         assert state(server) == [("2", "serving")]
+
+
+def test_a_fleet_holds_a_version_until_one_replica_is_told_to_accept_it(document: Make, write: Write, home: Path) -> None:
+    alone = {"persistent_db": {"type": "disabled"}}
+    with hps.HPS(document()) as server, hps.HPS({**document(), **alone}) as other:
+        write(2, SHUFFLED)
+        server.change_fleet("ranker", "deploy", "2")
+        for replica in (server, other):
+            replica.read_documents()
+            assert isinstance(replica.follow()["ranker"], hps.VersionHeldError)
+            assert replica.follow() == {}, "it is not tried again"
+            status = replica.fleet("ranker")
+            assert status is not None
+            assert (status.follows, status.pending, "version 2 is held" in status.reason) == (False, False, True)
+        with pytest.raises(hps.ConflictError, match="--fleet"):
+            server.deploy("ranker", "1", accept=True)
+        server.deploy("ranker", accept=True)
+        assert other.follow() == {"ranker": None}
+        for replica in (server, other):
+            assert replica.model("ranker").version == "2"
+            status = replica.fleet("ranker")
+            assert status is not None
+            assert status.follows
+        assert server.pin("ranker") is None
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"format": 2}', b"[]"])

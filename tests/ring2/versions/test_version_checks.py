@@ -65,7 +65,7 @@ def test_a_bad_version_is_held_and_seen_and_a_good_one_or_a_person_goes_on(
             place = f"/v2/models/ranker{'' if version is None else f'/versions/{version}'}/infer"
             [score] = service.client.post(place, json=body).json()["outputs"][0]["data"]
             assert score == pytest.approx(wanted, rel=1e-4)
-        assert "version 2 is held" in run(service, "deploy", "ranker").output
+        assert "`hps deploy ranker --accept`" in " ".join(run(service, "deploy", "ranker").output.split())
         assert run(service, "deploy", "ranker", "--accept").output.startswith("ranker: version 2 serves (deploy")
         write(3, vectors + 0.1 * retrained(), factor=factor)
         wait_until(lambda: serving(service) == "3", "version 3 takes over")

@@ -708,6 +708,21 @@ class HPS:
         self._require_open()
         return self._reconciler.check(model_name, version, against, self._require_open)
 
+    def recorded_requests(self, model_name: str) -> list[str]:
+        """Return the recorded requests of the serving version, the oldest first: lines of a `requests.jsonl`.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            InvalidInputError: it has no network, or its configuration does not allow recording.
+        """
+        scores = self.model(model_name).scores
+        if scores is None or (recorder := scores.recorder) is None:
+            raise InvalidInputError(
+                f"recording requests of model {model_name!r}: got checks.record off, or no network, expected keys or features; set "
+                "models[].checks.record if the clients' requests may be kept"
+            )
+        return recorder.lines()
+
     def rollback(self, model_name: str) -> Deployment:
         """Roll back to the previous version, and pin the model to it.
 

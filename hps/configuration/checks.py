@@ -12,6 +12,7 @@ from hps.configuration.fields import Flag, Positive, Real, Share, Timeout, choic
 from hps.configuration.tiers import Section
 
 Policy: TypeAlias = Annotated[Literal["refuse", "hold", "warn", "off"], choice("refuse", "hold", "warn", "off")]
+Recording: TypeAlias = Annotated[Literal["off", "keys", "features"], choice("off", "keys", "features")]
 _Correlation: TypeAlias = Annotated[Real, Field(ge=-1, le=1)]
 _Factor: TypeAlias = Annotated[Real, Field(ge=1)]
 
@@ -84,6 +85,8 @@ class ChecksConfig(Section):
     timeout_s: Timeout = 60.0
     sample_rows: Positive = 4096
     requests: str = ""
+    record: Recording = "off"
+    record_requests: Positive = 1000
     finite: FiniteCheck = Field(default_factory=FiniteCheck)
     keys: KeysCheck = Field(default_factory=KeysCheck)
     norms: NormsCheck = Field(default_factory=NormsCheck)

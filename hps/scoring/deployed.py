@@ -23,6 +23,7 @@ from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
+from hps.scoring.recording import RequestRecorder
 from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.scoring.signature import Feature, Output, Signature, signature_of
 from hps.statistics.scores import ScoreCounters
@@ -120,6 +121,9 @@ class DeploymentScores:
 
     Args:
         sessions: by device; on the CPU all devices have the same.
+
+    Attributes:
+        recorder: keeps a sample of the requests; None if the configuration does not allow it.
     """
 
     def __init__(
@@ -167,6 +171,15 @@ class DeploymentScores:
             for scorer in made.values()
         }
         self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
+        self.recorder: RequestRecorder | None = None
+        if (checks := config.checks).record != "off":
+            self.recorder = RequestRecorder(
+                opened.signature,
+                config.max_batch_size,
+                config.model,
+                checks.record_requests,
+                features=checks.record == "features",
+            )
 
     def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreInputs:
         """Check the inputs of a request; see `read_request`."""
@@ -184,7 +197,7 @@ class DeploymentScores:
         """Score one request by itself.
 
         Args:
-            counted: count it in the metrics; not for the requests of checks.
+            counted: count it in the metrics, and record it if so configured; not for the requests of checks.
 
         Raises:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
@@ -192,6 +205,8 @@ class DeploymentScores:
         with self._calls:
             if not request.samples:
                 return self._of_no_samples(request)
+            if counted and self.recorder is not None:
+                self.recorder.see(request)
             try:
                 (answer,), times = self._scorers[device].score([request])
             except NetworkError:
@@ -219,6 +234,8 @@ class DeploymentScores:
         if not call.request.samples:
             call.done(self._of_no_samples(call.request), None)
             return
+        if self.recorder is not None:
+            self.recorder.see(call.request)
         self._batchers[device].submit(call, most_s)
 
     def _of_no_samples(self, request: Request) -> Outputs:

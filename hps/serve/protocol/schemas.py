@@ -411,6 +411,12 @@ class ChangeAnswer(BaseModel):
     )
 
 
+class RecordedRequests(BaseModel):
+    """A sample of the requests of a model."""
+
+    requests: list[str] = Field(description="Lines of a `requests.jsonl`, the oldest first.")
+
+
 class CheckStatus(BaseModel):
     """The result of one check of a version."""
 

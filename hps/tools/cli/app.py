@@ -61,6 +61,7 @@ for _name, _command in (
     ("rollback", live_models.rollback_command),
     ("unpin", live_models.unpin_command),
     ("refresh", live_models.refresh_command),
+    ("record", live_models.record_command),
 ):
     app.command(_name, epilog=live_models.EXAMPLES[_name])(_command)
 updates.updates.command("status", epilog=live_models.EXAMPLES["updates status"])(live_models.updates_status_command)
@@ -81,9 +82,9 @@ def _hps(
 ) -> None:
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
-    serve, load, lookup, plan, row-formats, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter
-    server does. top, models, deploy, undeploy, rollback, unpin and refresh call a running server (--url or HPS_URL; the token
-    is in HPS_ADMIN_TOKEN).
+    serve, load, lookup, plan, row-formats, profile, publish, check-config and check-version take CONFIG: a ps.json, as in
+    HugeCTR. top, models, deploy, undeploy, rollback, unpin, refresh and record call a running server (--url or
+    HPS_URL; the token is in HPS_ADMIN_TOKEN).
     """
     if version:
         typer.echo(f"hps {__version__}")

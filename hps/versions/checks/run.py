@@ -21,7 +21,7 @@ from hps.types import KeyArray
 from hps.versions.checks.report import CHECKS, Bounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
 from hps.versions.checks.rows import compare_rows, sample_rows
 from hps.versions.checks.scores import REQUESTS, CheckRequests, compare_scores, make_up_requests, read_requests
-from hps.versions.deployment import Deployment
+from hps.versions.deployment import DRAIN_S, Deployment
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class VersionCheck:
             while not wait([done], _STEP_S).done and time.monotonic() < self._deadline + _STEP_S:
                 self.proceed()
         finally:
+            # The thread reads tables that are dropped when the version is refused: it ends at its next pause.
             self._ended = True
+            wait([done], DRAIN_S)
         outcomes = list(self.outcomes)
         late = not done.done() or isinstance(done.exception(), _LateError)
         if not late:
@@ -172,7 +174,7 @@ class VersionCheck:
         try:
             place = config.requests or (within(self.place, REQUESTS) if self.place else "")
             if place:
-                requests = read_requests(place, scores.opened.features, self.sources)
+                requests = read_requests(place, scores.opened.signature, self.sources)
             if requests is None and config.requests:
                 raise ModelFileError(f"reading {config.requests}: there is no such file; write it, or remove checks.requests")
         except HPSError as error:

@@ -16,7 +16,7 @@ from hps.errors import HPSError, InvalidInputError, ModelFileError
 from hps.models.manifest import read_small_file
 from hps.models.sources import ModelSources
 from hps.scoring.deployed import network_of_model
-from hps.scoring.features import arrays_of
+from hps.scoring.features import OFFSETS, arrays_of
 from hps.scoring.signature import Feature, Signature
 from hps.types import KeyArray
 from hps.versions.checks.report import Bounds, CheckOutcome, FailurePolicy
@@ -53,8 +53,10 @@ class _Answers(NamedTuple):
     seconds: list[float]
 
 
-def read_requests(place: str, features: Sequence[Feature], sources: ModelSources) -> CheckRequests | None:
+def read_requests(place: str, signature: Signature, sources: ModelSources) -> CheckRequests | None:
     """Read requests: a line `{"inputs": {name: values}}` for each; None if there is no such file.
+
+    Features that a line lacks, since keys alone were recorded, are made up.
 
     Raises:
         ModelFileError: it cannot be read, or a line is not a request.
@@ -63,13 +65,24 @@ def read_requests(place: str, features: Sequence[Feature], sources: ModelSources
     if (read := read_small_file(filesystem, path, _MOST_BYTES)) is None:
         return None
     requests: list[Arrays] = []
+    lacks = False
+    random = np.random.default_rng(1)
     for number, line in enumerate(read[0].splitlines(), 1):
         try:
-            if line.strip():
-                requests.append(arrays_of(features, json.loads(line)["inputs"]))
+            if not line.strip():
+                continue
+            arrays = arrays_of(signature.features, json.loads(line)["inputs"])
+            names = [feature.name for feature in signature.features if feature.is_lookup and feature.name in arrays]
+            counts = [len(arrays[bag]) - 1 if (bag := name + OFFSETS) in arrays else len(arrays[name]) for name in names]
+            missing = [feature for feature in signature.features if _can_be_made_up(feature) and feature.name not in arrays]
+            if counts and missing:
+                sizes = {**signature.sizes, SAMPLES: max(counts)}
+                arrays |= {feature.name: _made_up(feature, sizes, random) for feature in missing}
+                lacks = True
+            requests.append(arrays)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidInputError) as error:
             raise ModelFileError(f'reading {place}, line {number}: {error}; expected {{"inputs": {{name: values}}}}') from error
-    return CheckRequests(requests, made_up=False)
+    return CheckRequests(requests, made_up=lacks)
 
 
 def make_up_requests(signature: Signature, keys: Sequence[KeyArray], samples: int, max_samples: int) -> CheckRequests | str:
@@ -88,25 +101,30 @@ def make_up_requests(signature: Signature, keys: Sequence[KeyArray], samples: in
             return f"input {feature.name!r} has offsets, which cannot be made up"
         if (table := tables.get(feature.name)) is not None and not keys[table].size:
             return f"the versions have no key of input {feature.name!r} in common"
+    count = min(samples, max_samples, _MOST_SAMPLES)
+    sizes = {**signature.sizes, SAMPLES: count}
     requests: list[Arrays] = []
-    made = 0
-    while made < samples:
-        count = min(samples, max_samples, _MOST_SAMPLES)
-        sizes = {**signature.sizes, SAMPLES: count}
-        arrays: dict[str, npt.NDArray[Any]] = {}
+    for _ in range(-(-samples // count)):
+        arrays = {}
         for feature in signature.features:
-            if feature.index:
-                continue
-            shape = feature.shape_with(sizes)
             if (table := tables.get(feature.name)) is not None:
-                arrays[feature.name] = random.choice(keys[table], shape)
-            elif np.dtype(feature.dtype).kind == "f":
-                arrays[feature.name] = random.standard_normal(shape).astype(feature.dtype)
-            else:
-                arrays[feature.name] = np.zeros(shape, feature.dtype)
+                arrays[feature.name] = random.choice(keys[table], feature.shape_with(sizes))
+            elif not feature.index:
+                arrays[feature.name] = _made_up(feature, sizes, random)
         requests.append(arrays)
-        made += count
     return CheckRequests(requests, made_up=True)
+
+
+def _can_be_made_up(feature: Feature) -> bool:
+    return not (feature.is_lookup or feature.index or feature.offsets_of >= 0)
+
+
+def _made_up(feature: Feature, sizes: Mapping[str, int], random: np.random.Generator) -> npt.NDArray[Any]:
+    """Make up a feature: random numbers, or zeros where they may be anything, such as categories."""
+    shape = feature.shape_with(sizes)
+    if np.dtype(feature.dtype).kind != "f":
+        return np.zeros(shape, feature.dtype)
+    return random.standard_normal(shape).astype(feature.dtype)
 
 
 def compare_scores(

@@ -298,7 +298,7 @@ def test_recorded_requests_are_replayed_against_both_versions(
     [
         ("{", "failed", "line 1"),
         ('{"inputs": 3}', "failed", "line 1"),
-        ('{"inputs": {"item": [7]}}', "skipped", "'age' is missing"),
+        ('{"inputs": {"age": [1.0]}}', "skipped", "'item' is missing"),
         ('{"inputs": {"item": [7], "age": [NaN]}}', "skipped", "is not a number"),
     ],
 )
@@ -360,3 +360,40 @@ def test_a_check_that_is_late_has_failed(document: Make, write: Write, monkeypat
         write(2, retrained())
         assert "vectors: not made within 1e-06 s" in str(polled(server))
         assert state(server) == [("1", "serving"), ("2", "held")]
+
+
+def test_checks_end_when_the_fleet_wants_another_version(document: Make, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hps.HPS(document()) as server:
+        for version in (2, 3):
+            write(version, retrained())
+        server.change_fleet("ranker", "deploy", "2")
+
+        def superseded(*arguments: Any) -> list[Any]:
+            server.change_fleet("ranker", "deploy", "3")
+            server.read_documents()
+            return []
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hps.versions.checks.run.compare_rows", superseded)
+            server.read_documents()
+            assert server.follow() == {}, "tried again with version 3"
+        assert state(server) == [("1", "serving")]
+        server.follow()
+        assert state(server) == [("3", "serving"), ("1", "kept")]
+        assert server.check() == []
+
+
+def test_requests_are_recorded_only_with_the_consent_of_the_configuration(document: Make, write: Write, home: Path) -> None:
+    inputs = {"item": KEYS[:3], "age": np.ones(3, np.float32)}
+    with hps.HPS(document()) as server:
+        server.score("ranker", inputs)
+        with pytest.raises(hps.InvalidInputError, match=r"set models\[\].checks.record"):
+            server.recorded_requests("ranker")
+    with hps.HPS(document(checks={"record": "keys"})) as server:
+        server.score("ranker", inputs)
+        assert server.recorded_requests("ranker") == [json.dumps({"inputs": {"item": KEYS[:3].tolist()}})]
+        write(2, retrained())
+        (home / "2" / "requests.jsonl").write_text("\n".join(64 * server.recorded_requests("ranker")))
+        assert polled(server) is None
+        assert outcome(server, "scores")[0] == "passed"
+        assert server.recorded_requests("ranker") == [], "requests of checks are not recorded"

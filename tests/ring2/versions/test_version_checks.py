@@ -83,3 +83,15 @@ def test_a_version_that_cannot_be_right_is_not_served_and_the_next_one_is(
         assert versions(service) == {"1": "serving"}
         write(3, retrained())
         wait_until(lambda: serving(service) == "3", "version 3 takes over")
+
+
+def test_recorded_requests_are_written_by_the_command_for_the_checks(document: Make, write: Write, tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    with running_service({**document(checks={"record": "features"}), "service": POLLING}) as service:
+        body = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [40], "data": list(range(0, 280, 7))}]}
+        body["inputs"].append({"name": "age", "datatype": "FP32", "shape": [40], "data": [0.5] * 40})
+        service.client.post("/v2/models/ranker/infer", json=body).raise_for_status()
+        assert run(service, "record", "ranker", "--output", str(requests)).output.endswith("1 requests of ranker\n")
+        write(2, retrained())
+        requests.replace(tmp_path / "repository" / "ranker" / "2" / "requests.jsonl")
+        wait_until(lambda: serving(service) == "2", "version 2 takes over")

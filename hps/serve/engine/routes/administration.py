@@ -64,6 +64,12 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         found = await threads.run(lambda: lifecycle.server.updates())
         return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(table)) for table in found])
 
+    @router.get("/debug/requests/{model}", responses={status: responses[status] for status in (400, 401, 403, 404)})
+    async def recorded_requests(model: str) -> schemas.RecordedRequests:
+        """Return a sample of the requests for scores that a model answered, if its configuration allows to keep them."""
+        server = lifecycle.server_of(model)
+        return schemas.RecordedRequests(requests=await threads.run(lambda: server.recorded_requests(model)))
+
     @router.get("/debug/check", responses={status: responses[status] for status in (401, 403, 503)})
     async def check_integrity() -> schemas.IntegrityReport:
         """Check the invariants of versions, caches and databases. Reads all indices; needs the right `admin`."""

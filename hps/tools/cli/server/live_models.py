@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from urllib.parse import quote
 
 import typer
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
     "deploy": "Example: `hps deploy ranker --version 2`",
+    "record": "Example: `hps record ranker --output models/ranker/requests.jsonl`",
     "undeploy": "Example: `hps undeploy ranker`",
     "rollback": "Example: `hps rollback ranker`",
     "unpin": "Example: `hps unpin ranker`",
@@ -181,6 +183,21 @@ def refresh_command(
     First refills its tables in the volatile database, at full speed, if rows were lost there.
     """
     _change(server, model, "refresh", {}, wait=not no_wait)
+
+
+@server_command()
+def record_command(
+    server: "Client",
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path("requests.jsonl"),
+) -> None:
+    """Write a sample of the requests for scores that MODEL answered to a file, for the checks of its versions.
+
+    The server keeps them only if models[].checks.record is `keys` or `features`.
+    """
+    requests = server.ask(f"/v1/debug/requests/{quote(model, safe='')}")["requests"]
+    output.write_text("".join(f"{line}\n" for line in requests))
+    typer.echo(f"{output}: {len(requests)} requests of {model}")
 
 
 @server_command(ServerUrl)

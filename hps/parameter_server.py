@@ -718,8 +718,8 @@ class HPS:
         scores = self.model(model_name).scores
         if scores is None or (recorder := scores.recorder) is None:
             raise InvalidInputError(
-                f"recording requests of model {model_name!r}: got checks.record off, or no network, expected keys or features; set "
-                "models[].checks.record if the clients' requests may be kept"
+                f"recording requests of model {model_name!r}: got checks.record off, or no network, expected keys or features; "
+                "set models[].checks.record if the clients' requests may be kept"
             )
         return recorder.lines()
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hps.ground.threads.workers import call_in_thread
 from hps.models.loading.warm_up import DatabaseRows
 from hps.models.manifest import read_small_file, within
 from hps.models.sources import ModelSources
+from hps.stores.base import UNBOUNDED_ROWS
 from hps.types import KeyArray
 from hps.versions.checks.report import CHECKS, Bounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
 from hps.versions.checks.rows import compare_rows, sample_rows
@@ -32,6 +34,8 @@ _SHARE: Final = 0.15  # of a core, so that it is at most a fifth with what sleep
 _MOST_ROWS: Final = 1 << 17  # sampled of all tables
 _LEAST_ROWS: Final = 512  # sampled of each
 _MOST_BYTES: Final = 64 << 20
+_OF_ROWS: Final[tuple[CheckName, ...]] = ("keys", "norms", "vectors")
+_OF_TABLES: Final[tuple[CheckName, ...]] = ("finite", *_OF_ROWS)
 _NO_KEYS: Final = np.empty(0, np.int64)
 _STEP_S: Final = 0.05
 
@@ -49,7 +53,6 @@ class VersionCheck:
         old: the version that serves; None if none does, so that there is nothing to compare with.
         place: the version's directory; empty if it has none.
         proceed: called meanwhile; raises to end the checks.
-        share: of a core, that the checks take at most.
     """
 
     new: Deployment
@@ -57,7 +60,6 @@ class VersionCheck:
     sources: ModelSources
     place: str = ""
     proceed: Callable[[], None] = lambda: None
-    share: float = _SHARE
     outcomes: list[CheckOutcome] = field(init=False, default_factory=list)
 
     def run(self) -> CheckReport:
@@ -85,12 +87,7 @@ class VersionCheck:
         if not late:
             done.result()
         else:
-            made = {found.check for found in outcomes[:-1]} | ({outcomes[-1].check} if outcomes else set())
-            outcomes += [
-                self._outcome(check, f"not made within {config.timeout_s:g} s", failed=True)
-                for check in CHECKS
-                if check not in made and self._applies(check)
-            ]
+            outcomes += self._not_made(outcomes)
         return CheckReport(
             model=new.config.model,
             version=new.version,
@@ -101,8 +98,19 @@ class VersionCheck:
             checks=tuple(outcomes),
         )
 
+    def _not_made(self, outcomes: Sequence[CheckOutcome]) -> list[CheckOutcome]:
+        """Return the outcomes of checks whose time is over: failed, unless no version would then serve."""
+        made = Counter(found.check for found in outcomes)
+        text = f"not made within {self.new.config.checks.timeout_s:g} s"
+        return [
+            self._outcome(check, text, failed=self.old is not None)
+            for check in CHECKS
+            if self._applies(check) and made[check] < (len(self.new.tables) if check in _OF_TABLES else 1)
+        ]
+
     def _run(self) -> None:
-        pace = Pace(self.share, self._rest)
+        # Where no version serves, there are no lookups to spare.
+        pace = Pace(1.0 if self.old is None else _SHARE, self._rest)
         with paced():
             self._finite()
             keys = self._rows(pace)
@@ -121,8 +129,10 @@ class VersionCheck:
     def _applies(self, check: CheckName) -> bool:
         if self._policy(check) == "off":
             return False
-        if check in ("keys", "norms", "vectors"):
+        if check in _OF_ROWS:
             return self.old is not None
+        if check == "expected":
+            return bool(self.place)
         return check != "scores" or self.new.scores is not None
 
     def _outcome(self, check: CheckName, text: str, *, failed: bool, table: str = "") -> CheckOutcome:
@@ -155,15 +165,15 @@ class VersionCheck:
                 own, known = (DatabaseRows(at.chain.databases[-1], of) for at, of in ((new, table), (old, before)))
                 try:
                     sample = sample_rows(own, known, count, pace)
-                    self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace)
+                    complete = _keeps_all(own) and _keeps_all(known)
+                    self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace, complete=complete)
                 except HPSError as error:
                     self._add_of_rows(str(error), table.table_name, failed=True)
             keys.append(_NO_KEYS if sample is None else sample.keys[sample.found])
         return keys
 
     def _add_of_rows(self, why: str, table: str, *, failed: bool) -> None:
-        checks: tuple[CheckName, ...] = ("keys", "norms", "vectors")
-        applied = [check for check in checks if self._applies(check)]
+        applied = [check for check in _OF_ROWS if self._applies(check)]
         self.outcomes += [self._outcome(check, why, failed=failed, table=table) for check in applied]
 
     def _scores(self, keys: Sequence[KeyArray], pace: Pace) -> None:
@@ -190,7 +200,7 @@ class VersionCheck:
 
     def _expected(self, pace: Pace) -> None:
         """Compare the author's answers: `inputs/<name>` and `scores/<output>`, `keys/<table>` and `vectors/<table>`."""
-        if not self.place or not self._applies("expected"):
+        if not self._applies("expected"):
             return
         filesystem, path = self.sources.locate(within(self.place, EXPECTED))
         try:
@@ -232,6 +242,11 @@ class VersionCheck:
             raise ModelFileError(f"{EXPECTED} has scores, and the version has no network")
         inputs = {name.partition("/")[2]: values for name, values in arrays.items() if name.startswith("inputs/")}
         return dict(scores.score(scores.read(inputs), self.new.device(None), counted=False))
+
+
+def _keeps_all(rows: DatabaseRows) -> bool:
+    """Return True if a database evicts no row, so that one that it lacks is not in the version."""
+    return rows.database.persistent or rows.database.stats(rows.stored.tag).capacity_rows >= UNBOUNDED_ROWS
 
 
 def _difference(got: np.ndarray, expected: np.ndarray) -> float:

@@ -79,6 +79,13 @@ def test_the_default_bounds(new: FloatArray, found: int | None, gone: int, faile
     assert {name for name, outcome in result.items() if outcome.outcome == "failed"} == failed
 
 
+def test_keys_are_not_compared_where_a_database_evicts_rows() -> None:
+    gone = sample(rows_of(4), rows_of(4), gone=N)
+    checks = {found.check: found for found in compare_rows("item", gone, ChecksConfig(), PACE, complete=False)}
+    assert (checks["keys"].outcome, checks["keys"].text) == ("skipped", "the database evicts rows")
+    assert checks["vectors"].outcome == "passed"
+
+
 def test_bounds_of_cosines_and_of_changed_rows_are_a_users() -> None:
     old = rows_of(4)
     new = old.copy()

@@ -143,21 +143,18 @@ def compare_rows(
     pace.rest()
 
     bounds = Bounds()
-    same = 0
+    changed = np.ones(len(pairs.new), np.bool_)
     if len(pairs.new) and pairs.old.shape == pairs.new.shape:
         cosines = np.einsum("ij,ij->i", pairs.old, pairs.new) / np.maximum(old_norms * new_norms, _TINY)
-        unchanged = (pairs.old == pairs.new).all(axis=1)
-        cosines[unchanged] = 1.0  # also of vectors of zeros
-        same = int(np.count_nonzero(unchanged))
+        changed = (pairs.old != pairs.new).any(axis=1)
+        cosines[~changed] = 1.0  # also of vectors of zeros
         bounds.at_least("cosine", float(np.median(cosines)), config.vectors.least_cosine)
-        bounds.at_most("changed", 1.0 - same / len(unchanged), config.vectors.most_changed)
-    if len(pairs.new):
-        # Where half of the rows are bitwise as before, rows belong to their keys, however those that changed lie.
-        aligned = 1.0 if 2 * same >= len(pairs.new) else alignment(pairs, pace)
+        bounds.at_most("changed", float(changed.mean()), config.vectors.most_changed)
+    aligned: float | None = 1.0
+    if np.count_nonzero(changed) >= LEAST_ROWS:  # of a delta, the rows that it has
+        aligned = alignment(RowPairs(pairs.old[changed], pairs.new[changed]), pace)
         bounds.at_least("alignment", 1.0 if aligned is None else aligned, config.vectors.least_alignment)
-        judge("vectors", len(pairs.new), bounds, "all vectors are equal in the serving version" if aligned is None else "")
-    else:
-        judge("vectors", 0, bounds)
+    judge("vectors", len(pairs.new), bounds, "the vectors are all equal in the serving version" if aligned is None else "")
     pace.rest()
     return outcomes
 

@@ -79,6 +79,13 @@ def test_the_default_bounds(new: FloatArray, found: int | None, gone: int, faile
     assert {name for name, outcome in result.items() if outcome.outcome == "failed"} == failed
 
 
+@pytest.mark.parametrize(("changed", "expected"), [(LEAST_ROWS, "failed"), (LEAST_ROWS - 2, "passed")])
+def test_the_changed_rows_of_a_delta_are_judged_by_themselves(changed: int, expected: str) -> None:
+    new = rows_of(4)
+    new[:changed] = new[:changed][::-1].copy()
+    assert outcomes(sample(rows_of(4), new))["vectors"].outcome == expected
+
+
 def test_keys_are_not_compared_where_a_database_evicts_rows() -> None:
     gone = sample(rows_of(4), rows_of(4), gone=N)
     checks = {found.check: found for found in compare_rows("item", gone, ChecksConfig(), PACE, complete=False)}
@@ -91,7 +98,7 @@ def test_bounds_of_cosines_and_of_changed_rows_are_a_users() -> None:
     new = old.copy()
     new[: N // 4] = -old[: N // 4]
     result = outcomes(sample(old, new), vectors={"least_cosine": 0.9, "most_changed": 0.1})["vectors"]
-    assert (result.figures["cosine"], result.figures["changed"], result.figures["alignment"]) == (1.0, 0.25, 1.0)
+    assert result.figures == pytest.approx({"cosine": 1.0, "changed": 0.25, "alignment": 1.0}, abs=1e-5)
     assert result.text == "changed 0.25, expected at most 0.1"
 
 

@@ -368,7 +368,7 @@ def test_checks_end_when_the_fleet_wants_another_version(document: Make, write: 
             write(version, retrained())
         server.change_fleet("ranker", "deploy", "2")
 
-        def superseded(*arguments: Any) -> list[Any]:
+        def superseded(*arguments: Any, **named: Any) -> list[Any]:
             server.change_fleet("ranker", "deploy", "3")
             server.read_documents()
             return []

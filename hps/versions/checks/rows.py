@@ -132,7 +132,7 @@ def compare_rows(
     bounds = Bounds()
     bounds.at_most("new", 1.0 - np.count_nonzero(sample.found) / max(1, sample.keys.size), config.keys.most_new)
     bounds.at_most("gone", sample.gone / max(1, sample.old_rows), config.keys.most_gone)
-    skipped = "" if complete else "the database evicts rows"
+    skipped = "" if complete else "the databases have not every row of both"
     if sample.old_rows < LEAST_ROWS:
         skipped = f"{sample.old_rows} rows serve, expected at least {LEAST_ROWS} to judge by"
     judge("keys", sample.old_rows, bounds, skipped)

@@ -165,7 +165,7 @@ class VersionCheck:
                 own, known = (DatabaseRows(at.chain.databases[-1], of) for at, of in ((new, table), (old, before)))
                 try:
                     sample = sample_rows(own, known, count, pace)
-                    complete = _keeps_all(own) and _keeps_all(known)
+                    complete = table.share == before.share and _keeps_all(own) and _keeps_all(known)
                     self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace, complete=complete)
                 except HPSError as error:
                     self._add_of_rows(str(error), table.table_name, failed=True)

@@ -10,7 +10,9 @@ from hps.ground.registry import install_hint
 if TYPE_CHECKING:
     from hps.tools.planning.forecast import TableForecast
     from hps.tools.profiling.profile import Profile, Row
-    from hps.versions.checks.report import CheckOutcome, CheckReport
+    from hps.versions.checks.report import CheckReport
+
+_COLOURS = {"passed": "C0", "failed": "C3", "skipped": "C7"}
 
 
 def check_picture(path: Path | None) -> None:
@@ -52,19 +54,40 @@ def draw_plan(path: Path, tables: "Sequence[TableForecast]") -> None:
 
 
 def draw_checks(path: Path, report: "CheckReport") -> None:
-    """Draw the figures of the checks of a version, a panel for each figure and a bar for each table; as `draw_plan`."""
-    found: dict[tuple[str, str], list[CheckOutcome]] = {}
-    for check in report.checks:
-        for name in check.figures:
-            found.setdefault((check.check, name), []).append(check)
+    """Draw what the checks of a version measured, a dot for each table, red where a check failed; as `draw_plan`."""
+    tables = list(dict.fromkeys(found.table for found in report.checks if found.table))
     figure = _figure(path)
-    panels = figure.subplots(max(1, len(found)), 1, squeeze=False)[:, 0]
-    for axes, ((check_name, name), checks) in zip(panels, found.items(), strict=False):
-        tables = [check.table or check.check for check in checks]
-        colours = ["C3" if check.outcome == "failed" else "C7" if check.outcome == "skipped" else "C0" for check in checks]
-        axes.barh(tables, [check.figures[name] for check in checks], color=colours)
-        axes.set_title(f"{check_name}: {name.replace('_', ' ')}", fontsize=8, loc="left")
-        axes.tick_params(labelsize=7)
+    figure.set_size_inches(12, 1.5 + 0.25 * max(6, len(tables)))
+    drawn = [
+        ("keys", "new", -0.05, 1.05),
+        ("keys", "gone", -0.05, 1.05),
+        ("norms", "factor", 0.9, None),
+        ("vectors", "cosine", -1.05, 1.05),
+        ("vectors", "alignment", -0.1, 1.05),
+    ]
+    *panels, last = figure.subplots(1, len(drawn) + 1)
+    for axes, (check, name, low, high) in zip(panels, drawn, strict=True):
+        found = {one.table: one for one in report.checks if one.check == check}
+        measured = [found[table].figures.get(name, 0.0) if table in found else 0.0 for table in tables]
+        colours = [_COLOURS[found[table].outcome] if table in found else _COLOURS["skipped"] for table in tables]
+        axes.scatter(measured, tables, color=colours)
+        axes.set_xlim(low, high)
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{check}: {name}", fontsize=9)
+        axes.tick_params(labelsize=8, labelleft=axes is panels[0])
+        axes.invert_yaxis()
+    network = [one for one in report.checks if one.check == "scores"]
+    names = ["correlation", "overlap"]
+    last.bar(
+        names,
+        [network[0].figures.get(name, 0.0) if network else 0.0 for name in names],
+        color=_COLOURS[network[0].outcome if network else "skipped"],
+    )
+    last.set_title("scores", fontsize=9)
+    last.set_ylim(-1, 1)
+    last.tick_params(labelsize=8)
+    against = f" beside version {report.against}" if report.against else ""
+    figure.suptitle(f"{report.model}: version {report.version}{against}: {report.verdict}", fontsize=10)
     _save(figure, path)
 
 

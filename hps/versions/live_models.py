@@ -549,7 +549,7 @@ class LiveModels:
 
         Raises:
             UnknownModelError: it is not deployed.
-            ConflictError: it is the only version.
+            ConflictError: it is the only version that is not held.
         """
         deployment = self.find(name, version)
         with self._changed:
@@ -557,7 +557,7 @@ class LiveModels:
             if version is None:
                 self.serving = {model: serving for model, serving in self.serving.items() if model != name}
                 self._models[name].wanted = None
-            elif len(out) == 1:
+            elif all(entry.deployment is deployment or entry.deployment.held for entry in out):
                 raise ConflictError(
                     f"undeploying version {version} of model {name!r}: it is the only one; undeploy the model, or deploy "
                     "another version first"
@@ -566,7 +566,10 @@ class LiveModels:
                 remaining = [entry for entry in out if entry.deployment is not deployment]
                 out = [entry for entry in out if entry.deployment is deployment]
                 if self.serving[name] is deployment:
-                    highest = max(remaining, key=lambda entry: (not entry.deployment.held, int(entry.deployment.version)))
+                    highest = max(
+                        (entry for entry in remaining if not entry.deployment.held),
+                        key=lambda entry: int(entry.deployment.version),
+                    )
                     highest.state = "serving"
                     self.serving = {**self.serving, name: highest.deployment}
             for entry in out:

@@ -605,7 +605,7 @@ class Reconciler:
         deployed.checks = report
         if change.accepts:
             self._accept(deployed)
-        elif before is not None and before.accepted_at is not None and report.verdict == "held":
+        elif before is not None and before.accepted_at is not None:
             deployed.checks = report.accepted(before.accepted_at)
         documents.write(deployed.checks, config.version_path)
         verdict = deployed.checks.verdict

@@ -397,3 +397,16 @@ def test_requests_are_recorded_only_with_the_consent_of_the_configuration(docume
         assert polled(server) is None
         assert outcome(server, "scores")[0] == "passed"
         assert server.recorded_requests("ranker") == [], "requests of checks are not recorded"
+
+
+def test_a_held_version_does_not_take_over_from_one_that_is_undeployed_and_is_undeployed_itself(
+    document: Make, write: Write
+) -> None:
+    with hps.HPS(document()) as server:
+        write(2, SHUFFLED)
+        polled(server)
+        with pytest.raises(hps.ConflictError, match="it is the only one"):
+            server.undeploy("ranker", "1")
+        server.undeploy("ranker", "2")
+        assert state(server) == [("1", "serving")]
+        assert server.poll() == {}

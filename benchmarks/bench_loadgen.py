@@ -32,14 +32,15 @@ def run(report: Report, quick: bool) -> None:
     tables, rows, dim = (4, 1_000, 16) if quick else (26, 40_000, 64)
     torch.manual_seed(1)
     module = DLRM(tables, rows, dim).eval()
-    rate = float(os.environ.get("HPS_LOADGEN_RATE") or (1500 if device == "cuda" else 100 if not quick else 50))
-    connections = 16 if (os.cpu_count() or 2) >= 16 else 8
+    rate = float(os.environ.get("HPS_LOADGEN_RATE") or (2000 if device == "cuda" else 100 if not quick else 50))
+    connections, fronts = (16, 4) if (os.cpu_count() or 2) >= 16 else (8, 1)
+    report.about["fronts"] = fronts
     with scratch("loadgen") as directory:
         examples = (torch.rand(8, FEATURES), torch.randint(0, rows, (8, tables)))
         package = directory / "models" / "m" / "1"
         hps.torch.package(module, package, examples, settings={"max_batch_size": 8192, "gpucacheper": 1.0})
         requests, answers, pairs = _samples(module, rows, report.seed)
-        with hps_serve(directory / "models", directory, fronts=1) as service:
+        with hps_serve(directory / "models", directory, fronts=fronts) as service:
             worker = partial(_connection, service.port, requests, answers)
             with worker() as answer:
                 for index in range(_SAMPLES):

@@ -3,10 +3,11 @@
 A DLRM of 26 tables is packaged and served. Clients send requests of some samples, back to back, and compare every answer with
 the module's. Three services answer in turn: `hps` with `dynamic_batching`, `hps` without, and `plain`
 (`http_servers.py`), whose tables are on the device. `per_request` is one user with a history of 100 keys and 2,048
-candidates, given once or with each candidate. On a GPU, `device` is what a call in process takes: a captured graph of lookups
-and network beside the network alone on ready vectors and the lookups alone.
+candidates, given once or with each candidate; a batch has up to 8 of them. On a GPU, `device` is what a call in process takes:
+a captured graph of lookups and network beside the network alone on ready vectors and the lookups alone.
 """
 
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -87,8 +88,8 @@ def _figures(result: LoadResult, seconds: float) -> dict[str, Any]:
     return {"requests_s": result.in_time / seconds, "p50_ms": p50, "p99_ms": p99, "failures": failures}
 
 
-def _packaged(module: nn.Module, place: Path, examples: Any, device: str, **more: Any) -> None:
-    settings = {"max_batch_size": 4096, "gpucacheper": 1.0, **({"embedding_cache_type": "static"} if device == "cuda" else {})}
+def _packaged(module: nn.Module, place: Path, examples: Any, device: str, most: int = 4096, **more: Any) -> None:
+    settings = {"max_batch_size": most, "gpucacheper": 1.0, **({"embedding_cache_type": "static"} if device == "cuda" else {})}
     hps.torch.package(module, str(place), examples, settings=settings, **more)
 
 
@@ -148,15 +149,17 @@ def _per_request(report: Report, place: Path, device: str, rows: int, seconds: f
     ranking = place / "ranking"
     examples = {name: tensor[:8] for name, tensor in repeated.items()}
     hotness = {"history": 100, "item": 1}
-    _packaged(module, ranking / "m" / "1", examples, device, per_request=("history", "age"), hotness=hotness)
+    most = 8 * candidates
+    _packaged(module, ranking / "m" / "1", examples, device, most, per_request=("history", "age"), hotness=hotness)
     with torch.inference_mode():
         expected = module(**repeated).numpy()
-    with hps_serve(_document(ranking, device), ranking, fronts=1) as service:
-        for turn in range(2):
+    processes, fronts = (8, 4) if (os.cpu_count() or 2) >= 16 else (1, 1)
+    with hps_serve(_document(ranking, device), ranking, fronts=fronts) as service:
+        for turn, clients in itertools.product(range(2), (4, 32)):
             for name, given in (("once", once), ("with each candidate", repeated)):
                 request = binary_post("/v2/models/m/infer", {key: tensor.numpy() for key, tensor in given.items()})
-                result = load(Requests([request], [expected], 1e-4), service.port, 1, 4, seconds)
-                axes = {"work": "per_request", "user": name, "turn": turn}
+                result = load(Requests([request], [expected], 1e-4), service.port, min(processes, clients), clients, seconds)
+                axes = {"work": "per_request", "user": name, "clients": clients, "turn": turn}
                 report.add(axes, {**_figures(result, seconds), "request_bytes": len(request)})
 
 

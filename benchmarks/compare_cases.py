@@ -476,14 +476,15 @@ def gpu_query(side: Side) -> Iterator[_Measure]:
 
 @contextmanager
 def gpu_misses(side: Side) -> Iterator[_Measure]:
-    """Keys that all miss, by the link and by a copy, and keys by popularity of which a tenth does."""
+    """Keys that all miss, by the link and by a copy; keys by popularity, and few keys, of which a tenth does."""
     on, rng = _Torch(side.device), np.random.default_rng(1)
     rows = 1 << (21 if on.on_gpu else 15)
     large, dim, paths = (1 << 18 if on.on_gpu else 1 << 13), 128, ("link", "copy") if on.on_gpu else ("copy",)
     cold = {"cache_refresh_percentage_per_iteration": 0.0, "max_batch_size": 1 << 18}
     models = [side.model(rows, [dim], name=path, miss_path=path, gpucacheper=0.01, **cold) for path in paths]
     mixed = side.model(rows, [dim], name="mixed", miss_path=paths[0], gpucacheper=0.1, **cold)
-    with side.started(*models, mixed) as server:
+    narrow = side.model(rows, [32], name="narrow", miss_path=paths[0], gpucacheper=0.1, **cold)
+    with side.started(*models, mixed, narrow) as server:
         order = rng.permutation(rows)
         calls: dict[str, Callable[[int], Any]] = {}
         for n in (large // 8, large):
@@ -499,16 +500,41 @@ def gpu_misses(side: Side) -> Iterator[_Measure]:
                     on.sync()
                     check(out, np.asarray(keys.cpu()), dim)
                 calls[f"{path}_{n}x{dim}"] = missing
-        popular, answers = [on.keys(power_law(rng, rows, large)) for _ in range(64)], on.empty(large, dim)
+        for name, width in (("mixed", dim), ("narrow", 32)):
+            popular, answers = [on.keys(power_law(rng, rows, large)) for _ in range(64)], on.empty(large, width)
 
-        def by_popularity(i: int) -> None:
-            server.lookup_fromdlpack(popular[i % 64], answers, "mixed", 0)
+            def by_popularity(i: int, name: str = name, popular: list[Any] = popular, answers: Any = answers) -> None:
+                server.lookup_fromdlpack(popular[i % 64], answers, name, 0)
 
-        for i in range(192):
-            by_popularity(i)
-        on.sync()
-        check(answers, np.asarray(popular[191 % 64].cpu()), dim)
-        yield on.measure({**calls, f"popular_{large}x{dim}_tenth_cached": by_popularity}, {})
+            for i in range(192):
+                by_popularity(i)
+            on.sync()
+            check(answers, np.asarray(popular[191 % 64].cpu()), width)
+            calls[f"popular_{large}x{width}_tenth_cached"] = by_popularity
+        hot, few, answers = order[: rows // 64], min(4096, rows // 64), on.empty(min(4096, rows // 64), 32)
+        cold = order[rows // 64 :][: (rows - rows // 64) // (few // 10) * (few // 10)].reshape(-1, few // 10)
+        hits = [on.keys(rng.choice(hot, few)) for _ in range(_ROTATION)]
+        some = [on.keys(rng.permutation(np.concatenate([rng.choice(hot, few - part.size), part]))) for part in cold]
+        requested = on.keys(rng.choice(hot, few))
+        for _ in range(20):
+            server.lookup_fromdlpack(on.keys(hot), on.empty(hot.size, 32), "narrow", 0)
+        with ExitStack() as stack:
+            graph = stack.enter_context(server.capture(requested, answers, "narrow", 0)) if on.on_gpu else None
+            for name, sets in (("resident", hits), ("tenth_missing", some)):
+
+                def small(i: int, sets: list[Any] = sets) -> None:
+                    server.lookup_fromdlpack(sets[i % len(sets)], answers, "narrow", 0)
+
+                def captured(i: int, sets: list[Any] = sets) -> None:
+                    requested.copy_(sets[i % len(sets)])
+                    graph.replay()  # type: ignore[union-attr]
+
+                for way, call in {"": small, **({"captured_": captured} if graph else {})}.items():
+                    call(1)
+                    on.sync()
+                    check(answers, np.asarray(sets[1].cpu()), 32)
+                    calls[f"{way}{few}x32_{name}"] = call
+            yield on.measure(calls, {})
 
 
 @contextmanager

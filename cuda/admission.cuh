@@ -98,10 +98,30 @@ __device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, 
     if (name % 2 == 0) writer.put(scores_at(bucket), part.y - 0x01111111u);
 }
 
+// Whether the keys of the tiles of 8 lanes, which own nothing, may be written; for whole warps. Of a key that is refused a record
+// is left. The owner of a pair may be about to admit the key.
+__device__ __forceinline__ bool may_write(const Table& table, u32 mode, i64 key, bool pending) {
+    const u32 home = pending ? home_in(table, key) : 0;
+    const Writer writer(table, home / 2);
+    uint4 part = writer.load(pending);
+    const bool resident = writer.find(part, key, pending) >= 0, owned = writer.is_owned(part);
+    pending = pending && (owned || mode & (resident ? REPLACE : ADMIT));
+    const bool chooses = mode == ADMIT && pending && !owned;
+    if (__any_sync(FULL_WARP, chooses)) {
+        writer.gather_scores(part, chooses);
+        const Choice choice(writer, table, part, key, home);
+        if (chooses && choice.refuses()) {
+            refuse(writer, part, home, key);
+            pending = false;
+        }
+    }
+    return pending;
+}
+
 // Write the vectors of up to 4 keys, one a tile of 8 lanes; for whole warps. `pending` marks the tiles that have a key. A key is
-// left out if `epoch_at` is given and does not hold `epoch`.
+// left out if `epoch_at` is given and does not hold `epoch`. Owns no pair that will not change, unless the keys are `checked`.
 __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key, bool pending, const Piece* vector, u32 pieces,
-                                           const u64* epoch_at, u64 epoch, Admissions& counts) {
+                                           const u64* epoch_at, u64 epoch, Admissions& counts, bool checked = false) {
     constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
     const u32 home = pending ? home_in(table, key) : 0, pair = home / 2;
     Writer writer(table, pair);
@@ -112,20 +132,7 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         if (pending && r * TILE + member < pieces) value[r] = stream_in(vector + r * TILE + member);
     }
 
-    if (mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change; the owner of a pair may be about to admit the key
-        uint4 part = writer.load(pending);
-        const bool resident = writer.find(part, key, pending) >= 0, owned = writer.is_owned(part);
-        pending = pending && (owned || mode & (resident ? REPLACE : ADMIT));
-        const bool chooses = mode == ADMIT && pending && !owned;
-        if (__any_sync(FULL_WARP, chooses)) {
-            writer.gather_scores(part, chooses);
-            const Choice choice(writer, table, part, key, home);
-            if (chooses && choice.refuses()) {
-                refuse(writer, part, home, key);
-                pending = false;
-            }
-        }
-    }
+    if (mode != (REPLACE | ADMIT) && !checked) pending = may_write(table, mode, key, pending);
 
 #pragma unroll 1
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {

@@ -7,19 +7,22 @@
 //             or LEFT. out (n, dim) float32 and found (n,) uint8 or null, out. staged (staged_rows, width) words or null, out: the
 //             same rows for the admission, where reading `out` again is slow. left_keys int64 and left_positions uint32, out:
 //             what the host must answer, as many as left_counts[index] (uint32, must be 0 before). buckets, rows and counters
-//             of its table of the cache, in/out. slots uint32, at least twice the misses rounded up to a power of two, and bins
+//             of its table of the cache, in/out. slots (1 << slot_bits,) uint32, at least twice the misses, and bins
 //             (segment_count << bin_bits,) uint32: must be 0 before, 0 afterwards. leader_counts (segments,) uint32: 0 where
 //             nothing was put into order. tallies (segments, 2) uint32: keys linked and absent, must be 0 before, 0 afterwards;
 //             progress likewise. epochs (segment_count,) uint64. versions and versions_after (segment_count, 1 << STRIPE_BITS)
 //             uint64: of the tables' stripes, before and after fetch. any_left uint32 and reports (segments, 2) uint32 in mapped
 //             host memory, out: any_left becomes 1 if a key is left; reports are the tallies, written if anything was missing.
+//             done uint64 in mapped host memory or null, out: becomes `number` once all is answered and reported. Few misses may be
+//             admitted after that, from the staged rows, which the next launch on the stream may use again.
 // LAUNCH      Any number of blocks of HPS_THREADS; one an SM keeps all of a few thousand misses in flight. May be launched before
 //             the query has ended (programmatic dependent launch).
 // INVARIANTS  Up to `few` misses are read as they came. More are made distinct and put into the order of their rows first: order
 //             holds each distinct key of an attached segment once; those of one bin (see bin_of) are together, bins ascend;
 //             `fetch_warps` warps of a block read them, since few warps keep what is read at once together in the host's memory,
 //             and enough of them hide its latency (docs/gpu-cache.md). With `settles`, nothing is left: what nobody could read
-//             gets the default vector, and all is counted in the links. A segment that is not attached leaves all its misses.
+//             gets the default vector, any_left becomes 1 if there was any, and all is counted in the links. A segment that is not
+//             attached leaves all its misses.
 // RACES       Phases of many misses follow each other within the launch, without a demand on how many blocks run at once: blocks
 //             draw tickets, a phase after the other, and a block waits only for tickets drawn before its own, whose blocks run.
 //             fetch reads without a look at the versions of the stripes, which would cost as much as the rows: warps that read
@@ -80,7 +83,7 @@ struct Progress {
     u32 tickets;   // drawn
     u32 done;      // of these, ended
     u32 finished;  // blocks that have nothing left to do
-    u32 padding;
+    u32 mends;     // 1: a row is to be read again
 };
 
 struct Answer {
@@ -105,17 +108,20 @@ struct Answer {
     u64* versions_after;
     u32* any_left;
     uint2* reports;
+    u64* done;
+    u64 number;
     u32 bin_bits;
     u32 segment_count;
     u32 patience;
     u32 few;
     u32 fetch_warps;  // of a block; of row files, in the upper half, those for at least MANY misses, or 0
     u8 settles;
-    u8 defers;  // the admission of many: `admit_answers` follows
-    u16 zero;   // always 0, which the compiler does not know
+    u8 defers;     // the admission of many: `admit_answers` follows
+    u8 slot_bits;  // there are 1 << slot_bits slots
+    u8 zero;       // always 0, which the compiler does not know
 };
 
-static_assert(sizeof(AnswerSegment) == 120 && sizeof(Answer) == 120 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(AnswerSegment) == 120 && sizeof(Answer) == 120 * HPS_SEGMENTS + 200, "hps/cache/cuda/kernels.py packs these");
 
 // The parts of up to 32 lists, numbered through. Lane s knows list s.
 struct Parts {
@@ -169,10 +175,7 @@ __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegm
     if (asks && segment.found != nullptr) segment.found[position] = is_found;
     if (left && !request.settles) {
         u32 place = 0;
-        if (lane == 0) {
-            place = atomicAdd(request.left_counts + segment.index, __popc(left));
-            *request.any_left = 1;
-        }
+        if (lane == 0) place = atomicAdd(request.left_counts + segment.index, __popc(left));
         place = segment.missing + __shfl_sync(FULL_WARP, place, 0) + __popc(left & ((1u << lane) - 1));
         if (is_left) {
             request.left_keys[place] = request.missing_keys[i];
@@ -184,7 +187,10 @@ __device__ __forceinline__ void conclude(const Answer& request, const AnswerSegm
         atomicAdd(segment.link->counters, static_cast<u64>(__popc(found | absent | left)));
         if (found) atomicAdd(segment.link->counters + 1, static_cast<u64>(__popc(found)));
         if (absent) atomicAdd(segment.link->counters + 2, static_cast<u64>(__popc(absent)));
-        if (left) atomicAdd(segment.link->counters + 3, static_cast<u64>(__popc(left)));
+        if (left) {
+            atomicAdd(segment.link->counters + 3, static_cast<u64>(__popc(left)));
+            *request.any_left = 1;
+        }
     } else {
         if (found) atomicAdd(&request.tallies[segment.index].x, __popc(found));
         if (absent) atomicAdd(&request.tallies[segment.index].y, __popc(absent));
@@ -240,9 +246,9 @@ __device__ __forceinline__ void store_part(const AnswerSegment& segment, const u
 }
 
 // Read the rows of up to 8 keys, one a tile of 4 lanes, to their outputs and the staged rows; see read_host and store_part.
-template <bool LOOKS>
-__device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegment& segment, i64 key, bool asks, u64 version,
-                                         const u32* to, u32 first) {
+template <bool LOOKS, typename Meanwhile>
+__device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegment& segment, const HostLayout* early, i64 key,
+                                         bool asks, u64 version, const u32* to, u32 first, Meanwhile meanwhile) {
     const u32 units = units_of(segment.units), width = width_of(format_of(segment.units), units * UNIT);
     const auto store = [&](u32 of, u32 part, const uint4& words, u32 last) { store_part(segment, to, first, of, part, words, last); };
 #if HPS_ROW_FILES
@@ -258,14 +264,14 @@ __device__ __forceinline__ u32 read_rows(const Answer& request, const AnswerSegm
             }
         });
     };
-    return read_host<LOOKS>(segment.layout, key, asks, version, request.patience, request.zero, copy);
+    return read_host<LOOKS>(segment.layout, early, key, asks, version, request.patience, request.zero, copy, meanwhile);
 #endif
 }
 
 // Admit up to 4 keys that were found, one a tile of 8 lanes; for whole warps. `row` is the key's among `out`, `staged_row` among
 // the staged ones.
 __device__ __forceinline__ void admit_keys(const AnswerSegment& segment, Admissions& counts, bool chosen, i64 key, u32 row,
-                                           u32 staged_row, u64 epoch) {
+                                           u32 staged_row, u64 epoch, bool checked = false) {
     if (!__any_sync(FULL_WARP, chosen)) return;
     const bool is_staged = BY_PARTS || segment.staged != nullptr;
     const u32 width = width_of(format_of(segment.units), units_of(segment.units) * UNIT);
@@ -280,22 +286,64 @@ __device__ __forceinline__ void admit_keys(const AnswerSegment& segment, Admissi
     if (threadIdx.x % 32 == 0) counts = {0, 0};
     __syncwarp();
     const bool pending = chosen && (epoch & 1) == 0 && (!is_staged || staged_row < segment.staged_rows);
-    write_keys(segment.table, ADMIT, key, pending, vector, pieces, &segment.link->epoch, epoch, counts);
+    write_keys(segment.table, ADMIT, key, pending, vector, pieces, &segment.link->epoch, epoch, counts, checked);
     __syncwarp();
     if (threadIdx.x % 32 == 0) counts.add_to(segment.table.counters);
     __syncwarp();
 }
 
-// Answer few misses, in the order in which they came.
-__device__ __forceinline__ void answer_few(const Answer& request, const Parts& parts, u32* to, Admissions& counts) {
+// What a warp has read of few misses, and not yet admitted. Lane l knows entry l.
+struct Read {
+    u32 s, first, entries;  // a part of `Parts`; no entries: nothing
+    u32 position, state;
+    i64 key;
+    u64 epoch;
+    bool may;  // of the tile of 8 lanes: it is worth to own the pair of its key
+};
+
+__device__ __forceinline__ void admit_read(const Answer& request, const Read& read, Admissions& counts) {
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (u32 entry = lane / TILE; entry - lane / TILE < read.entries; entry += TILES) {
+        const i64 one = __shfl_sync(FULL_WARP, read.key, entry);
+        const u32 row = __shfl_sync(FULL_WARP, read.position, entry), became = __shfl_sync(FULL_WARP, read.state, entry);
+        const bool chosen = entry < read.entries && became == FOUND && read.may;
+        admit_keys(request.segments[read.s], counts, chosen, one, row, read.first + entry, read.epoch, !HPS_ROW_FILES);
+    }
+}
+
+// What lane s reads of segment s while the query still runs, and few misses need first.
+struct Early {
+    const HostLayout* layout;
+    u64 epoch;
+
+    __device__ __forceinline__ explicit Early(const Answer& request) : layout(nullptr), epoch(1) {
+        const u32 lane = threadIdx.x % 32;
+        if (HPS_ROW_FILES || lane >= request.segment_count || request.segments[lane].layout == nullptr) return;
+        epoch = load_acquire(&request.segments[lane].link->epoch);
+        layout = reinterpret_cast<const HostLayout*>(load_word(request.segments[lane].layout));
+        if (layout == nullptr) return;
+        for (u32 byte = 0; byte < sizeof(HostLayout) + 8; byte += 128) {  // to the caches: its fields, and the first slabs
+            u32 word;
+            asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(reinterpret_cast<const u8*>(layout) + byte) : "memory");
+            static_cast<void>(word);
+        }
+    }
+};
+
+// Answer few misses, in the order in which they came, and admit all but those that a warp has read last, which it returns.
+__device__ __forceinline__ Read answer_few(const Answer& request, const Early& early, const Parts& parts, u32* to,
+                                           Admissions& counts) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
+    Read last{};
 #pragma unroll 1
     for (u32 part = blockIdx.x + threadIdx.x / 32 * gridDim.x; part < parts.total; part += gridDim.x * WARPS) {
+        admit_read(request, last, counts);
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const AnswerSegment& segment = request.segments[s];
         const u32 i = segment.missing + first + lane;
-        const bool mine = lane < entries;  // lane l knows entry l
+        const bool mine = lane < entries;
         const i64 key = mine ? request.missing_keys[i] : 0;
         const u32 position = mine ? request.missing_positions[i] : 0;
         u32 state = LEFT;
@@ -303,21 +351,31 @@ __device__ __forceinline__ void answer_few(const Answer& request, const Parts& p
             __syncwarp();
             if (lane < READ_AT_ONCE) to[lane] = position;
             __syncwarp();
+#if HPS_ROW_FILES
             const u64 epoch = load_acquire(&segment.link->epoch);
-            const u32 read = read_rows<true>(request, segment, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first);
+#else
+            const u64 epoch = __shfl_sync(FULL_WARP, early.epoch, s);
+#endif
+            const HostLayout* const layout =
+                reinterpret_cast<const HostLayout*>(__shfl_sync(FULL_WARP, reinterpret_cast<u64>(early.layout), s));
+            static_assert(FEW_A_WARP <= TILES, "one key a tile");
+            bool may = true;
+            const auto check = [&](bool found) {
+                if (!caches(segment)) return;
+                const u32 entry = lane / TILE;
+                const bool reads = __shfl_sync(FULL_WARP, found, 4 * entry) && entry < entries && (epoch & 1) == 0;
+                const bool writes = may_write(segment.table, ADMIT, __shfl_sync(FULL_WARP, key, entry), reads);
+                if (reads) may = writes;
+            };
+            const u32 read =
+                read_rows<true>(request, segment, layout, __shfl_sync(FULL_WARP, key, tile), tile < entries, 1, to, first, check);
             state = __shfl_sync(FULL_WARP, read, 4 * lane % 32);
             __syncwarp();
-            if (caches(segment)) {
-#pragma unroll 1
-                for (u32 entry = lane / TILE; entry - lane / TILE < entries; entry += TILES) {
-                    const i64 one = __shfl_sync(FULL_WARP, key, entry);
-                    const u32 row = __shfl_sync(FULL_WARP, position, entry), became = __shfl_sync(FULL_WARP, state, entry);
-                    admit_keys(segment, counts, entry < entries && became == FOUND, one, row, first + entry, epoch);
-                }
-            }
+            last = {s, first, caches(segment) ? entries : 0, position, state, key, epoch, may};
         }
         conclude(request, segment, mine, state, i, position);
     }
+    return last;
 }
 
 // The bin of a key, of 1 << bin_bits that ascend with its row: rows lie in the order of their keys' hashes, dense ones in that of
@@ -360,20 +418,20 @@ __device__ __forceinline__ void mark(const Answer& request, u32 slot_mask, u32 w
     }
 }
 
-// Note the versions of all stripes of the attached tables.
-__device__ __forceinline__ void read_versions(const Answer& request, u64* versions, u32 warp, u32 warps) {
+// Note the versions of all stripes of the attached tables; `before`: those of a first look, or null.
+__device__ __forceinline__ void read_versions(const Answer& request, u64* versions, const u64* before, u32 warp, u32 warps) {
     for (u32 i = 32 * warp + threadIdx.x % 32; i < request.segment_count << STRIPE_BITS; i += 32 * warps) {
         const AnswerSegment& segment = request.segments[i >> STRIPE_BITS];
         if (segment.layout == nullptr) continue;
         const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(segment.layout));
         const u32 stripe = i & ((1 << STRIPE_BITS) - 1);
+        u64 version = 1;
 #if HPS_ROW_FILES
-        if (layout != nullptr && layout->versions == 0) {
-            versions[i] = version_without_map(layout);
-            continue;
-        }
+        if (layout != nullptr && layout->versions == 0) version = version_without_map(layout);
 #endif
-        versions[i] = layout == nullptr ? 1 : load_host_word(layout->versions + VERSION_BYTES * stripe);
+        if (layout != nullptr && layout->versions != 0) version = load_host_word(layout->versions + VERSION_BYTES * stripe);
+        versions[i] = version;
+        if (before != nullptr && version != before[i]) request.progress->mends = 1;
     }
 }
 
@@ -444,8 +502,9 @@ __device__ __forceinline__ void read_leaders(const Answer& request, u32* to, u32
         __syncwarp();
         if (asks && lane % 4 == 0) to[tile] = request.missing_positions[leader];
         __syncwarp();
-        u32 state = read_rows<LOOKS>(request, segment, key, asks, version, to, first);
+        u32 state = read_rows<LOOKS>(request, segment, nullptr, key, asks, version, to, first, [](bool) {});
         if (!LOOKS && version & 1) state = LEFT;
+        if (!LOOKS && asks && state == LEFT) request.progress->mends = 1;
         if (asks && lane % 4 == 0) request.states[leader] = state;
     }
 }
@@ -505,7 +564,8 @@ constexpr u32 MARK = 0, PLACE = 1, FETCH = 2, CHECK = 3, MEND = 4, SPREAD = 5, P
 
 __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u32* to, Admissions& counts) {
     __shared__ u32 drawn;
-    const u32 slot_mask = (2u << (32 - __clz(misses - 1))) - 1;
+    // The phase waits for the warp with the longest search: of 30,000 keys in 65,536 slots one finds 20 taken, in 131,072 slots 7.
+    const u32 slot_mask = (1u << min(34 - __clz(misses - 1), static_cast<int>(request.slot_bits))) - 1;
 #if HPS_ROW_FILES
     // Between two records that a warp reads stand two reads of the device's memory; more warps hide them, if their rows are close.
     const u32 many = request.fetch_warps >> 16, fetch_warps = misses >= MANY && many ? many : request.fetch_warps & 0xffff;
@@ -528,15 +588,15 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
         __syncthreads();
         const u32 warp = threadIdx.x / 32, of_grid = block * WARPS + warp, warps = gridDim.x * WARPS;
         if (phase == MARK) {
-            read_versions(request, request.versions, of_grid, warps);
+            read_versions(request, request.versions, nullptr, of_grid, warps);
             mark(request, slot_mask, of_grid, warps);
         }
         if (phase == PLACE) place(request, block, of_grid, warps);
         if (phase == FETCH && warp < fetch_warps) {
             read_leaders<false>(request, to, block * fetch_warps + warp, gridDim.x * fetch_warps);
         }
-        if (phase == CHECK) read_versions(request, request.versions_after, of_grid, warps);
-        if (phase == MEND) read_leaders<true>(request, to, of_grid, warps);
+        if (phase == CHECK) read_versions(request, request.versions_after, request.versions, of_grid, warps);
+        if (phase == MEND && load_acquire(&request.progress->mends)) read_leaders<true>(request, to, of_grid, warps);
         if (phase == SPREAD) {
             spread(request, of_grid, warps);
             if (!request.defers) admit_leaders(request, counts, of_grid, warps);
@@ -553,17 +613,51 @@ __device__ __forceinline__ void answer_many(const Answer& request, u32 misses, u
     }
 }
 
+// Tell the host, which waits for the number, that all is answered; after a barrier behind all that it reads.
+__device__ __forceinline__ void tell(const Answer& request) {
+    if (threadIdx.x != 0 || request.done == nullptr) return;
+    __threadfence_system();
+    asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(request.done), "l"(request.number) : "memory");
+}
+
 __device__ __forceinline__ void clear_leaders(const Answer& request) {
     request.leader_counts[request.segments[threadIdx.x].index] = 0;
 }
 
+// End a block's part of the answers: the last block reports, and leaves everything as the next launch needs it.
+__device__ __forceinline__ void finish(const Answer& request, const Parts& parts, u32 misses) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&request.progress->finished, 1) == min(gridDim.x, parts.total) - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    if (threadIdx.x < request.segment_count) {
+        const u32 index = request.segments[threadIdx.x].index;
+        volatile uint2* const tally = request.tallies + index;
+        request.reports[index] = make_uint2(tally->x, tally->y);
+        if (!request.settles && *static_cast<volatile u32*>(request.left_counts + index)) *request.any_left = 1;
+        tally->x = tally->y = 0;
+        request.missing_counts[index] = 0;
+        if (misses <= request.few) clear_leaders(request);
+    }
+    if (threadIdx.x == 0) *request.progress = {0, 0, 0, 0};
+    __syncthreads();
+    tell(request);
+}
+
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer(const __grid_constant__ Answer request) {
+    const Early early(request);
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");  // for the query
 #endif
     const Parts parts(request, request.missing_counts, FEW_A_WARP);
     if (blockIdx.x >= parts.total) {
         if (blockIdx.x == 0 && threadIdx.x < request.segment_count) clear_leaders(request);
+        if (blockIdx.x == 0) tell(request);
         return;
     }
     const u32 misses = __shfl_sync(FULL_WARP, sum_to(parts.count, threadIdx.x % 32), 31);
@@ -580,33 +674,22 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) answer
     }
     __syncthreads();
 #endif
+    Read read{};
     if (misses <= request.few) {
-        answer_few(request, parts, to, counts[threadIdx.x / 32]);
+        read = answer_few(request, early, parts, to, counts[threadIdx.x / 32]);
     } else {
         answer_many(request, misses, to, counts[threadIdx.x / 32]);
     }
-
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
+    // Whoever waits for the answers alone does not wait for the last admissions.
+#pragma unroll 1
+    for (u32 turn = 0; turn < 2; ++turn) {
+        if (turn == (request.done == nullptr ? 0 : 1)) admit_read(request, read, counts[threadIdx.x / 32]);
+        if (turn == 0) finish(request, parts, misses);
+    }
 #if HPS_ROW_FILES
-        if (running != nullptr) leave_readers(running);
-#endif
-        __threadfence();
-        last = atomicAdd(&request.progress->finished, 1) == min(gridDim.x, parts.total) - 1;
-        __threadfence();
-    }
     __syncthreads();
-    if (!last) return;
-    if (threadIdx.x < request.segment_count) {
-        const u32 index = request.segments[threadIdx.x].index;
-        volatile uint2* const tally = request.tallies + index;
-        request.reports[index] = make_uint2(tally->x, tally->y);
-        tally->x = tally->y = 0;
-        request.missing_counts[index] = 0;
-        if (misses <= request.few) clear_leaders(request);
-    }
-    if (threadIdx.x == 0) *request.progress = {0, 0, 0, 0};
+    if (threadIdx.x == 0 && running != nullptr) leave_readers(running);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) admit_answers(const __grid_constant__ Answer request) {

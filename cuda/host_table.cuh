@@ -12,6 +12,9 @@
 // the second look's address on all that was read of the rows, so the loads cannot be exchanged; acquire fences of system scope
 // say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers. Where
 // many keys are missing, both looks are taken for all of them at once, before and after their rows are read (answer.cu).
+// The first look need not be the reader's own. Whoever takes a second look leaves what it found in device memory (`known`), where
+// the next reader finds it without a trip to the host, a fifth of the time of few misses. Versions never repeat, so a second look
+// that equals one of any earlier time says as much as one of just before. One that differs is the first look of another attempt.
 //
 // WHY A MIRROR IS NEVER FOLLOWED WHEN IT IS OLD. The device may hold a copy of the buckets, so that a miss translates one address
 // of the host's memory, not two. Beside it stands, for each stripe, the version that it was copied at, after the host's write and
@@ -67,6 +70,7 @@ struct HostLayout {
     const u64* mirrored;              // the versions of the stripes that the mirror was copied at, in device memory; null without one
     u64 mirrors[MOST_SEGMENTS];       // of each segment the address of its copy, in device memory
     RowFile file;                     // row_file.cuh; of other tables all 0
+    u64* known;                       // of each stripe a version that a reader has found; odd: none
 };
 
 // Counts the blocks that read layouts of a cache's row files, in device memory: those that began in an even and in an odd phase.
@@ -222,8 +226,19 @@ struct Look {
     bool moved;  // it is to be read by the present layout
 };
 
-// Look up the keys of `asks` in the map; for whole warps. `version` is that of the key's stripe.
-__device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 hashed, u64 version, bool asks) {
+// The address of a row.
+__device__ __forceinline__ u64 row_at(const HostLayout* layout, u32 row) {
+    const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
+    return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
+}
+
+// The address that the row of a dense key has, if the key is not absent; 0 for another key.
+__device__ __forceinline__ u64 dense_row_at(const HostLayout* layout, i64 key, bool asks) {
+    return asks && static_cast<u64>(key) < layout->dense_rows ? row_at(layout, static_cast<u32>(key)) : 0;
+}
+
+// Look up the keys of `asks` in the map; for whole warps. `version` is that of the key's stripe, `dense` what dense_row_at returned.
+__device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 dense, u64 hashed, u64 version, bool asks) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
     const u32 part = lane % 8, group = lane / 8;  // 8 lanes read the whole bucket of a key, 16 bytes each
     const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
@@ -237,13 +252,9 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
     u64 bucket = home;
     bool probes = asks;
     Look look{0, false, false};
-    const auto source_of = [&](u32 row) {
-        const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
-        return layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
-    };
-    if (asks && static_cast<u64>(key) < layout->dense_rows && !has_holes(version)) {
+    if (asks && dense != 0 && !has_holes(version)) {
         probes = false;
-        look.source = source_of(static_cast<u32>(key));
+        look.source = dense;
     }
 #pragma unroll 1
     while (__any_sync(FULL_WARP, probes)) {
@@ -278,7 +289,7 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
         if (here & (RETIRED | HIT)) {
             probes = false;
             look.moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
-            if (!look.moved) look.source = source_of(row);
+            if (!look.moved) look.source = row_at(layout, row);
         } else {
             bucket += HOST_BUCKET;
             if (bucket == start + buckets * HOST_BUCKET) bucket = start;
@@ -291,31 +302,57 @@ __device__ __forceinline__ Look look_up(const HostLayout* layout, i64 key, u64 h
     return look;
 }
 
+// Take the first look at the version of the keys' stripes, where `version` is odd; the same for the lanes of a tile.
+__device__ __forceinline__ u64 first_look(const HostLayout* layout, u64 version_at, u64 hashed, u64 version, bool asks, u32 attempt) {
+    if (asks && version & 1 && attempt == 0) version = load_word(layout->known + (hashed >> (64 - STRIPE_BITS)));
+    if (asks && version & 1) version = load_host_word(version_at);
+    version = __shfl_sync(FULL_WARP, version, threadIdx.x % 32 / 4 * 4);
+    acquire_from_host();
+    return version;
+}
+
+// Take the second look, after all that was read with the first one, and leave it for later readers. `meanwhile` is called before
+// it is here.
+template <typename Meanwhile>
+__device__ __forceinline__ u64 second_look(const HostLayout* layout, u64 version_at, u64 hashed, u64 version, bool asks,
+                                           Meanwhile meanwhile) {
+    u64* const known = layout->known + (hashed >> (64 - STRIPE_BITS));
+    u64 before = version, again = version;
+    if (asks) {
+        before = load_word(known);
+        again = load_host_word(version_at);
+    }
+    meanwhile();
+    again = __shfl_sync(FULL_WARP, again, threadIdx.x % 32 / 4 * 4);
+    if (asks && again != before && (again & 1) == 0 && threadIdx.x % 4 == 0) {
+        asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(known), "l"(again) : "memory");
+    }
+    return again;
+}
+
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
-// `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
-// is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `copy(source)` reads the rows at the tiles'
-// addresses, none where that is 0, and returns some bits of all that was read. It may be called again, and what it read may not
-// be kept: whoever stores it must not show it before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
-// Without LOOKS, the host's versions are neither read nor compared: what this returns is a guess, until the caller has compared
-// them with `version`.
-template <bool LOOKS, typename Copy>
-__device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 patience, u32 zero,
-                                         Copy copy) {
-    const u32 tile = threadIdx.x % 32 / 4;
+// `where` holds the address of the layout, which is read anew at each attempt; `early` is what it held earlier, or null. `asks`
+// tells the tiles that have a key. `version` is that of the key's stripe as it was read earlier, or odd where it is yet to be
+// looked at. `copy(source)` reads the rows at the tiles' addresses, none where that is 0, and returns some bits of all that was
+// read. It may be called again, and what it read may not be kept: whoever stores it must not show it before this returns FOUND
+// for the tile. `zero` is 0, which the compiler does not know. `meanwhile(found)` is called while the second look is on its
+// way, again with each attempt: `found` tells the tiles that have a row, if the look agrees. Without LOOKS, the host's versions
+// are neither read nor compared: what this returns is a guess, until the caller has compared them with `version`.
+template <bool LOOKS, typename Copy, typename Meanwhile>
+__device__ __forceinline__ u32 read_host(const HostLayout* const* where, const HostLayout* early, i64 key, bool asks, u64 version,
+                                         u32 patience, u32 zero, Copy copy, Meanwhile meanwhile) {
     const u64 hashed = mix(key);
     u32 state = LEFT;
 #pragma unroll 1
     for (u32 attempt = 0; attempt < patience && __any_sync(FULL_WARP, asks); ++attempt) {
-        const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(where));
+        const HostLayout* const layout = early != nullptr ? early : reinterpret_cast<const HostLayout*>(load_word(where));
+        early = nullptr;
         if (layout == nullptr) break;
         const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
-        if (LOOKS) {
-            if (asks && version & 1) version = load_host_word(version_at);
-            version = __shfl_sync(FULL_WARP, version, 4 * tile);  // one value for a tile
-            acquire_from_host();
-        }
-        const Look look = look_up(layout, key, hashed, version, asks);
+        const u64 dense = dense_row_at(layout, key, asks);  // before the look, which it does not need
+        if (LOOKS) version = first_look(layout, version_at, hashed, version, asks, attempt);
+        const Look look = look_up(layout, key, dense, hashed, version, asks);
         const u64 source = look.source;
         const bool absent = look.absent, moved = look.moved;
         acquire_from_host();
@@ -326,9 +363,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();
-        u64 again = version;
-        if (asks) again = load_host_word(version_at + late);
-        again = __shfl_sync(FULL_WARP, again, 4 * tile);
+        const u64 again = second_look(layout, version_at + late, hashed, version, asks, [&] { meanwhile(source != 0); });
         if (asks && again == version && (version & 1) == 0 && (source != 0 || absent)) {
             state = absent ? ABSENT : FOUND;
             asks = false;

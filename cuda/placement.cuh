@@ -113,12 +113,14 @@ __device__ __forceinline__ bool has_turn(u32 tile, u32 attempt) {
     return attempt == 0 || attempt % TILES == tile;
 }
 
-// Wait for a time that differs from one warp and time to the next, and grows to what a tile may take to find that a key has no
-// place: warps that rested alike refused each other their pairs for ever.
-__device__ __forceinline__ void rest(u32 attempt) {
+// Wait before the next attempt, for whole warps: for a time that differs from one warp and attempt to the next, since warps that
+// rested alike refused each other their pairs for ever. Who owns nothing waits the longer the more attempts have failed: many that
+// ask for a few pairs all the time keep them from each other.
+__device__ __forceinline__ void rest(u32 attempt, const Writer& writer) {
+    const u32 most = __any_sync(FULL_WARP, writer.held) ? 0 : min(attempt / 8, 9u);
     u32 random = (static_cast<u32>(clock64()) ^ (blockIdx.x * blockDim.x + threadIdx.x) / 32 * 0x9e3779b9u) * 0x85ebca6bu;
     random = __shfl_sync(FULL_WARP, random ^ random >> 15, 0);
-    __nanosleep(random % (1024u << min(attempt / 8, 9u)));
+    __nanosleep(random % (1024u << most));
 }
 
 // Of a key that stands in a bucket, the bucket where it might stand instead.
@@ -200,7 +202,7 @@ __device__ __forceinline__ bool make_move(const Table& table, const Move& move, 
 }
 
 // Move a key of two full buckets to its own other place, where a key makes room for it; for whole warps, of tiles that own the
-// pairs of both if they `want`. False if no key of those places may move; true, too, if other writers keep one.
+// pairs of both if they `want`. False if no key of those places may move; true, too, if other writers kept it from being done.
 __device__ __noinline__ bool make_room_beyond(const Table& table, u32 one, u32 two, bool wants, u32 attempt, u32 pieces) {
     bool exists = false, made = false;
 #pragma unroll 1
@@ -214,16 +216,17 @@ __device__ __noinline__ bool make_room_beyond(const Table& table, u32 one, u32 t
             first.target = bucket_beyond(table, bucket, first.key);
         }
         const bool others = asks && first.target != one && first.target != two;  // those two are full, and owned
+        const Move second = choose_move(table, first.target, first.target, others);
         Writer beyond(table, first.target / 2);
-        const bool own = beyond.take_or_leave(others);
+        const bool room = others && occupied_of(static_cast<u32>(load_word(beyond.bucket(first.target % 2)))) != FULL_BUCKET;
+        const bool own = beyond.take_or_leave(room || second.exists);
         __syncwarp();
         fence();
-        const Move second = choose_move(table, first.target, first.target, own);
         const bool makes_room = make_move(table, second, own && second.exists, pieces);
         const bool moves = move_key(table, first, own, pieces);
         beyond.give_back(own, makes_room || moves);
         made = made || moves;
-        exists = exists || moves || second.exists || (others && !own);
+        exists = exists || room || second.exists;
     }
     return exists;
 }
@@ -247,7 +250,7 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
         const bool own = writer.take(pending && has_turn(tile, attempt), attempt);
         if (!__any_sync(FULL_WARP, own)) {
-            rest(attempt);
+            rest(attempt, writer);
             continue;
         }
         __syncwarp();
@@ -302,7 +305,7 @@ __device__ __forceinline__ void write_keys(const Table& table, u32 mode, i64 key
         writer.give_back(own, writes && !elsewhere);
         if (unplaced && member == 0) atomicAdd(&counts.unplaced, 1);
         if (writes || unplaced || (own && !place.resident && !admits)) pending = false;
-        if (__any_sync(FULL_WARP, pending)) rest(attempt);
+        if (__any_sync(FULL_WARP, pending)) rest(attempt, writer);
     }
 }
 
@@ -317,7 +320,7 @@ __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pen
     for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
         const bool own = writer.take(pending && has_turn(tile, attempt), attempt);
         if (!__any_sync(FULL_WARP, own)) {
-            rest(attempt);
+            rest(attempt, writer);
             continue;
         }
         __syncwarp();
@@ -341,6 +344,6 @@ __device__ __forceinline__ void erase_keys(const Table& table, i64 key, bool pen
         other_writer.give_back(both, writes);
         writer.give_back(own, writes && !elsewhere);
         if (writes || (own && !place.resident)) pending = false;
-        if (__any_sync(FULL_WARP, pending)) rest(attempt);
+        if (__any_sync(FULL_WARP, pending)) rest(attempt, writer);
     }
 }

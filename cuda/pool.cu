@@ -309,7 +309,7 @@ __device__ __forceinline__ void load_rows(const PoolSegment& segment, const vola
     for (u32 k = 0; k < KEYS; ++k) {
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; ++c) {
-            const bool is_near = HPS_SHARED && of[k] & NEAR_ROW;
+            const bool is_near = HPS_NEAR && of[k] & NEAR_ROW;
             const u8* row = segment.rows + of[k] * row_bytes;
             if (is_near) row = near.rows + (of[k] & ~NEAR_ROW) * row_bytes;
             stored[k][c].load(row, min(in_group + c * HPS_COPY, units - 1), dim);
@@ -344,14 +344,14 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
     u64 lane_rows = reinterpret_cast<u64>(segment.rows) + min(in_group, units - 1) * sizeof(Unit);
     u32 row_bytes = units * sizeof(Unit);
     asm volatile("" : "+l"(lane_rows), "+r"(row_bytes));  // else every address takes three instructions
-    __shared__ Near near_of[HPS_SHARED ? WARPS : 1];
-    const volatile Near& near = near_of[HPS_SHARED ? threadIdx.x / 32 : 0];
-#if HPS_SHARED
+    __shared__ Near near_of[HPS_NEAR ? WARPS : 1];
+    const volatile Near& near = near_of[HPS_NEAR ? threadIdx.x / 32 : 0];
+#if HPS_NEAR
     if (lane == 0) near_of[threadIdx.x / 32] = segment.pairs != 0 ? near_of_copy(segment.buckets) : Near{};
     __syncwarp();
     const bool notes = near.pairs && is_sampled(threadIdx.x / 32);
 #endif
-    const u64 lane_near_rows = HPS_SHARED ? reinterpret_cast<u64>(near.rows) + min(in_group, units - 1) * sizeof(Unit) : 0;
+    const u64 lane_near_rows = HPS_NEAR ? reinterpret_cast<u64>(near.rows) + min(in_group, units - 1) * sizeof(Unit) : 0;
 
     State now;
     const bool is_max = HPS_MAXIMA && combiner == MAX;
@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             bool asks = counts && segment.pairs != 0 && !refused;
             int slot = -1;
             bool is_near = false;
-#if HPS_SHARED
+#if HPS_NEAR
             u32 near_index = 0, near_word = 0;
             const bool looks_near = asks && near.may_have(home_of(found.key[lane], segment.pairs) / 2);
             if (__any_sync(FULL_WARP, looks_near)) {
@@ -439,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                 }
 #endif
             }
-#if HPS_SHARED
+#if HPS_NEAR
             if (is_near) {
                 found.index[lane] = near_index;
                 found.word[lane] = near_word;
@@ -449,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             const bool copies = slot >= 0 && !(found.word[lane] & 1);
             bool retry = moved || (slot >= 0 && !copies);  // the key moved, or a writer owns the bucket
             found.row[lane] = copies ? (found.index[lane] * SLOTS + slot) | (is_near ? NEAR_ROW : 0) : 0;
-#if HPS_SHARED
+#if HPS_NEAR
             if (notes) {
                 const Sharing& sharing = sharing_of(segment.buckets);
                 const bool neighbour = copies && !is_near && near.may_have(found.index[lane] / 2);
@@ -472,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     if constexpr (!PACKED) {
 #pragma unroll
                         for (u32 k = 0; k < KEYS; ++k) {
-                            const bool is_near = HPS_SHARED && of[k] & NEAR_ROW;
+                            const bool is_near = HPS_NEAR && of[k] & NEAR_ROW;
                             const u64 rows_at = is_near ? lane_near_rows : lane_rows;
                             const u32 number = is_near ? of[k] & ~NEAR_ROW : of[k];
                             const Unit* const row = reinterpret_cast<const Unit*>(rows_at + static_cast<u64>(number) * row_bytes);

@@ -11,9 +11,9 @@
 //             row is then left alone; where any_missing is null, both are added to the table's counters
 //             (static_tables.cuh), and both get the default value.
 // LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
-//             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: a tile of 4 lanes
-//             reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged
-//             end have no key.
+//             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones, or with HPS_FEW all, in passes of 8:
+//             a tile of 4 lanes reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes
+//             past a ragged end have no key.
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is queried again, HPS_PATIENCE times, then it counts as
@@ -59,8 +59,19 @@
 #ifndef HPS_SEGMENTS
 #define HPS_SEGMENTS 32  // segments of one launch, at most
 #endif
-#ifndef HPS_BOTH
-#define HPS_BOTH 0  // 1: of static tables, read the other bucket of a key beside its home, for few keys
+// A launch of few keys takes as long as its slowest warp. So a warp compares no keys, has the rows of a pass in flight at once,
+// and of static tables, where every second warp has a key that is not at home, reads the other buckets beside the homes. On
+// H200s, 8,192 keys of dim 128 reach 0.83 of a plain gather instead of 0.75, of dim 32 0.57 instead of 0.53; with half of the
+// rows on another H200 0.89 instead of 0.73, and 0.76 instead of 0.69.
+#ifndef HPS_FEW
+#define HPS_FEW 0  // 1: keys_per_warp is at most 8
+#endif
+// 1: the key is read again beside its row, before the version, so that no change of the slot between the two reads can pass for
+// none. 0: by one load with the version, where keys are popular a sixth faster, since a third of the requests to their buckets is
+// saved. That load reads one bucket of 64 bytes, which the hardware reads at once, and a writer that came between its lanes would
+// take two trips to memory to own the bucket first.
+#ifndef HPS_KEY_FIRST
+#define HPS_KEY_FIRST (HPS_FEW || HPS_FORMAL_ORDER)
 #endif
 #ifndef HPS_PATIENCE
 #define HPS_PATIENCE 1024
@@ -115,13 +126,29 @@ __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked,
     return who ? slot : -1;
 }
 
+#if HPS_FEW
+// An array of a value for each key of the warp, of which a lane has its tile's alone.
+template <typename T>
+struct OfTile {
+    T value;
+    __device__ __forceinline__ T operator[](u32) const { return value; }
+};
+
+// An array of the lanes that query each key.
+struct Askers {
+    u32 first;
+    __device__ __forceinline__ u32 operator[](u32 place) const { return 1u << (first + place); }
+    __device__ __forceinline__ Askers operator+(u32 places) const { return Askers{first + places}; }
+};
+#else
+using Askers = const volatile u32*;
+
 // Write the distinct keys of a warp, their homes, of static tables their other buckets, and the lanes that query them; returns
 // the number of keys to find.
-__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes, u32* others,
+__device__ __forceinline__ u32 find_distinct(const Segment& segment, i64 key, u32 all, u32 lane, i64* keys, u32* homes, u32* others,
                                              u32* askers) {
     u32 distinct = 0;
     if (all >> lane & 1) {
-        const i64 key = __ldcs(segment.keys + first + lane);
         const u32 same = __match_any_sync(all, static_cast<u64>(key)), earlier = (1u << lane) - 1;
         const u32 leaders = __ballot_sync(all, (same & earlier) == 0);
         distinct = __popc(leaders);
@@ -137,6 +164,7 @@ __device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, 
     __syncwarp();
     return distinct;
 }
+#endif
 
 #if !HPS_SETTLES
 __device__ __forceinline__ void list_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 lane) {
@@ -183,11 +211,11 @@ __device__ __forceinline__ void settle_misses(const Query& request, const Segmen
 #endif
 
 __device__ __forceinline__ const u8* row_at(const Segment& segment, const volatile Near& near, u32 row, u64 row_bytes) {
-    if (HPS_SHARED && row & NEAR_ROW) return near.rows + (row & ~NEAR_ROW) * row_bytes;
+    if (HPS_NEAR && row & NEAR_ROW) return near.rows + (row & ~NEAR_ROW) * row_bytes;
     return segment.rows + row * row_bytes;
 }
 
-#if HPS_SHARED
+#if HPS_NEAR
 // What a tile found in the near table.
 struct NearLook {
     u32 index, word, scores;
@@ -223,7 +251,7 @@ __device__ __forceinline__ NearLook look_near(const volatile Near& near, i64 key
 // round. `row` is that of the tile's key. Returns some bits of every unit that was copied.
 template <u32 FORMAT>
 __device__ __forceinline__ u32 copy_rows(const Segment& segment, const volatile Near& near, u32 first, u32 row,
-                                         const volatile u32* askers, u32 answered) {
+                                         Askers askers, u32 answered) {
     if constexpr (!OCCURS<FORMAT>) return 0;
     const u32 lane = threadIdx.x % 32, units = units_of(segment.units), dim = units * UNIT;
     const u64 row_bytes = 4 * width_of(FORMAT, dim);
@@ -262,8 +290,6 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" : : : "memory");  // answer.cu waits for the end itself
 #endif
-    __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
-    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32], others_of[HPS_STATIC ? WARPS : 1][32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, member = lane % 4;
     u32 s = 0;
 #pragma unroll
@@ -275,13 +301,29 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     if (first >= segment.n) return;
     const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = units_of(segment.units);
 
-    __shared__ Near near_of[HPS_SHARED ? WARPS : 1];
-    const volatile Near& near_table = near_of[HPS_SHARED ? warp : 0];
-#if HPS_SHARED
-    if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);
-#endif
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
-    const u32 found = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp],
+    const u32 own = HPS_FEW ? tile : lane;
+    const i64 key = own < count ? __ldcs(segment.keys + first + own) : 0;
+    __shared__ Near near_of[HPS_NEAR ? WARPS : 1];
+    const volatile Near& near_table = near_of[HPS_NEAR ? warp : 0];
+#if HPS_NEAR
+    if (segment.pairs != 0 && lane == 0) near_of[warp] = near_of_copy(segment.buckets);  // while the keys are on their way
+#endif
+#if HPS_FEW
+    const u32 distinct = segment.pairs == 0 ? 0 : count;
+    const OfTile<i64> key_at_place{key};
+    const OfTile<u32> home_at_place{home_of(key, segment.pairs)};
+#if HPS_STATIC
+    const OfTile<u32> other_at_place{other_bucket(home_at_place[0], key, segment.pairs)};
+#endif
+    const Askers askers_at_place{0};
+#if HPS_NEAR
+    __syncwarp();
+#endif
+#else
+    __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
+    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32], others_of[HPS_STATIC ? WARPS : 1][32];
+    const u32 found = find_distinct(segment, key, all, lane, keys_of[warp], homes_of[warp],
                                     others_of[HPS_STATIC ? warp : 0], askers_of[warp]);
     const u32 distinct = segment.pairs == 0 ? 0 : found;
 
@@ -291,13 +333,14 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 #if HPS_STATIC
     const volatile u32* const other_at_place = others_of[warp] + tile;
 #endif
-    const volatile u32* const askers_at_place = askers_of[warp];
+    const Askers askers_at_place = askers_of[warp];
+#endif
 
     u32 answered = 0;  // bit i: key i of the warp
 #if HPS_SETTLES
     u32 unread = 0;  // likewise: a writer kept its bucket
 #endif
-#if HPS_SHARED
+#if HPS_NEAR
     const bool notes = distinct && near_table.pairs && is_sampled(warp);
 #endif
     u32 attempt = 0;
@@ -307,13 +350,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         u32 index = asks ? home_at_place[done] : 0;
         uint4 part;
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
-#if HPS_BOTH
-        // Every second warp has a key that is not at home, and a launch of few keys takes as long as its slowest.
+#if HPS_STATIC && HPS_FEW
         const u32 beside = asks ? other_at_place[done] : 0;
         uint4 other_part;
         if (asks) other_part = load_part(segment.buckets + static_cast<u64>(beside) * BUCKET_PARTS + member);
 #endif
-#if HPS_SHARED
+#if HPS_NEAR
         NearLook near{0, 0, 0, -1};  // while the bucket is on its way
         const bool looks_near = asks && near_table.may_have(index / 2);
         if (__any_sync(FULL_WARP, looks_near)) near = look_near(near_table, key_at_place[done], looks_near, tile, member);
@@ -330,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             const u32 home_word = word;
             const bool strayed = asks && slot < 0 && strays_of(word);
             if (strayed) {
-#if HPS_BOTH
+#if HPS_FEW
                 index = beside;
                 part = other_part;
 #else
@@ -379,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             }
         }
 #endif
-#if HPS_SHARED
+#if HPS_NEAR
         uint4* buckets = segment.buckets;
         if (is_near) {
             buckets = near_table.buckets;
@@ -404,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         }
 #endif
 
-#if HPS_SHARED
+#if HPS_NEAR
         if (notes) {
             const Sharing& sharing = sharing_of(segment.buckets);
             const bool neighbour = copies && !is_near && near_table.may_have(index / 2);
@@ -412,8 +454,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         }
 #endif
         const u32 row = copies ? (index * SLOTS + slot) | (is_near ? NEAR_ROW : 0) : NO_ROW;
+#if HPS_KEY_FIRST
         const u64* const header = reinterpret_cast<const u64*>(buckets + static_cast<u64>(index) * BUCKET_PARTS);
         const i64 key_again = copies && member == 1 ? static_cast<i64>(load_word(header + 1 + slot)) : 0;
+#endif
         u32 copied = 0;
         switch (format_of(segment.units)) {
             case FLOAT32: copied = copy_rows<FLOAT32>(segment, near_table, first, row, askers_at_place + done, answered); break;
@@ -421,13 +465,24 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             case BFLOAT16: copied = copy_rows<BFLOAT16>(segment, near_table, first, row, askers_at_place + done, answered); break;
             case INT8: copied = copy_rows<INT8>(segment, near_table, first, row, askers_at_place + done, answered); break;
         }
+#if HPS_KEY_FIRST
         copied |= static_cast<u32>(key_again);
+#endif
         const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows and keys are here
         acquire();
 
         bool same = true;
+#if HPS_KEY_FIRST
         if (copies && member == 0) same = ((load_word(header + late) ^ word) & 0xffff) == 0;
         if (copies && member == 1) same = key_again == key_at_place[done];
+#else
+        if (copies && member < 2) {  // member 0 reads the version again, member 1 the key
+            const u32 word_of = member == 0 ? 0 : 1 + slot;
+            const u64 again =
+                load_word(reinterpret_cast<const u64*>(buckets + static_cast<u64>(index) * BUCKET_PARTS) + word_of + late);
+            same = member == 0 ? ((again ^ word) & 0xffff) == 0 : static_cast<i64>(again) == key_at_place[done];
+        }
+#endif
         const bool torn = __ballot_sync(FULL_WARP, !same) >> (4 * tile) & 15;
         answered |= __reduce_or_sync(FULL_WARP, copies && !torn ? askers_at_place[done + tile] : 0);
         retry |= torn;

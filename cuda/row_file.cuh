@@ -197,13 +197,9 @@ __device__ __forceinline__ u32 read_row_file(const HostLayout* const* where, i64
         Look look{0, true, false};
         bool deleted = false;
         if (has_map) {
-            if (LOOKS) {
-                if (asks && version & 1) version = load_host_word(version_at);
-                version = __shfl_sync(FULL_WARP, version, 4 * tile);  // one value for a tile
-                acquire_from_host();
-            }
+            if (LOOKS) version = first_look(layout, version_at, hashed, version, asks, attempt);
             const bool probes = asks && version != version_without_map(layout);  // the first one: no key of the stripe has changed
-            look = look_up(layout, key, hashed, version, probes);
+            look = look_up(layout, key, dense_row_at(layout, key, probes), hashed, version, probes);
             look.absent |= asks && !probes;
             if (look.source) deleted = load_host_half(look.source + 4 * width);
         }
@@ -234,9 +230,7 @@ __device__ __forceinline__ u32 read_row_file(const HostLayout* const* where, i64
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();
-        u64 again = version;
-        if (asks) again = load_host_word(version_at + late);
-        again = __shfl_sync(FULL_WARP, again, 4 * tile);
+        const u64 again = second_look(layout, version_at + late, hashed, version, asks, [] {});
         if (asks && again == version && (version & 1) == 0 && !look.moved) {
             state = found ? FOUND : ABSENT;
             asks = false;

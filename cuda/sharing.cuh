@@ -28,6 +28,8 @@ struct Sharing {          // in the 256 bytes before each copy of the buckets
 
 static_assert(sizeof(Sharing) == 56, "hps/cache/cuda/kernels.py packs this");
 
+#define HPS_NEAR (HPS_SHARED && !HPS_STATIC)  // static tables hold every row, and have no near table
+
 constexpr u32 SAMPLED_OF = 32;            // one of as many warps notes keys
 constexpr u32 NEAR_ROW = 0x80000000u;     // marks row numbers of the near table
 constexpr u64 COPY_GRANULE = 1ull << 21;  // bytes; the distance of copies is a multiple

@@ -9,7 +9,8 @@
     ├── DeviceMemoryTables  lies in memory of a device, which runs kernels that can be compiled ahead (CuPy)
     ├── SharedRows          several devices share its rows (CuPy)
     ├── HostTableReads      reads tables in host memory in place (CuPy)
-    └── StreamOrdered       enqueues lookups on a stream, and captures them in graphs (CuPy)
+    ├── StreamOrdered       enqueues lookups on a stream, and captures them in graphs (CuPy)
+    └── GraphParts          enqueues lookups that callers capture with work of their own (CuPy)
 
 A lookup is an object with a few methods, called in this order (`engine/session.py` is the only caller):
 
@@ -38,7 +39,7 @@ only when the lookup is finished.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -323,6 +324,52 @@ class LookupGraph(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the graph once it has ended. Idempotent."""
+
+
+class GraphPart(ABC):
+    """Lookups that are part of a CUDA graph of their caller, who learns afterwards whether they succeeded. *One per thread.*
+
+    They answer what the device can: resident keys, those of attached tables, and absent keys where it knows that they are. The
+    memory of the cache is kept until this object is freed.
+
+    Attributes:
+        counts: whether `StreamOrdered.stream_ordered_counts` has the misses of its launches.
+    """
+
+    counts: bool
+
+    @abstractmethod
+    def prepare(self, batch: Batch) -> None:
+        """Run a batch, and allocate what those need that are no larger. Graphs of before are invalid then.
+
+        Raises:
+            InvalidInputError, NotReadyError: as for `enqueue`.
+        """
+
+    @abstractmethod
+    def enqueue(self, batch: Batch) -> None:
+        """Launch a batch on the one stream of its tensors. Does not block.
+
+        Raises:
+            InvalidInputError: a tensor is not on the device, or it has more keys or bags than any batch of `prepare`; nothing
+                was launched. NotReadyError: the cache is closed.
+        """
+
+    @abstractmethod
+    def order(self) -> bool:
+        """Order the next launch after all modifications whose calls have returned. Return False if graphs became invalid.
+
+        Raises:
+            NotReadyError: the cache is closed.
+        """
+
+    @abstractmethod
+    def absent(self) -> Mapping[int, int] | None:
+        """Return, by table, keys that got the default vector in the launch that has ended, if a complete cache lacks them.
+
+        Returns:
+            None if a key could not be answered. The outputs are then unspecified.
+        """
 
 
 class BatchDriver(ABC):
@@ -694,6 +741,14 @@ class StreamOrdered(EmbeddingCache):
         Raises:
             InvalidInputError: a tensor is elsewhere.
         """
+
+
+class GraphParts(EmbeddingCache):
+    """A cache whose lookups can be part of a CUDA graph of their caller."""
+
+    @abstractmethod
+    def graph_part(self) -> GraphPart:
+        """Return a new part, which holds scratch memory until it is freed."""
 
 
 def leader_of(cache: EmbeddingCache) -> EmbeddingCache:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import perf_counter_ns
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
+from hps.cache.base import CacheLookup, EmbeddingCache, GraphPart, GraphParts, LookupGraph, MissedKeys
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
 from hps.engine.misplaced import refuse_misplaced
@@ -95,6 +95,9 @@ class Session(Protocol):
     def record(self, batch: Batch) -> "RecordedLookup":
         """Capture a lookup without waiting in a CUDA graph, which also runs it once. Raises as `run` does."""
 
+    def graph_lookups(self) -> "GraphLookups | None":
+        """Return lookups for a CUDA graph of the caller; None if the cache has none."""
+
     def prefetch(self, table: int, keys: KeyArray) -> int:
         """Make keys resident; without a cache, promote them.
 
@@ -173,6 +176,69 @@ class RecordedLookup:
     def close(self) -> None:
         """Free the graph. Idempotent."""
         self._graph.close()
+
+
+class GraphKeys(NamedTuple):
+    """Keys of a graph that has ended.
+
+    Attributes:
+        keys, absent: by table.
+        misses_follow: the device counts its misses, which are taken from there.
+    """
+
+    keys: Mapping[int, int]
+    absent: Mapping[int, int]
+    misses_follow: bool
+
+
+class GraphLookups:
+    """Lookups within a CUDA graph of their caller. *One per thread.*
+
+    Attributes:
+        order: see `GraphPart`.
+    """
+
+    def __init__(
+        self,
+        part: GraphPart,
+        check: Callable[[Batch], None],
+        count: Callable[[GraphKeys], None],
+        forget_misses: Callable[[], None],
+    ) -> None:
+        self.order = part.order
+        self._part = part
+        self._check = check
+        self._count = count
+        self._forget_misses = forget_misses
+
+    def prepare(self, batch: Batch) -> None:
+        """See `GraphPart.prepare`. Raises TooManyKeysError, too: a table has more keys than its `max_keys`."""
+        self._check(batch)
+        self._part.prepare(batch)
+
+    def enqueue(self, batch: Batch) -> None:
+        """See `GraphPart.enqueue`. Raises TooManyKeysError, too, as `prepare` does."""
+        self._check(batch)
+        self._part.enqueue(batch)
+
+    def forget(self) -> None:
+        """Forget all launches so far, which have ended: they were none of a request."""
+        self._part.absent()
+        if self._part.counts:
+            self._forget_misses()
+
+    def succeeded(self, keys: Mapping[int, int], launched: Mapping[int, int]) -> bool:
+        """Return whether the vectors of the launch that has ended are right. Its keys count only then.
+
+        Args:
+            keys: by table, keys that count.
+            launched: by table, keys that were looked up: also those that fill a batch up.
+        """
+        if (absent := self._part.absent()) is None:
+            return False
+        found = {table: n * keys[table] // launched[table] for table, n in absent.items() if n}
+        self._count(GraphKeys(keys, found, self._part.counts))
+        return True
 
 
 class _TableLimits:
@@ -367,6 +433,32 @@ class CachedSession(_TableLimits):
         self.check(batch)
         self._stream_ordered.check(batch)
         return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
+
+    def graph_lookups(self) -> GraphLookups | None:
+        if not isinstance(self.cache, GraphParts):
+            return None
+        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph, self._stream_ordered.forget)
+
+    def _count_graph(self, counted: GraphKeys) -> None:
+        keys, absent = counted.keys, counted.absent
+        with self._metrics.lock:
+            self._device.lookups += 1
+        if counted.misses_follow:
+            self._stream_ordered.count(Batch(list(keys), list(keys.values()), (), ()))
+        else:
+            with self._metrics.lock:
+                for table, n in keys.items():
+                    counters, lacking = self._counters[table], absent.get(table, 0)
+                    counters.keys += n
+                    counters.hits[0] += n - lacking
+                    counters.misses[0] += lacking
+                    counters.defaults += lacking
+        if (trace := current.trace) is not None:  # of linked keys, only the device knows how many there are
+            for table, n in keys.items():
+                answers = trace.of(self.tables[table].table_name)
+                answers.keys += n
+                answers.embedding_cache += n - absent.get(table, 0)
+                answers.defaults += absent.get(table, 0)
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         starts = range(0, keys.size, _PREFETCH_ROWS)
@@ -679,6 +771,9 @@ class DirectSession(_TableLimits):
 
     def record(self, batch: Batch) -> RecordedLookup:
         raise self._refusal()
+
+    def graph_lookups(self) -> GraphLookups | None:
+        return None
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         spec, fetched = self.tables[table], 0

@@ -157,10 +157,20 @@ class StreamOrderedLookups:
 
     def count(self, batch: Batch) -> None:
         """Count the keys of a launched lookup; `settle` counts its hits and misses when it has ended."""
+        self._used = True
         with self._metrics.lock:
             for table, n in zip(batch.tables, batch.sizes, strict=True):
                 self._counters[table].keys += n
                 self._hits[table] += n
+
+    def forget(self) -> None:
+        """Leave out what the device has counted so far: a graph that is captured runs on keys of nobody.
+
+        But what could not be read is still reported, since it may be another's.
+        """
+        with self._counting:
+            if not self._ended:
+                self._counted = [self._capable().stream_ordered_counts(index) for index in range(len(self._tables))]
 
     def settle(self) -> None:
         """Add hits and misses to the metrics. Of graphs that other code launches only the misses are known."""

@@ -98,7 +98,10 @@ class Network(ABC):
         raise NotImplementedError
 
     def write(self, tensor: Tensor, source: Tensor) -> None:
-        """Copy a tensor of the device, or one of `staging` or a part of it, to one of the device; only if `on_cuda`."""
+        """Copy a tensor to another one, each of the device, or of `staging` or a part of it; only if `on_cuda`.
+
+        The host may read what is copied to `staging` after `fetch` of the tensor.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -109,8 +112,13 @@ class Network(ABC):
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Run the network on tensors of its device. The outputs may be of the same memory as the next call's."""
 
-    def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
-        """Return a function that repeats a run of `take` and `run` on the same tensors of a device; only if `on_cuda`."""
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, owner: object = None) -> Callable[[], Mapping[str, Tensor]]:
+        """Return a function that repeats a run of `take`, `run` and `write` on the same tensors; only if `on_cuda`.
+
+        Args:
+            owner: of runs that write their outputs to other memory at their end and follow one another, so that they may share
+                memory; None for a run that has memory of its own.
+        """
         return run
 
     @abstractmethod

@@ -6,6 +6,7 @@ import logging
 import re
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -66,6 +67,7 @@ class _TorchNetwork(Network):
         self._call: Callable[[Mapping[str, Tensor]], Any] | None = call
         self._outputs = tuple(outputs)
         self._device = device
+        self._last: weakref.WeakKeyDictionary[object, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # graph of each owner
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
@@ -101,19 +103,30 @@ class _TorchNetwork(Network):
             found = self._call(inputs)
         return _named(self._name, found, self._outputs)
 
-    def fixed(self, run: Callable[[], Mapping[str, Tensor]]) -> Callable[[], Mapping[str, Tensor]]:
+    def fixed(self, run: Callable[[], Mapping[str, Tensor]], *, owner: object = None) -> Callable[[], Mapping[str, Tensor]]:
         """Capture a run in a CUDA graph; where it cannot be captured, repeat it as it is."""
         with torch.cuda.device(self._device):
             try:
                 stream = torch.cuda.Stream(self._device)
+                # Of an owner, one runs after the other. A pool lives as long as one of its graphs.
+                last = None if owner is None else self._last.get(owner)
+                earlier = None if last is None else last()
+                pool = None if earlier is None else earlier.pool()
+                stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still write the inputs
                 with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UPS):  # libraries choose kernels and take memory
+                    for _ in range(_WARM_UPS if earlier is None else 1):  # libraries choose kernels and take memory
                         run()
                 stream.synchronize()
                 # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    outputs = run()
+                with torch.cuda.stream(stream):  # `torch.cuda.graph` also empties torch's cache, which takes ten times as long
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        outputs = run()
+                    finally:
+                        graph.capture_end()
+                if owner is not None:
+                    self._last[owner] = weakref.ref(graph)
             except RuntimeError as error:
                 _log.info("network %s: it runs without a CUDA graph: %s", self._name, str(error).strip().splitlines()[0])
                 return run

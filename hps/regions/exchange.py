@@ -35,6 +35,7 @@ from hps.regions.layout import (
     POOLED,
     RETIRED,
     RING,
+    SCORED,
     SCRATCH,
     SCRATCH_BYTES,
     SEGMENT_WORDS,
@@ -68,6 +69,7 @@ TABLE_COLUMNS: Final = 32
 
 # Words of a loop's own state.
 STOP, SPIN_NS, HANDED_OVER_COUNT, HANDED_OVER_EVENT, LOOP_EVENT, BATCHES, WAKES, BOUND_COUNT = range(8)
+SCORED_COUNT, SCORED_EVENT, SCORED_SLEEPS = range(8, 11)
 BOUNDS: Final = 64
 """First of the bounds of the buckets of times, in ns."""
 STATE_WORDS: Final = 128
@@ -198,7 +200,7 @@ def read_descriptor(
     return 0
 
 
-@kernel(int64, _ROWS, int64, int64, _ROWS, _ROWS, _WORDS, _ROWS)
+@kernel(int64, _ROWS, int64, int64, _ROWS, _ROWS, _WORDS, _ROWS, nogil=False)
 def read_handed_over(
     regions: IndexArray,
     place: int,
@@ -239,7 +241,7 @@ def complete(regions: IndexArray, place: int, slot: int) -> int:
     return event
 
 
-@kernel(int64, _ROWS, int64, int64)
+@kernel(int64, _ROWS, int64, int64, nogil=False)
 def complete_handed_over(regions: IndexArray, place: int, slot: int) -> int:
     """Call `complete` from Python."""
     event: int = complete(regions, place, slot)
@@ -332,13 +334,34 @@ def refuse(regions: IndexArray, place: int, slot: int, status: int, scratch: int
 
 
 @njit()
-def hand_over(state: IndexArray, queue: IndexArray, place: int, slot: int) -> None:
-    """Hand a slot over to the engine's Python threads."""
+def hand_over(state: IndexArray, queue: IndexArray, place: int, slot: int, flags: int) -> None:
+    """Hand a slot over to the engine's Python threads. The second half of the queue is for requests for scores."""
+    # A thread waits for a lookup, so each lookup wakes one. Requests for scores are only queued: one thread takes all that
+    # have come, and is woken when it sleeps, since each thread that wakes waits for the GIL.
+    size = queue.shape[0] // 2
+    scratch = state.ctypes.data + 8 * STATE_SCRATCH
+    if flags & SCORED and state[SCORED_EVENT] >= 0:
+        head = state[SCORED_COUNT]
+        queue[size + head % size, 0] = place
+        queue[size + head % size, 1] = slot
+        exchange(state.ctypes.data + 8 * SCORED_COUNT, head + 1)
+        sleeps = state.ctypes.data + 8 * SCORED_SLEEPS
+        if load_relaxed(sleeps) == 1 and exchange(sleeps, 0) == 1:
+            wake(state[SCORED_EVENT], scratch)
+        return
     head = state[HANDED_OVER_COUNT]
-    queue[head % queue.shape[0], 0] = place
-    queue[head % queue.shape[0], 1] = slot
+    queue[head % size, 0] = place
+    queue[head % size, 1] = slot
     store_release(state.ctypes.data + 8 * HANDED_OVER_COUNT, head + 1)
-    wake(state[HANDED_OVER_EVENT], state.ctypes.data + 8 * STATE_SCRATCH)
+    wake(state[HANDED_OVER_EVENT], scratch)
+
+
+@kernel(int64, _WORDS, nogil=False)
+def arm_scored(state: IndexArray) -> int:
+    """Ask to be woken by the next request for scores. Return how many were handed over."""
+    exchange(state.ctypes.data + 8 * SCORED_SLEEPS, 1)
+    count: int = load_acquire(state.ctypes.data + 8 * SCORED_COUNT)
+    return count
 
 
 @njit()

@@ -27,6 +27,7 @@ from hps.regions.exchange import (
     DEPLOYMENT_COLUMNS,
     EPOCH,
     EVENT,
+    H_SEGMENTS,
     HANDED_OVER_COUNT,
     HANDED_OVER_EVENT,
     HEAD,
@@ -38,6 +39,8 @@ from hps.regions.exchange import (
     MOST_DEPLOYMENTS,
     OLD_EPOCH,
     REGION_COLUMNS,
+    SCORED_COUNT,
+    SCORED_EVENT,
     SHIFT,
     SPIN_NS,
     STATE_WORDS,
@@ -51,6 +54,7 @@ from hps.regions.exchange import (
     TAIL,
     WAKES,
     arm,
+    arm_scored,
     complete_handed_over,
     completions,
     post,
@@ -72,7 +76,7 @@ from hps.statistics.times import LOOKUP_BOUNDS_NS
 from hps.types import IndexArray, TableSpec
 
 FRONTEND_KERNELS: Final = (post, completions, arm, store_word, to_float16, to_bfloat16)
-ENGINE_KERNELS: Final = (read_handed_over, complete_handed_over, store_word)
+ENGINE_KERNELS: Final = (read_handed_over, complete_handed_over, arm_scored, store_word)
 _MOST_TABLES = 1 << 14
 _READINGS = 20  # of a region that is checked while its loop runs
 
@@ -110,6 +114,13 @@ class HandedOverRequest:
     segments: IndexArray
 
 
+class _Segments(threading.local):
+    """Memory of each thread for the segments of a request. New memory of 40 KB takes longer than reading a request."""
+
+    def __init__(self) -> None:
+        self.words: IndexArray = np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+
+
 class LoopState:
     """Arrays of one loop of the engine. *Thread-safe.*
 
@@ -139,15 +150,16 @@ class LoopState:
         self.deployments = np.zeros((MOST_DEPLOYMENTS, DEPLOYMENT_COLUMNS), np.int64)
         self.tables = np.zeros((_MOST_TABLES, TABLE_COLUMNS), np.int64)
         self.state = np.zeros(STATE_WORDS, np.int64)
-        self.handed_over = np.zeros((RING * max(1, len(memories)), 2), np.int64)
+        self.handed_over = np.zeros((2 * RING * max(1, len(memories)), 2), np.int64)
         self._loop_event = loop_event
         self.state[SPIN_NS], self.state[HANDED_OVER_EVENT], self.state[LOOP_EVENT] = spin_ns, handed_over_event, loop_event
-        self.state[BOUND_COUNT] = len(LOOKUP_BOUNDS_NS)
+        self.state[BOUND_COUNT], self.state[SCORED_EVENT] = len(LOOKUP_BOUNDS_NS), -1
         self.state[BOUNDS : BOUNDS + len(LOOKUP_BOUNDS_NS)] = LOOKUP_BOUNDS_NS
         for place, (memory, event) in enumerate(zip(memories, events, strict=True)):
             self.regions[place, LENGTH], self.regions[place, EVENT] = memory.size, event
             self.regions[place, BASE], self.regions[place, OLD_EPOCH] = memory.address, memory[STARTED_EPOCH]
         self._lock = threading.Lock()
+        self._segments = _Segments()
         self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # by deployment, its rows of `tables`
         self._resident = [False] * MOST_DEPLOYMENTS
         self._hands_over_all = False
@@ -155,6 +167,7 @@ class LoopState:
         # engine counts from a number of its own.
         self._last_id = last_id
         self._taken = 0  # handed-over requests
+        self._scored = 0  # likewise, for scores
         self._seen = np.zeros_like(self.deployments), np.zeros_like(self.tables)  # counters at the last tally
 
     def shift(self, place: int, by: int) -> None:
@@ -241,11 +254,31 @@ class LoopState:
         with self._lock:
             if self._taken == self.state[HANDED_OVER_COUNT]:
                 return None
-            place, slot = self.handed_over[self._taken % len(self.handed_over)].tolist()
+            place, slot = self.handed_over[self._taken % (len(self.handed_over) // 2)].tolist()
             self._taken += 1
-        header, segments = np.zeros(HEADER_WORDS, np.int64), np.zeros((MOST_SEGMENTS, SEGMENT_WORDS), np.int64)
+        return self._read(place, slot)
+
+    def take_scored(self, event: int) -> None:
+        """Hand requests for scores over to one thread, by `next_scored`, which `event` wakes when it sleeps."""
+        self.state[SCORED_EVENT] = event
+
+    def next_scored(self) -> HandedOverRequest | None:
+        """Take the next request for scores that the loop handed over; None if there is none. *One thread.*
+
+        After None, the next one wakes the thread.
+        """
+        if self._scored == self.state[SCORED_COUNT] and self._scored == arm_scored(self.state):
+            return None
+        size = len(self.handed_over) // 2
+        place, slot = self.handed_over[size + self._scored % size].tolist()
+        self._scored += 1
+        return self._read(place, slot)
+
+    def _read(self, place: int, slot: int) -> HandedOverRequest:
+        header, segments = np.zeros(HEADER_WORDS, np.int64), self._segments.words
         status = read_handed_over(self.regions, place, slot, self.deployments, self.tables, header, segments)
-        return HandedOverRequest(place, slot, status, header, segments[: int(header[2])] if status == 0 else segments[:0])
+        count = int(header[H_SEGMENTS]) if status == 0 else 0
+        return HandedOverRequest(place, slot, status, header, segments[:count].copy())
 
     def complete(self, request: HandedOverRequest) -> None:
         """Return the slot of a request to its frontend. The answer is in the slot."""
@@ -299,7 +332,7 @@ class LoopState:
         """Counts of the loop since its start: batches, requests handed over, malformed descriptors, and wakes from sleep."""
         return {
             "batches": int(self.state[BATCHES]),
-            "handed_over": int(self.state[HANDED_OVER_COUNT]),
+            "handed_over": int(self.state[HANDED_OVER_COUNT] + self.state[SCORED_COUNT]),
             "malformed": int(self.regions[:, MALFORMED_COUNT].sum()),
             "wakes": int(self.state[WAKES]),
         }

@@ -16,6 +16,7 @@ from hps.statistics.scores import ScoreCounters
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 4096
 _POLL_S = 0.5
+_MOST_JOINED_S = 60.0  # in the network of a batch that a call in process waits for
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +77,11 @@ class Batcher:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a batch is under way, or requests wait."""
+        return not self._idle or bool(self._waiting)
+
     def refuse_if_busy(self, most_s: float) -> None:
         """Check that the batch under way has not been in the network for too long.
 
@@ -117,6 +123,29 @@ class Batcher:
             # passes, it finds the request anyway.
             if self._idle or self._samples >= self._max_samples:
                 self._changed.notify()
+
+    def score(self, request: Request) -> Outputs:
+        """Score a request with those that wait, and wait for its batch.
+
+        Raises:
+            NotReadyError: as for `submit`. NetworkBusyError: a batch is in the network for more than a minute. Exception: what
+                the batch failed with, as of `Scorer.score`.
+        """
+        answers: list[Outputs | Exception] = []
+        ended = threading.Lock()
+        ended.acquire()
+
+        def done(answer: Outputs | Exception, times: ScoreTimes | None) -> None:
+            answers.append(answer)
+            ended.release()
+
+        self.submit(ScoreCall(request, done), _MOST_JOINED_S)
+        while not ended.acquire(timeout=_POLL_S):
+            self.refuse_if_busy(_MOST_JOINED_S)
+        [answer] = answers
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self, timeout_s: float) -> bool:
         """Refuse further requests, and answer those that wait; False if that takes longer."""

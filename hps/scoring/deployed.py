@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from hps.scoring.recording import RequestRecorder
 from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.scoring.signature import Feature, Output, Signature, signature_of
 from hps.statistics.scores import ScoreCounters
+from hps.statistics.tracing import current
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
 
@@ -152,6 +154,7 @@ class DeploymentScores:
                     opened.signature,
                     network,
                     session.run,
+                    session.graph_lookups,
                     on_device=opened.on_device,
                     refuse_nan=dense.refuse_nan,
                     max_samples=config.max_batch_size,
@@ -166,6 +169,7 @@ class DeploymentScores:
         )
         alone = not (dense.dynamic_batching and opened.signature.merges)
         delay_us = 0 if alone else dense.max_queue_delay_us
+        self._joins = opened.on_device and not alone
         batchers = {
             id(scorer): Batcher(self._name, scorer, counters, config.max_batch_size, delay_us, alone=alone)
             for scorer in made.values()
@@ -194,10 +198,10 @@ class DeploymentScores:
         return request.unpacked(self.opened.signature, self.max_samples, self._model)
 
     def score(self, request: Request, device: int, *, counted: bool = True) -> Outputs:
-        """Score one request by itself.
+        """Score one request: by itself, or on a device that is in use with others that wait for it.
 
         Args:
-            counted: count it in the metrics, and record it if so configured; not for the requests of checks.
+            counted: count it in the metrics, and record it if so configured; not for the requests of checks, each by itself.
 
         Raises:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
@@ -207,8 +211,13 @@ class DeploymentScores:
                 return self._of_no_samples(request)
             if counted and self.recorder is not None:
                 self.recorder.see(request)
+            scorer, batcher = self._scorers[device], self._batchers[device]
+            # A trace belongs to the thread that looks up.
+            if counted and self._joins and (scorer.is_busy or batcher.is_busy) and current.trace is None:
+                with suppress(NotReadyError):  # the batcher closes before these calls have ended
+                    return batcher.score(request)
             try:
-                (answer,), times = self._scorers[device].score([request])
+                (answer,), times = scorer.score([request])
             except NetworkError:
                 if counted:
                     self._counters.count_failure("network")
@@ -258,12 +267,14 @@ class DeploymentScores:
         """
         until = time.monotonic() + timeout_s
         ended = [batcher.close(max(0.0, until - time.monotonic())) for batcher in dict.fromkeys(self._batchers.values())]
-        if self._calls.close(max(0.0, until - time.monotonic())) and all(ended):
-            return True
-        seconds = [second for scorer in dict.fromkeys(self._scorers.values()) for second in scorer.network_seconds().values()]
-        if not seconds or min(seconds) < timeout_s:
-            return False
-        _log.warning("scoring with %s: its network has not returned for %.1f s; it is abandoned", self._name, min(seconds))
+        scorers = dict.fromkeys(self._scorers.values())
+        if not (self._calls.close(max(0.0, until - time.monotonic())) and all(ended)):
+            seconds = [second for scorer in scorers for second in scorer.network_seconds().values()]
+            if not seconds or min(seconds) < timeout_s:
+                return False
+            _log.warning("scoring with %s: its network has not returned for %.1f s; it is abandoned", self._name, min(seconds))
+        for scorer in scorers:
+            scorer.release()
         return True
 
 

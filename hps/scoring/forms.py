@@ -91,6 +91,12 @@ def room_for(count: int, most: int) -> int:
     return min(room, most)
 
 
+def rounded(rows: int, bits: int) -> int:
+    """Round a number of rows up, to one whose binary digits after the first so many are 0."""
+    step = 1 << max(0, (rows - 1).bit_length() - bits)
+    return -(-rows // step) * step
+
+
 def can_be_kept(signature: Signature) -> bool:
     """Return True if all features have a row a sample or a request, and the network does not expand them itself."""
     return (

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hps.networks.base import Tensor
+from hps.scoring.forms import aligned
 from hps.scoring.merging import Keys, Merged
 from hps.scoring.runner import Runner, index_of
 from hps.scoring.signature import NetworkLookup, Source
@@ -68,23 +70,38 @@ class NewBatches:
         self._compute_keys(batch)
         self._find_vectors(batch, dry)
         network, inputs, indices = self._runner.network, {}, {}
+        repeats: dict[bytes, Tensor] = {}  # what is given once is mostly repeated alike
         vectors = {lookup.name for lookup in self._signature.lookups}
         for name in self._signature.network_inputs:
             values = batch.values[_vectors_of(name) if name in vectors else name]
             inputs[name] = values if self._runner.on_device else network.put(values)
             if name in batch.times and self._expands:
-                indices[name] = network.put(index_of(batch.times[name]))
+                times = batch.times[name]
+                if (alike := times.tobytes()) not in repeats:
+                    repeats[alike] = network.put(index_of(times))
+                indices[name] = repeats[alike]
         return self._runner.run_of(network, inputs, indices)
 
     def _placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the values of features where lookups and programs read them."""
+        """Put the values of features where lookups and programs read them: on a device, by one copy."""
         if not self._runner.on_device:
             return dict(values)
-        put = self._runner.network.put
+        network = self._runner.network
+        arrays = [array for given in values.values() for array in (given if isinstance(given, Keys) else (given,))]
+        ends = [0, *accumulate([0 if array is None else aligned(array.nbytes) for array in arrays])]
+        staged, source = network.staging(ends[-1])
+        memory = network.empty((ends[-1],), "uint8")
+        parts: list[Tensor] = []
+        for array, start in zip(arrays, ends[:-1], strict=True):
+            if array is None:
+                parts.append(None)
+                continue
+            np.ndarray(array.shape, array.dtype, staged, start)[...] = array
+            parts.append(network.part(memory, start, array.dtype.name, array.shape))
+        network.write(memory, source)
+        placed = iter(parts)
         return {
-            name: Keys(*[array if array is None else put(np.ascontiguousarray(array)) for array in given])
-            if isinstance(given, Keys)
-            else put(np.ascontiguousarray(given))
+            name: Keys(*[next(placed) for _ in given]) if isinstance(given, Keys) else next(placed)
             for name, given in values.items()
         }
 

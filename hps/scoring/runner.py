@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hps.engine.session import GraphLookups
 from hps.errors import DeviceError, NetworkError
 from hps.networks.base import Network, Tensor
 from hps.scoring.network_calls import NetworkCalls
@@ -24,6 +25,7 @@ class Runner:
     Args:
         model: its name, for errors.
         lookup: looks a batch up.
+        graph_lookups: returns lookups that can be captured with the network; None if there are none.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
     """
 
@@ -34,6 +36,7 @@ class Runner:
         signature: Signature,
         calls: NetworkCalls,
         lookup: Callable[[Batch], None],
+        graph_lookups: Callable[[], GraphLookups | None] = lambda: None,
         *,
         on_device: bool,
     ) -> None:
@@ -43,6 +46,7 @@ class Runner:
         self.calls = calls
         self.network: Network = calls.network
         self.lookup = lookup
+        self.graph_lookups = graph_lookups
         self.on_device = on_device
 
     def run(self, run: Callable[[], Mapping[str, Tensor]]) -> Outputs:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from hps.engine.session import GraphLookups
 from hps.errors import HPSError, NetworkError
 from hps.networks.base import Tensor
 from hps.scoring.features import ScoreInputs
@@ -29,6 +30,7 @@ __all__ = ["Outputs", "Request", "ScoreTimes", "Scorer"]
 
 Request: TypeAlias = ScoreInputs | PackedRequest
 _Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+_MOST_WAIT_S = 0.002  # of a batch on a device, for the kept memory
 _OUTPUT_DTYPES = ("float32", "float16", "int64", "int32", "bool", "float64")
 
 
@@ -51,11 +53,11 @@ class _OtherShapes(NamedTuple):
 class Scorer:
     """Answers requests from one deployment on one device. *Thread-safe.*
 
-    One call at a time uses the kept memory; concurrent calls use new memory.
+    One call at a time uses the kept memory. A concurrent one uses new memory: on the CPU at once, on a device after 2 ms.
 
     Args:
         model: its name, for errors.
-        lookup: looks a batch up.
+        lookup, graph_lookups: see `Runner`.
         on_device: whether lookups write to the memory of the network's device rather than to the host's.
 
     Attributes:
@@ -69,6 +71,7 @@ class Scorer:
         signature: Signature,
         network: NetworkCalls,
         lookup: Callable[[Batch], None],
+        graph_lookups: Callable[[], GraphLookups | None] = lambda: None,
         *,
         on_device: bool = False,
         refuse_nan: bool = True,
@@ -81,7 +84,7 @@ class Scorer:
         self._refuse_nan = refuse_nan
         self._max_samples = max_samples
         self.outputs = tuple(outputs)
-        self._runner = Runner(model, tables, signature, network, lookup, on_device=on_device)
+        self._runner = Runner(model, tables, signature, network, lookup, graph_lookups, on_device=on_device)
         self._new = NewBatches(self._runner)
         self._kept = KeptBatches(self._runner, max_samples)
         self._in_use = threading.Lock()  # of the kept memory
@@ -98,6 +101,11 @@ class Scorer:
         with self._calls.of(self._runner):
             return self._score(requests)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call uses the kept memory."""
+        return self._in_use.locked()
+
     def network_seconds(self) -> dict[int, float]:
         """Return how long each call under way has been in the network, by thread; 0.0 while it is elsewhere."""
         return self._calls.seconds(self._runner)
@@ -108,9 +116,10 @@ class Scorer:
         outputs: Outputs | None = None
         looked_up = began
         padding = self._padding(requests, int(counts.sum())) if self.signature.guards else 0
-        # Kept memory serves one batch at a time. A concurrent batch does not wait for it: new memory costs an allocation,
-        # waiting costs a run of the network. A padded batch never uses it, since its last request is repeated.
-        if not padding and self._in_use.acquire(False):
+        # Kept memory serves one batch at a time. On the CPU a concurrent batch does not wait for it: new memory costs an
+        # allocation, waiting costs a run of the network. A device runs both one after the other, whatever their memory. A
+        # padded batch never uses it, since its last request is repeated.
+        if not padding and self._in_use.acquire(timeout=_MOST_WAIT_S if self._runner.on_device else 0):
             try:
                 outputs, looked_up = self._kept.score(requests, counts)
             finally:
@@ -246,6 +255,10 @@ class Scorer:
         """Allocate memory for the known forms of batches, and run the network on it, before the first request."""
         with self._calls.of(self._runner):
             self._kept.warm()
+
+    def release(self) -> None:
+        """Free the kept memory, once no further requests come."""
+        self._kept.release()
 
     def prepared_zeros(self, samples: int) -> Callable[[], Mapping[str, Tensor]]:
         return self._new.prepared_zeros(samples)

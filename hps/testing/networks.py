@@ -137,6 +137,25 @@ class NetworkContract:
             assert_right(network.fetch(network.run(tensors)), given, ("sum", "product"))
         network.close()
 
+    def test_outputs_are_delivered_to_staged_memory(self) -> None:
+        network = self.opened()
+        if not network.on_cuda:
+            pytest.skip("it runs on the CPU alone, and returns arrays")
+        size = 3 * WIDTH * 4
+        memory, staged = network.staging(2 * size)
+        delivered = {name: network.part(staged, at * size, "float32", (3, WIDTH)) for at, name in enumerate(("sum", "product"))}
+        inputs = {name: network.empty((3, WIDTH), "float32") for name in "ab"}
+
+        for seed in (1, 2):
+            given = values(3, seed)
+            for name, array in given.items():
+                network.write(inputs[name], network.put(array))
+            for name, found in network.run(inputs).items():
+                network.write(delivered[name], found)
+            assert_right(network.fetch(delivered), given, ("sum", "product"))
+            np.testing.assert_array_equal(memory.view(np.float32)[: 3 * WIDTH], (given["a"] + given["b"]).reshape(-1))
+        network.close()
+
     # -- what is refused --------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
     python -m tests.fakes.host_cuda ARGUMENTS OF PYTEST
 
 runs tests of a GPU on it, in a process of its own, since the modules of the CUDA cache import CuPy once. It has the kernels of
-lookups that wait, of changes, and of copies of rows that devices share; it reads no host memory in place, captures nothing, and
-runs everything at once. All copies of the buckets of a shared table are one table. Tensors are CuPy's only.
+lookups that wait, of changes, and of copies of rows that devices share. Of host memory it reads `host_rows`. It captures
+nothing, and runs everything at once. All copies of the buckets of a shared table are one table. Tensors are CuPy's only.
 """
 
 import ctypes
@@ -26,6 +26,8 @@ _current = threading.local()  # its `device`, once set
 _functions: list[tuple[str, dict[str, int]]] = []  # names and constants of the kernels, by their handle less 1
 DEVICES = 2
 _MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+host_rows: dict[int, dict[int, np.ndarray]] = {}
+"""What lookups read in host memory: by the address of a layout, vectors by key."""
 launches: list[str] = []
 """Names of the launched kernels."""
 
@@ -98,6 +100,36 @@ def _query(arguments: memoryview, _blocks: int, _constants: dict[str, int]) -> N
             at(missing_positions + 4 * place, len(missed), np.uint32)[:] = missed
             at(counts + 4 * index, 1, np.uint32)[0] += len(missed)
             at(any_missing, 1, np.uint32)[0] = 1
+
+
+def _answer(arguments: memoryview, _blocks: int, constants: dict[str, int]) -> None:
+    """Answer misses from `host_rows`, and admit none."""
+    from hps.cache.cuda import structs
+
+    tail, size = structs.ANSWER_TAIL, structs.ANSWER_SEGMENT.size
+    shared = dict(zip(tail.names, tail.unpack(arguments[-tail.size :]), strict=True))
+    for nth in range(shared["segment_count"]):
+        values = structs.ANSWER_SEGMENT.unpack(arguments[nth * size : (nth + 1) * size])
+        segment = dict(zip(structs.ANSWER_SEGMENT.names, values, strict=True))
+        dim, index, missing = segment["units"] * constants["UNIT"], segment["index"], segment["missing"]
+        count, left_count = (at(shared[name] + 4 * index, 1, np.uint32) for name in ("missing_counts", "left_counts"))
+        linked = absent = 0
+        misses = (at(shared["missing_keys"] + 8 * missing, count[0], np.int64), shared["missing_positions"] + 4 * missing)
+        for key, position in zip(misses[0].tolist(), at(misses[1], count[0], np.uint32).tolist(), strict=True):
+            row = host_rows.get(segment["layout"], {}).get(key)
+            if row is None and not segment["authoritative"]:
+                place = missing + int(left_count[0])
+                at(shared["left_keys"] + 8 * place, 1, np.int64)[0] = key
+                at(shared["left_positions"] + 4 * place, 1, np.uint32)[0] = position
+                left_count += 1
+                at(shared["any_left"], 1, np.uint32)[0] = 1
+                continue
+            linked, absent = linked + (row is not None), absent + (row is None)
+            at(segment["out"] + 4 * dim * position, dim, np.float32)[:] = segment["default_value"] if row is None else row
+        at(shared["reports"] + 8 * index, 2, np.uint32)[:] = linked, absent
+        count[:] = 0
+    if shared["done"]:
+        at(shared["done"], 1, np.uint64)[0] = shared["number"]
 
 
 def _unique(arguments: memoryview, blocks: int, _constants: dict[str, int]) -> None:
@@ -180,7 +212,7 @@ def _promote(arguments: memoryview, _blocks: int, _constants: dict[str, int]) ->
             at(counters, 1, np.uint64)[0] += 1
 
 
-_KERNELS = {one.__name__[1:]: one for one in (_query, _unique, _scatter, _insert, _erase, _dump, _promote)}
+_KERNELS = {one.__name__[1:]: one for one in (_query, _answer, _unique, _scatter, _insert, _erase, _dump, _promote)}
 
 
 class _Memory:
@@ -277,6 +309,7 @@ def _launch(handle: int, blocks: int, *rest: Any) -> None:
     segments = constants.get("SEGMENTS", 0)
     size = {
         "query": segments * structs.SEGMENT.size + structs.QUERY_TAIL.size,
+        "answer": segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size,
         "unique": structs.UNIQUE_HEAD.size + segments * structs.UNIQUE_SEGMENT.size,
         "scatter": structs.SCATTER.size,
         "insert": structs.TABLE.size + structs.INSERT_TAIL.size,
@@ -314,6 +347,10 @@ _DRIVER = {
     "cuCtxGetCurrent": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)(
         lambda address: at(address, 1, np.uint64).fill(_current_context()) or 0
     ),
+    "cuLaunchKernelEx": ctypes.CFUNCTYPE(ctypes.c_int, *[_ADDRESS] * 4)(
+        lambda *arguments: _succeeds(lambda: _launch_early(*arguments))
+    ),
+    "cuEventRecord": ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _ADDRESS)(lambda _event, _stream: 0),
     "cuCtxSetCurrent": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(lambda context: _set_device(context - 1) or 0),
 }
 """Functions of the driver for compiled code. The context of a device is its number plus 1."""
@@ -413,7 +450,7 @@ def install() -> None:
     ours.kernels_of = cache(lambda _device: KernelCache(_compile))
     tables.SpreadMemory = _SpreadMemory  # type: ignore[assignment,misc]
     spread_memory._driver = lambda: SimpleNamespace(cuDeviceGetP2PAttribute=_attribute_of_link)
-    library = SimpleNamespace(cuLaunchKernelEx=_launch_early, **_DRIVER)
+    library = SimpleNamespace(**_DRIVER)
     ours.ctypes = SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _name: library})  # type: ignore[assignment,attr-defined]
 
 

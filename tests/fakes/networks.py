@@ -4,13 +4,16 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from hps.errors import DeviceMemoryError, ModelFileError
+from hps.cache.base import GraphPart
+from hps.engine.session import GraphLookups
+from hps.errors import DeviceMemoryError, InvalidInputError, ModelFileError
 from hps.networks.base import Network, NetworkTensor
 from hps.tensors.batch import Batch
 from hps.testing.pooling_oracle import pooled
@@ -113,13 +116,14 @@ class DeviceNetwork(ArrayNetwork):
     def write(self, tensor: np.ndarray, source: np.ndarray) -> None:
         tensor[...] = source
 
-    def fixed(self, run: Callable[[], Arrays]) -> Callable[[], Arrays]:
+    def fixed(self, run: Callable[[], Arrays], *, owner: object = None) -> Callable[[], Arrays]:
         self.captured += 1
-        outputs = {name: values.copy() for name, values in run().items()}
+        outputs = run() if owner else {name: values.copy() for name, values in run().items()}
 
         def replay() -> Arrays:
             for name, values in run().items():
-                outputs[name][...] = values
+                if not owner:
+                    outputs[name][...] = values
             return outputs
 
         return replay
@@ -145,12 +149,49 @@ def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
     return scores
 
 
+class FakeGraphPart(GraphPart):
+    """Looks `FakeTables` up, but for keys that are elsewhere: these get vectors of 99, as memory that was not written."""
+
+    counts = False
+
+    def __init__(self, tables: "FakeTables") -> None:
+        self.tables = tables
+        self.ordered = 0
+        self.is_valid = True
+        self._room = 0
+        self._missed = False
+
+    def prepare(self, batch: Batch) -> None:
+        self._room = max(self._room, sum(batch.sizes))
+        self.enqueue(batch)
+
+    def enqueue(self, batch: Batch) -> None:
+        if sum(batch.sizes) > self._room:
+            raise InvalidInputError(f"got {sum(batch.sizes)} keys, expected at most {self._room}")
+        self.tables.look_up(batch)
+        for keys, out in zip(batch.keys, batch.outs, strict=True):
+            if np.isin(keys, list(self.tables.elsewhere)).any():
+                self._missed = True
+                out[:] = 99
+
+    def order(self) -> bool:
+        self.ordered += 1
+        return self.is_valid
+
+    def absent(self) -> Mapping[int, int] | None:
+        missed, self._missed = self._missed, False
+        return None if missed else {}
+
+
 class FakeTables:
     """Looks up vectors that say their table and key: (table + 1) * key, then the same plus 0.5 and so on.
 
     Attributes:
         lookups: tables of each lookup, in order.
         fails: raised by the next lookups, if not None.
+        elsewhere: keys that are not resident.
+        counted: by table, keys of graphs.
+        parts: of graphs that have lookups of them.
     """
 
     def __init__(self, *dims: int, max_keys: int = 1000) -> None:
@@ -159,6 +200,13 @@ class FakeTables:
         self.fails: Exception | None = None
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.elsewhere: set[int] = set()
+        self.counted: Counter[int] = Counter()
+        self.parts: list[FakeGraphPart] = []
+
+    def graph_lookups(self) -> GraphLookups:
+        self.parts.append(FakeGraphPart(self))
+        return GraphLookups(self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys), lambda: None)
 
     def vectors(self, table: int, keys: np.ndarray) -> np.ndarray:
         dim = self.specs[table].dim

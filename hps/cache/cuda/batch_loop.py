@@ -24,6 +24,7 @@ from hps.ground.kernels.numba_atomics import (
     load_relaxed_u32,
     pause_processor,
     store_relaxed,
+    store_relaxed_u32,
 )
 from hps.ground.kernels.numba_kernels import kernel
 from hps.regions.exchange import (
@@ -115,29 +116,27 @@ T_LAYOUT, T_LINK, T_DEFAULT, T_AUTHORITATIVE, T_BINS, T_STAGED_WORDS = range(T_D
 # the driver by address, since CuPy needs the interpreter.
 F_LAUNCH, F_WRITE, F_COPY, F_SET, F_QUERY, F_CURRENT, F_EXPECTED, F_FAILED = range(8)
 
-# Offsets of the kernels' arguments. numba stores words of 8 bytes, so adjacent fields of 4 bytes are stored in pairs.
+# Offsets of the kernels' arguments. Most stores are of 8 bytes, which fill a pair of adjacent fields of 4.
 _QUERY_SEGMENT = structs.SEGMENT.size
-_Q_KEYS, _Q_OUT, _Q_FOUND, _Q_BUCKETS, _Q_ROWS = (
-    structs.SEGMENT.offsets[name] for name in ("keys", "out", "found", "buckets", "rows")
-)
-_Q_N_PAIRS = structs.SEGMENT.at_pair("n", "pairs")
-_Q_UNITS_BLOCK = structs.SEGMENT.at_pair("units", "first_block")
-_Q_MISSING_INDEX = structs.SEGMENT.at_pair("missing", "index")
+_Q_KEYS, _Q_OUT, _Q_FOUND, _Q_BUCKETS, _Q_ROWS = map(structs.SEGMENT.at, ("keys", "out", "found", "buckets", "rows"))
+_Q_N_PAIRS = structs.SEGMENT.at("n", "pairs")
+_Q_UNITS_BLOCK = structs.SEGMENT.at("units", "first_block")
+_Q_MISSING_INDEX = structs.SEGMENT.at("missing", "index")
 QUERY_TAIL_AT = kernels.SEGMENTS_AT_ONCE * structs.SEGMENT.size
-_Q_COUNT_PER_WARP = QUERY_TAIL_AT + structs.QUERY_TAIL.at_pair("segment_count", "keys_per_warp")
+_Q_COUNT_PER_WARP = QUERY_TAIL_AT + structs.QUERY_TAIL.at("segment_count", "keys_per_warp", "unused")
 
 _ANSWER_SEGMENT = structs.ANSWER_SEGMENT.size
 _TABLE_WORDS = structs.TABLE.size // 8
-_A_LAYOUT, _A_LINK, _A_OUT, _A_FOUND, _A_STAGED, _A_BINS = (
-    structs.ANSWER_SEGMENT.offsets[name] for name in ("layout", "link", "out", "found", "staged", "bins_per_row")
+_A_LAYOUT, _A_LINK, _A_OUT, _A_FOUND, _A_STAGED, _A_BINS = map(
+    structs.ANSWER_SEGMENT.at, ("layout", "link", "out", "found", "staged", "bins_per_row")
 )
-_A_MISSING_INDEX = structs.ANSWER_SEGMENT.at_pair("missing", "index")
-_A_UNITS_STAGED = structs.ANSWER_SEGMENT.at_pair("units", "staged_rows")
-_A_DEFAULT_AUTHORITATIVE = structs.ANSWER_SEGMENT.at_pair("default_value", "authoritative")
+_A_MISSING_INDEX = structs.ANSWER_SEGMENT.at("missing", "index")
+_A_UNITS_STAGED = structs.ANSWER_SEGMENT.at("units", "staged_rows")
+_A_DEFAULT_AUTHORITATIVE = structs.ANSWER_SEGMENT.at("default_value", "authoritative")
 ANSWER_TAIL_AT = kernels.SEGMENTS_AT_ONCE * structs.ANSWER_SEGMENT.size
-_A_BITS_COUNT = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at_pair("bin_bits", "segment_count")
-_A_PATIENCE_FEW = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at_pair("patience", "few")
-_A_WARPS = ANSWER_TAIL_AT + structs.ANSWER_TAIL.offsets["fetch_warps"]  # the flags after it are 0: this loop waits, and admits
+_A_BITS_COUNT = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at("bin_bits", "segment_count")
+_A_PATIENCE_FEW = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at("patience", "few")
+_A_WARPS = ANSWER_TAIL_AT + structs.ANSWER_TAIL.at("fetch_warps", size_bytes=4)
 AT_ONCE = kernels.SEGMENTS_AT_ONCE
 PER_WARP = 8
 _PER_BLOCK = kernels.QUERY_THREADS // 32 * PER_WARP
@@ -225,7 +224,7 @@ def _launch_answers(
                 bits += 1
             store_relaxed(buffer + _A_BITS_COUNT, bits | packed << 32)
             store_relaxed(buffer + _A_PATIENCE_FEW, PATIENCE | FEW_MISSES << 32)
-            store_relaxed(buffer + _A_WARPS, deployments[row, D_WARPS])
+            store_relaxed_u32(buffer + _A_WARPS, deployments[row, D_WARPS])
             error |= call_launch(
                 functions[F_LAUNCH],
                 deployments[row, D_ANSWER],
@@ -314,7 +313,7 @@ def _finish(
                     answered = False
         if not answered:
             fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-            hand_over(state, queue, place, slot)
+            hand_over(state, queue, place, slot, 0)
             continue
         for s in range(first, stop):
             table, n = segments[s, S_TABLE], segments[s, S_N]
@@ -487,7 +486,7 @@ def run(
                 row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
                 if functions[F_FAILED] != 0 or not _is_resident(deployments, row, header, read):
                     take(regions, place)
-                    hand_over(state, queue, place, slot)
+                    hand_over(state, queue, place, slot, header[H_FLAGS])
                     continue
                 nth = _lane_for(lanes, deployments[row, D_GPU], header[H_SEGMENTS], header[H_KEYS])
                 if nth < 0:
@@ -499,7 +498,7 @@ def run(
                 take(regions, place)
                 if load_acquire(deployments[row].ctypes.data + 8 * D_ID) != header[H_DEPLOYMENT_ID]:
                     fetch_add(deployments[row].ctypes.data + 8 * D_IN_FLIGHT, -1)
-                    hand_over(state, queue, place, slot)
+                    hand_over(state, queue, place, slot, 0)
                     continue
                 shift = regions[place, BASE] + regions[place, SHIFT]
                 _add(lanes[nth], requests[nth], segments[nth], place, slot, row, shift, header, read, deployments)

@@ -94,6 +94,8 @@ class _StreamLane:
             versions_after=places["versions"] + versions,
             any_left=flags_at + 4,
             reports=reports_at,
+            done=0,
+            number=0,
             bin_bits=0,
             segment_count=0,
             patience=batch_loop.PATIENCE,
@@ -101,6 +103,7 @@ class _StreamLane:
             fetch_warps=1,
             settles=0,
             defers=0,
+            slot_bits=keys.bit_length(),
         )
         self._query.view(np.uint8)[batch_loop.QUERY_TAIL_AT :][: len(query_tail)] = np.frombuffer(query_tail, np.uint8)
         self._answer.view(np.uint8)[batch_loop.ANSWER_TAIL_AT :][: len(answer_tail)] = np.frombuffer(answer_tail, np.uint8)
@@ -182,7 +185,8 @@ class CupyBatches(BatchDriver):
         if any(link is not None for link in links):
             threads = kernels.answer_threads(shape)
             blocks = int(cupy.cuda.Device(device_id).attributes["MultiProcessorCount"])
-            warps = kernels.fetch_warps(shape.most_words, blocks, threads)
+            dense = all(link is None or (link.present is not None and link.present.bins_per_row > 0) for link in links)
+            warps = kernels.fetch_warps(shape.most_words, blocks, threads, dense=dense)
             words[3:] = [answer, threads, blocks, warps, 1]
         tables = []
         for (buckets, rows, pairs), struct, link, spec, kind in zip(

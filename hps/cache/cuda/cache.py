@@ -20,6 +20,7 @@ from hps.cache.base import (
     DeviceMemory,
     DeviceMemoryTables,
     DeviceSharing,
+    GraphParts,
     HostTableReads,
     KeptKernels,
     KernelNeed,
@@ -31,7 +32,7 @@ from hps.cache.base import (
 from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.compiler import compile_ahead, count_kept
 from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable, TableMemory, compile_all, copy_to_host, device_call, on_device
-from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
+from hps.cache.cuda.graphs import CupyCapture, CupyGraph, CupyGraphPart, capture_of, record
 from hps.cache.cuda.integrity import check_buckets
 from hps.cache.cuda.kernels import Kernel, Kind
 from hps.cache.cuda.links import AttachedTable, CudaPinner, LayoutReaders
@@ -55,7 +56,7 @@ _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _COPY_INTERVAL_S = 0.01  # between two searches for rows of other devices that are used often
 
 
-class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAnswers, DeviceMemoryTables):
+class CupyCache(StaticTables, SharedRows, StreamOrdered, GraphParts, HostTableReads, BatchAnswers, DeviceMemoryTables):
     """The vectors of one model's tables that are resident in the memory of a CUDA device. *Thread-safe*; its lookups are not.
 
     A table consists of pairs of buckets of 7 keys; `cuda/embedding_cache.cuh` describes them. A bucket is a set in the terms of
@@ -300,6 +301,10 @@ class CupyCache(StaticTables, SharedRows, StreamOrdered, HostTableReads, BatchAn
     @device_call("capturing a lookup")
     def record(self, batch: Batch, enqueue: Callable[[Batch], None]) -> CupyGraph:
         return record(self._reader(), self.memory, batch, enqueue)
+
+    @device_call("making a part of a graph")
+    def graph_part(self) -> CupyGraphPart:
+        return CupyGraphPart(self.create_lookup())
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Return pinned host memory. See `EmbeddingCache.host_buffer`."""

@@ -35,6 +35,7 @@ _ALIGNMENT = 256
 _HOST_TO_DEVICE = runtime.memcpyHostToDevice
 _OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
 _LAUNCH_CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
+_LAUNCH_STREAM_AT = 32
 _LAUNCH_ATTRIBUTE = struct.Struct("=i4xi60x")  # CUlaunchAttribute: id, value
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -171,24 +172,30 @@ class DependentLaunch:
     """Launches kernels that can start before the previous one on the stream has ended, and wait for its end themselves.
 
     *One per thread.* That takes 0.7 us less than a launch in stream order, which devices before compute capability 9.0 keep.
+
+    Attributes:
+        config_at, stream_at: addresses of how it launches, for compiled code, and of the stream in that.
     """
 
-    __slots__ = ("_attribute", "_config", "_config_at", "_launch")
+    __slots__ = ("_attribute", "_config", "_launch", "config_at", "stream_at")
 
     def __init__(self, device_id: int) -> None:
         early = int(cupy.cuda.Device(device_id).compute_capability) >= 90
         self._attribute: Any = ctypes.create_string_buffer(_LAUNCH_ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, int(early)))
         self._config: Any = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
-        self._config_at = ctypes.addressof(self._config)
+        self.config_at = ctypes.addressof(self._config)
+        self.stream_at = self.config_at + _LAUNCH_STREAM_AT
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
         self._launch.argtypes = [ctypes.c_void_p] * 4
 
     def launch(self, handle: int, blocks: int, threads: int, arguments: Arguments, stream: int) -> None:
         """Launch a kernel, as `launch` does."""
-        at = ctypes.addressof(self._attribute)
-        _LAUNCH_CONFIG.pack_into(self._config, 0, blocks, 1, 1, threads, 1, 1, 0, stream, at, 1)
-        if code := self._launch(self._config_at, handle, arguments.address, None):
+        self.configure(blocks, threads, stream)
+        if code := self._launch(self.config_at, handle, arguments.address, None):
             raise driver.CUDADriverError(code)
+
+    def configure(self, blocks: int, threads: int, stream: int = 0) -> None:
+        _LAUNCH_CONFIG.pack_into(self._config, 0, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(self._attribute), 1)
 
 
 def driver_function(*names: str) -> int:

@@ -6,17 +6,20 @@ which must neither call CUDA nor wait for Python.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import cupy
+import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import LookupGraph, StreamCapture
-from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, device_call, stream_of
+from hps.cache.base import GraphPart, LookupGraph, StreamCapture
+from hps.cache.cuda.device import CUDA_ERRORS, PinnedBuffer, TableMemory, device_call, stream_of
+from hps.cache.cuda.lookup import CupyLookup
 from hps.cache.cuda.tensors import LEGACY_STREAM, TensorReader
 from hps.errors import DeviceError, InvalidDtypeError, InvalidInputError
 from hps.tensors.batch import Batch
@@ -103,6 +106,74 @@ class CupyGraph(LookupGraph):
     def close(self) -> None:
         self._done.synchronize()
         self._graph = self._batch = self._keys = None
+
+
+class CupyGraphPart(GraphPart):
+    """Lookups in a graph of their caller. *One per thread.*"""
+
+    def __init__(self, lookup: CupyLookup) -> None:
+        self.counts = False
+        self._lookup = lookup
+        self._tables = lookup.memory.tables()  # a graph may still run when the cache has closed
+        self._pinned = PinnedBuffer()
+        self._absent: dict[tuple[bool, tuple[int, ...]], _Absent] = {}  # by the kind of a batch, and its tables
+        self._answers_all = True
+        self._room = (0, 0)  # keys and bags
+        self._keys: Any = None  # a tensor of the framework on whose current stream the graph is launched
+
+    def prepare(self, batch: Batch) -> None:
+        keys, bags = _size_of(batch)
+        self._room = max(self._room[0], keys), max(self._room[1], bags)
+        if (kind := _kind_of(batch)) not in self._absent:
+            at, memory = self._pinned.take(4 * len(batch.tables))
+            memory[:] = 0
+            self._absent[kind] = _Absent(at, memory.view(np.uint32))
+        self.enqueue(batch)
+
+    def enqueue(self, batch: Batch) -> None:
+        keys, bags = _size_of(batch)
+        most_keys, most_bags = self._room
+        absent = self._absent.get(_kind_of(batch))
+        if absent is None or keys > most_keys or bags > most_bags:
+            raise InvalidInputError(
+                f"looking up in a graph: got {keys} keys and {bags} bags, expected a batch that is no larger than those that "
+                f"memory was prepared for: {most_keys} keys and {most_bags} bags"
+            )
+        self._keys = batch.keys[0]
+        if not self._lookup.enqueue_part(batch, absent.at):
+            self._answers_all = False
+        self.counts = self.counts or not self._lookup.memory.complete
+
+    def order(self) -> bool:
+        self._lookup.order(self._lookup.reader.work_stream(self._keys) or 0)
+        return self._lookup.has_same_links
+
+    def absent(self) -> Mapping[int, int] | None:
+        missed, left = self._lookup.flags[:2].tolist()  # in mapped memory: the kernels set them
+        if not missed and not left:
+            return {}
+        self._lookup.flags[:2] = 0
+        if left or not self._answers_all:
+            return None
+        found: Counter[int] = Counter()
+        for (_, tables), absent in self._absent.items():
+            found.update(dict(zip(tables, absent.counts.tolist(), strict=True)))
+        return found
+
+
+class _Absent(NamedTuple):
+    """Absent keys of the tables of a batch, in mapped memory."""
+
+    at: int
+    counts: np.ndarray  # (tables,) uint32
+
+
+def _kind_of(batch: Batch) -> tuple[bool, tuple[int, ...]]:
+    return bool(batch.poolings), tuple(batch.tables)
+
+
+def _size_of(batch: Batch) -> tuple[int, int]:
+    return sum(batch.sizes), sum([pooling.count for pooling in batch.poolings])
 
 
 def capture_of(reader: TensorReader, batch: Batch) -> CupyCapture | None:

@@ -32,7 +32,7 @@ SHARING_BYTES = 256
 SEGMENTS_AT_ONCE = 32
 """Maximum number of segments per launch; more need several launches."""
 FEW_KEYS = 1 << 14
-"""Up to this number of keys, a query of static tables takes as long as its slowest warp, and reads ahead."""
+"""Up to this number of keys, a query takes as long as its slowest warp, and has more loads in flight."""
 TOO_MANY = 0xFFFFFFFF
 """Reported by `unique` instead of a count if a segment has more misses than it sorts itself."""
 REPLACE, ADMIT = 1, 2
@@ -238,25 +238,26 @@ def query_kernel(shape: Shape, kind: Kind = DYNAMIC, *, settles: bool = False, f
 
     Args:
         settles: the tables are static and complete: keys that are not resident are absent.
-        few: for at most FEW_KEYS keys of static tables.
+        few: for at most FEW_KEYS keys, 8 a warp.
     """
     units = -(-shape.widest // shape.unit)
     copy = _copy_lanes(shape.unit, shape.widest)
-    blocks = 8 if few else (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10
+    loads = min(4 if shape.formats & 1 and not (few and shape.formats == 1) else 8, copy // 4)
+    blocks = (5 if loads == 8 else 8) if few else (12 if copy <= 8 else 8) if kind.shared else 16 if copy <= 8 else 10
     return Kernel(
         "query",
         "query",
         (
             ("UNIT", shape.unit),
             ("COPY", copy),
-            ("ROW_LOADS", min(4 if shape.formats & 1 else 8, copy // 4)),
+            ("ROW_LOADS", loads),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", shape.segments),
             ("MIN_BLOCKS", blocks),
             *shape.constants,
             *kind.constants,
             *((("SETTLES", 1), ("PATIENCE", 1 << 14)) if settles else ()),
-            *((("BOTH", 1),) if few else ()),
+            *((("FEW", 1),) if few else ()),
         ),
     )
 
@@ -338,13 +339,17 @@ def bags_per_group(keys: int, bags: int, total: int) -> int:
     return min(MOST_BAGS, max(1, wanted * bags // max(keys, 1)))
 
 
-def fetch_warps(width: int, blocks: int, threads: int) -> int:
+def fetch_warps(width: int, blocks: int, threads: int, *, dense: bool = False) -> int:
     """Return the warps of each block of `answer` that read rows of up to `width` words, 8 at once, if there are many.
 
-    Together they read 1.3 MB of buckets and rows: enough to hide the latency of the link, and few, since rows read at once
-    should be adjacent in host memory.
+    Together they read 1.3 MB of buckets and rows, or 1 MB of rows alone: enough to hide the latency of the link, and few, since
+    rows read at once should be adjacent in host memory. Of 262,144 keys of dim 32 by popularity, of a dense table of 2^24 rows
+    on an H200, 8 and 12 warps a block take 0.58 and 0.65 ms, 5 warps 0.77.
+
+    Args:
+        dense: all tables are dense, so that no bucket is read.
     """
-    warps = 4 * max(42_240 // (128 + 4 * width), 33)
+    warps = 4 * max(33_792 // (4 * width) if dense else 42_240 // (128 + 4 * width), 33)
     return min(threads // 32, max(1, round(warps / blocks)))
 
 
@@ -413,10 +418,8 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
     """Return the kernels for lookups of rows and bags, with aligned outputs; others are compiled on first use."""
     found = [UNIQUE, MARK_HEADS, RANK_SORTED_KERNEL]
     for shape in _shapes(tables):
-        if kind.static:
-            found += [query_kernel(shape, kind, settles=settles, few=few) for settles in (False, True) for few in (False, True)]
-        else:
-            found.append(query_kernel(shape, kind))
+        settling = (False, True) if kind.static else (False,)
+        found += [query_kernel(shape, kind, settles=settles, few=few) for settles in settling for few in (False, True)]
         found += [pool_kernel(name, shape, arithmetic, kind) for name in POOLS for arithmetic in Arithmetic]
         if shape.segments == 1:
             found.append(scatter_kernel(shape))
@@ -460,6 +463,7 @@ def host_layout(
     where: int,
     slabs: int,
     slab_count: int,
+    known: int,
     mirrored: int = 0,
     mirrors: Sequence[int] = (),
     file: FileLayout | None = None,
@@ -473,6 +477,7 @@ def host_layout(
         where: its future address on the device.
         slabs: device address of the array of slab addresses.
         slab_count: number of slabs.
+        known: device address of the versions of the stripes that readers have found.
         mirrored: device address of the versions that its mirror was copied at; 0 without one.
         mirrors: device addresses of the copies of its segments.
         file: its row file, if any.
@@ -485,7 +490,9 @@ def host_layout(
     of_file: tuple[int | float, ...] = (0, 0, 0, 0, 0.0, number, 0, 0)
     if file is not None:
         of_file = (file.records, *index, file.rows, file.rows / file.buckets, number, file.buckets, file.record_bytes)
-    return structs.HOST_LAYOUT.pack(*head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors, *of_file)
+    return structs.HOST_LAYOUT.pack(
+        *head, *segments, *no_segments, dense_rows, mirrored, *mirrors, *no_mirrors, *of_file, known
+    )
 
 
 def bins_per_row(words: Sequence[int]) -> float:

@@ -189,7 +189,8 @@ class DeviceLayout:
             kept = None if before is None else before.index
             self.index = kept if kept is not None and kept.is_of(file) else FileIndex(file, stream)
         slabs = np.ascontiguousarray(host.slabs)
-        self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
+        known = np.ones(kernels.STRIPES, np.uint64)  # odd, so of no stripe
+        self._memory = cupy.cuda.Memory(_SLABS_AT + slabs.nbytes + known.nbytes)
         self.where = int(self._memory.ptr)
         self.bins_per_row = kernels.bins_per_row(host.words.tolist())
         head = kernels.host_layout(
@@ -197,13 +198,14 @@ class DeviceLayout:
             self.where,
             self.where + _SLABS_AT,
             slabs.size,
+            self.where + _SLABS_AT + slabs.nbytes,
             mirrored=0 if mirror is None else mirror.where,
             mirrors=() if mirror is None else mirror.segments,
             file=host.file,
             index=self.index.where if self.index else (0, 0),
             number=host.number,
         )
-        packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
+        packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes() + known.tobytes(), np.uint8)
         copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)
         stream.synchronize()
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -30,11 +31,19 @@ from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.queries import LookupKernels, Queries
-from hps.cache.cuda.repeats import DRIVER_FUNCTIONS, driver_words, launch_and_wait
+from hps.cache.cuda.repeats import (
+    DRIVER_FUNCTIONS,
+    LEFT,
+    UNANSWERED,
+    Repeat,
+    RepeatedAnswer,
+    driver_words,
+    launch_and_wait,
+)
 from hps.cache.cuda.tensors import NOTHING, UNKNOWN_STREAM, Placement, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.batch import Batch
-from hps.types import BoolArray, KeyArray, RowArray
+from hps.types import BoolArray, IndexArray, KeyArray, RowArray
 
 # Of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0, so that lookups continue
 # during a warm-up and a refresh.
@@ -43,11 +52,26 @@ _MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned
 _FEW_MISSES = 1 << 12  # up to this number, misses are read as they came: finding an order that is read faster takes 10 us
 _LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
 _STAGED_BYTES = 1 << 27  # of rows of one segment that are copied for admission: from host memory, or after the answer
+_ALIGNMENT = 256
+_COPY_BYTES = 8 << 20  # of rows that are admitted when their lookup has its answers already
 _PATIENCE = 64  # attempts to read a row that the host is writing, before it is left to the host
 _STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
 _ADMITTING_BLOCKS = 4  # of an SM, where many misses are admitted in a launch of its own
 _LINK_BYTES = 33  # of the lists, per key
 _NO_BATCH = Batch((), (), (), ())
+
+
+class _PackedAnswer(NamedTuple):
+    """A launch of `answer`."""
+
+    handle: int
+    threads: int
+    kind: tuple[tuple[int, ...], int, bool]  # tables, code of the outputs, whether they are row files: of its kernel
+
+
+def _answer_arguments(segments: int) -> Arguments:
+    count = 1 if segments == 1 else kernels.SEGMENTS_AT_ONCE
+    return Arguments(count * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
 
 
 class CupyLookup(StreamOrderedLookup):
@@ -82,6 +106,7 @@ class CupyLookup(StreamOrderedLookup):
         self._links: list[AttachedTable | None] = []  # by table; a snapshot for the current lookup
         self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads them
         self._dims = [spec.dim for spec in memory.specs]
+        self._plain_rows = all(spec.row_dtype == "float32" for spec in memory.specs)
         self._doing = [f"querying the cached table {spec.tag}" for spec in memory.specs]  # in error messages
         self.reader = TensorReader(memory.device_id)
         self._private = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
@@ -98,7 +123,7 @@ class CupyLookup(StreamOrderedLookup):
         self.stream = self._private_stream
         self._running = False  # a query was launched, and its end not awaited
         self._unread_flags = False  # an enqueued lookup may still set the flags
-        self._repeatable = False  # the last lookup found every key resident, and left nothing to be awaited or delivered
+        self._repeatable = False  # the last lookup left no key for the host, and nothing to be awaited or delivered
         self._batch = _NO_BATCH
         self.placed: Placement = NOTHING  # of a batch of rows; of bags, the rows of their misses
         self._total = self._table_count = 0  # keys, and tables
@@ -109,12 +134,10 @@ class CupyLookup(StreamOrderedLookup):
         self._queries = Queries(self._dims, compiled)
         defaults = [int(np.float32(spec.default_value).view(np.uint32)) for spec in memory.specs]
         self._settling, self._settling_alone = (Queries(self._dims, compiled, defaults) for _ in range(2))
-        self._answer_arguments = {
-            segments: Arguments(segments * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size)
-            for segments in (1, kernels.SEGMENTS_AT_ONCE)
-        }
-        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool], bytes] = {}  # packed; of the same lists
+        self._answer_arguments = {segments: _answer_arguments(segments) for segments in (1, kernels.SEGMENTS_AT_ONCE)}
+        self._answer_tails: dict[tuple[int, int, int, bool, bool, bool, bool, int], bytes] = {}  # packed; of the same lists
         self._dependent = DependentLaunch(memory.device_id)
+        self._copies = DeviceBuffer()  # _COPY_BYTES
         self._blocks: int = cupy.cuda.Device(memory.device_id).attributes["MultiProcessorCount"]
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * structs.UNIQUE_SEGMENT.size)
         self._rank_arguments = Arguments(structs.RANK_SORTED.size)
@@ -128,6 +151,7 @@ class CupyLookup(StreamOrderedLookup):
         context = int(cupy.cuda.driver.ctxGetCurrent())
         ended_at, ended = self._fixed.take(8)
         ended[:] = 0
+        self._ended_at = ended_at
         self._driver = driver_words([driver_function(*names) for names in DRIVER_FUNCTIONS], context, self.flags_at, ended_at)
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
@@ -163,15 +187,16 @@ class CupyLookup(StreamOrderedLookup):
             queries = self._settling if self.memory.complete else self._queries
             if (flags := self._repeat(batch, queries)) == 0:
                 return 0
-            return self._query(batch, queries if flags > 0 else None)
+            answered = flags >= LEFT and queries is self._queries
+            return self._query(batch, queries if flags > 0 else None, answered=answered)
         return self._query(batch)
 
     def _repeat(self, batch: Batch, queries: Queries) -> int:
-        """Launch a query that is like an earlier one, and wait for it.
+        """Launch a query that is like an earlier one, and wait for it; where misses are expected, with their answer.
 
         Returns:
-            0: every key was resident, and the lookup is complete. Above: the flags that the query set. Below: no query is like
-            it, or an error that `_query` will meet, too.
+            0: the lookup is complete. Above: the flags that the kernels set. Below: no query is like it, or an error that
+            `_query` will meet, too.
         """
         tables = self.memory.tables()
         if batch.kept:
@@ -185,23 +210,78 @@ class CupyLookup(StreamOrderedLookup):
         else:
             repeat = queries.repeat_of_tables(batch.tables, batch.sizes, joined=batch.joined)
             stream = UNKNOWN_STREAM if repeat is None else self.reader.repeat_tables(repeat, batch)
-        if repeat is None or stream < 0:
+        if repeat is None or stream < 0 or (self._busy and self._busy != stream + 1):
             return -1
+        answer = UNANSWERED
+        if self._missing_share > 0.0 and queries is self._queries:
+            found = self._answer_of(repeat, batch)
+            if found is None:
+                return -1
+            answer = found
         if stream != self.stream:
             self.stream, self._streams = stream, {stream}
         self._repeatable, self._running = False, True
-        flags: int = launch_and_wait(self._driver, repeat.words, stream)
+        flags: int = launch_and_wait(self._driver, repeat.words, answer, stream)
         del tables  # held until here: `close` may run in another thread
-        if not flags:  # else `_query` goes on, or the next lookup clears what an interruption left
-            self._running, self._repeatable = False, True
-        return flags
+        if flags < 0 or flags >= (1 if answer is UNANSWERED else LEFT):
+            return flags  # `_query` goes on, or the next lookup clears what an interruption left
+        self.linked = self.absent = ()
+        self._busy = 0
+        if answer is not UNANSWERED:
+            self._layouts, self._busy = [], stream + 1
+            if flags:
+                self._read_tallies(batch.sizes)
+            self._note_share(sum(batch.sizes))
+        self._running, self._repeatable = False, True
+        return 0
+
+    def _answer_of(self, repeat: Repeat, batch: Batch) -> IndexArray | None:
+        """Return the launch that answers the misses of a repeat, whose links and layouts are kept until the next lookup.
+
+        Returns:
+            Words of a `RepeatedAnswer`; UNANSWERED if no table is attached; None if more than the outputs would differ.
+        """
+        links = self._links = list(self._attached)
+        self._layouts, of = [], []
+        for table in batch.tables:
+            link = links[table]
+            layout = None if link is None else link.present
+            self._layouts.append(layout)
+            if link is not None and layout is not None:
+                of.append((table, link.where, link.authoritative, link.has_files, layout.where, layout.bins_per_row))
+        if not of:
+            return UNANSWERED
+        # Rows for outputs on the host are delivered from memory that is the current lookup's alone.
+        if self._missing_share * sum(batch.sizes) > _FEW_MISSES or (batch.kept and batch.placement.on_host):
+            return None
+        answer = repeat.answer
+        if answer is None or answer.of != of:
+            copies = not self._plain_rows or (batch.kept and batch.placement.out_format)  # rows, whose format differs
+            if copies or any(link is not None and link.has_files for link in links) or self._link_capacity < self._capacity:
+                return None
+            answer = repeat.answer = self._pack_repeated(batch, of)
+        return answer.words
 
     @device_call("querying")
-    def _query(self, batch: Batch, queried: Queries | None = None) -> int:
+    def _pack_repeated(self, batch: Batch, of: object) -> RepeatedAnswer:
+        count = len(batch.sizes)
+        sizes = batch.sizes if count > 1 else (_FEW_MISSES,)  # of one table, a repeat is for any number of keys
+        placed = batch.placement if batch.kept else Placement(batch.tables, sizes, (0,) * count, (0,) * count)
+        placed = placed.by_table(self._dims)
+        group = [place for place, n in enumerate(placed.sizes) if n]
+        arguments, early = _answer_arguments(len(group)), DependentLaunch(self.memory.device_id)
+        copies = self._copies.reserve(_COPY_BYTES)
+        packed = self._pack_answer(arguments, placed, group, copies=copies, done=self._ended_at)
+        early.configure(self._blocks, packed.threads)
+        return RepeatedAnswer(packed.handle, arguments, early, 0 if batch.kept else count, self._done.ptr, of)
+
+    @device_call("querying")
+    def _query(self, batch: Batch, queried: Queries | None = None, *, answered: bool = False) -> int:
         """Do what `query` does, for any batch.
 
         Args:
             queried: has run a query of the batch, which set flags.
+            answered: the kernel that answers misses has run, too, and left some.
         """
         # One kernel and one wait if all keys are resident. Misses in attached tables take a second kernel, and a second wait if
         # the last lookup had none; keys that are then left take a third of each.
@@ -218,7 +298,7 @@ class CupyLookup(StreamOrderedLookup):
         self.linked = self.absent = ()
         self._running = True
         try:
-            self.counts = self._answer_bags() if self._pooled else self._answer(queried)
+            self.counts = self._answer_bags() if self._pooled else self._answer(queried, answered=answered)
         except CUDA_ERRORS:
             self.clear()
             raise
@@ -229,8 +309,8 @@ class CupyLookup(StreamOrderedLookup):
         if not left and (self._pooled or self._unfinished or self.placed.on_host):
             self._deliver()
         on_host = self.host.used or self.placed.on_host
-        self._repeatable = not (left or self._pooled or on_host or self._unfinished or self._busy or self._waits_for) and not (
-            self._host_waits or self.linked or self.absent or self._missing_share
+        self._repeatable = not (
+            left or self._pooled or on_host or self._unfinished or self._busy or self._waits_for or self._host_waits
         )
         if self._repeatable:  # repeats keep no tensors, so these would stay until another lookup came
             self._batch = _NO_BATCH
@@ -250,11 +330,7 @@ class CupyLookup(StreamOrderedLookup):
                 "in-process hash map alone and that the device reads in place"
             )
         self.start(batch, captured=captured)
-        if self.host.used or len(self._streams) > 1 or self._host_waits:
-            raise InvalidInputError(
-                "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
-                "the device and on one stream"
-            )
+        self._refuse_host_tensors("looking up without waiting")
         if not captured:
             if self._change_order.pending:
                 self._change_order.wait_for_returned(self.stream)
@@ -278,6 +354,13 @@ class CupyLookup(StreamOrderedLookup):
                 self.clear()
             raise
 
+    def _refuse_host_tensors(self, doing: str) -> None:
+        if self.host.used or len(self._streams) > 1 or self._host_waits:
+            raise InvalidInputError(
+                f"{doing}: got keys, outputs or masks in host memory or on several streams, expected all on the device and on "
+                "one stream"
+            )
+
     def _launch_rows(self) -> None:
         """Launch a lookup of rows ordered only by the stream; see `enqueue`."""
         if self.memory.complete:
@@ -295,6 +378,57 @@ class CupyLookup(StreamOrderedLookup):
         self._launch_number()
         self.launch_answer(settles=True)
         self.launch_pool("pool_rest", settles=True)
+
+    @device_call("looking up in a graph")
+    def enqueue_part(self, batch: Batch, absent_at: int) -> bool:
+        """Launch a batch of a `GraphPart`, which this lookup then serves alone.
+
+        Args:
+            absent_at: address in mapped memory for the absent keys of each segment, uint32, if the cache is complete.
+
+        Returns:
+            Whether `flags[0]` is no failure: a missed key was answered unless `flags[1]` says otherwise.
+        """
+        self.memory.tables()
+        self._links = list(self._attached)
+        self.start(batch, captured=True)
+        self._refuse_host_tensors("looking up in a graph")
+        # Each batch lists its misses from the start, so that the lists have room for all batches of a graph and its replays.
+        runtime.memsetAsync(self.missing_counts, 0, 4 * self._table_count, self.stream)
+        if self.memory.complete and not self._pooled:
+            self._settling.launch(self.placed, self.stream)
+            size = 4 * self._table_count
+            runtime.memcpyAsync(absent_at, self.missing_counts, size, runtime.memcpyDeviceToHost, self.stream)
+            return True
+        links = [self._links[table] for table in batch.tables]
+        linked = all(link is not None and link.present is not None for link in links)
+        for link in links if linked else ():
+            link.keep_layouts()  # type: ignore[union-attr]
+        if not self._pooled:
+            self.launch_query()
+        else:
+            self.launch_pool("pool")
+        if not linked:
+            return False
+        if self._pooled:
+            self.placed = self._bags.place_misses([place.n for place in self._bags.placed])
+            self._launch_number()
+        self.launch_answer(settles=True)
+        if self._pooled:
+            self.launch_pool("pool_rest")
+        return True
+
+    @property
+    def has_same_links(self) -> bool:
+        """Whether the tables that the last lookup read are still attached."""
+        return all(now is then for now, then in zip(self._attached, self._links, strict=True))
+
+    @device_call("ordering a graph after modifications")
+    def order(self, stream: int) -> None:
+        """Order later work on a stream after the modifications whose calls have returned."""
+        self.memory.tables()
+        if self._change_order.pending:
+            self._change_order.wait_for_returned(stream)
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, batch: Batch) -> None:
@@ -369,11 +503,11 @@ class CupyLookup(StreamOrderedLookup):
         if self._pooled:
             self._bags.reserve_lists()
 
-    def _answer(self, queried: Queries | None) -> list[int]:
+    def _answer(self, queried: Queries | None, *, answered: bool) -> list[int]:
         """Answer keys from the cache and attached tables; return the number of keys left in each segment.
 
         Args:
-            queried: see `_query`.
+            queried, answered: see `_query`.
         """
         # If recent lookups missed keys that attached tables had, both kernels are launched at once, which saves a round trip.
         # Otherwise the kernel for misses follows only after a miss, so that lookups of resident keys cost the same with and
@@ -384,9 +518,9 @@ class CupyLookup(StreamOrderedLookup):
             queried = None
         if queried is None:
             self._queries.launch(self.placed, self.stream)  # not through `launch_query`: one call less on the hot path
-        attached = launched = self._missing_share > 0.0 and self._find_layouts()
-        defers = launched and self._missing_share * self._total > _FEW_MISSES
-        if launched:
+        attached = launched = answered or (self._missing_share > 0.0 and self._find_layouts(self._batch))
+        defers = launched and not answered and self._missing_share * self._total > _FEW_MISSES
+        if launched and not answered:
             self.launch_answer(defers=defers)
         if defers:
             runtime.eventSynchronize(self._answered.ptr)  # the admission after it goes on while the host delivers
@@ -395,14 +529,23 @@ class CupyLookup(StreamOrderedLookup):
             self._unfinished, self._busy = False, 0
         counts = [0] * self._table_count
         if self.flags[0]:
-            attached = attached or self._find_layouts()
+            attached = attached or self._find_layouts(self._batch)
             counts = self._answer_misses(attached=attached, answered=launched)
             self.flags[:2] = 0
         if attached:
-            # The share falls by 8 a lookup, so one lookup without misses does not end the launch of both kernels.
-            share, before = (sum(self.linked) + sum(self.absent)) / max(self._total, 1), self._missing_share / 8
-            self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
+            self._note_share(self._total)
         return counts
+
+    def _note_share(self, total: int) -> None:
+        """Note how many of a lookup's keys were missing, but in attached tables."""
+        # The share falls by 8 a lookup, so one lookup without misses does not end the launch of both kernels.
+        share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
+        self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
+
+    def _read_tallies(self, sizes: Sequence[int]) -> None:
+        """Read what the kernel that answers misses has counted. It reports nothing of segments without keys."""
+        tallies = [tally if n else (0, 0) for tally, n in zip(self._tallies[: len(sizes)].tolist(), sizes, strict=True)]
+        self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
 
     def _settle(self, *, settled: bool) -> bool:
         """Answer all keys by one kernel, since every row is resident; return False if one could not be read.
@@ -445,7 +588,7 @@ class CupyLookup(StreamOrderedLookup):
             return [0] * self._table_count
         self.placed = bags.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
-        counts = self._answer_misses(attached=self._find_layouts(), answered=False)
+        counts = self._answer_misses(attached=self._find_layouts(self._batch), answered=False)
         self.flags[:2] = 0
         return counts
 
@@ -480,8 +623,7 @@ class CupyLookup(StreamOrderedLookup):
             if not answered:
                 self.launch_answer()
                 self.synchronise()
-            tallies = self._tallies[: self._table_count].tolist()
-            self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
+            self._read_tallies(self.placed.sizes)
             if not self.flags[1]:
                 return [0] * self._table_count
             self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
@@ -494,11 +636,11 @@ class CupyLookup(StreamOrderedLookup):
         counts: list[int] = self._totals[: self._table_count, 0].tolist()
         return counts
 
-    def _find_layouts(self) -> bool:
+    def _find_layouts(self, batch: Batch) -> bool:
         """Keep the layouts of the segments' attached tables alive; return whether there are any."""
         if not any(self._links):
             return False
-        links = [self._links[table] for table in self._batch.tables]
+        links = [self._links[table] for table in batch.tables]
         self._layouts = [None if link is None else link.present for link in links]
         return any(self._layouts)
 
@@ -529,14 +671,38 @@ class CupyLookup(StreamOrderedLookup):
             self._busy = self.stream + 1
 
     def _launch_answer_of(self, group: Sequence[int], *, settles: bool, defers: bool) -> None:
-        placed, specs, packed_tables = self.placed, self.memory.specs, self.kernels.structs
+        arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
+        packed = self._pack_answer(arguments, self.placed, group, settles=settles, defers=defers)
+        self._dependent.launch(packed.handle, self._blocks, packed.threads, arguments, self.stream)
+        if defers:
+            runtime.eventRecord(self._answered.ptr, self.stream)
+            handle, *_ = self.kernels.answer_of("admit_answers", *packed.kind)
+            launch(handle, _ADMITTING_BLOCKS * self._blocks, packed.threads, arguments, self.stream)
+
+    def _pack_answer(
+        self,
+        arguments: Arguments,
+        placed: Placement,
+        group: Sequence[int],
+        *,
+        settles: bool = False,
+        defers: bool = False,
+        copies: int = 0,
+        done: int = 0,
+    ) -> _PackedAnswer:
+        """Pack the kernel that answers misses of up to SEGMENTS_AT_ONCE segments from the tables of `_links`.
+
+        Args:
+            copies: address of _COPY_BYTES for rows to be admitted from; 0 for none.
+            done: where the kernel writes its number once all is answered; 0 for nowhere.
+        """
+        specs, packed_tables = self.memory.specs, self.kernels.structs
         tables = tuple([placed.tables[place] for place in group])
         outputs = kernels.outputs_code(reduce(or_, [placed.outs[place] for place in group]), placed.out_format)
         files = any(link is not None and link.has_files for link in self._links)
         handle, shape, threads = self.kernels.answer_of("answer", tables, outputs, files)
         by_parts = kernels.by_parts(shape)
-        arguments = self._answer_arguments[1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE]
-        buffer, pack, offset, blocks = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, self._blocks
+        buffer, pack, offset, used, dense = arguments.bytes, structs.ANSWER_SEGMENT.pack_into, 0, 0, True
         for index, table in zip(group, tables, strict=True):
             n, out, missing = placed.sizes[index], placed.outs[index], placed.starts[index]
             found = placed.founds[index] if placed.founds else 0
@@ -548,18 +714,22 @@ class CupyLookup(StreamOrderedLookup):
                 where = link.where if settles else layout.where if layout is not None else 0
                 bins_per_row = layout.bins_per_row if layout is not None else 0.0
                 if where:
+                    dense = dense and bins_per_row > 0
                     link_at, authoritative = link.where, link.authoritative
                     if by_parts or defers or (index in placed.on_host and placed.on_host[index].out is not None):
                         row_bytes = 4 * kernels.staged_words(shape, rows)
                         staged_rows = min(n, _STAGED_BYTES // row_bytes)
                         staged = self.device_space(row_bytes * staged_rows)
+                    elif copies:
+                        staged, staged_rows = copies + used, min(n, (_COPY_BYTES - used) // (4 * spec.dim))
+                        used += -(-4 * spec.dim * staged_rows // _ALIGNMENT) * _ALIGNMENT
             answer = (where, link_at, out, found, staged, missing, index, shape.units(rows), staged_rows, spec.default_value)
             pack(buffer, offset, *packed_tables[table], *answer, authoritative, bins_per_row)
             offset += structs.ANSWER_SEGMENT.size
-        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files)
+        kind_of_tail = (len(group), shape.most_words, threads, settles, defers, files, dense, done)
         tail = self._answer_tails.get(kind_of_tail)
         if tail is None:
-            warps = kernels.fetch_warps(shape.most_words, blocks, threads)
+            warps = kernels.fetch_warps(shape.most_words, self._blocks, threads, dense=dense)
             tail = self._answer_tails[kind_of_tail] = structs.ANSWER_TAIL.named(
                 missing_keys=self.missing_keys,
                 missing_positions=self.listed_positions,
@@ -581,6 +751,8 @@ class CupyLookup(StreamOrderedLookup):
                 versions_after=self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
                 any_left=self.flags_at + 4,
                 reports=self._tallies_at,
+                done=done,
+                number=0,
                 bin_bits=kernels.bin_bits(len(group)),
                 segment_count=len(group),
                 patience=_STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
@@ -588,13 +760,10 @@ class CupyLookup(StreamOrderedLookup):
                 fetch_warps=warps | (kernels.many_fetch_warps(warps, threads) << 16 if files else 0),
                 settles=settles,
                 defers=defers,
+                slot_bits=self._link_capacity.bit_length(),
             )
         buffer[-len(tail) :] = tail
-        self._dependent.launch(handle, blocks, threads, arguments, self.stream)
-        if defers:
-            runtime.eventRecord(self._answered.ptr, self.stream)
-            handle, *_ = self.kernels.answer_of("admit_answers", tables, outputs, files)
-            launch(handle, _ADMITTING_BLOCKS * blocks, threads, arguments, self.stream)
+        return _PackedAnswer(handle, threads, (tables, outputs, files))
 
     def record_work(self) -> None:
         """Record that work was launched without a wait."""

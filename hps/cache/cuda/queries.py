@@ -69,7 +69,7 @@ class LookupKernels:
             Handle of the kernel, its widest row, and the geometry of each table.
         """
         shape = self.shape_of(tables, alignment)
-        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles=settles, few=few and self._kind.static))
+        handle = self._compiled.handle(kernels.query_kernel(shape, self._kind, settles=settles, few=few))
         return handle, shape.widest, [(shape.units(self.rows[table]), *self.geometry[table]) for table in tables]
 
     def shape_of(self, tables: Sequence[int], alignment: int) -> Shape:

@@ -1,7 +1,8 @@
 """Lookups like an earlier one, without the interpreter: adopt the tensors, launch the kernel, wait. Imports no CuPy.
 
 Most lookups differ from an earlier one only in their tensors, or only in what those contain. The arguments of their kernel are
-packed once, as a `Repeat`. The rest takes two calls of compiled code, and a quarter of the interpreter's time.
+packed once, as a `Repeat`, and those of the kernel that answers its misses, as a `RepeatedAnswer`. The rest takes two calls of
+compiled code, and a quarter of the interpreter's time.
 """
 
 import ctypes
@@ -32,19 +33,37 @@ from hps.types import IndexArray
 _BORROW, _WORK_STREAM, _CLEAR_ERROR, _ON, _TENSOR = range(5)
 # Words of a workspace: addresses of the driver's functions, the context, addresses of the flags and of the number of the last
 # repeat that has ended, the number of the last one launched, and room for a word.
-_LAUNCH, _WRITE, _QUERY, _CURRENT, _SET_CURRENT, _CONTEXT, _FLAGS, _ENDED, _LAUNCHED, _WORD = range(10)
+(
+    _LAUNCH,
+    _WRITE,
+    _QUERY,
+    _CURRENT,
+    _SET_CURRENT,
+    _LAUNCH_EARLY,
+    _RECORD,
+    _CONTEXT,
+    _FLAGS,
+    _ENDED,
+    _LAUNCHED,
+    _WORD,
+) = range(12)
 DRIVER_FUNCTIONS: Final = (
     ("cuLaunchKernel",),
     ("cuStreamWriteValue64_v2", "cuStreamWriteValue64"),
     ("cuStreamQuery",),
     ("cuCtxGetCurrent",),
     ("cuCtxSetCurrent",),
+    ("cuLaunchKernelEx",),
+    ("cuEventRecord",),
 )
 """By name, the preferred one first."""
 _POLLS: Final = 2000  # about 0.1 ms: after that, and after each query of the driver, others may have the processor
 _NOT_READY: Final = 600  # CUDA_ERROR_NOT_READY
 # Words of a repeat: its kernel and arguments; of one table also the addresses of the arguments that differ, and limits.
 _KERNEL, _BLOCKS, _PARAMETERS, _KEYS, _OUT, _N, _DIM, _MOST_KEYS = range(8)
+# Words of the answer to its misses: kernel and arguments, how it is launched, and where that has the stream; addresses of the
+# first output and of the number in the arguments, how many outputs are those of the query, and the event after it.
+_ANSWER, _ANSWER_PARAMETERS, _CONFIG, _CONFIG_STREAM, _ANSWER_OUT, _ANSWER_NUMBER, _ANSWER_OUTS, _EVENT = range(8)
 
 _DATA, _DEVICE, _KIND, _SHAPE, _STRIDES, _OFFSET = range(0, 48, 8)  # of a DLTensor; the kind follows the number of dimensions
 _ADDRESSES, _COUNT = struct.Struct("=QQ"), struct.Struct("=I")  # of `structs.SEGMENT`
@@ -52,6 +71,8 @@ _ALIGNMENT: Final = 16
 _INT64: Final = INT | 64 << 8 | 1 << 16
 _FLOAT32: Final = FLOAT | 32 << 8 | 1 << 16
 _SEGMENT: Final = structs.SEGMENT.size
+_ANSWER_SEGMENT: Final = structs.ANSWER_SEGMENT.size
+_NUMBER_AT: Final = structs.ANSWER_TAIL.at("number")
 _LOW_HALF: Final = 0xFFFFFFFF
 _KEYS_PER_WARP: Final = 8
 _KEYS_PER_BLOCK: Final = kernels.QUERY_THREADS // 32 * _KEYS_PER_WARP
@@ -69,13 +90,15 @@ class Repeat:
         words: for the kernels below.
         tables: (tables, 2) int64: numbers of keys and elements of several tables, for `adopt_tables` and `adopt_joined`.
         arguments: what the words point to.
+        answer: the launch that answers its misses, once packed.
     """
 
-    __slots__ = ("arguments", "tables", "words")
+    __slots__ = ("answer", "arguments", "tables", "words")
     tables: IndexArray
 
     def __init__(self, handle: int, blocks: int, arguments: Any) -> None:
         self.arguments = arguments
+        self.answer: RepeatedAnswer | None = None
         self.words: IndexArray = np.zeros(8, np.int64)
         self.words[:3] = handle, blocks, arguments.address
 
@@ -100,6 +123,36 @@ class Repeat:
         self.words[3:5] = at + offsets["keys"], at + offsets["out"]
         self.tables = np.array([(n, n * dim) for n, dim in zip(sizes, dims, strict=True)], np.int64)
         return self
+
+
+class RepeatedAnswer:
+    """The packed launch that answers the misses of a `Repeat` from tables in host memory. *One per thread.*
+
+    Args:
+        handle, arguments, early: the kernel, packed arguments, and a `DependentLaunch` of its own, configured.
+        outs: the number of outputs that it takes from its query's arguments.
+        event: recorded after it, since it may still admit rows when its answers are there.
+
+    Attributes:
+        words: for `launch_and_wait`.
+        of: what the arguments hold of the attached tables; another `of` needs another answer.
+    """
+
+    __slots__ = ("_kept", "of", "words")
+
+    def __init__(self, handle: int, arguments: Any, early: Any, outs: int, event: int, of: object) -> None:
+        self._kept = arguments, early
+        self.of = of
+        out_at = arguments.struct_address + structs.ANSWER_SEGMENT.offsets["out"]
+        number_at = arguments.struct_address + len(arguments.bytes) - structs.ANSWER_TAIL.size + _NUMBER_AT
+        words = (handle, arguments.address, early.config_at, early.stream_at, out_at, number_at, outs, event)
+        self.words: IndexArray = np.array(words, np.int64)
+
+
+LEFT: Final = 1 << 32
+"""Of the flags of a repeat: keys are left that its answer could not read."""
+UNANSWERED: Final[IndexArray] = np.zeros(8, np.int64)
+"""The words of no answer."""
 
 
 def exchange_words(table: ExchangeTable, device_type: int, device_id: int) -> IndexArray:
@@ -230,12 +283,16 @@ def adopt_joined(exchange: IndexArray, repeat: IndexArray, tables: IndexArray, k
     return _stream(exchange, at) if size == n and room >= elements else -1
 
 
-@kernel(int64, _WORDS, _WORDS, int64)
-def launch_and_wait(driver: IndexArray, repeat: IndexArray, stream: int) -> int:
-    """Launch the kernel of a repeat, and wait for its stream.
+@kernel(int64, _WORDS, _WORDS, _WORDS, int64)
+def launch_and_wait(driver: IndexArray, repeat: IndexArray, answer: IndexArray, stream: int) -> int:
+    """Launch the kernel of a repeat and that which answers its misses, and wait for their stream.
+
+    Args:
+        answer: words of a `RepeatedAnswer`, or UNANSWERED.
 
     Returns:
-        The flags that kernels set, 0 if no key was missing; or a driver's error, negative.
+        The flags that kernels set: 0 if no key was missing; below LEFT if the answer had all of them, and the flags are clear
+        again; or a driver's error, negative.
     """
     at = driver.ctypes.data + 8 * _WORD
     error = call_1(driver[_CURRENT], at)
@@ -244,12 +301,23 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, stream: int) -> int:
         error |= call_1(driver[_SET_CURRENT], context)
     if error == 0:
         error = call_launch(driver[_LAUNCH], repeat[_KERNEL], repeat[_BLOCKS], _THREADS, stream, repeat[_PARAMETERS])
+    driver[_LAUNCHED] += 1
+    answers = answer[_ANSWER] != 0
+    if error == 0 and answers:
+        for nth in range(answer[_ANSWER_OUTS]):
+            store_relaxed(answer[_ANSWER_OUT] + _ANSWER_SEGMENT * nth, load_relaxed(repeat[_OUT] + _SEGMENT * nth))
+        store_relaxed(answer[_ANSWER_NUMBER], driver[_LAUNCHED])
+        store_relaxed(answer[_CONFIG_STREAM], stream)
+        error = call_4(driver[_LAUNCH_EARLY], answer[_CONFIG], answer[_ANSWER], answer[_ANSWER_PARAMETERS], 0)
+        if error == 0:
+            error = call_4(driver[_RECORD], answer[_EVENT], stream, 0, 0)
     if error == 0:
         # The write follows a fence after the kernel's writes, so the flags are final once it is seen. To poll it takes 0.8 us
-        # less than the driver's wait, which after such a write takes milliseconds where it has to wait at all. A kernel that
-        # fails leaves it unwritten, and a driver that cannot write it tells the end.
-        driver[_LAUNCHED] += 1
-        most = _POLLS if call_4(driver[_WRITE], stream, driver[_ENDED], driver[_LAUNCHED], 0) == 0 else 0
+        # less than the driver's wait. A kernel that fails leaves it unwritten, and a driver that cannot write it tells the end.
+        # An answer writes the number itself, before its last admissions, for which a wait for the stream would wait, too.
+        most = _POLLS
+        if not answers and call_4(driver[_WRITE], stream, driver[_ENDED], driver[_LAUNCHED], 0) != 0:
+            most = 0
         error = _NOT_READY
         while error == _NOT_READY:
             polls = most
@@ -262,4 +330,9 @@ def launch_and_wait(driver: IndexArray, repeat: IndexArray, stream: int) -> int:
                 error = call_1(driver[_QUERY], stream)
     if before != context:
         call_1(driver[_SET_CURRENT], before)
-    return -error if error != 0 else load_relaxed(driver[_FLAGS])
+    if error != 0:
+        return -error
+    flags = load_relaxed(driver[_FLAGS])
+    if answers and flags < LEFT:
+        store_relaxed(driver[_FLAGS], 0)
+    return flags

@@ -41,11 +41,17 @@ class KernelStruct(struct.Struct):
             raise TypeError(f"packing arguments: {sorted(wrong)} are missing or unknown")
         return self.pack(*map(values.__getitem__, self.names))
 
-    def at_pair(self, first: str, second: str) -> int:
-        """Return the offset of two adjacent fields of 4 bytes, which one store of 8 bytes fills: the first is the low half."""
-        at = self.offsets[first]
-        if self.offsets[second] != at + 4 or at % 8:
-            raise ValueError(f"{first} and {second} are no aligned pair of fields")
+    def at(self, *names: str, size_bytes: int = 8) -> int:
+        """Return the offset of a store that writes these adjacent fields, the first from its lowest bits on, and no other.
+
+        Raises:
+            ValueError: a store of that size there is not aligned, or writes to other fields.
+        """
+        at = self.offsets[names[0]]
+        stop = at + size_bytes
+        filled = tuple([name for name, start in self.offsets.items() if at <= start < stop])
+        if at % size_bytes or stop > self.size or filled != names:
+            raise ValueError(f"a store of {size_bytes} bytes to {', '.join(names)}: got the fields {', '.join(filled)}")
         return at
 
 
@@ -57,7 +63,8 @@ QUERY_TAIL = KernelStruct(
 QUERY_OF_ONE = KernelStruct(f"{SEGMENT.fields} {QUERY_TAIL.fields}")
 HOST_LAYOUT = KernelStruct(
     "own:Q slabs:Q versions:Q slab_count:I slab_shift:I row_bytes:I segment_bits:I segments:32Q dense_rows:Q mirrored:Q "
-    "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I"
+    "mirrors:16Q records:Q starts:Q fingerprints:Q rows:Q rows_a_bucket:d number:Q buckets:I record_bytes:I "
+    "known:Q"
 )
 MIRROR = KernelStruct("copies:Q n:Q")
 LINK = KernelStruct("current:Q epoch:Q counters:4Q readers:Q")
@@ -69,7 +76,7 @@ ANSWER_SEGMENT = KernelStruct(
 ANSWER_TAIL = KernelStruct(
     "missing_keys:Q missing_positions:Q missing_counts:Q leaders:Q ranks:Q order:Q states:Q left_keys:Q left_positions:Q "
     "left_counts:Q slots:Q bins:Q leader_counts:Q tallies:Q progress:Q epochs:Q versions:Q versions_after:Q any_left:Q "
-    "reports:Q bin_bits:I segment_count:I patience:I few:I fetch_warps:I settles:B defers:B _:2x"
+    "reports:Q done:Q number:Q bin_bits:I segment_count:I patience:I few:I fetch_warps:I settles:B defers:B slot_bits:B _:x"
 )
 POOL_SEGMENT = KernelStruct(
     "keys:Q offsets:Q weights:Q out:Q divisors:Q buckets:Q rows:Q padding_key:q unread:Q n:I bags:I pairs:I units:I "

@@ -72,7 +72,8 @@ def kernel(returns: Any, *arguments: Any, nogil: bool = True) -> Callable[[Calla
     An argument of any other dtype or layout raises TypeError. Division by zero behaves as in C.
 
     Args:
-        nogil: False for a kernel that calls functions of Python's C API.
+        nogil: False for a kernel that calls functions of Python's C API, and for a few microseconds of work: another thread may
+            take the GIL meanwhile, and keep it for longer.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

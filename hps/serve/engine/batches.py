@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -144,6 +145,7 @@ class FrontendLink:
         self._closing, self._changed = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._loops: list[threading.Thread] = []
+        self._scored_events: list[int] = []  # by loop
         self._follower = new_thread("snapshot", self._follow)
         self.shared_memory = SharedMemoryRegistry(
             lambda: lifecycle.configuration.service.shared_memory_bytes, changed=self.publish
@@ -181,9 +183,13 @@ class FrontendLink:
         """Start to answer lookups of a parameter server. Its models are added later."""
         self._server = server
         self._drivers = [batch_answers(server.cache_class).batches(loop_state) for loop_state in self._loop_states]
-        for nth, driver in enumerate(self._drivers):
+        for nth, (driver, loop_state) in enumerate(zip(self._drivers, self._loop_states, strict=True)):
             driver.prepare()
             self._loops.append(new_thread(f"batches-{nth}", driver.run))
+            event = os.eventfd(0, os.EFD_CLOEXEC)
+            loop_state.take_scored(event)
+            self._scored_events.append(event)
+            self._threads.append(new_thread(f"scored-{nth}", partial(self._take_scored, loop_state, event)))
         for thread in [*self._loops, *self._threads]:
             thread.start()
         server.live.watchers.append(self.publish)
@@ -339,6 +345,8 @@ class FrontendLink:
             loop_state.stop()
         if self._threads:
             os.eventfd_write(self._handed_over_event, len(self._threads))
+        for event in self._scored_events:
+            os.eventfd_write(event, 1)
         deadline = time.monotonic() + timeout_s
         started = [thread for thread in (*self._threads, *self._loops, self._follower) if thread.ident is not None]
         for thread in started:
@@ -348,7 +356,8 @@ class FrontendLink:
             for driver in self._drivers:
                 driver.close()
             self._memories = []
-            os.close(self._handed_over_event)
+            for event in (self._handed_over_event, *self._scored_events):
+                os.close(event)
         return ended
 
     # -- handed-over requests -----------------------------------------------------------------------------------------------
@@ -363,6 +372,18 @@ class FrontendLink:
             else:
                 if self._closing.is_set():
                     return
+
+    def _take_scored(self, loop_state: LoopState, event: int) -> None:
+        """Queue the requests for scores of one loop. None of them waits here."""
+        while True:
+            while (request := loop_state.next_scored()) is not None:
+                if request.status == 0 and not int(request.header[H_FLAGS]) & SCORED:  # the frontend has changed it since
+                    self._complete(loop_state, request, MALFORMED, 0)
+                else:
+                    self._answer(loop_state, request)
+            if self._closing.is_set():
+                return
+            os.read(event, 8)
 
     def _answer(self, loop_state: LoopState, request: HandedOverRequest) -> None:
         memory, began = loop_state.memories[request.place], time.perf_counter_ns()

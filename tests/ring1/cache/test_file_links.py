@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cache.cuda import structs
+from hps.cache.cuda import kernels, structs
 from hps.stores.base import LoadRecord
 from hps.stores.row_files.database import RowFilesDatabase
 from tests.fakes import host_cuda
@@ -52,7 +52,9 @@ def test_the_device_has_the_index_of_a_file_and_finds_it_by_the_link(linked: Sim
     assert word_of(linked, "readers") == linked.readers.where
     packed = structs.HOST_LAYOUT.unpack(bytes(host_cuda.at(present.where, structs.HOST_LAYOUT.size, np.uint8)))
     starts, fingerprints = present.index.where
-    assert packed[-8:] == (file.records, starts, fingerprints, 1000, 1000 / file.buckets, 1, file.buckets, file.record_bytes)
+    *_, known = packed
+    assert packed[-9:-1] == (file.records, starts, fingerprints, 1000, 1000 / file.buckets, 1, file.buckets, file.record_bytes)
+    assert (host_cuda.at(known, kernels.STRIPES, np.uint64) & 1).all()  # readers have found the version of no stripe
     table = linked.database._table("t").file
     assert np.array_equal(host_cuda.at(starts, file.buckets + 1, np.uint32), table.starts)
     assert np.array_equal(host_cuda.at(fingerprints, file.rows, np.uint8), table.fingerprints)

@@ -86,21 +86,26 @@ def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int, 
     table = database.host_table("t")
     table.pin(pinner)
     words, slabs = table.layout().words.tolist(), table.layout().slabs
-    packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size))
+    packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 700))
     assert packed[:2] == (64, 576)
     positions = layout.VERSIONS, layout.SLAB_SHIFT, layout.VECTOR_BYTES, layout.SEGMENT_BITS
     assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
     segments = words[layout.SEGMENTS :]
     rest = [0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments))
-    assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS, *[0] * 8)
+    assert packed[7:] == (*segments, *rest, rows * dense, 0, *[0] * kernels.MOST_HOST_SEGMENTS, *[0] * 8, 700)
     mirrors = list(range(1, len(segments) // 2 + 1))
-    packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 99, mirrors))
+    packed = structs.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size, 700, 99, mirrors))
     without = [0] * (kernels.MOST_HOST_SEGMENTS - len(mirrors))
-    assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *without, *[0] * 8)
+    assert packed[7:] == (*segments, *rest, rows * dense, 99, *mirrors, *without, *[0] * 8, 700)
     assert (layout.DENSE_ROWS, layout.SEGMENTS) == (host_tables.DENSE_ROWS_AT, host_tables.SEGMENTS_AT)
     assert words[layout.DENSE_ROWS] == rows * dense
     assert kernels.bins_per_row(words) == dense * kernels.MOST_BINS / rows
     database.close()
+
+
+@pytest.mark.parametrize(("words", "of_map", "of_dense"), [(32, 5, 8), (33, 5, 8), (128, 2, 2), (1, 10, 16)])
+def test_more_warps_read_rows_where_these_are_narrow_and_no_bucket_is_read(words: int, of_map: int, of_dense: int):
+    assert [kernels.fetch_warps(words, 132, 512, dense=dense) for dense in (False, True)] == [of_map, of_dense]
 
 
 def test_kernels_python_and_hash_map_agree_on_measures():
@@ -214,7 +219,8 @@ def test_whatever_tables_are_asked_for_their_kernels_are_compiled_ahead(tables, 
     ahead = [*kernels.lookup_kernels(tables, kind), *kernels.link_kernels(tables, kind)]
     asked = [asked for count in (1, 2, 3, 4) for asked in itertools.product(range(len(tables)), repeat=count)]
     for shape in {kernels.shape_of(tables, one, kernels.ALIGNED) for one in asked}:
-        needed = [kernels.query_kernel(shape, kind), *(kernels.answer_kernel(name, shape, kind) for name in kernels.ANSWERS)]
+        needed = [kernels.query_kernel(shape, kind, few=few) for few in (False, True)]
+        needed += [kernels.answer_kernel(name, shape, kind) for name in kernels.ANSWERS]
         needed += [kernels.pool_kernel(name, shape, one, kind) for name in kernels.POOLS for one in Arithmetic]
         assert not set(needed) - set(ahead)
     fronts = Shape.of(tables, kernels.ALIGNED)._replace(segments=kernels.SEGMENTS_AT_ONCE)  # of the loop that answers fronts

@@ -15,7 +15,9 @@ import torch
 
 from hps.cache.cuda import repeats, structs
 from hps.cache.cuda.repeats import (
+    UNANSWERED,
     Repeat,
+    RepeatedAnswer,
     adopt,
     adopt_joined,
     adopt_tables,
@@ -27,7 +29,7 @@ from hps.cache.cuda.repeats import (
 from hps.errors import NotReadyError
 from hps.tensors.batch import Batch
 from hps.tensors.dlpack import CPU, CUDA, exchange_table
-from hps.testing.caches import spec
+from hps.testing.caches import DEFAULT, spec
 from hps.types import IndexArray
 from tests.fakes import host_cuda
 
@@ -211,13 +213,20 @@ class Driver:
                 ctypes.c_uint64.from_address(at).value = number
             return stream, number, flags
 
-        self.raised, self.ends, self.busy = 0, True, 0
+        def answered(*values: int) -> tuple[int, ...]:
+            if self.ends:
+                self.ended[0] = ctypes.c_int64.from_address(self.number_at).value
+            return values
+
+        self.raised, self.ends, self.busy, self.number_at = 0, True, 0, 0
         self._functions = [
             made("launch", launched, pointer, *[word] * 7, pointer, pointer, pointer),
             made("write", written, pointer, pointer, ctypes.c_uint64, word),
             made("query", queried, pointer),
             made("current", current, pointer),
             made("set current", lambda context: (context,), pointer),
+            made("launch early", answered, *[pointer] * 4),
+            made("record", lambda *values: values, pointer, pointer),
         ]
         addresses = [ctypes.cast(function, pointer).value or 0 for function in self._functions]
         self.words = driver_words(addresses, 9, self.flags.ctypes.data, self.ended.ctypes.data)
@@ -229,25 +238,59 @@ LAUNCHED = ("launch", 5, 2, 1, 1, 128, 1, 1, 0, 33, 77, None)
 def test_a_repeat_is_launched_and_awaited_on_its_stream() -> None:
     driver, repeat = Driver(context=9), Repeat(5, 2, Packed())
     for number in (1, 2):
-        assert launch_and_wait(driver.words, repeat.words, 33) == 0
+        assert launch_and_wait(driver.words, repeat.words, UNANSWERED, 33) == 0
         assert driver.calls[-3:] == [("current",), LAUNCHED, ("write", 33, number, 0)]
     driver.raised = 1 << 32 | 1
-    assert launch_and_wait(driver.words, repeat.words, 33) == driver.raised
+    assert launch_and_wait(driver.words, repeat.words, UNANSWERED, 33) == driver.raised
     assert len(driver.calls) == 9
+
+
+class PackedAnswer:
+    """Arguments of an answer of three segments, and how it is launched."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.words = np.zeros((3 * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.size) // 8, np.int64)
+        self.bytes, self.struct_address, self.address = memoryview(self.words).cast("B"), self.words.ctypes.data, 88
+        self.config = np.zeros(2, np.int64)
+        self.config_at, self.stream_at = self.config.ctypes.data, self.config.ctypes.data + 8
+        self.answer = RepeatedAnswer(6, self, self, 3, 21, None)
+        self.launched = ("launch early", self.config_at, 6, 88, None)
+        driver.number_at = self.struct_address + 3 * structs.ANSWER_SEGMENT.size + structs.ANSWER_TAIL.offsets["number"]
+
+
+def test_the_answer_to_the_misses_of_a_repeat_is_launched_after_it_for_its_outputs_and_stream() -> None:
+    driver, repeat = Driver(context=9), Repeat(5, 2, Packed(3)).of_tables([3, 4, 5], [DIM] * 3)
+    packed, segment = PackedAnswer(driver), structs.ANSWER_SEGMENT
+    for nth in range(3):
+        structs.SEGMENT.pack_into(repeat.arguments.bytes, nth * structs.SEGMENT.size, 0, 160 + nth, *[0] * 9)
+    for number, (driver.raised, left) in enumerate([(0, 0), (1, 0), (repeats.LEFT | 1, repeats.LEFT | 1)], 1):
+        assert launch_and_wait(driver.words, repeat.words, packed.answer.words, 33) == driver.raised
+        assert driver.calls[-4:] == [("current",), LAUNCHED, packed.launched, ("record", 21, 33)]
+        assert (driver.ended, driver.flags) == (number, left)
+    assert packed.config[1] == 33
+    assert [packed.words[(nth * segment.size + segment.offsets["out"]) // 8] for nth in range(3)] == [160, 161, 162]
+    assert np.count_nonzero(packed.words) == 4
+
+
+def test_the_driver_tells_the_end_of_an_answer_that_is_long() -> None:
+    driver = Driver(context=9)
+    packed, driver.ends = PackedAnswer(driver), False
+    repeat = Repeat(5, 2, Packed(3)).of_tables([3, 4, 5], [DIM] * 3)
+    assert launch_and_wait(driver.words, repeat.words, packed.answer.words, 33) == 0
+    assert driver.calls == [("current",), LAUNCHED, packed.launched, ("record", 21, 33), ("query", 33)]
 
 
 @pytest.mark.parametrize("error", [0, 801])
 def test_the_driver_tells_the_end_of_a_repeat_that_is_long_or_cannot_say_it(error: int) -> None:
-    """Never by its own wait: after the write of a word, that took 5 ms a lookup on an H200 which others used, too."""
     driver, repeat = Driver(context=9, write=error), Repeat(5, 2, Packed())
     driver.ends, driver.busy = False, 3
-    assert launch_and_wait(driver.words, repeat.words, 33) == 0
+    assert launch_and_wait(driver.words, repeat.words, UNANSWERED, 33) == 0
     assert driver.calls == [("current",), LAUNCHED, ("write", 33, 1, 0), *[("query", 33)] * 4]
 
 
 def test_a_thread_that_works_on_another_device_still_does_so_afterwards() -> None:
     driver = Driver(context=4)
-    assert launch_and_wait(driver.words, Repeat(5, 2, Packed()).words, 33) == 0
+    assert launch_and_wait(driver.words, Repeat(5, 2, Packed()).words, UNANSWERED, 33) == 0
     names = [name for name, *_ in driver.calls]
     assert names == ["current", "set current", "launch", "write", "set current"]
     assert [driver.calls[1], driver.calls[-1]] == [("set current", 9), ("set current", 4)]
@@ -258,13 +301,16 @@ def test_a_thread_that_works_on_another_device_still_does_so_afterwards() -> Non
     [
         ("current", ["current", "set current", "set current"]),
         ("launch", ["current", "set current", "launch", "set current"]),
-        ("query", ["current", "set current", "launch", "write", "query", "query", "set current"]),
+        ("query", ["current", "set current", "launch", "launch early", "record", "query", "query", "set current"]),
+        ("record", ["current", "set current", "launch", "launch early", "record", "set current"]),
+        ("launch early", ["current", "set current", "launch", "launch early", "set current"]),
     ],
 )
 def test_an_error_of_the_driver_ends_a_repeat(fails: str, left: list[str]) -> None:
     driver = Driver(context=4, **{fails: 700})
     driver.raised, driver.ends, driver.busy = 1, False, 1
-    assert launch_and_wait(driver.words, Repeat(5, 2, Packed()).words, 33) == -700
+    repeat = Repeat(5, 2, Packed(3)).of_tables([3, 4, 5], [DIM] * 3)
+    assert launch_and_wait(driver.words, repeat.words, PackedAnswer(driver).answer.words, 33) == -700
     assert [name for name, *_ in driver.calls] == left
 
 
@@ -398,6 +444,120 @@ def test_host_arrays_and_masks_are_no_repeats_nor_is_what_follows_them(cache: An
     assert repeated == [0]  # the first lookup of the second round
 
 
+class Attached:
+    """A table in host memory, with the rows of the cache's and as many more, under the next layout of all."""
+
+    layouts = 1000
+
+    def __init__(self, cache: Any, table: int, *, authoritative: bool = True, has_files: bool = False) -> None:
+        self.authoritative, self.has_files, self.where, self._table = authoritative, has_files, 77, table
+        self.show()
+        cache.attached[table] = self
+
+    def show(self, more: int = 0) -> None:
+        """Show another layout, whose vectors are those of keys that much larger."""
+        Attached.layouts += 8
+        self.present = SimpleNamespace(where=Attached.layouts, bins_per_row=0.0)
+        keys = np.arange(2 * ROWS)
+        host_cuda.host_rows[Attached.layouts] = dict(enumerate(vectors(keys + more, self._table)))
+
+
+def asked_for(workspace: Any, keys: np.ndarray, table: int = 0, more: int = 0) -> None:
+    """Look up keys, of which those from ROWS on are in host memory, and those from 2 ROWS on are absent; check all."""
+    batch = batch_of(keys, table)
+    assert workspace.query(batch) == 0
+    expected = np.where((keys < ROWS)[:, None], vectors(keys, table), vectors(keys + more, table))
+    expected[keys >= 2 * ROWS] = DEFAULT
+    np.testing.assert_array_equal(batch.outs[0].array, expected)
+    assert sum(workspace.linked) == np.count_nonzero((keys >= ROWS) & (keys < 2 * ROWS))
+    assert sum(workspace.absent) == np.count_nonzero(keys >= 2 * ROWS)
+
+
+@pytest.fixture
+def attached(cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The cache, whose lookups find the tables in `attached`."""
+    cache.attached = [None, None]
+    real = cache.create_lookup
+
+    def create_lookup() -> Any:
+        workspace = real()
+        monkeypatch.setattr(workspace, "_attached", cache.attached)
+        return workspace
+
+    return SimpleNamespace(create_lookup=create_lookup, attached=cache.attached)
+
+
+def test_misses_that_host_memory_has_are_answered_by_repeats(attached: Any, repeated: list[int]) -> None:
+    for table in (0, 1):
+        Attached(attached, table)
+    workspace, rng = attached.create_lookup(), np.random.default_rng(1)
+    for turn in range(12):
+        asked_for(workspace, rng.integers(0, 2 * ROWS + 50, 5 + turn), turn % 2)
+    assert repeated == [1] * 11
+    assert host_cuda.launches[-22:] == ["query", "answer"] * 11
+    for turn in range(5):  # without misses, the answer is launched for a while
+        asked_for(workspace, rng.integers(0, ROWS, 9), turn % 2)
+    assert repeated[11:] == [0] * 5
+    assert host_cuda.launches[-9:] == [*["query", "answer"] * 4, "query"]
+    asked_for(workspace, np.arange(ROWS - 4, ROWS + 4))
+    asked_for(workspace, np.arange(ROWS - 4, ROWS + 4))
+    assert repeated[16:] == [1, 1]
+    assert host_cuda.launches[-4:] == ["query", "answer"] * 2
+
+
+def test_repeats_read_the_present_layout(attached: Any, repeated: list[int]) -> None:
+    table, workspace = Attached(attached, 0), attached.create_lookup()
+    for more in (0, 1000, 2000):
+        table.show(more)
+        for _ in range(3):
+            asked_for(workspace, np.arange(ROWS - 10, ROWS + 10), more=more)
+    assert repeated == [1] * 8
+
+
+def test_keys_that_a_repeat_leaves_are_those_of_the_host(attached: Any, repeated: list[int]) -> None:
+    Attached(attached, 0, authoritative=False)
+    workspace = attached.create_lookup()
+    for last in (5, 5, 0, 5, 0, 0):
+        if not last:
+            asked_for(workspace, np.arange(ROWS - 10, ROWS + 10))
+            continue
+        batch = batch_of(np.arange(2 * ROWS - 10, 2 * ROWS + last))
+        assert workspace.query(batch) == last
+        assert (workspace.counts, workspace.linked, workspace.absent) == ([last], [10], [0])
+        [missed] = workspace.unique()
+        assert missed.keys.tolist() == list(range(2 * ROWS, 2 * ROWS + last))
+        missed.scatter(np.zeros(last, np.bool_))
+        workspace.finish()
+        np.testing.assert_array_equal(batch.outs[0].array[:10], vectors(batch.keys[0].array[:10]))
+        assert (batch.outs[0].array[10:] == DEFAULT).all()
+    assert repeated == [repeats.LEFT | 1, 1]
+
+
+def test_tables_without_keys_have_no_misses_of_an_earlier_lookup(attached: Any) -> None:
+    for table in (0, 1):
+        Attached(attached, table)
+    workspace = attached.create_lookup()
+    for first, second in ((3, 5), (0, 5), (3, 0), (0, 4)):
+        batches = [batch_of(np.arange(ROWS, ROWS + n), table) for table, n in enumerate((first, second))]
+        assert workspace.query(Batch.merged(batches)) == 0
+        assert (workspace.linked, workspace.absent) == ([first, second], [0, 0])
+
+
+def test_no_repeat_reads_row_files_or_a_detached_table(attached: Any, repeated: list[int]) -> None:
+    table, workspace = Attached(attached, 0, has_files=True), attached.create_lookup()
+    for _ in range(3):
+        asked_for(workspace, np.arange(ROWS - 10, ROWS + 10))
+    assert not repeated
+    table.has_files = False
+    asked_for(workspace, np.arange(ROWS - 10, ROWS + 10))
+    table.present = None  # type: ignore[assignment]
+    for _ in range(2):
+        assert workspace.query(batch_of(np.arange(ROWS - 10, ROWS + 10))) == 10
+        workspace.unique()
+        workspace.finish()
+    assert repeated == [1, 1]
+
+
 def test_outputs_in_pinned_memory_are_delivered_by_no_repeat(
     modules: SimpleNamespace, cache: Any, repeated: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +569,24 @@ def test_outputs_in_pinned_memory_are_delivered_by_no_repeat(
         workspace.finish()
         np.testing.assert_array_equal(out, vectors(keys))
     assert not repeated
+
+
+def test_misses_of_a_kept_batch_whose_output_is_in_pinned_memory_are_answered_by_no_repeat(
+    modules: SimpleNamespace, attached: Any, repeated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of such an output lie in memory that the next lookup may take."""
+    monkeypatch.setattr(modules.tensors, "_pinned_address", lambda array: array.ctypes.data)
+    Attached(attached, 0)
+    keys, workspace = np.arange(ROWS - 10, ROWS + 10), attached.create_lookup()
+    batch = Batch.of(0, host_cuda.Array(keys), np.empty((20, DIM), np.float32))
+    batch.kept = True
+    for _ in range(3):
+        asked_for(workspace, keys)
+        before = len(repeated)
+        assert workspace.query(batch) == 0
+        workspace.finish()
+        np.testing.assert_array_equal(batch.outs[0], vectors(keys))
+        assert len(repeated) == before
 
 
 def test_a_repeat_that_fails_is_answered_as_a_new_lookup(

@@ -205,7 +205,7 @@ def test_misses_that_attached_tables_answered_are_not_left_to_the_host(
     def answer(**_: bool) -> None:
         lookup._tallies[0] = 7, 3
 
-    monkeypatch.setattr(lookup, "_find_layouts", lambda: True)
+    monkeypatch.setattr(lookup, "_find_layouts", lambda _batch: True)
     monkeypatch.setattr(lookup, "launch_answer", answer)
     assert lookup.query(Batch.of(0, np.arange(10), np.zeros((10, 4), np.float32))) == 0
     assert (lookup.linked, lookup.absent) == ([7], [3])

@@ -8,7 +8,7 @@ import pytest
 from hps.cache.base import LookupGraph, StreamOrdered, StreamOrderedCounts
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.engine.stream_ordered import StreamOrderedLookups
-from hps.errors import DeviceError, NotReadyError
+from hps.errors import DatabaseError, DeviceError, NotReadyError
 from hps.statistics.metrics import Metrics
 from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.batch import Batch
@@ -96,3 +96,23 @@ def test_closed_lookups_are_refused_also_after_their_device_was_lost(monkeypatch
             with pytest.raises(NotReadyError, match="was undeployed"):
                 lookups.enqueue(bags_of([9, 9]), cache.create_lookup, lambda lookup: None)
         lookups.settle()  # nothing is asked of the device any more
+
+
+def test_misses_of_graphs_that_were_captured_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cache, lookups = opened()
+    missed = [0, 0]
+    monkeypatch.setattr(DeviceCache, "stream_ordered_counts", lambda _, table: StreamOrderedCounts(missed[table], 0, 0, 0))
+    counters = lookups._counters[0]
+    missed[:] = [500, 500]
+    lookups.forget()
+    missed[0] += 3
+    lookups.settle()
+    assert (counters.hits[0], counters.misses[0]) == (8 * 4 - 3, 3)
+
+
+def test_what_was_not_read_before_a_graph_was_captured_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cache, lookups = opened()
+    monkeypatch.setattr(DeviceCache, "stream_ordered_counts", lambda *_: StreamOrderedCounts(2, 0, 0, 2))
+    lookups.forget()
+    with pytest.raises(DatabaseError, match="could not read 2 keys"):
+        lookups.check(bags_of([1, 1]))

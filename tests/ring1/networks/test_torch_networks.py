@@ -1,5 +1,6 @@
 """Networks of PyTorch: what a file says of its inputs, what it may do, and what it returns."""
 
+import contextlib
 import functools
 import io
 import pickle
@@ -92,6 +93,34 @@ class TestExportedProgram(NetworkContract):
     @functools.cache  # noqa: B019 - the class lives as long as the tests
     def content(self) -> bytes:
         return exported(Both().eval(), torch.ones(2, 4), torch.ones(2, 4), shapes=(ROWS, ROWS))
+
+
+class FakeStreams:
+    """What `fixed` uses of `torch.cuda`, without a device: nothing can be captured. `events` has what happened, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def Stream(self, device: Any) -> "FakeStreams":
+        return self
+
+    def current_stream(self, device: Any) -> str:
+        return "the current stream"
+
+    def wait_stream(self, stream: str) -> None:
+        self.events.append(f"waits for {stream}")
+
+    def synchronize(self) -> None:
+        raise RuntimeError("no device")
+
+    device = stream = staticmethod(contextlib.nullcontext)
+
+
+def test_a_network_is_warmed_up_after_what_the_current_stream_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, streams = opened(plain()), FakeStreams()
+    monkeypatch.setattr(torch, "cuda", streams)
+    network.fixed(lambda: streams.events.append("runs") or {})  # type: ignore[func-returns-value]
+    assert streams.events == ["waits for the current stream", "runs", "runs", "runs"]
 
 
 def of_dict() -> bytes:

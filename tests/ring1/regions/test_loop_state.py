@@ -13,7 +13,7 @@ from hps.ground.kernels.numba_atomics import fetch_add
 from hps.ground.kernels.numba_kernels import kernel
 from hps.regions import exchange
 from hps.regions.exchange import hand_over
-from hps.regions.layout import COMPLETED, FRONTEND_SLEEPS, MALFORMED, RETIRED, RING, SLAB, SUBMITTED
+from hps.regions.layout import COMPLETED, FRONTEND_SLEEPS, MALFORMED, RETIRED, RING, SCORED, SLAB, SUBMITTED
 from hps.regions.loop_state import DriverWords, LoopState
 from hps.statistics.times import LOOKUP_BOUNDS_NS
 from tests.fakes.region_front import RegionFront, tables_of
@@ -21,9 +21,9 @@ from tests.fakes.region_front import RegionFront, tables_of
 MOST_TABLES = 1 << 14
 
 
-@kernel(void, int64[::1], int64[:, ::1], int64, int64)
-def _hand_over(state, handed_over, place, slot):
-    hand_over(state, handed_over, place, slot)
+@kernel(void, int64[::1], int64[:, ::1], int64, int64, int64)
+def _hand_over(state, handed_over, place, slot, flags):
+    hand_over(state, handed_over, place, slot, flags)
 
 
 @kernel(void, int64, int64)
@@ -235,8 +235,8 @@ def test_the_sum_of_all_tallies_is_exact_while_the_loop_counts(loop_state):
 # -- handed-over requests -------------------------------------------------------------------------------------------------
 
 
-def hand(loop_state, place, slot):
-    _hand_over(loop_state.state, loop_state.handed_over, place, slot)
+def hand(loop_state, place, slot, flags=0):
+    _hand_over(loop_state.state, loop_state.handed_over, place, slot, flags)
 
 
 def test_jobs_are_taken_in_their_order_with_their_descriptors(loop_state, fronts, handed_over_event):
@@ -288,6 +288,31 @@ def test_jobs_of_the_full_rings_of_all_fronts_are_kept(loop_state, fronts):
         assert [(one.place, one.slot) for one in found] == expected
         assert loop_state.next_request() is None
     assert loop_state.state[exchange.HANDED_OVER_COUNT] == 5 * RING
+
+
+def test_requests_for_scores_are_kept_for_one_thread_which_is_woken_once_it_sleeps(loop_state, fronts, handed_over_event):
+    deployment_id, event = serve(loop_state), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    slots = [SLAB + 1024 * nth for nth in range(RING // 8)]
+    for nth, slot in enumerate(slots):
+        fronts[0].write(slot, deployment_id, (1,), [(0, [nth], False)], scratch=0)
+    hand(loop_state, 0, slots[0], SCORED)
+    assert loop_state.next_request().slot == slots[0]  # nobody takes them apart
+    assert os.eventfd_read(handed_over_event) == 1
+    loop_state.take_scored(event)
+    for _ in range(2 * 2 * 8 + 3):  # around the ring of both fronts
+        for slot in slots:
+            hand(loop_state, 0, slot, SCORED)
+        hand(loop_state, 0, slots[0])
+        assert [loop_state.next_scored().slot for _ in slots] == slots
+        assert loop_state.next_request().slot == slots[0]
+        with pytest.raises(BlockingIOError):  # it has not slept
+            os.eventfd_read(event)
+        assert loop_state.next_scored() is None
+        hand(loop_state, 0, slots[1], SCORED)
+        hand(loop_state, 0, slots[2], SCORED)
+        assert os.eventfd_read(event) == 1
+        assert [loop_state.next_scored().slot for _ in range(2)] == slots[1:3]
+    os.close(event)
 
 
 def test_several_threads_take_each_job_once(loop_state, fronts):

@@ -67,7 +67,10 @@ class Bench:
             if fails:
                 raise RuntimeError("cannot be told")
 
-        self.batcher.submit(ScoreCall(read_request(self._signature, arrays, MOST_SAMPLES, "m"), done, due_ns), most_s)
+        self.batcher.submit(ScoreCall(self.request(arrays), done, due_ns), most_s)
+
+    def request(self, arrays: Arrays) -> Any:
+        return read_request(self._signature, arrays, MOST_SAMPLES, "m")
 
     def wait(self, *names: str) -> list[Any]:
         with self._changed:
@@ -276,6 +279,23 @@ def test_the_queue_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
         bench.submit("c", [3])
     bench.release()
     assert bench.wait("a", "b") == [[1], [2]]
+
+
+def test_a_call_in_process_does_not_wait_for_a_network_that_hangs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def hang(given: Arrays) -> Mapping[str, np.ndarray]:
+        assert may_end.wait(PATIENCE_S)
+        return first_keys(given)
+
+    bench.network.function = hang
+    monkeypatch.setattr(batching, "_MOST_JOINED_S", 0.01)
+    monkeypatch.setattr(batching, "_POLL_S", 0.001)
+    with pytest.raises(hps.NetworkBusyError, match="under way for"):
+        bench.batcher.score(
+            bench.request({"item": np.array([1]), "tags": np.zeros(1, np.int64), "tags.offsets": np.array([0, 1])})
+        )
+    may_end.set()
 
 
 def test_requests_are_not_queued_behind_a_network_that_hangs(bench: Bench) -> None:

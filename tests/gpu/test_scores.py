@@ -1,7 +1,7 @@
 """Whole models on a GPU: keys to scores without a vector on the host."""
 
-import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 import hps
 from tests.gpu.cupy_if_installed import cupy  # noqa: F401 - skips without it
+from tests.gpu.taking_turns import ask_while_versions_take_turns
 
 torch = pytest.importorskip("torch")
 import hps.torch  # noqa: E402 - after torch is known to be there
@@ -62,24 +63,9 @@ def test_scores_are_the_modules(served: tuple[Any, hps.HPS]) -> None:
 def test_each_answer_is_of_one_version_while_others_take_over(tmp_path: Path) -> None:
     modules = {str(version): dlrm(tmp_path, version, version) for version in (1, 2)}
     with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
-        stop, wrong, seen = threading.Event(), [], set()
 
-        def ask(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            while not stop.is_set():
-                dense, keys, given = request(rng, int(rng.integers(1, 100)))
-                answer = server.score("m", given)
-                seen.add(answer.version)
-                if np.abs(answer["score"] - scores_of(modules[answer.version], dense, keys)).max() > 1e-5:
-                    wrong.append(answer.version)
+        def make(rng: np.random.Generator) -> Any:
+            dense, keys, given = request(rng, int(rng.integers(1, 100)))
+            return given, {version: partial(scores_of, module, dense, keys) for version, module in modules.items()}
 
-        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for number in range(10):
-            server.deploy("m", str(1 + number % 2))
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert not wrong
-        assert seen == {"1", "2"}
+        ask_while_versions_take_turns(server, make, askers=4, deploys=10)

@@ -418,8 +418,8 @@ def lookup_kernels(tables: Sequence[Rows], kind: Kind = DYNAMIC) -> list[Kernel]
     """Return the kernels for lookups of rows and bags, with aligned outputs; others are compiled on first use."""
     found = [UNIQUE, MARK_HEADS, RANK_SORTED_KERNEL]
     for shape in _shapes(tables):
-        settling = (False, True) if kind.static else (False,)
-        found += [query_kernel(shape, kind, settles=settles, few=few) for settles in settling for few in (False, True)]
+        for few in (False, True):
+            found += [query_kernel(shape, kind, settles=settles, few=few) for settles in sorted({False, kind.static})]
         found += [pool_kernel(name, shape, arithmetic, kind) for name in POOLS for arithmetic in Arithmetic]
         if shape.segments == 1:
             found.append(scatter_kernel(shape))

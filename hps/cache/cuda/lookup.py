@@ -368,7 +368,7 @@ class CupyLookup(StreamOrderedLookup):
                 self._reserve_link_lists()
             self._settling_alone.launch(self.placed, self.stream)
             return
-        self.launch_query()
+        self._queries.launch(self.placed, self.stream)
         self.launch_answer(settles=True)
 
     def _launch_bags(self) -> None:
@@ -405,7 +405,7 @@ class CupyLookup(StreamOrderedLookup):
         for link in links if linked else ():
             link.keep_layouts()  # type: ignore[union-attr]
         if not self._pooled:
-            self.launch_query()
+            self._queries.launch(self.placed, self.stream)
         else:
             self.launch_pool("pool")
         if not linked:
@@ -517,7 +517,7 @@ class CupyLookup(StreamOrderedLookup):
                 return [0] * self._table_count
             queried = None
         if queried is None:
-            self._queries.launch(self.placed, self.stream)  # not through `launch_query`: one call less on the hot path
+            self._queries.launch(self.placed, self.stream)
         attached = launched = answered or (self._missing_share > 0.0 and self._find_layouts(self._batch))
         defers = launched and not answered and self._missing_share * self._total > _FEW_MISSES
         if launched and not answered:

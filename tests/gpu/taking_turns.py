@@ -1,0 +1,44 @@
+"""Scores that are asked for while two versions of a model take turns."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import hps
+
+
+def ask_while_versions_take_turns(
+    server: hps.HPS,
+    make: Callable[[np.random.Generator], tuple[Any, Mapping[str, Callable[[], Any]]]],
+    *,
+    askers: int,
+    deploys: int,
+) -> None:
+    """Check that each answer is of the version that it names, and that both versions answer.
+
+    Args:
+        make: draws a request for model m, and by version what returns its scores.
+    """
+    stop, wrong, seen = threading.Event(), [], set()
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not stop.is_set():
+            given, expected = make(rng)
+            answer = server.score("m", given)
+            seen.add(answer.version)
+            if np.abs(answer["score"] - expected[answer.version]()).max() > 1e-5:
+                wrong.append(answer.version)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(askers)]
+    for thread in threads:
+        thread.start()
+    for number in range(deploys):
+        server.deploy("m", str(1 + number % 2))
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert seen == {"1", "2"}

@@ -19,6 +19,7 @@
     ├── UnknownDeviceError       (KeyError)
     ├── ConflictError            (RuntimeError)       a change of a model conflicts with its state or another change
     │   └── StaleCopyError                            its network has a copy of the table, which writes would not reach
+    ├── VersionHeldError         (RuntimeError)       a version failed its checks; the one before serves on
     ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
     │   ├── ForkedProcessError                        opened by the parent process, before a fork
@@ -135,6 +136,10 @@ class ConflictError(HPSError, RuntimeError):
 
 class StaleCopyError(ConflictError):
     """Rows of a table were to be written of which the version's network has a copy."""
+
+
+class VersionHeldError(HPSError, RuntimeError):
+    """A version failed its checks, and does not serve; the version before serves on."""
 
 
 class CapacityError(HPSError, MemoryError):

@@ -33,6 +33,8 @@ from hps.tensors.bags import Bags
 from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
 from hps.versions.catalog import ModelCatalog
+from hps.versions.checks.documents import CHECKS_DIRECTORY, CheckDocuments
+from hps.versions.checks.report import CheckReport
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployment import Deployment, StoredRow, retry_after_takeover
 from hps.versions.desired import DesiredVersion
@@ -116,7 +118,8 @@ class HPS:
             raise
         sources = targets().sources
         pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(sources, kept_files(self._chain, FLEET))
-        self.catalog = ModelCatalog(self.config, sources, pins, fleet)
+        checks = CheckDocuments(sources, kept_files(self._chain, CHECKS_DIRECTORY))
+        self.catalog = ModelCatalog(self.config, sources, pins, fleet, checks)
         self._manage(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
@@ -658,6 +661,7 @@ class HPS:
         force: bool = False,
         remember: bool = True,
         pin: bool = True,
+        accept: bool = False,
     ) -> Deployment:
         """Load a version of a model beside those in service, and switch to it atomically.
 
@@ -686,8 +690,38 @@ class HPS:
         """
         self._require_open()
         name, entry = (model, None) if isinstance(model, str) else (model.model, model)
-        self._reconciler.bring_up(name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin)
+        self._reconciler.bring_up(
+            name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin, accept=accept
+        )
         return self.model(name)
+
+    def check_version(self, model_name: str, version: str, against: str | None = None) -> CheckReport:
+        """Run the [checks](checks.md) of a version that is in service or held again, and change nothing.
+
+        Args:
+            against: version in service to compare it with; default: the serving one. With itself nothing is compared.
+
+        Raises:
+            UnknownModelError, UnknownVersionError: one of them is not deployed.
+            NotReadyError: the server is closed.
+        """
+        self._require_open()
+        return self._reconciler.check(model_name, version, against, self._require_open)
+
+    def recorded_requests(self, model_name: str) -> list[str]:
+        """Return the recorded requests of the serving version, the oldest first: lines of a `requests.jsonl`.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            InvalidInputError: it has no network, or its configuration does not allow recording.
+        """
+        scores = self.model(model_name).scores
+        if scores is None or (recorder := scores.recorder) is None:
+            raise InvalidInputError(
+                f"recording requests of model {model_name!r}: got checks.record off, or no network, expected keys or features; "
+                "set models[].checks.record if the clients' requests may be kept"
+            )
+        return recorder.lines()
 
     def rollback(self, model_name: str) -> Deployment:
         """Roll back to the previous version, and pin the model to it.

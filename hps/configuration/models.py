@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from hps.configuration.checks import Checks, ChecksConfig
 from hps.configuration.fields import (
     INT32_MAX,
     UINT64_MAX,
@@ -310,6 +311,7 @@ class ModelConfig(Section):
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
+    checks: Checks = Field(default_factory=ChecksConfig)
     shard: Annotated[ShardConfig | None, BeforeValidator(_read_shard)] = None
 
     workspace_timeout_s: Timeout = 1.0

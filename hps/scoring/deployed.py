@@ -24,6 +24,7 @@ from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
+from hps.scoring.recording import RequestRecorder
 from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.scoring.signature import Feature, Output, Signature, signature_of
 from hps.statistics.scores import ScoreCounters
@@ -122,6 +123,9 @@ class DeploymentScores:
 
     Args:
         sessions: by device; on the CPU all devices have the same.
+
+    Attributes:
+        recorder: keeps a sample of the requests; None if the configuration does not allow it.
     """
 
     def __init__(
@@ -171,6 +175,15 @@ class DeploymentScores:
             for scorer in made.values()
         }
         self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
+        self.recorder: RequestRecorder | None = None
+        if (checks := config.checks).record != "off":
+            self.recorder = RequestRecorder(
+                opened.signature,
+                config.max_batch_size,
+                config.model,
+                checks.record_requests,
+                features=checks.record == "features",
+            )
 
     def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreInputs:
         """Check the inputs of a request; see `read_request`."""
@@ -184,8 +197,11 @@ class DeploymentScores:
         """Copy the values of a request in shared memory, and check them; see `read_request`."""
         return request.unpacked(self.opened.signature, self.max_samples, self._model)
 
-    def score(self, request: Request, device: int) -> Outputs:
+    def score(self, request: Request, device: int, *, counted: bool = True) -> Outputs:
         """Score one request: by itself, or on a device that is in use with others that wait for it.
+
+        Args:
+            counted: count it in the metrics, and record it if so configured; not for the requests of checks, each by itself.
 
         Raises:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
@@ -193,19 +209,25 @@ class DeploymentScores:
         with self._calls:
             if not request.samples:
                 return self._of_no_samples(request)
+            if counted and self.recorder is not None:
+                self.recorder.see(request)
             scorer, batcher = self._scorers[device], self._batchers[device]
             # A trace belongs to the thread that looks up.
-            if self._joins and (scorer.is_busy or batcher.is_busy) and current.trace is None:
+            if counted and self._joins and (scorer.is_busy or batcher.is_busy) and current.trace is None:
                 with suppress(NotReadyError):  # the batcher closes before these calls have ended
                     return batcher.score(request)
             try:
                 (answer,), times = scorer.score([request])
             except NetworkError:
-                self._counters.count_failure("network")
+                if counted:
+                    self._counters.count_failure("network")
                 raise
-            self._counters.count(1, request.samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
+            if counted:
+                looked_up_ns, ran_ns = times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns
+                self._counters.count(1, request.samples, looked_up_ns, ran_ns)
             if isinstance(answer, HPSError):
-                self._counters.count_failure("nan")
+                if counted:
+                    self._counters.count_failure("nan")
                 raise answer
             return answer
 
@@ -221,6 +243,8 @@ class DeploymentScores:
         if not call.request.samples:
             call.done(self._of_no_samples(call.request), None)
             return
+        if self.recorder is not None:
+            self.recorder.see(call.request)
         self._batchers[device].submit(call, most_s)
 
     def _of_no_samples(self, request: Request) -> Outputs:

@@ -216,6 +216,9 @@ class Metrics(Collector):
         )
         self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
         self.model_changes.labels("", "deploy", "failed")  # exposed while it is 0, too
+        self.version_checks = self._counter(
+            "hps_version_checks", "Checks of versions before their takeover, by outcome.", "model", "check", "outcome"
+        )
         self.trace_keys = self._counter(
             "hps_trace_keys",
             "Keys of a recording: recorded, dropped (its thread was too slow), unread (on a device) or lost (write failed).",

@@ -26,7 +26,7 @@ from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, warm_up
 from hps.models.sources import ModelSources
 from hps.scoring.deployed import OpenedNetwork
 from hps.statistics.metrics import Metrics
-from hps.stores.base import Database, PersistentDatabase
+from hps.stores.base import UNBOUNDED_ROWS, Database, PersistentDatabase
 from hps.types import TableSpec
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
 from hps.versions.catalog import ModelVersion
@@ -64,7 +64,8 @@ def load_deployment(
         chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
+    counts = config.checks.enabled and config.checks.finite.policy != "refuse"  # and does not refuse: the check judges
+    targets = replace(targets, max_nonfinite_rows=UNBOUNDED_ROWS if counts else config.max_nonfinite_rows)
     _refuse_shared_share(config, chain)
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
@@ -105,6 +106,7 @@ def load_deployment(
             chain,
             rows,
             fingerprints,
+            tuple(report.nonfinite_rows for report in reports),
             build,
             log_starts=starts,
             log_positions=positions,

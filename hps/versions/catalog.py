@@ -25,6 +25,7 @@ from hps.models.repository import (
     version_files,
 )
 from hps.models.sources import ModelSources
+from hps.versions.checks.documents import CheckDocuments
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, next_document
 from hps.versions.pins import Pins
@@ -51,12 +52,19 @@ class ModelCatalog:
     Attributes:
         pins: the versions chosen on this replica, which override the `version_policy`.
         fleet: the serving documents, which override pins on all replicas.
+        checks: the reports of checks, which say what was held and accepted.
         problems: errors of the last scan, by model.
     """
 
     def __init__(
-        self, configuration: Configuration, sources: ModelSources, pins: Pins | None = None, fleet: Fleet | None = None
+        self,
+        configuration: Configuration,
+        sources: ModelSources,
+        pins: Pins | None = None,
+        fleet: Fleet | None = None,
+        checks: CheckDocuments | None = None,
     ) -> None:
+        self.checks = checks or CheckDocuments(sources)
         self.pins = pins or Pins()
         self.fleet = fleet or Fleet(sources)
         self._sources = sources

@@ -41,6 +41,8 @@ class Change:
         error: reason of the failure; empty otherwise.
         status: HTTP status of the response to its request, once finished.
         pin: the pin that it created, if any.
+        held: why the version that was asked for does not serve although it is loaded: its checks hold it; empty otherwise.
+        accepts: a person lets the version serve whatever its checks find.
         since: start, in seconds since the epoch.
         thread: thread that makes the change, if another thread started it.
         waiting: what the change waits for, once its tables are loaded; empty if nothing.
@@ -58,6 +60,8 @@ class Change:
     error: str = ""
     status: int | None = None
     pin: DesiredVersion | None = None
+    held: str = ""
+    accepts: bool = False
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
     waiting: str = ""

@@ -26,7 +26,7 @@ from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerSta
 from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
 from hps.versions.deployment import Deployment
 from hps.versions.fleet import FleetStatus
-from hps.versions.live_models import LiveModels
+from hps.versions.live_models import LiveModels, shown_state
 
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
@@ -198,7 +198,7 @@ class StatisticsCollector:
         return ModelStatistics(
             name=name,
             version=deployment.version,
-            versions=tuple((deployed.version, state) for deployed, state in self._live.versions(name)),
+            versions=tuple((deployed.version, shown_state(deployed, state)) for deployed, state in self._live.versions(name)),
             since=deployment.since,
             lookups=lookups,
             stages=stages,

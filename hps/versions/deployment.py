@@ -39,6 +39,7 @@ from hps.statistics.metrics import TIERS
 from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.versions.checks.report import CheckReport
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class StoredRow:
 
 @dataclass(eq=False)
 class Deployment:
-    """One version of a model in service. *Thread-safe.* Only `successors` and `stop_following` change, in place.
+    """One version of a model in service. *Thread-safe.* Only `successors`, `stop_following` and `checks` change, in place.
 
     Attributes:
         tables: its tables, in the order of their ids.
@@ -81,6 +82,7 @@ class Deployment:
         chain: the host tiers that hold its tables.
         rows: row count of each table's files.
         fingerprints: fingerprint of each table's files.
+        nonfinite_rows: rows of each table's files with an infinity or NaN; 0 if a database had them already.
         renew: builds sessions with the settings of an entry, and caches warmed from the databases.
         since: time it was put into service, in seconds since the epoch.
         modified: set by the first online write.
@@ -89,6 +91,7 @@ class Deployment:
         log_positions: per table, its position in the log just before its caches were filled.
         network: its network, which deployments that take over the same tables share.
         scores: scores of its samples; None without a network.
+        checks: the report of its checks; None if it was not checked.
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
         indices: table indices, by name and by id, and of tuples of names that lookups used.
@@ -106,6 +109,7 @@ class Deployment:
     chain: DatabaseChain
     rows: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
+    nonfinite_rows: tuple[int, ...] = ()
     renew: Callable[[ModelConfig, Sequence[TableSpec]], dict[int, Session]] = field(
         default=lambda config, tables: {}, repr=False
     )
@@ -115,6 +119,7 @@ class Deployment:
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
     network: OpenedNetwork | None = field(default=None, repr=False)
     scores: DeploymentScores | None = field(init=False, repr=False)
+    checks: CheckReport | None = field(default=None, repr=False)
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[Any, Any] = field(init=False, repr=False)
     dims: tuple[int, ...] = field(init=False, repr=False)
@@ -165,6 +170,11 @@ class Deployment:
     def fingerprint(self) -> str:
         network = "" if self.network is None else self.network.fingerprint
         return joint_fingerprint((*self.fingerprints, network))
+
+    @property
+    def held(self) -> bool:
+        """Whether its checks keep it from serving: it answers only those who name it."""
+        return self.checks is not None and self.checks.verdict == "held"
 
     @property
     def stale_copies(self) -> tuple[str, ...]:

@@ -1,10 +1,13 @@
 """Changes the serving versions: the operations on one model, and the loop that brings up the desired versions."""
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
@@ -15,16 +18,21 @@ from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
     HPSError,
+    NotReadyError,
     TableWidthError,
     UnknownVersionError,
+    VersionHeldError,
 )
 from hps.ground.progress import Progress
 from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
+from hps.models.manifest import within
 from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
+from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
+from hps.versions.checks.run import VersionCheck
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
@@ -87,20 +95,23 @@ class Reconciler:
         force: bool = False,
         remember: bool = True,
         pin: bool = False,
+        accept: bool = False,
     ) -> None:
         """Put a version, by default the desired one, into service; see `HPS.deploy`.
 
         Args:
             entry: replaces the known entry of the model.
+            accept: let the version serve whatever its checks find.
         """
         known = name in self._catalog.names
-        if pin:
+        if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
             try:
+                change.accepts = accept
                 served = self._serve_chosen(name, version, change, force=force, pin=pin, known=known)
                 keeps_entry = remember or not known
             finally:
@@ -110,6 +121,8 @@ class Reconciler:
                 return
             if version is None or pin:
                 self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
+            if change.held:
+                raise VersionHeldError(change.held)  # its files are known: polling loads it no second time
             if self._catalog.fleet.known(name) is not None:
                 if self._catalog.pins.known(name) is not None:
                     self._catalog.pins.end(name)  # otherwise it would return if the model left the fleet
@@ -164,6 +177,15 @@ class Reconciler:
             return None if errors else served
         finally:
             del errors  # their tracebacks refer to this frame
+
+    def check(self, name: str, version: str, against: str | None, proceed: Callable[[], None]) -> CheckReport:
+        """Check a version in service beside another one, and change nothing; see `HPS.check_version`."""
+        new, old = self._live.find(name, version), self._live.find(name, against)
+        return self._version_check(new, None if old is new else old, proceed).run()
+
+    def _version_check(self, new: Deployment, old: Deployment | None, proceed: Callable[[], None]) -> VersionCheck:
+        place = "" if not new.config.version_path else within(new.config.version_path, new.version)
+        return VersionCheck(new, old, self._targets().sources, place, proceed)
 
     def roll_back(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
@@ -265,7 +287,8 @@ class Reconciler:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            if (wanted := self._wanted(name)) is not None and self._live.needs_deployment(name, wanted):
+            accepted = self._accepted_elsewhere(name)
+            if (wanted := self._wanted(name)) is not None and (self._live.needs_deployment(name, wanted) or accepted):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
@@ -280,6 +303,11 @@ class Reconciler:
             new = self._tried.get(name) != document.number
             if new:
                 self._live.forget_failure(name)  # of the document before
+            held = self._live.held(name)
+            if held is not None and held.version == document.version and not new:
+                if self._accepted_elsewhere(name):
+                    yield name, False
+                continue
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
                 if wanted is not None and (self._live.failure(name) is None or self._live.needs_deployment(name, wanted)):
@@ -321,6 +349,9 @@ class Reconciler:
         change = self._live.change_of(name)
         pending = bool(change) or self._tried.get(name) != document.number
         reason = self._catalog.fleet.problem(name)
+        held = self._live.held(name)
+        if not reason and held is not None and held.checks is not None and held.version == document.version:
+            reason = self._held_text(held.checks)
         if not reason and not self._serves(name, document.desired):
             cause = self._unreadable.get(name, "") or ("" if failure is None else failure.cause)
             reason = (change and f"{change} it is under way") or ("" if pending else cause) or "it is not deployed yet"
@@ -328,11 +359,15 @@ class Reconciler:
         return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
 
     def chosen_by(self, name: str, serving: str) -> str:
-        """Describe the pin or document that chose the serving version of a model; empty if its policy did."""
+        """Describe the pin or document that chose the serving version of a model, and a version that is held; empty if none."""
         status = self.fleet(name)
         desired = self._catalog.pins.known(name) if status is None else status.document.desired
         reason = f"; {status.reason}" if status is not None and status.reason else ""
-        return "" if desired is None else desired.describe(serving) + reason
+        chosen = "" if desired is None else desired.describe(serving) + reason
+        held = self._live.held(name)
+        if held is None or held.checks is None or (status is not None and held.version == status.document.version):
+            return chosen
+        return "; ".join(filter(None, (chosen, f"version {held.version} is held: {held.checks.reason}")))
 
     def check_integrity(self) -> list[str]:
         """Return a sentence for each broken invariant of the states and the desired versions."""
@@ -362,6 +397,11 @@ class Reconciler:
                 f"{doing} model {name!r}: its {SERVING} says what every replica serves: {document}. Change it for all of them "
                 "(--fleet, or POST /v1/models/{model}/fleet)"
             )
+
+    def _wanted_by_fleet(self, name: str, version: str | None) -> bool:
+        """Return True if a model has a serving document that wants this version: accepting it changes no fleet."""
+        document = self._catalog.document(name)
+        return document is not None and version in (None, document.version)
 
     def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
         """End a load before its version takes over, if the serving document has changed."""
@@ -399,6 +439,11 @@ class Reconciler:
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         same_files = current if current and current.fingerprint == fingerprint and not force else None
+        if current and same_files and not only_available:
+            if change.accepts:
+                self._accept(current)
+            elif current.held and current.checks is not None:
+                only_available, change.held = True, self._held_text(current.checks)
         if current and same_files:
             refuse_format_in_service(current.config, config)
             same = _same_settings(current.config, config)
@@ -422,6 +467,8 @@ class Reconciler:
                 if not only_available:
                     self._retire_unselected(deployed, chosen)
                 return fingerprint
+        if name not in self._live.serving and not change.accepts:
+            self._refuse_held(name, version, fingerprint)
         replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
         try:
             replacing()
@@ -515,13 +562,99 @@ class Reconciler:
         # serve.
         try:
             self._updates.start_and_wait(deployed, is_closing, change.wait_for)
+            if old is None and not only_available:
+                self._check(deployed, change, is_closing)
             change.proceed()
-            self._live.serve(deployed, select, fate, old, only_available=only_available)
+            if deployed.held and not only_available:
+                self._live.serve(deployed, self._without_held(name), fate, only_available=True)
+                kept = []  # nothing was replaced
+            else:
+                self._live.serve(deployed, select, fate, old, only_available=only_available)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
                 deployed.close("keep" if old else "release")
             raise
         self._drop_rest(name, kept, config)
+
+    def _check(self, deployed: Deployment, change: Change, is_closing: Callable[[], bool]) -> None:
+        """Check a loaded version, and record the report in it.
+
+        A version below the serving one is a way back, and is not checked: the serving one may be what is wrong.
+
+        Raises:
+            VersionHeldError: it must not serve, and cannot be held: it is refused, no version serves meanwhile, or the serving
+                one has its number.
+        """
+        config, documents = deployed.config, self._catalog.checks
+        serving = self._live.serving.get(config.model)
+        if not config.checks.enabled or (serving is not None and int(deployed.version) < int(serving.version)):
+            return
+
+        def proceed() -> None:
+            change.proceed()
+            if is_closing():
+                raise NotReadyError(f"deploying model {config.model!r}: the parameter server is closed")
+
+        change.wait_for("its checks")
+        report = self._version_check(deployed, serving, proceed).run()
+        change.wait_for("")
+        counted = Counter((found.check, found.outcome) for found in report.checks)
+        for check, outcome in product(CHECKS, OUTCOMES):  # zeros, too: the first failure is then visible as an increase
+            self._metrics.version_checks.labels(config.model, check, outcome).inc(counted[check, outcome])
+        before = documents.read(config.model, config.version_path, report.version, report.fingerprint)
+        deployed.checks = report
+        if change.accepts:
+            self._accept(deployed)
+        elif before is not None and before.accepted_at is not None:
+            deployed.checks = report.accepted(before.accepted_at)
+        documents.write(deployed.checks, config.version_path)
+        verdict = deployed.checks.verdict
+        if verdict in ("passed", "accepted"):
+            for failed in report.failed:
+                _log.warning("model %r: version %s: %s; it serves (%s)", config.model, report.version, failed, failed.policy)
+            return
+        if verdict == "refused" or serving is None or serving.version == deployed.version:
+            raise VersionHeldError(f"deploying model {config.model!r}: version {report.version} is refused: {report.reason}")
+        change.held = self._held_text(report)
+        _log.error("%s", change.held)
+
+    def _without_held(self, name: str) -> Callable[[list[str]], list[str]]:
+        """Return a selection of all versions but one that its checks held before."""
+        before = self._live.held(name)
+        return lambda versions: [version for version in versions if before is None or version != before.version]
+
+    def _accept(self, deployed: Deployment) -> None:
+        """Let a version serve that its checks hold."""
+        if deployed.checks is not None and deployed.checks.verdict in ("held", "refused"):
+            deployed.checks = deployed.checks.accepted(time.time())
+            self._catalog.checks.write(deployed.checks, deployed.config.version_path)
+
+    def _refuse_held(self, name: str, version: str, fingerprint: str) -> None:
+        """Refuse to load a version, while none serves, that was held before: nothing could be compared with it now."""
+        config = self._catalog.model(name)
+        report = self._catalog.checks.read(name, config.version_path, version, fingerprint) if config.checks.enabled else None
+        if report is not None and report.verdict == "held":
+            raise VersionHeldError(
+                f"deploying model {name!r}: version {version} is refused, since it was held: {report.reason}"
+            )
+
+    def _accepted_elsewhere(self, name: str) -> bool:
+        """Return True if the version that is held here was accepted on another replica, and let it serve."""
+        held = self._live.held(name)
+        if held is None or held.checks is None:
+            return False
+        report = self._catalog.checks.read(name, held.config.version_path, held.version, held.fingerprint)
+        if report is None or report.accepted_at is None:
+            return False
+        held.checks = held.checks.accepted(report.accepted_at)
+        return True
+
+    def _held_text(self, report: CheckReport) -> str:
+        name, version = report.model, report.version
+        return (
+            f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it "
+            f"under its number; publish a better one, or `hps deploy {name} --accept`"
+        )
 
     def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""

@@ -48,7 +48,7 @@ class DatabaseRows:
     def chunk_rows(self) -> int:
         return rows_of_a_chunk(self.stored.width)
 
-    def chunks(self, chunk_rows: int, row_dtype: str) -> Iterator[tuple[KeyArray, RowArray]]:
+    def chunks(self, chunk_rows: int, row_dtype: str) -> Generator[tuple[KeyArray, RowArray], None, None]:
         """Yield every row once, in a format, in chunks as of `Database.scan`.
 
         Raises:

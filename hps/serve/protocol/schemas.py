@@ -332,6 +332,7 @@ class DeployRequest(BaseModel):
 
     version: Version | None = Field(default=None, description="By default as chosen by the model's `version_policy`.")
     force: bool = Field(default=False, description="Load the files even if the databases hold them. Online writes are lost.")
+    accept: bool = Field(default=False, description="Let the version serve whatever its checks find, also if they hold it.")
     config: dict[str, Any] | None = Field(
         default=None, description="Entry of `models` as in a ps.json: replaces the configured one, or adds a model."
     )
@@ -410,18 +411,49 @@ class ChangeAnswer(BaseModel):
     )
 
 
+class RecordedRequests(BaseModel):
+    """A sample of the requests of a model."""
+
+    requests: list[str] = Field(description="Lines of a `requests.jsonl`, the oldest first.")
+
+
+class CheckStatus(BaseModel):
+    """The result of one check of a version."""
+
+    check: Literal["finite", "keys", "norms", "vectors", "scores", "expected"]
+    table: str | None = Field(default=None, description="Absent for checks of the network.")
+    outcome: Literal["passed", "failed", "skipped"]
+    policy: Literal["refuse", "hold", "warn"] = Field(description="What follows if it fails.")
+    text: str | None = Field(default=None, description="What was got and expected, or why it was skipped.")
+    figures: dict[str, float] = Field(description="What was measured.")
+
+
+class ChecksStatus(BaseModel):
+    """The results of the checks of a version before it took over."""
+
+    verdict: Literal["passed", "held", "refused", "accepted"] = Field(
+        description="`held`: it answers only those who name it, until it is accepted; `accepted`: by a person."
+    )
+    against: str | None = Field(default=None, description="The version that served, and that it was compared with.")
+    at: str = Field(description="Start (ISO 8601, UTC).")
+    seconds: float
+    reason: str | None = Field(default=None, description="The failed checks.")
+    checks: list[CheckStatus]
+
+
 class VersionStatus(BaseModel):
     """A version of a model, and its sizes."""
 
     version: str
-    state: Literal["serving", "available", "kept", "retiring"] = Field(
-        description="`serving` answers requests without a version, `available` those with it; `kept` waits for a roll-back, "
-        "`retiring` for its last lookups."
+    state: Literal["serving", "available", "held", "kept", "retiring"] = Field(
+        description="`serving` answers requests without a version, `available` those with it, `held` likewise, since its "
+        "checks failed; `kept` waits for a roll-back, `retiring` for its last lookups."
     )
     since: str = Field(description="Time it was put into service (ISO 8601, UTC).")
     rows: int = Field(description="Rows in its model files.")
     size_bytes: dict[str, int] = Field(description="Size of its vectors by tier.")
     stale_copies: list[str] = Field(description="Tables that take no online writes, since its network has a copy of them.")
+    checks: ChecksStatus | None = Field(default=None, description="Its checks; absent if it was not checked.")
 
 
 class ModelDetails(BaseModel):

@@ -23,6 +23,7 @@ REFERENCE = json.loads((ROOT / "configs" / "reference.json").read_text())
 FOLLOWED = {
     "hps check-database": "tests/ring2/stores/rocks_db/test_rocks_db_logs.py::test_the_cure_of_a_damaged_log_saves",
     "hps deploy": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
+    "hps deploy --accept": "tests/ring2/versions/test_version_checks.py::test_a_bad_version_is_held_and_seen_and_a_good_one_or",
     "hps deploy --fleet --version": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare",
     "hps deploy --force": "tests/ring2/models/test_redis_force.py::test_a_table_that_a_server_uses_is_not_emptied_and_loaded",
     "hps import": "tests/ring2/models/test_import.py::test_the_command_lists_and_imports",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hps.configuration.checks import ChecksConfig
 from hps.configuration.load import load_dense
 from hps.errors import NetworkError, NotReadyError
 from hps.scoring import scorer as scorer_module
@@ -35,7 +36,7 @@ class Deployed:
             outputs=(),
             on_device=on_device,
         )
-        config: Any = SimpleNamespace(model="m", version="1", max_batch_size=MOST_SAMPLES)
+        config: Any = SimpleNamespace(model="m", version="1", max_batch_size=MOST_SAMPLES, checks=ChecksConfig())
         session: Any = SimpleNamespace(run=self.tables.look_up, graph_lookups=lambda: None)
         self.scores = DeploymentScores(opened, config, dense, self.tables.specs, {0: session}, self.counters)
         self.network.calls.clear()

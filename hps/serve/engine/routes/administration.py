@@ -22,6 +22,7 @@ from hps.serve.logs.changes import log_change, request_line
 from hps.serve.logs.requests import SERVED, Served
 from hps.serve.protocol import schemas
 from hps.versions.changes import Change
+from hps.versions.checks.report import CheckReport
 from hps.versions.desired import DesiredVersion
 from hps.versions.live_models import REFRESHING
 
@@ -63,6 +64,12 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         found = await threads.run(lambda: lifecycle.server.updates())
         return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(table)) for table in found])
 
+    @router.get("/debug/requests/{model}", responses={status: responses[status] for status in (400, 401, 403, 404)})
+    async def recorded_requests(model: str) -> schemas.RecordedRequests:
+        """Return a sample of the requests for scores that a model answered, if its configuration allows to keep them."""
+        server = lifecycle.server_of(model)
+        return schemas.RecordedRequests(requests=await threads.run(lambda: server.recorded_requests(model)))
+
     @router.get("/debug/check", responses={status: responses[status] for status in (401, 403, 503)})
     async def check_integrity() -> schemas.IntegrityReport:
         """Check the invariants of versions, caches and databases. Reads all indices; needs the right `admin`."""
@@ -76,12 +83,12 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         """
         body = await read_object(request, schemas.DeployRequest)
         wanted = model if body.config is None else _configured(model, body.config)
-        detail = (
-            f"version {body.version or 'by its policy'}{', forced' * body.force}{', with a config' * (body.config is not None)}"
-        )
+        detail = f"version {body.version or 'by its policy'}{', forced' * body.force}{', accepted' * body.accept}"
+        detail += ", with a config" * (body.config is not None)
 
         def call(server: HPS) -> str:
-            return server.deploy(wanted, body.version, progress=lifecycle.progress(), force=body.force).version
+            progress = lifecycle.progress()
+            return server.deploy(wanted, body.version, progress=progress, force=body.force, accept=body.accept).version
 
         return await run(model, "deploying", request, response, wait, call, detail)
 
@@ -212,6 +219,29 @@ def _fleet(server: HPS, model: str) -> schemas.FleetAnswer | None:
     )
 
 
+def _checks(report: CheckReport | None) -> schemas.ChecksStatus | None:
+    if report is None:
+        return None
+    return schemas.ChecksStatus(
+        verdict=report.verdict,
+        against=report.against or None,
+        at=_time(report.at),
+        seconds=report.seconds,
+        reason=report.reason or None,
+        checks=[
+            schemas.CheckStatus(
+                check=found.check,
+                table=found.table or None,
+                outcome=found.outcome,
+                policy=found.policy,
+                text=found.text or None,
+                figures=dict(found.figures),
+            )
+            for found in report.checks
+        ],
+    )
+
+
 def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     server = lifecycle.server
     found = []
@@ -236,6 +266,7 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                         rows=it.rows,
                         size_bytes=it.size_bytes,
                         stale_copies=list(it.stale_copies),
+                        checks=_checks(it.checks),
                     )
                     for it in versions
                 ],

@@ -349,7 +349,7 @@ def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetad
     return schemas.ModelMetadata(
         **({} if share is None else {"shard": schemas.ShardMetadata(index=share.index, of=share.of)}),
         name=name,
-        versions=[version.version for version in server.versions(name) if version.state in ("serving", "available")],
+        versions=[version.version for version in server.versions(name) if version.state in ("serving", "available", "held")],
         platform="hps",
         inputs=inputs,
         outputs=outputs,

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from urllib.parse import quote
 
 import typer
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
     "deploy": "Example: `hps deploy ranker --version 2`",
+    "record": "Example: `hps record ranker --output models/ranker/requests.jsonl`",
     "undeploy": "Example: `hps undeploy ranker`",
     "rollback": "Example: `hps rollback ranker`",
     "unpin": "Example: `hps unpin ranker`",
@@ -81,6 +83,9 @@ def models_command(
             typer.echo(f"{model['name']}: the fleet serves version {status['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
+        for version in model["versions"]:
+            if version["state"] == "held":
+                typer.echo(f"{model['name']}: version {version['version']} is held: {version['checks']['reason']}")
     for change in answer["changes"]:
         if "status" not in change:
             typer.echo(f"under way for {change['seconds']:.0f} s: {change['what']}, by {change['by']}")
@@ -98,6 +103,9 @@ def deploy_command(
         typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json with MODEL."),
     ] = None,
     force: console.Force = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Let the version serve whatever its checks find, also if they hold it.")
+    ] = False,
     fleet: Fleet = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -107,11 +115,17 @@ def deploy_command(
     the server. A version given by --version is pinned: neither polling nor a restart deploys a newer one. Without --version,
     the pin ends.
 
+    A version that fails its checks is held: the previous one serves on, and --accept lets it take over.
+
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
-    if fleet and (force or config is not None):
-        raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+    if fleet and (force or accept or config is not None):
+        raise errors.InvalidInputError(
+            "deploying on the fleet: got --force, --accept or --config, expected none of them with --fleet"
+        )
     body: dict[str, Any] = {} if fleet else {"force": force}
+    if accept:
+        body["accept"] = True
     if version:
         body["version"] = version
     if config is not None:
@@ -169,6 +183,21 @@ def refresh_command(
     First refills its tables in the volatile database, at full speed, if rows were lost there.
     """
     _change(server, model, "refresh", {}, wait=not no_wait)
+
+
+@server_command()
+def record_command(
+    server: "Client",
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path("requests.jsonl"),
+) -> None:
+    """Write a sample of the requests for scores that MODEL answered to a file, for the checks of its versions.
+
+    The server keeps them only if models[].checks.record is `keys` or `features`.
+    """
+    requests = server.ask(f"/v1/debug/requests/{quote(model, safe='')}")["requests"]
+    output.write_text("".join(f"{line}\n" for line in requests))
+    typer.echo(f"{output}: {len(requests)} requests of {model}")
 
 
 @server_command(ServerUrl)

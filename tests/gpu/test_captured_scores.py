@@ -148,6 +148,23 @@ def test_a_run_is_captured_after_what_was_written_before() -> None:
         np.testing.assert_array_equal(network.fetch({"x": found})["x"], expected)
 
 
+def test_only_graphs_of_one_owner_share_memory() -> None:
+    """Graphs of one owner run in turn; those of two deployments of a network may run at the same time."""
+    network = TorchScript("m", lambda given: given, ("x",), torch.device("cuda", 0))
+    found = network.empty((1 << 20,), "float32")
+    owners, temporary, kept = (object(), object()), [], []
+
+    def run() -> dict[str, Any]:
+        twice = found * 2
+        temporary[-1:] = [twice.data_ptr()]  # of the last run, which is captured
+        return {"x": twice + 1}
+
+    for owner in (owners[0], owners[0], owners[1]):
+        temporary.append(0)
+        kept.append(network.fixed(run, owner=owner))
+    assert temporary[0] == temporary[1] != temporary[2]
+
+
 def test_a_write_that_has_returned_is_seen(tmp_path: Path, in_graphs: list[bool]) -> None:
     module = ranker(tmp_path, 1, gpucacheper=1.0)
     with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:

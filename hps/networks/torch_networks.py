@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -54,12 +54,23 @@ _LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
 
 
 _capturing: Final = threading.Lock()
+_MOST_WAIT_S: Final = 10.0  # for another capture: one that never ends is abandoned with its thread
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
+
+
+@contextmanager
+def _sole_capture() -> Iterator[None]:
+    if not _capturing.acquire(timeout=_MOST_WAIT_S):
+        raise RuntimeError(f"another network has been captured for {_MOST_WAIT_S:g} s")
+    try:
+        yield
+    finally:
+        _capturing.release()
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of a device that graphs are captured on, within `_capturing`.
+    """Return the one stream of a device that graphs are captured on, within `_sole_capture`.
 
     `torch.cuda.Stream` hands out 32 streams in turn: what another thread launches on the same one would be captured, too. And
     cuBLAS keeps a workspace for each stream.
@@ -145,7 +156,7 @@ class _TorchNetwork(Network):
                 torch.cuda.current_stream(self._device).synchronize()
                 # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
-                with _capturing, torch.cuda.stream(_capture_stream(self._device)):
+                with _sole_capture(), torch.cuda.stream(_capture_stream(self._device)):
                     # `torch.cuda.graph` also empties torch's cache, which takes ten times as long
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:

@@ -338,6 +338,7 @@ __device__ __forceinline__ Read answer_few(const Answer& request, const Early& e
 #pragma unroll 1
     for (u32 part = blockIdx.x + threadIdx.x / 32 * gridDim.x; part < parts.total; part += gridDim.x * WARPS) {
         admit_read(request, last, counts);
+        last.entries = 0;
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const AnswerSegment& segment = request.segments[s];

@@ -9,6 +9,7 @@ Another package adds an engine by an entry point of the group `hps.networks`, wh
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -79,6 +80,13 @@ class Network(ABC):
             ModelFileError: the file is something else, holds what is not allowed, or has other inputs.
             DeviceMemoryError: it does not fit on the device. DeviceError: the engine cannot use it.
         """
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Return the context in which a thread calls a network that is on a CUDA device: that of one stream for all threads.
+
+        Graphs of `fixed` share memory, so they must run one after the other.
+        """
+        return nullcontext()
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Allocate a tensor in the memory of a CUDA device; only if `on_cuda`."""

@@ -1,14 +1,17 @@
 """Networks of PyTorch: programs of `torch.export`, packages of AOTInductor, and TorchScript."""
 
+import ctypes
 import importlib
 import inspect
 import logging
 import re
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -50,6 +53,35 @@ _LIBRARIES: Final = {"fbgemm": "fbgemm_gpu"}
 """Packages that register operators when they are imported, by the operators' namespace."""
 
 
+_capturing: Final = threading.Lock()
+_MOST_WAIT_S: Final = 10.0  # for another capture: one that never ends is abandoned with its thread
+_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
+
+
+@contextmanager
+def _sole_capture() -> Iterator[None]:
+    if not _capturing.acquire(timeout=_MOST_WAIT_S):
+        raise RuntimeError(f"another network has been captured for {_MOST_WAIT_S:g} s")
+    try:
+        yield
+    finally:
+        _capturing.release()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream of a device that graphs are captured on, within `_sole_capture`.
+
+    `torch.cuda.Stream` hands out 32 streams in turn: what another thread launches on the same one would be captured, too. And
+    cuBLAS keeps a workspace for each stream.
+    """
+    pointer = ctypes.c_void_p()
+    code = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(pointer), _NON_BLOCKING)
+    if code != 0:
+        raise RuntimeError(f"making a CUDA stream: error {code}")
+    return torch.cuda.ExternalStream(pointer.value, device)
+
+
 class _TorchNetwork(Network):
     """Runs a network of PyTorch.
 
@@ -68,6 +100,12 @@ class _TorchNetwork(Network):
         self._outputs = tuple(outputs)
         self._device = device
         self._last: weakref.WeakKeyDictionary[object, weakref.ref[Any]] = weakref.WeakKeyDictionary()  # graph of each owner
+
+    def scope(self) -> AbstractContextManager[object]:
+        if self._device.type == "cpu":
+            return nullcontext()
+        default = torch.cuda.default_stream(self._device)
+        return nullcontext() if torch.cuda.current_stream(self._device) == default else torch.cuda.stream(default)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
@@ -107,19 +145,19 @@ class _TorchNetwork(Network):
         """Capture a run in a CUDA graph; where it cannot be captured, repeat it as it is."""
         with torch.cuda.device(self._device):
             try:
-                stream = torch.cuda.Stream(self._device)
                 # Of an owner, one runs after the other. A pool lives as long as one of its graphs.
                 last = None if owner is None else self._last.get(owner)
                 earlier = None if last is None else last()
                 pool = None if earlier is None else earlier.pool()
-                stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still write the inputs
-                with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UPS if earlier is None else 1):  # libraries choose kernels and take memory
-                        run()
-                stream.synchronize()
+                # Libraries choose kernels and take memory, on the stream of all other calls: what is left of a run that fails
+                # precedes them, and what it runs on, such as a workspace of cuBLAS, no graph uses at the same time.
+                for _ in range(_WARM_UPS if earlier is None else 1):
+                    run()
+                torch.cuda.current_stream(self._device).synchronize()
                 # Only calls of this thread may break the capture: lookups on other threads synchronise and allocate meanwhile.
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.stream(stream):  # `torch.cuda.graph` also empties torch's cache, which takes ten times as long
+                with _sole_capture(), torch.cuda.stream(_capture_stream(self._device)):
+                    # `torch.cuda.graph` also empties torch's cache, which takes ten times as long
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         outputs = run()

@@ -158,11 +158,17 @@ class CapturedBatches:
         """Return lookups for the graphs of a form, with room for the largest."""
         if kept.lookups is None and (lookups := self._runner.graph_lookups()) is not None:
             self._runner.network.write(kept.memory, kept.source)
-            rows = tuple(kept.form.rows)
-            for batch in self._memories.bind(kept, kept.form.samples, rows, self._most_sizes(kept), exact=True).lookups:
-                lookups.prepare(batch)
+            rows, most = tuple(kept.form.rows), self._most_sizes(kept)
+            for sizes in dict.fromkeys((most, self._single_keys(most))):
+                for batch in self._memories.bind(kept, kept.form.samples, rows, sizes, exact=True).lookups:
+                    lookups.prepare(batch)
             kept.lookups = lookups
         return kept.lookups
+
+    def _single_keys(self, most: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the elements of a row of each feature if bags have one key each, which is not pooled but looked up."""
+        bags = {lookup.feature for lookup in self._signature.lookups if lookup.pools(2) and not lookup.pools(1)}
+        return tuple([1 if place in bags else size for place, size in enumerate(most)])
 
     def _new_captured(self, kept: KeptMemory, samples: int, key: Rows, lookups: GraphLookups) -> CapturedBatch | None:
         network, (rows, sizes) = self._runner.network, key

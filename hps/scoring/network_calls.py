@@ -43,7 +43,8 @@ class NetworkCalls:
                 raise NotReadyError("using a network: its version was undeployed")
             self._under_way[thread] = caller, math.inf
         try:
-            yield
+            with self.network.scope():
+                yield
         finally:
             self._end(thread)
 

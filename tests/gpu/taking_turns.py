@@ -21,7 +21,8 @@ def ask_while_versions_take_turns(
     Args:
         make: draws a request for model m, and by version what returns its scores.
     """
-    stop, wrong, seen = threading.Event(), [], set()
+    stop, seen = threading.Event(), set()
+    wrong: list[str] = []
 
     def ask(seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -29,8 +30,9 @@ def ask_while_versions_take_turns(
             given, expected = make(rng)
             answer = server.score("m", given)
             seen.add(answer.version)
-            if np.abs(answer["score"] - expected[answer.version]()).max() > 1e-5:
-                wrong.append(answer.version)
+            if np.abs(answer["score"] - (right := expected[answer.version]())).max() > 1e-5:
+                others = {version: np.abs(answer["score"] - scores()).max() for version, scores in expected.items()}
+                wrong.append(f"version {answer.version}: got {answer['score']}, expected {right}; distances {others}")
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(askers)]
     for thread in threads:

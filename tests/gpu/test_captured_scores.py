@@ -148,6 +148,71 @@ def test_a_run_is_captured_after_what_was_written_before() -> None:
         np.testing.assert_array_equal(network.fetch({"x": found})["x"], expected)
 
 
+class Owner:
+    """Of graphs that run in turn."""
+
+
+def test_only_graphs_of_one_owner_share_memory() -> None:
+    """Those of two deployments of a network may be wanted by two threads, each with its own outputs."""
+    network = TorchScript("m", lambda given: given, ("x",), torch.device("cuda", 0))
+    found = network.empty((1 << 20,), "float32")
+    temporary: list[int] = []
+    first, second, graphs = Owner(), Owner(), []
+
+    def run() -> dict[str, Any]:
+        twice = found * 2
+        temporary[-1] = twice.data_ptr()  # of the last run, which is captured
+        return {"x": twice + 1}
+
+    for owner in (first, first, second):
+        temporary.append(0)
+        graphs.append(network.fixed(run, owner=owner))
+    assert temporary[0] == temporary[1] != temporary[2]
+
+
+def test_a_run_that_cannot_be_captured_leaves_nothing_to_later_ones() -> None:
+    network = TorchScript("m", lambda given: given, ("x",), torch.device("cuda", 0))
+    found, zeros, ones = (network.put(values) for values in (np.full(8, 2.0), np.zeros(8), np.ones(8)))
+    large = network.empty((1 << 13, 1 << 13), "float32")
+
+    def run() -> dict[str, Any]:
+        for _ in range(10):
+            large @ large
+        network.write(found, zeros)
+        raise hps.InvalidInputError("no capture")
+
+    with pytest.raises(hps.InvalidInputError):
+        network.fixed(run)
+    network.write(found, ones)
+    torch.cuda.synchronize()
+    np.testing.assert_array_equal(network.fetch({"x": found})["x"], np.ones(8))
+
+
+def test_scores_do_not_depend_on_the_stream_of_their_caller(served: tuple[Any, hps.HPS, str]) -> None:
+    """Graphs of all threads run on one stream, since they share memory."""
+    module, server, _ = served
+    rng, side = np.random.default_rng(6), torch.cuda.Stream()
+    large = torch.zeros(1 << 14, 1 << 14, device="cuda")
+    given = request(rng, 20)
+    server.score("m", given)
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            large @ large
+        np.testing.assert_allclose(server.score("m", given)["score"], scores_of(module, given), atol=1e-5)
+        assert not side.query()
+    side.synchronize()
+
+
+def test_batches_whose_bags_have_one_key_each_are_captured(tmp_path: Path, in_graphs: list[bool]) -> None:
+    module = ranker(tmp_path, 1, embedding_cache_type="static")
+    with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:
+        rng = np.random.default_rng(7)
+        for keys in (1, 1, 1, 1, 2, 1, 100, 1):
+            given = request(rng, 20, keys)
+            np.testing.assert_allclose(server.score("m", given)["score"], scores_of(module, given), atol=1e-5)
+    assert in_graphs == [False, False, False, True, False, True, True, True]
+
+
 def test_a_write_that_has_returned_is_seen(tmp_path: Path, in_graphs: list[bool]) -> None:
     module = ranker(tmp_path, 1, gpucacheper=1.0)
     with hps.HPS({"model_repository": str(tmp_path), "device": "cuda"}) as server:

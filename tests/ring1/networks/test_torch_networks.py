@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 import hps
+from hps.errors import InvalidInputError
 from hps.networks.base import Network, NetworkTensor
 from hps.testing.networks import NetworkContract
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402 - after torch is known to be there
 
+from hps.networks import torch_networks  # noqa: E402
 from hps.networks.torch_networks import ExportedProgram, TorchScript  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning", "ignore:`?torch.jit:FutureWarning")
@@ -95,32 +97,98 @@ class TestExportedProgram(NetworkContract):
         return exported(Both().eval(), torch.ones(2, 4), torch.ones(2, 4), shapes=(ROWS, ROWS))
 
 
-class FakeStreams:
-    """What `fixed` uses of `torch.cuda`, without a device: nothing can be captured. `events` has what happened, in order."""
+class FakeCuda:
+    """What `fixed` uses of `torch.cuda`, without a device. `events` has what happened, in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self._stream = "default"
 
-    def Stream(self, device: Any) -> "FakeStreams":
+    def run(self) -> dict[str, Any]:
+        self.events.append(f"runs on {self._stream}")
+        return {}
+
+    def current_stream(self, device: Any) -> "FakeCuda":
         return self
 
-    def current_stream(self, device: Any) -> str:
-        return "the current stream"
-
-    def wait_stream(self, stream: str) -> None:
-        self.events.append(f"waits for {stream}")
-
     def synchronize(self) -> None:
-        raise RuntimeError("no device")
+        self.events.append(f"waits for {self._stream}")
 
-    device = stream = staticmethod(contextlib.nullcontext)
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        yield
+        self._stream = before
+
+    def CUDAGraph(self) -> "FakeGraph":
+        return FakeGraph(self.events)
+
+    device = staticmethod(contextlib.nullcontext)
+    is_available = staticmethod(lambda: False)
 
 
-def test_a_network_is_warmed_up_after_what_the_current_stream_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, streams = opened(plain()), FakeStreams()
-    monkeypatch.setattr(torch, "cuda", streams)
-    network.fixed(lambda: streams.events.append("runs") or {})  # type: ignore[func-returns-value]
-    assert streams.events == ["waits for the current stream", "runs", "runs", "runs"]
+class FakeGraph:
+    """A graph that says when it is captured."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self._events.append(f"begins in {'new memory' if pool is None else 'known memory'}")
+
+    def capture_end(self) -> None:
+        self._events.append("ends")
+
+    def replay(self) -> None:
+        self._events.append("replays")
+
+
+@pytest.fixture
+def network() -> Network:
+    return opened(plain())
+
+
+@pytest.fixture
+def cuda(network: Network, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Replaces CUDA once the network is open."""
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(torch_networks, "_capture_stream", lambda device: "a stream for captures")
+    return fake
+
+
+def test_a_run_is_warmed_up_where_all_runs_are_and_captured_on_a_stream_of_its_own(network: Network, cuda: FakeCuda) -> None:
+    first = network.fixed(cuda.run, owner=network)
+    captured = ["runs on a stream for captures", "ends"]
+    assert cuda.events == [*["runs on default"] * 3, "waits for default", "begins in new memory", *captured]
+    del cuda.events[:]
+    network.fixed(cuda.run, owner=network)
+    assert cuda.events == ["runs on default", "waits for default", "begins in known memory", *captured]
+    first()
+    assert cuda.events[-1] == "replays"
+
+
+def test_a_run_that_fails_has_left_nothing_on_the_stream_for_captures(network: Network, cuda: FakeCuda) -> None:
+    def fail() -> dict[str, Any]:
+        cuda.run()
+        raise InvalidInputError("it cannot be captured")
+
+    with pytest.raises(InvalidInputError):
+        network.fixed(fail)
+    assert cuda.events == ["runs on default"]
+
+
+def test_a_run_is_repeated_as_it_is_while_another_capture_does_not_end(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_networks, "_MOST_WAIT_S", 0.0)
+    network = opened(plain())
+    with torch_networks._sole_capture():
+        network.fixed(cuda.run)()
+    assert "ends" not in cuda.events
+    network.fixed(cuda.run)
+    assert cuda.events[-1] == "ends"
 
 
 def of_dict() -> bytes:

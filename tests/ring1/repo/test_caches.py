@@ -23,6 +23,7 @@ SMALL = {
     "hps/cache/cuda/spread_memory.py::_driver": "without arguments",
     "hps/models/files.py::_shift_by": "64 sizes of chunks of model files",
     "hps/client/routing.py::_seed": "one for each server that the caller names",
+    "hps/networks/torch_networks.py::_capture_stream": "one for each device",
     "hps/stores/redis/requests.py::_framed": "16 marks, which the program makes",
     "hps/stores/redis/requests.py::_framed_size": "16 sizes of rows",
     "hps/stores/redis/requests.py::_packed": "4,096 commands with names of tables and partitions and without keys or values",

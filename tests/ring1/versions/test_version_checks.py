@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import hps
+from hps.filesystems.base import FileWriter
+from hps.filesystems.local import LocalFileSystem
 from hps.testing.waiting import wait_until
 from tests.fakes import entry_points
 from tests.servers.running_service import document_of, model_of
@@ -236,6 +238,43 @@ def test_a_fleet_holds_a_version_until_one_replica_is_told_to_accept_it(document
 def test_a_damaged_report_is_ignored(document: Make, write: Write, home: Path, content: bytes) -> None:
     configuration = document()
     (home / "checks-1.json").write_bytes(content)
+    with hps.HPS(configuration) as server:
+        assert state(server) == [("1", "serving")]
+
+
+def test_the_reports_of_versions_that_are_removed_go_with_the_next_one(
+    document: Make, write: Write, home: Path, tmp_path: Path
+) -> None:
+    with hps.HPS(document()) as server:
+        for version in (2, 3):
+            write(version, retrained(0.1 * version))
+            assert polled(server) is None
+        (home / "2").rename(tmp_path / "2")
+        (home / "checks-mine.json").write_text("{}")
+        write(4, retrained(0.4))
+        assert polled(server) is None
+        assert sorted(path.name for path in home.glob("checks-*")) == [f"checks-{of}.json" for of in ("1", "3", "4", "mine")]
+
+
+def test_a_report_that_cannot_lie_beside_the_versions_is_kept_beside_the_persistent_database(
+    document: Make, write: Write, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = LocalFileSystem.create
+
+    def refuse(self: LocalFileSystem, path: str) -> FileWriter:
+        if path.startswith(str(home)):
+            raise hps.ModelFileError(f"writing {path}: read-only file system")
+        return create(self, path)
+
+    configuration = document()
+    monkeypatch.setattr(LocalFileSystem, "create", refuse)
+    with hps.HPS(configuration) as server:
+        monkeypatch.undo()
+        write(2, SHUFFLED)
+        monkeypatch.setattr(LocalFileSystem, "create", refuse)
+        polled(server)
+        assert state(server) == [("1", "serving"), ("2", "held")]
+    assert not list(home.glob("checks-*"))
     with hps.HPS(configuration) as server:
         assert state(server) == [("1", "serving")]
 

@@ -372,7 +372,7 @@ class Deployment:
         table = self.tables[index]
         keys, out, row = np.array([key], np.int64), np.empty((1, table.dim), np.float32), np.empty((1, table.width), np.float32)
         with self.changes:
-            if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
+            if any(session.resident(index, keys, out)[0] for session in dict.fromkeys(self.sessions.values())):
                 tier: str | None = TIERS[0]
             else:
                 tier = self.chain.locate(table, keys, row)

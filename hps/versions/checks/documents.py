@@ -1,8 +1,7 @@
 """The reports of checks, where people, other replicas and the next start find them.
 
-`checks-<version>.json` lies beside the directories of a model's versions, as `serving.json` does, in the same file system, for as
-long as the version's directory; the last report of each model also lies beside the persistent database, without the checks that
-passed.
+`checks-<version>.json` lies beside the directories of a model's versions, as `serving.json` does, for as long as that of the
+version; the last report of each model also lies beside the persistent database, without the checks that passed.
 """
 
 import logging

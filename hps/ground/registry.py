@@ -91,6 +91,9 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         "torcheasyrec": BuiltIn("hps.models.formats.numpy_files:NpzShards"),
         "torcheasyrec_delta": BuiltIn("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
     },
+    "transform": {
+        "fnv1a": BuiltIn("hps.tensors.strings:hash_texts"),
+    },
     "network": {
         "pt2": BuiltIn("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
         "torchscript": BuiltIn("hps.networks.torch_networks:TorchScript", install_hint("torch")),
@@ -185,6 +188,8 @@ def _from_package(kind: str, name: str) -> Any:
         raise MissingDependencyError(f"{place} cannot be imported: {error}; install what the package needs") from error
     except Exception as error:
         raise ConfigError(place, [f"cannot be imported: {error!r}; install a version that works"]) from error
+    if kind not in _BASES:  # functions
+        return found
     base = _attribute(_BASES[kind])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(place, [f"got {found!r}, expected a subclass of {_BASES[kind]}"])

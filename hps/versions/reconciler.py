@@ -28,7 +28,7 @@ from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
 from hps.models.manifest import within
 from hps.types import TableSpec
-from hps.versions.building import load_deployment, reconfigure
+from hps.versions.building import check_transform, load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
 from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
@@ -660,6 +660,7 @@ class Reconciler:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
         if _same_settings(current.config, config):
             return current.renewed(current.config)
+        check_transform(config, self._targets().sources)
         return reconfigure(current, config)
 
     def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:

@@ -13,7 +13,7 @@ ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
-Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL"]
+Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL", "BYTES"]
 Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 

@@ -1,6 +1,10 @@
 """Texts as requests have them, their hashes, and what is refused of a function that transforms them."""
 
+import json
+import re
 import struct
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ from hps import Strings
 from hps.configuration.transforms import TransformConfig
 from hps.tensors.strings import hash_texts
 from hps.tensors.transforms import Transform
+from tests import ROOT
 
 TEXTS = [b"", b"a", b"foobar", "Grüße".encode(), b"\0x"]
 PUBLISHED = {b"": 0xCBF29CE484222325, b"a": 0xAF63DC4C8601EC8C, b"foobar": 0x85944171F73967E8}  # draft-eastlake-fnv, C
@@ -113,3 +118,19 @@ def test_inputs_of_a_call_that_are_wrong_are_named(inputs: Any, reason: str) -> 
         transform.of_call(inputs)
     keys = {"item": [7], "age": [1.0]}
     assert transform.of_call(keys) is keys, "a request with keys is left alone"
+
+
+def test_the_example_of_the_page_makes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "transforms.md").read_text()
+    [code], [entry] = (
+        re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) for language in ("python", "json")
+    )
+    module = ModuleType("shop_features")
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "shop_features", module)
+    transform = Transform(TransformConfig.model_validate(json.loads(entry)), "shop", trusted=True)
+    made = transform.of_call({"city": ["Ulm", "Ulm"], "day": [1, 2], "age": [3.0]})
+    assert made["city"][0] == made["city"][1] == Strings.of(["Ulm"]).fnv1a()[0] % 1000
+    assert (made["weekend"].tolist(), made["age"]) == ([0.0, 1.0], [3.0])
+    with pytest.raises(hps.InvalidInputError, match="before 1970"):
+        transform.of_call({"city": ["Ulm"], "day": [-1]})

@@ -122,9 +122,7 @@ def test_inputs_of_a_call_that_are_wrong_are_named(inputs: Any, reason: str) -> 
 
 def test_the_example_of_the_page_makes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "transforms.md").read_text()
-    [code], [entry] = (
-        re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) for language in ("python", "json")
-    )
+    code, entry = re.findall(r"^```(?:python|json)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     module = ModuleType("shop_features")
     exec(code, vars(module))
     monkeypatch.setitem(sys.modules, "shop_features", module)

@@ -124,12 +124,15 @@ class Reconciler:
             if change.held:
                 raise VersionHeldError(change.held)  # its files are known: polling loads it no second time
             if self._catalog.fleet.known(name) is not None:
-                if self._catalog.pins.known(name) is not None:
+                if (ended := self._catalog.pins.known(name)) is not None:
                     self._catalog.pins.end(name)  # otherwise it would return if the model left the fleet
+                    change.ended_pin = ended
             elif not pin:
                 self._log_pin(name, served[-1][0])
             elif version is None:
+                ended = self._catalog.pins.known(name)
                 self._catalog.pins.end(name)
+                change.ended_pin = ended
             else:
                 change.pin = self._catalog.pins.pin(name, version, "deploy")
 

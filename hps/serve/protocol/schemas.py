@@ -406,6 +406,7 @@ class ChangeAnswer(BaseModel):
     pinned: PinStatus | None = Field(
         default=None, description="The pin that it made, until it is ended by `deploy` or `unpin`."
     )
+    unpinned: PinStatus | None = Field(default=None, description="The pin that it ended; polling takes newer versions again.")
     degraded: str | None = Field(
         default=None, description="What lookups do without after the change, as in `/v2/health/ready`; absent if nothing."
     )

@@ -66,6 +66,10 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         "s3": BuiltIn("hps.filesystems.s3:S3FileSystem"),
         "s3a": BuiltIn("hps.filesystems.s3:S3FileSystem"),
         "gs": BuiltIn("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
+        **{
+            scheme: BuiltIn("hps.filesystems.azure:AzureFileSystem", install_hint("azure"))
+            for scheme in ("abfs", "abfss", "az", "wasb", "wasbs")
+        },
     },
     "update_log": {
         "kafka_message_queue": BuiltIn(

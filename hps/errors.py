@@ -28,6 +28,7 @@
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
     ├── NetworkError             (RuntimeError)       a dense network failed, or was not opened in time
     │   └── NetworkBusyError     (TimeoutError)       a call of it hangs; requests are refused meanwhile
+    ├── TransformError           (RuntimeError)       the function of a model's `transform` failed, or was not done in time
     ├── DeadlineError            (TimeoutError)       the time that a request allows was over before work began
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
     │   ├── DatabaseTimeoutError (TimeoutError)
@@ -176,6 +177,10 @@ class NetworkError(HPSError, RuntimeError):
 
 class NetworkBusyError(NetworkError, TimeoutError):
     """A call of a dense network takes too long; the request was not queued behind it."""
+
+
+class TransformError(HPSError, RuntimeError):
+    """The function that transforms the inputs of requests failed, was not done in time, or returned what it must not."""
 
 
 class DeadlineError(HPSError, TimeoutError):

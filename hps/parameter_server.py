@@ -496,7 +496,8 @@ class HPS:
         Args:
             inputs: by name of the inputs in `dense`, arrays or nested sequences in host memory. For an input with a table:
                 int64 keys (samples, hotness), or (samples,) for one key each, or `Bags` of keys and offsets. For a feature:
-                values of its dtype and shape. `per_request` inputs may have one row for all samples.
+                values of its dtype and shape. `per_request` inputs may have one row for all samples. For inputs of the model's
+                `transform`: `Strings`, nested sequences of texts, or arrays of their dtype.
             device_id: as for `lookup_tables`.
             version: default: the serving one.
 
@@ -506,12 +507,15 @@ class HPS:
         Raises:
             UnknownModelError: the model is not deployed, or has no network. UnknownVersionError: the version is not.
             InvalidInputError: inputs are missing, unknown, of another shape or dtype, or of sizes that the network refuses.
+            TransformError: the transform failed.
             TooManyKeysError: more samples or keys than the model allows.
             NetworkError: the network failed, or an output is NaN.
             HPSError: as `lookup_tables`.
         """
         deployment = self.model(model_name, version)
         scores = network_of_model(deployment.scores, model_name)
+        if deployment.transform is not None:
+            inputs = deployment.transform.of_call(inputs)
         request = scores.read(arrays_of(scores.opened.features, inputs))
         device = deployment.device(device_id)
         deployment.session(device)  # raises for an unknown device

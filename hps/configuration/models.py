@@ -56,6 +56,7 @@ from hps.configuration.fields import (
 )
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.configuration.transforms import TransformConfig
 from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
 from hps.ground.shares import MOST_SHARES, TableShare
 from hps.types import ROW_DTYPES, TableSpec
@@ -320,6 +321,7 @@ class ModelConfig(Section):
     index_on_device: Flag = False
     device_sharing: DeviceSharingChoice = "replicate"
     dense: DenseConfig | None = None
+    transform: TransformConfig | None = None
 
     dense_file: Ignored = None
     network_file: Ignored = None

@@ -111,8 +111,10 @@ class Session(Protocol):
             DatabaseError: as for `lookup`; part of the keys may have become resident.
         """
 
-    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        """Return True if a key, (1,) int64, is cached, and write its vector to `out`. Fetches and counts nothing.
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        """Return which keys, (n,) int64, are cached, and write their vectors to `out`. Fetches and counts nothing.
+
+        Of several keys, none counts as cached if a table in host memory answers one of them.
 
         Raises:
             WorkspaceTimeoutError, NotReadyError: as for `lookup`.
@@ -464,19 +466,19 @@ class CachedSession(_TableLimits):
         starts = range(0, keys.size, _PREFETCH_ROWS)
         return sum(int(np.count_nonzero(self._fill(table, keys[start : start + _PREFETCH_ROWS]))) for start in starts)
 
-    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        found = np.zeros(1, np.bool_)
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        found = np.zeros(keys.size, np.bool_)
         lookup = self._lookups.take()
         try:
-            lookup.query(Batch.of(table, key, out, found))
-            linked = any(lookup.linked)  # read from host memory: it was not resident
+            lookup.query(Batch.of(table, keys, out, found))
+            linked = any(lookup.linked)  # read from host memory: not all were resident
             lookup.finish()
         except DeviceError as error:
             self._continue_without_device(error)
-            return False
+            linked = True
         finally:
             self._lookups.give_back(lookup)
-        return bool(found[0]) and not linked
+        return np.zeros_like(found) if linked else found
 
     def drain(self, timeout_s: float) -> bool:
         return self._inserts.drain(timeout_s)
@@ -785,8 +787,8 @@ class DirectSession(_TableLimits):
                 )
         return fetched
 
-    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        return False
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        return np.zeros(keys.size, np.bool_)
 
     def _refusal(self) -> InvalidInputError:
         return InvalidInputError(

@@ -27,6 +27,7 @@ from hps.models.sources import ModelSources
 from hps.scoring.deployed import OpenedNetwork
 from hps.statistics.metrics import Metrics
 from hps.stores.base import UNBOUNDED_ROWS, Database, PersistentDatabase
+from hps.tensors.transforms import Transform
 from hps.types import TableSpec
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
 from hps.versions.catalog import ModelVersion
@@ -69,6 +70,7 @@ def load_deployment(
     _refuse_shared_share(config, chain)
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
+    check_transform(config, targets.sources)
     network = _open_network(version, targets.sources, cache_class)
     try:
         _check_room(config, tables, loads, targets, chain, None if is_direct(config, cache_class) else cache_class)
@@ -134,6 +136,16 @@ def _refuse_shared_share(config: ModelConfig, chain: DatabaseChain) -> None:
                 f"deploying model {config.model!r}",
                 [f"shard: got {config.share}, expected none with {database.kind}, whose tables all servers share"],
             )
+
+
+def check_transform(config: ModelConfig, sources: ModelSources) -> None:
+    """Check that the transform of an entry can be used.
+
+    Raises:
+        ConfigError: it cannot be imported, or is code that `model_source.trust` does not allow.
+    """
+    if config.transform is not None:
+        Transform(config.transform, config.model, trusted=sources.trusted)
 
 
 def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:

@@ -40,7 +40,7 @@ class Change:
         version: serving version after the change; empty if none.
         error: reason of the failure; empty otherwise.
         status: HTTP status of the response to its request, once finished.
-        pin: the pin that it created, if any.
+        pin, ended_pin: the pins that it made and ended, if any.
         held: why the version that was asked for does not serve although it is loaded: its checks hold it; empty otherwise.
         accepts: a person lets the version serve whatever its checks find.
         since: start, in seconds since the epoch.
@@ -60,6 +60,7 @@ class Change:
     error: str = ""
     status: int | None = None
     pin: DesiredVersion | None = None
+    ended_pin: DesiredVersion | None = None
     held: str = ""
     accepts: bool = False
     since: float = field(default_factory=time.time)

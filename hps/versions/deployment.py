@@ -38,6 +38,7 @@ from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.statistics.metrics import TIERS
 from hps.stores.base import LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
+from hps.tensors.transforms import Transform
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 from hps.versions.checks.report import CheckReport
 
@@ -91,6 +92,7 @@ class Deployment:
         log_positions: per table, its position in the log just before its caches were filled.
         network: its network, which deployments that take over the same tables share.
         scores: scores of its samples; None without a network.
+        transform: what it does to inputs of requests; None if they have keys.
         checks: the report of its checks; None if it was not checked.
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
@@ -119,6 +121,7 @@ class Deployment:
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
     network: OpenedNetwork | None = field(default=None, repr=False)
     scores: DeploymentScores | None = field(init=False, repr=False)
+    transform: Transform | None = field(init=False, repr=False)
     checks: CheckReport | None = field(default=None, repr=False)
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[Any, Any] = field(init=False, repr=False)
@@ -150,6 +153,8 @@ class Deployment:
         )
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
+        transform = self.config.transform
+        self.transform = None if transform is None else Transform(transform, self.config.model, trusted=True)
         if self.network is not None and self.config.dense is not None:
             counters = self.chain.metrics.scores(self.config.model)
             try:
@@ -372,7 +377,7 @@ class Deployment:
         table = self.tables[index]
         keys, out, row = np.array([key], np.int64), np.empty((1, table.dim), np.float32), np.empty((1, table.width), np.float32)
         with self.changes:
-            if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
+            if any(session.resident(index, keys, out)[0] for session in dict.fromkeys(self.sessions.values())):
                 tier: str | None = TIERS[0]
             else:
                 tier = self.chain.locate(table, keys, row)

@@ -28,7 +28,7 @@ from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
 from hps.models.manifest import within
 from hps.types import TableSpec
-from hps.versions.building import load_deployment, reconfigure
+from hps.versions.building import check_transform, load_deployment, reconfigure
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
 from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
@@ -124,12 +124,15 @@ class Reconciler:
             if change.held:
                 raise VersionHeldError(change.held)  # its files are known: polling loads it no second time
             if self._catalog.fleet.known(name) is not None:
-                if self._catalog.pins.known(name) is not None:
+                if (ended := self._catalog.pins.known(name)) is not None:
                     self._catalog.pins.end(name)  # otherwise it would return if the model left the fleet
+                    change.ended_pin = ended
             elif not pin:
                 self._log_pin(name, served[-1][0])
             elif version is None:
+                ended = self._catalog.pins.known(name)
                 self._catalog.pins.end(name)
+                change.ended_pin = ended
             else:
                 change.pin = self._catalog.pins.pin(name, version, "deploy")
 
@@ -660,6 +663,7 @@ class Reconciler:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
         if _same_settings(current.config, config):
             return current.renewed(current.config)
+        check_transform(config, self._targets().sources)
         return reconfigure(current, config)
 
     def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:

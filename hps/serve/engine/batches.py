@@ -514,7 +514,13 @@ def _published(deployment: Deployment) -> dict[str, Any]:
             "max_samples": scores.max_samples,
         }
     tables = [asdict(replace(table, share=None)) for table in deployment.tables]  # frontends know no shares
-    return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
+    transform = None if (of := deployment.config.transform) is None else of.model_dump(mode="json")
+    return {
+        "tables": tables,
+        "keys_per_sample": deployment.keys_per_sample,
+        "network": network,
+        "transform": transform,
+    }
 
 
 def _batch_of(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Batch:

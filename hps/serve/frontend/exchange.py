@@ -256,6 +256,8 @@ class EngineExchange:
         if not self._connected:
             self._require_engine()
         plan, placed = lookup.plan, lookup.placed
+        if plan is None and placed is None:  # it is being transformed
+            return False
         size = plan.size if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
@@ -463,6 +465,10 @@ class EngineExchange:
             return
         try:
             lookup.version = self._published.version_of(lookup.target)
+            if (of := lookup.transform) is not None:
+                transform = lookup.version.tables.transform
+                if transform is None or transform.config != of:
+                    raise NotReadyError("the model's transform was changed while the request was answered; send it again")
             decode(lookup, self.settings.max_keys_per_request)
             if self.take_slot(lookup):
                 self.post(lookup)

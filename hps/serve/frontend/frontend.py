@@ -30,6 +30,7 @@ from hps.serve.frontend.proxy import EngineConnections
 from hps.serve.frontend.published import LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
+from hps.serve.frontend.transforming import TransformRuns
 from hps.serve.http.authorization import CERTIFICATE, Authorization
 from hps.serve.http.http_answer import (
     JSON,
@@ -46,9 +47,11 @@ from hps.serve.http.targets import row_target
 from hps.serve.logs.lines import configure_logging
 from hps.serve.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
-from hps.serve.protocol.json_size import SMALL_JSON_BYTES
+from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.serve.protocol.open_inference import parse_header_length
 from hps.serve.protocol.open_inference_header import CACHED_BYTES
+from hps.serve.protocol.transformed import read_raw
+from hps.tensors.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +117,7 @@ class Frontend:
         settings = self.settings = configuration.service
         self.published = Published(Memory(shared.snapshot, writable=False), self._apply)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
+        self.transforms = TransformRuns(self._decode)
         self.draining = False  # each answer tells its client to reconnect
         self.refusals = Refusals()
         self.memory = MemoryBudget(settings.max_held_bytes)
@@ -240,6 +244,8 @@ class Frontend:
         if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
         version = self.published.version_of(target)
+        if version.tables.transform is not None:
+            return None
         began = time.perf_counter_ns()
         plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
         if plan is None:
@@ -266,7 +272,7 @@ class Frontend:
         lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
         if shared is not None:
             lookup.shared, lookup.text, lookup.json_bytes = shared, shared.text, len(shared.text)
-            if not served.traced and len(shared.text) <= CACHED_BYTES:
+            if not served.traced and len(shared.text) <= CACHED_BYTES and version.tables.transform is None:
                 lookup.plan = read_cached(shared.text, None, version.tables, self.settings.max_keys_per_request).plan
             if lookup.plan is not None:
                 served.version, lookup.device = version.tables.version, lookup.plan.device
@@ -282,9 +288,30 @@ class Frontend:
             except HPSError:
                 version.counts.failed(lookup.began_ns)
                 raise
-        decode(lookup, self.settings.max_keys_per_request)
-        self.authorization.take_keys(served.identity, lookup.placed.keys if lookup.placed is not None else 0)
+        if version.tables.transform is None or target.is_json or not self._transforms(lookup, version.tables.transform):
+            self._decode(lookup)
         return lookup
+
+    def _decode(self, lookup: Lookup) -> None:
+        decode(lookup, self.settings.max_keys_per_request)
+        self.authorization.take_keys(lookup.served.identity, lookup.placed.keys if lookup.placed is not None else 0)
+
+    def _transforms(self, lookup: Lookup, transform: Transform) -> bool:
+        """Start the transform of a lookup, which then goes on by itself; return False if it has keys already."""
+        most, body, requester = self.settings.max_keys_per_request, lookup.body, lookup.requester
+        try:
+            if len(body) > SMALL_JSON_BYTES and requester is not None:
+                size = parsed_bytes(memoryview(body)[: lookup.json_bytes], most)
+                requester.reserve_bytes(2 * len(body) + size, "parsing the request")
+            request = read_raw(body, lookup.json_bytes, transform, most)
+            if request is None:
+                return False
+            lookup.transform = transform.config
+            self.transforms.start(lookup, request, transform)
+        except HPSError:
+            lookup.version.counts.failed(lookup.began_ns)
+            raise
+        return True
 
     def shared_tensors(
         self, target: LookupTarget, body: bytes | bytearray, length: bytes | None, client: str, headers: Mapping[bytes, bytes]
@@ -484,6 +511,7 @@ class Frontend:
             connection.transport.abort()
         for tick in self._ticks.values():
             tick.cancel()
+        self.transforms.close()
         self.exchange.close()
         self.engine.close()
         self.publish()

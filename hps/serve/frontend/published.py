@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from hps.configuration.networks import DenseConfig
-from hps.errors import NotReadyError, UnknownDeviceError, UnknownModelError, UnknownVersionError
+from hps.configuration.transforms import TransformConfig
+from hps.errors import HPSError, NotReadyError, UnknownDeviceError, UnknownModelError, UnknownVersionError
 from hps.ground.memory.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
@@ -13,6 +14,7 @@ from hps.scoring.signature import Output, signature_of
 from hps.serve.http.http_metrics import InferenceCounts, counted_as
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
+from hps.tensors.transforms import Transform
 from hps.types import TableSpec
 
 _VERSION_WORD: Final = layout.SNAPSHOT_AT // 8
@@ -114,7 +116,12 @@ class Published:
                     tables = tuple(TableSpec(**table) for table in published["tables"])
                     counts = self.counts.setdefault(counted_as(name, number, deployment_ids), InferenceCounts())
                     network = _network(name, published["network"], tables) if published.get("network") else None
-                    known = ModelTables(name, tables, number, published["keys_per_sample"], network)
+                    try:
+                        transform = _transform(name, published.get("transform"))
+                    except HPSError as error:  # this process cannot import what the engine can
+                        self._reasons[name] = str(error)
+                        continue
+                    known = ModelTables(name, tables, number, published["keys_per_sample"], network, transform)
                     version = FrontendVersion(known, deployment_ids, counts)
                 version.exclude_lost(published["lost"])
                 models[name][number] = version
@@ -140,7 +147,7 @@ class Published:
             raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
         name, number = target.model_name, target.version
         versions = self._models.get(name)
-        if versions is None or name not in self._serving:
+        if not versions or name not in self._serving:
             if reason := self._reasons.get(name):
                 raise NotReadyError(f"model {name!r} is not ready: {reason}")
             known = ", ".join(self._serving) or "none"
@@ -151,6 +158,12 @@ class Published:
             known = ", ".join(versions)
             raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
         return found
+
+
+def _transform(model: str, published: dict[str, Any] | None) -> Transform | None:
+    if published is None:
+        return None
+    return Transform(TransformConfig.model_validate(published), model, trusted=True)  # else the engine had refused it
 
 
 def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:

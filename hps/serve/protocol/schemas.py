@@ -13,7 +13,7 @@ ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
-Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL"]
+Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL", "BYTES"]
 Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -406,6 +406,7 @@ class ChangeAnswer(BaseModel):
     pinned: PinStatus | None = Field(
         default=None, description="The pin that it made, until it is ended by `deploy` or `unpin`."
     )
+    unpinned: PinStatus | None = Field(default=None, description="The pin that it ended; polling takes newer versions again.")
     degraded: str | None = Field(
         default=None, description="What lookups do without after the change, as in `/v2/health/ready`; absent if nothing."
     )

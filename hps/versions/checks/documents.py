@@ -1,16 +1,18 @@
 """The reports of checks, where people, other replicas and the next start find them.
 
-`checks-<version>.json` lies beside the directories of a model's versions, as `serving.json` does; the last report of each model
-also lies beside the persistent database, without the checks that passed.
+`checks-<version>.json` lies beside the directories of a model's versions, as `serving.json` does, for as long as that of the
+version; the last report of each model also lies beside the persistent database, without the checks that passed.
 """
 
 import logging
+import re
 from typing import Final
 
 import pydantic
 
 from hps.errors import DatabaseError, HPSError
-from hps.models.manifest import read_small_file, within, write_file
+from hps.filesystems.base import FileSystem
+from hps.models.manifest import VERSION, read_small_file, within, write_file
 from hps.models.sources import ModelSources
 from hps.versions.checks.report import CheckReport
 from hps.versions.kept_files import KeptFiles
@@ -20,6 +22,7 @@ _log = logging.getLogger(__name__)
 CHECKS_DIRECTORY: Final = "hps-checks"
 _MOST_BYTES: Final = 4 << 20
 _MOST_KEPT: Final = 40  # failed checks, of some hundred bytes
+_NAME: Final = re.compile(rf"checks-({VERSION.pattern})\.json")
 
 
 class CheckDocuments:
@@ -48,16 +51,16 @@ class CheckDocuments:
         return None
 
     def write(self, report: CheckReport, place: str) -> None:
-        """Write a report to both places."""
+        """Write a report to both places, and delete those of versions whose directories are gone."""
         content = report.model_dump_json(indent=1).encode()
         if place:
             filesystem, directory = self._sources.locate(place)
             try:
                 write_file(filesystem, within(directory, _name(report.version)), content)
+                _delete_leftovers(filesystem, directory, report.version)
             except (HPSError, OSError) as error:  # read-only, mostly
-                _log.info(
-                    "model %r: the report of version %s is kept on this replica alone: %s", report.model, report.version, error
-                )
+                where = "in memory alone" if self._kept.directory is None else "beside the persistent database alone"
+                _log.info("model %r: the report of version %s is kept %s: %s", report.model, report.version, where, error)
         try:
             self._kept.write(report.model, report.model_copy(update={"checks": tuple(report.failed[:_MOST_KEPT])}).model_dump())
         except OSError as error:
@@ -84,6 +87,15 @@ class CheckDocuments:
 
 def _name(version: str) -> str:
     return f"checks-{version}.json"
+
+
+def _delete_leftovers(filesystem: FileSystem, directory: str, version: str) -> None:
+    """Delete the reports of versions without a directory, except of the version that was just written about."""
+    names = filesystem.list(directory)
+    present = {version, *names}
+    for name in names:
+        if (found := _NAME.fullmatch(name)) and found[1] not in present:
+            filesystem.delete(within(directory, name))
 
 
 def _parsed(path: str, content: bytes) -> CheckReport | None:

@@ -1,15 +1,18 @@
 """Compares a sample of the rows of two versions of a table: their keys, norms and vectors."""
 
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from hps.configuration.checks import ChecksConfig
 from hps.engine.refresh import Pace
+from hps.engine.session import Session
 from hps.models.loading.warm_up import DatabaseRows
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.stores.base import UNBOUNDED_ROWS
+from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
 from hps.versions.checks.report import Bounds, CheckName, CheckOutcome, FailurePolicy
 
 LEAST_ROWS: Final = 256
@@ -21,6 +24,7 @@ _SMALL_PRODUCT: Final = 1 << 18  # multiplications up to which OpenBLAS uses one
 _PRODUCTS_AT_ONCE: Final = 32
 _MOST_DIMENSIONS: Final = 128
 _TINY: Final = 1e-30
+_MOST_RESIDENT: Final = 1 << 20
 
 
 class RowPairs(NamedTuple):
@@ -62,12 +66,70 @@ class RowSample:
         return RowPairs(self.old[finite], self.new[finite])
 
 
-def first_rows_of(rows: DatabaseRows, count: int, pace: Pace) -> tuple[KeyArray, FloatArray]:
-    """Read the rows that a scan of a database yields first, at most `count`.
+class SampledRows(Protocol):
+    """The rows of a table of a version, wherever they are."""
 
-    Every database scans in an order that does not depend on the vectors, and hardly on the keys: hash maps and row files by the
-    keys' hashes, Redis by its own, RocksDB by the low byte of the keys. So these rows are a sample, the same at each call.
+    @property
+    def table(self) -> TableSpec: ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether a row that is not there is not in the version."""
+
+    def chunks(self, chunk_rows: int, row_dtype: str) -> Generator[tuple[KeyArray, RowArray], None, None]:
+        """Yield rows, each once, the same at each call, in an order that does not depend on the vectors."""
+
+    def read(self, keys: KeyArray, row_dtype: str) -> tuple[KeyArray, RowArray]:
+        """Read rows by their keys, (n,) int64; return the found ones, with their keys."""
+
+
+class StoredRows(DatabaseRows):
+    """The rows of a database. *Immutable, thread-safe.*
+
+    Every database scans in an order that hardly depends on the keys: hash maps and row files by the keys' hashes, Redis by its
+    own, RocksDB by the low byte of the keys.
     """
+
+    @property
+    def complete(self) -> bool:
+        return self.database.persistent or self.database.stats(self.stored.tag).capacity_rows >= UNBOUNDED_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRows:
+    """The resident rows of a cache, of a version without a database. *Immutable, thread-safe.*
+
+    Attributes:
+        index: of the table.
+        rows: of the version's files.
+    """
+
+    session: Session
+    index: int
+    table: TableSpec
+    rows: int
+
+    @property
+    def complete(self) -> bool:
+        cache = self.session.cache
+        return cache is not None and cache.stats(self.index).resident_rows == self.rows
+
+    def chunks(self, chunk_rows: int, row_dtype: str) -> Generator[tuple[KeyArray, RowArray], None, None]:
+        """Yield resident rows, up to a million, from everywhere in the cache."""
+        keys = np.empty(0, np.int64) if self.session.cache is None else self.session.cache.dump(self.index)
+        keys = keys[:: max(1, keys.size // _MOST_RESIDENT)]
+        for start in range(0, keys.size, chunk_rows):
+            yield self.read(np.ascontiguousarray(keys[start : start + chunk_rows]), row_dtype)
+
+    def read(self, keys: KeyArray, row_dtype: str) -> tuple[KeyArray, RowArray]:
+        """Read resident rows as float32, whatever `row_dtype` is."""
+        vectors = np.empty((keys.size, self.table.dim), np.float32)
+        found = self.session.resident(self.index, keys, vectors)
+        return keys[found], vectors[found]
+
+
+def first_rows_of(rows: SampledRows, count: int, pace: Pace) -> tuple[KeyArray, FloatArray]:
+    """Read the rows that `chunks` yields first, at most `count`: a sample, the same at each call."""
     keys: list[KeyArray] = []
     vectors: list[FloatArray] = []
     missing = count
@@ -84,7 +146,7 @@ def first_rows_of(rows: DatabaseRows, count: int, pace: Pace) -> tuple[KeyArray,
     return np.concatenate(keys), np.concatenate(vectors)
 
 
-def sample_rows(new: DatabaseRows, old: DatabaseRows, count: int, pace: Pace) -> RowSample:
+def sample_rows(new: SampledRows, old: SampledRows, count: int, pace: Pace) -> RowSample:
     """Sample the rows of two versions of a table.
 
     Raises:
@@ -97,7 +159,7 @@ def sample_rows(new: DatabaseRows, old: DatabaseRows, count: int, pace: Pace) ->
     return RowSample(keys, vectors, known, found, old_keys.size, int(np.count_nonzero(~kept)))
 
 
-def _vectors_of(rows: DatabaseRows, keys: KeyArray, pace: Pace) -> tuple[FloatArray, BoolArray]:
+def _vectors_of(rows: SampledRows, keys: KeyArray, pace: Pace) -> tuple[FloatArray, BoolArray]:
     """Fetch the vectors of keys, and whether they were found."""
     vectors, found = np.zeros((keys.size, rows.table.dim), np.float32), np.zeros(keys.size, np.bool_)
     for start in range(0, keys.size, _CHUNK_ROWS):

@@ -15,14 +15,21 @@ from hps.engine.refresh import Pace
 from hps.errors import HPSError, ModelFileError
 from hps.ground.threads.pacing import paced
 from hps.ground.threads.workers import call_in_thread
-from hps.models.loading.warm_up import DatabaseRows
 from hps.models.manifest import read_small_file, within
 from hps.models.sources import ModelSources
-from hps.stores.base import UNBOUNDED_ROWS
-from hps.types import KeyArray
+from hps.statistics.key_traces import TRACE_MAGIC
+from hps.types import KeyArray, TableSpec
 from hps.versions.checks.report import CHECKS, Bounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
-from hps.versions.checks.rows import compare_rows, sample_rows
-from hps.versions.checks.scores import REQUESTS, CheckRequests, compare_scores, make_up_requests, read_requests
+from hps.versions.checks.rows import CachedRows, SampledRows, StoredRows, compare_rows, sample_rows
+from hps.versions.checks.scores import (
+    REQUESTS,
+    CheckRequests,
+    compare_scores,
+    keys_of_trace,
+    make_up_requests,
+    read_recording,
+    read_requests,
+)
 from hps.versions.deployment import DRAIN_S, Deployment
 
 _log = logging.getLogger(__name__)
@@ -158,14 +165,14 @@ class VersionCheck:
         keys: list[KeyArray] = []
         for table in new.tables:
             before, sample = serving.get(table.table_name), None
-            if old is not None and (before is None or not (new.chain.databases and old.chain.databases)):
-                why = "the serving version has no such table" if before is None else "no database has its rows"
+            own, known = _rows_of(new, table), None if old is None or before is None else _rows_of(old, before)
+            if old is not None and (before is None or own is None or known is None):
+                why = "the serving version has no such table" if before is None else "no database or cache has its rows"
                 self._add_of_rows(why, table.table_name, failed=False)
-            elif old is not None and before is not None:
-                own, known = (DatabaseRows(at.chain.databases[-1], of) for at, of in ((new, table), (old, before)))
+            elif before is not None and own is not None and known is not None:
                 try:
                     sample = sample_rows(own, known, count, pace)
-                    complete = table.share == before.share and _keeps_all(own) and _keeps_all(known)
+                    complete = table.share == before.share and own.complete and known.complete
                     self.outcomes += compare_rows(table.table_name, sample, new.config.checks, pace, complete=complete)
                 except HPSError as error:
                     self._add_of_rows(str(error), table.table_name, failed=True)
@@ -183,10 +190,13 @@ class VersionCheck:
         requests: CheckRequests | str | None = None
         try:
             place = config.requests or (within(self.place, REQUESTS) if self.place else "")
-            if place:
-                requests = read_requests(place, scores.opened.signature, self.sources)
-            if requests is None and config.requests:
+            content = read_recording(place, self.sources) if place else None
+            if content is None and config.requests:
                 raise ModelFileError(f"reading {config.requests}: there is no such file; write it, or remove checks.requests")
+            if content is not None and content.startswith(TRACE_MAGIC):
+                keys = keys_of_trace(content, place, self.new.config.model, self.new.tables)
+            elif content is not None:
+                requests = read_requests(content, place, scores.opened.signature)
         except HPSError as error:
             self.outcomes.append(self._outcome("scores", str(error), failed=self.old is not None))  # else none would serve
             return
@@ -230,7 +240,8 @@ class VersionCheck:
 
     def _vectors(self, table: str, keys: np.ndarray) -> np.ndarray:
         spec = self.new.tables[self.new.table_index(table)]
-        rows = DatabaseRows(self.new.chain.databases[-1], spec)
+        if (rows := _rows_of(self.new, spec)) is None:
+            raise ModelFileError(f"{EXPECTED} has vectors of table {table!r}, of which no database or cache has rows")
         vectors = np.full((keys.size, spec.dim), spec.default_value, np.float32)
         got, read = rows.read(np.ascontiguousarray(keys, np.int64), "float32")
         vectors[np.isin(keys, got)] = read
@@ -244,9 +255,15 @@ class VersionCheck:
         return dict(scores.score(scores.read(inputs), self.new.device(None), counted=False))
 
 
-def _keeps_all(rows: DatabaseRows) -> bool:
-    """Return True if a database evicts no row, so that one that it lacks is not in the version."""
-    return rows.database.persistent or rows.database.stats(rows.stored.tag).capacity_rows >= UNBOUNDED_ROWS
+def _rows_of(deployment: Deployment, table: TableSpec) -> SampledRows | None:
+    """Return the rows of a table where the deployment has most of them; None if it has none."""
+    if databases := deployment.chain.databases:
+        return StoredRows(databases[-1], table)
+    session = deployment.sessions[deployment.devices[0]]
+    index = deployment.table_index(table.table_name)
+    if session.cache is None:
+        return None
+    return CachedRows(session, index, table, deployment.rows[index])
 
 
 def _difference(got: np.ndarray, expected: np.ndarray) -> float:

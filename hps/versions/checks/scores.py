@@ -18,7 +18,8 @@ from hps.models.sources import ModelSources
 from hps.scoring.deployed import network_of_model
 from hps.scoring.features import OFFSETS, arrays_of
 from hps.scoring.signature import Feature, Signature
-from hps.types import KeyArray
+from hps.statistics.key_traces import read_traces
+from hps.types import KeyArray, TableSpec
 from hps.versions.checks.report import Bounds, CheckOutcome, FailurePolicy
 from hps.versions.deployment import Deployment
 
@@ -53,21 +54,50 @@ class _Answers(NamedTuple):
     seconds: list[float]
 
 
-def read_requests(place: str, signature: Signature, sources: ModelSources) -> CheckRequests | None:
-    """Read requests: a line `{"inputs": {name: values}}` for each; None if there is no such file.
+def read_recording(place: str, sources: ModelSources) -> bytes | None:
+    """Read a file of requests or of requested keys; None if there is no such file.
+
+    Raises:
+        ModelFileError: it cannot be read, or is larger than 64 MB.
+    """
+    filesystem, path = sources.locate(place)
+    read = read_small_file(filesystem, path, _MOST_BYTES)
+    return None if read is None else read[0]
+
+
+def keys_of_trace(content: bytes, place: str, model: str, tables: Sequence[TableSpec]) -> list[KeyArray]:
+    """Return the keys of a model in a recording of `hps serve --record-trace`, by table, each as often as it was requested.
+
+    Raises:
+        ModelFileError: it is damaged, has hashes in place of keys, or no keys of the model.
+    """
+    traces = [trace for trace in read_traces(place, content) if trace.model == model]
+    if any(trace.hashed for trace in traces):
+        raise ModelFileError(
+            f"reading {place}: it has hashes of the keys of model {model!r}, which no table has; record keys, "
+            f"or write requests with `hps record {model}`"
+        )
+    keys = [[trace.keys for trace in traces if trace.table == table.table_name] for table in tables]
+    if not any(map(len, keys)):
+        raise ModelFileError(f"reading {place}: it has no keys of model {model!r}; write requests with `hps record {model}`")
+    return [np.concatenate(found) if found else np.empty(0, np.int64) for found in keys]
+
+
+def read_requests(content: bytes, place: str, signature: Signature) -> CheckRequests:
+    """Read requests: a line `{"inputs": {name: values}}` for each.
 
     Features that a line lacks, since keys alone were recorded, are made up.
 
+    Args:
+        place: of the file, for errors.
+
     Raises:
-        ModelFileError: it cannot be read, or a line is not a request.
+        ModelFileError: a line is not a request.
     """
-    filesystem, path = sources.locate(place)
-    if (read := read_small_file(filesystem, path, _MOST_BYTES)) is None:
-        return None
     requests: list[Arrays] = []
     lacks = False
     random = np.random.default_rng(1)
-    for number, line in enumerate(read[0].splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             if not line.strip():
                 continue

@@ -1,12 +1,10 @@
 """What is kept of the requests for scores, and that a file of it is read as the requests that it was made of."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hps.models.sources import ModelSources
 from hps.scoring.recording import RequestRecorder
 from hps.versions.checks.scores import read_requests
 from tests.fakes.clock import Clock
@@ -28,12 +26,10 @@ def test_the_last_requests_are_kept_at_most_ten_a_second() -> None:
 
 
 @pytest.mark.parametrize("features", [True, False])
-def test_a_file_of_recorded_requests_is_read_as_they_were(tmp_path: Path, features: bool) -> None:
+def test_a_file_of_recorded_requests_is_read_as_they_were(features: bool) -> None:
     kept = recorder(Clock(0.0), features=features)
     kept.see(read(arrays()))
-    (tmp_path / "requests.jsonl").write_text("\n".join(kept.lines()))
-    found = read_requests(str(tmp_path / "requests.jsonl"), signature(), ModelSources())
-    assert found is not None
+    found = read_requests("\n".join(kept.lines()).encode(), "requests.jsonl", signature())
     assert found.made_up is not features
     [request] = found.arrays
     again, wanted = read({name: np.ascontiguousarray(array) for name, array in request.items()}), read(arrays())

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 import hps
+from hps.filesystems.base import FileWriter
+from hps.filesystems.local import LocalFileSystem
+from hps.statistics.key_traces import KeyRecorder
+from hps.tensors.batch import Batch
 from hps.testing.waiting import wait_until
+from hps.types import TableSpec
 from tests.fakes import entry_points
 from tests.servers.running_service import document_of, model_of
 
@@ -122,6 +127,32 @@ def test_a_version_unlike_the_last_one_is_held_and_serves_under_its_number_until
         server.deploy("ranker", accept=True)
         assert state(server) == [("2", "serving"), ("1", "kept")]
         assert server.check() == []
+
+
+@pytest.mark.parametrize(
+    ("volatile", "entry"),
+    [
+        ("disabled", {"gpucacheper": 4.0, "cache_refresh_percentage_per_iteration": 1.0}),
+        ("disabled", {"embedding_cache_type": "static"}),
+        ("row_files", {"gpucache": False}),
+    ],
+    ids=["a cache alone", "static tables alone", "row files"],
+)
+def test_rows_are_compared_wherever_they_are(
+    document: Make, write: Write, tmp_path: Path, volatile: str, entry: dict[str, Any]
+) -> None:
+    persistent = {"type": "row_files", "path": str(tmp_path / "rows")} if volatile == "row_files" else {"type": "disabled"}
+    configuration = {**document(**entry), "volatile_db": {"type": "disabled"}, "persistent_db": persistent}
+    with hps.HPS(configuration) as server:
+        write(2, SHUFFLED)
+        polled(server)
+        assert outcome(server, "vectors")[1].startswith("alignment")
+        assert state(server) == [("1", "serving"), ("2", "held")]
+        for check in ("keys", "norms"):
+            assert outcome(server, check)[0] == "passed"
+        write(3, retrained())
+        assert polled(server) is None
+        assert {outcome(server, check, "3")[0] for check in ("keys", "norms", "vectors")} == {"passed"}
 
 
 def nonfinite(share: float = 0.001) -> np.ndarray:
@@ -240,6 +271,43 @@ def test_a_damaged_report_is_ignored(document: Make, write: Write, home: Path, c
         assert state(server) == [("1", "serving")]
 
 
+def test_the_reports_of_versions_that_are_removed_go_with_the_next_one(
+    document: Make, write: Write, home: Path, tmp_path: Path
+) -> None:
+    with hps.HPS(document()) as server:
+        for version in (2, 3):
+            write(version, retrained(0.1 * version))
+            assert polled(server) is None
+        (home / "2").rename(tmp_path / "2")
+        (home / "checks-mine.json").write_text("{}")
+        write(4, retrained(0.4))
+        assert polled(server) is None
+        assert sorted(path.name for path in home.glob("checks-*")) == [f"checks-{of}.json" for of in ("1", "3", "4", "mine")]
+
+
+def test_a_report_that_cannot_lie_beside_the_versions_is_kept_beside_the_persistent_database(
+    document: Make, write: Write, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = LocalFileSystem.create
+
+    def refuse(self: LocalFileSystem, path: str) -> FileWriter:
+        if path.startswith(str(home)):
+            raise hps.ModelFileError(f"writing {path}: read-only file system")
+        return create(self, path)
+
+    configuration = document()
+    monkeypatch.setattr(LocalFileSystem, "create", refuse)
+    with hps.HPS(configuration) as server:
+        monkeypatch.undo()
+        write(2, SHUFFLED)
+        monkeypatch.setattr(LocalFileSystem, "create", refuse)
+        polled(server)
+        assert state(server) == [("1", "serving"), ("2", "held")]
+    assert not list(home.glob("checks-*"))
+    with hps.HPS(configuration) as server:
+        assert state(server) == [("1", "serving")]
+
+
 @pytest.mark.parametrize(("shuffled", "expected"), [(False, "passed"), (True, "held")])
 def test_a_table_of_another_width_is_compared_by_how_its_rows_lie(
     document: Make, write: Write, home: Path, shuffled: bool, expected: str
@@ -311,6 +379,29 @@ def test_requests_that_cannot_be_read_hold_a_version_and_those_that_the_serving_
         server.poll()
         found, said = outcome(server, "scores")
         assert (found, reason in said) == (expected, True), said
+
+
+@pytest.mark.parametrize(
+    ("model", "hashed", "reason"),
+    [
+        ("ranker", False, ""),
+        ("ranker", True, "it has hashes of the keys"),
+        ("other", False, "it has no keys of model 'ranker'"),
+    ],
+)
+def test_recorded_keys_are_requests_of_a_check(
+    document: Make, write: Write, tmp_path: Path, model: str, hashed: bool, reason: str
+) -> None:
+    trace = tmp_path / "keys.trace"
+    with KeyRecorder(trace, rate=1.0, hash_keys=hashed) as recorder:
+        keys = np.repeat(KEYS[:40], 3)
+        recorder.record([TableSpec(model, "item", DIM, 0.0, 1000)], Batch.of(0, keys, np.empty((keys.size, DIM), np.float32)))
+    with hps.HPS(document(checks={"requests": str(trace)})) as server:
+        vectors = retrained()
+        vectors[:40] = -FIRST[:40]
+        write(2, vectors)
+        polled(server)
+        assert outcome(server, "scores")[1].startswith(f"reading {trace}: {reason}" if reason else "correlation -0.9")
 
 
 def test_configured_requests_that_are_gone_hold_a_version(document: Make, write: Write, tmp_path: Path) -> None:

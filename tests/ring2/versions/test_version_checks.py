@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from hps.configuration.tiers import ModelSourceConfig
+from hps.models.sources import ModelSources
+from hps.models.writer import write_version
 from hps.testing.waiting import wait_until
 from hps.tools.cli.app import app
+from hps.versions.checks.documents import CheckDocuments
+from hps.versions.checks.report import CheckReport
 from tests.ring1.versions.test_version_checks import DIM, FIRST, ROWS, SHUFFLED, Make, Write, nonfinite, retrained
 from tests.ring1.versions.test_version_checks import document as document  # fixtures
 from tests.ring1.versions.test_version_checks import engine as engine
 from tests.ring1.versions.test_version_checks import home as home
 from tests.ring1.versions.test_version_checks import write as write
 from tests.servers.running_service import RunningService, running_service, samples
+from tests.servers.s3_server import know_only_moto, s3_server
 
 POLLING = {"model_control_mode": "poll", "repository_poll_s": 0.1}
 WIDER = np.zeros((ROWS, 2 * DIM), np.float32)
@@ -95,3 +101,23 @@ def test_recorded_requests_are_written_by_the_command_for_the_checks(document: M
         write(2, retrained())
         requests.replace(tmp_path / "repository" / "ranker" / "2" / "requests.jsonl")
         wait_until(lambda: serving(service) == "2", "version 2 takes over")
+
+
+@pytest.mark.s3
+def test_reports_lie_beside_versions_in_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    know_only_moto(monkeypatch)
+    server = s3_server()
+    bucket = server.new_bucket()
+    monkeypatch.chdir(tmp_path)
+    sources = ModelSources(ModelSourceConfig(s3_endpoint_url=server.url))
+    documents, place = CheckDocuments(sources), f"s3://{bucket}/ranker"
+    for version in ("1", "2", "3"):
+        write_version(f"{place}/{version}", {"item": (np.arange(9), FIRST[:9])}, sources=sources)
+        documents.write(CheckReport(model="ranker", version=version, fingerprint="a", at=0.0), place)
+    for listed in server.client.list_objects_v2(Bucket=bucket, Prefix="ranker/2/")["Contents"]:
+        server.client.delete_object(Bucket=bucket, Key=listed["Key"])
+    documents.write(CheckReport(model="ranker", version="3", fingerprint="b", at=1.0), place)
+    found = {version: documents.read("ranker", place, version, "a") is not None for version in ("1", "2", "3")}
+    assert found == {"1": True, "2": False, "3": False}
+    assert documents.read("ranker", place, "3", "b") is not None
+    assert not list(tmp_path.iterdir()), "nothing lies in the working directory"

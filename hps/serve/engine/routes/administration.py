@@ -189,6 +189,7 @@ def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
         table=table_status(loading) if under_way and loading else None,
         rows=change.rows_loaded,
         pinned=_pin(change.pin),
+        unpinned=_pin(change.ended_pin),
         degraded=(None if under_way else degraded) or None,
     )
 

@@ -17,6 +17,7 @@ from hps.serve.http.http_answer import RequestError, status_of
 from hps.serve.http.request_body import described_object, read_object
 from hps.serve.protocol.request_checks import parse_object
 from hps.serve.protocol.score_requests import described
+from hps.serve.protocol.transformed import described_with
 from hps.serve.protocol.triton_config import entry_changes, triton_config
 from hps.serve.protocol.triton_schemas import IndexedVersion, IndexRequest, IndexState, LoadRequest, UnloadRequest
 
@@ -120,4 +121,6 @@ def _config(server: HPS, name: str, version: str | None) -> dict[str, Any]:
     deployment = server.model(name, version)
     scores = deployment.scores
     network = None if scores is None else described(scores.opened.features, scores.opened.outputs)
+    if network is not None:
+        network = described_with(deployment.transform, network[0]), network[1]
     return triton_config(deployment.config, network, on_cuda=deployment.session(None).on_cuda)

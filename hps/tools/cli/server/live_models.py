@@ -113,7 +113,7 @@ def deploy_command(
 
     Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
     the server. A version given by --version is pinned: neither polling nor a restart deploys a newer one. Without --version,
-    the pin ends.
+    a pin ends, and the version_policy chooses, mostly the newest version; the output says so.
 
     A version that fails its checks is held: the previous one serves on, and --accept lets it take over.
 
@@ -240,6 +240,8 @@ def _change(server: "Client", model: str, verb: str, body: dict[str, Any], *, wa
     state = f"version {change['version']} serves" if "version" in change else "out of service"
     pin = change.get("pinned")
     pinned = f"; {pin['text']}, until `hps unpin {model}`" if pin else ""
+    if ended := change.get("unpinned"):
+        pinned += f"; no longer pinned to version {ended['version']} ({ended['text']}): newer versions are taken again"
     loaded = f"{console.rows_text(change['rows'])} loaded, " if verb in ("deploy", "unpin") else ""
     typer.echo(f"{model}: {state} ({verb}, {loaded}{change['seconds']:.1f} s){pinned}")
     if pin and "problem" in pin:

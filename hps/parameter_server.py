@@ -32,6 +32,9 @@ from hps.tensors.array_checks import as_host_keys, as_host_vectors
 from hps.tensors.bags import Bags
 from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
+from hps.versions.canary.plan import RolloutMode
+from hps.versions.canary.records import ROLLOUTS, RolloutRecords
+from hps.versions.canary.rollouts import Rollouts, RolloutStatus
 from hps.versions.catalog import ModelCatalog
 from hps.versions.checks.documents import CHECKS_DIRECTORY, CheckDocuments
 from hps.versions.checks.report import CheckReport
@@ -135,8 +138,11 @@ class HPS:
     def _manage(self, targets: Callable[[], LoadTargets]) -> None:
         """Create the objects that change versions and collect statistics, over the open tiers."""
         self._reconciler = Reconciler(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+        records = RolloutRecords(kept_files(self._chain, ROLLOUTS))
+        self.rollouts = Rollouts(self.live, self._reconciler, records, self.metrics)
+        self._reconciler.tried_out = self.rollouts.tried_out
         chosen_by, fleet = self._reconciler.chosen_by, self._reconciler.fleet
-        self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet)
+        self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet, self.rollouts.described)
         self._volatile_tier = self._start_volatile_tier(targets)
 
     def _start_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
@@ -662,6 +668,9 @@ class HPS:
         remember: bool = True,
         pin: bool = True,
         accept: bool = False,
+        canary: float | None = None,
+        shadow: float | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Deployment:
         """Load a version of a model beside those in service, and switch to it atomically.
 
@@ -677,6 +686,11 @@ class HPS:
             remember: keep this configuration as the known one; if False, a known model uses it for this deployment only.
             pin: pin the model to `version`, as `rollback` does, or end its pin if no version is given; if False, an existing
                 pin is kept and respected.
+            accept: let the version serve, or answer as a canary, whatever its checks find.
+            canary: share of the requests, in (0, 1], that the version, by default the newest, answers beside the serving one;
+                see [canary](canary.md). Again with another share: changes the canary that is under way.
+            shadow: share of the requests that both versions answer; the answers of the new one are only compared.
+            options: keys of `models[].canary` that differ for this canary or shadow.
 
         Returns:
             The serving version.
@@ -690,10 +704,45 @@ class HPS:
         """
         self._require_open()
         name, entry = (model, None) if isinstance(model, str) else (model.model, model)
+        if canary is not None or shadow is not None or options:
+            if (canary is None) == (shadow is None) or entry is not None or force:
+                raise InvalidInputError(
+                    f"deploying model {name!r}: a canary or a shadow takes a share, such as canary=0.05, and not both, no "
+                    "configuration and no force"
+                )
+            mode: RolloutMode = "canary" if shadow is None else "shadow"
+            share = canary if shadow is None else shadow
+            self.rollouts.start(name, mode, share, version, options, accept=accept, progress=progress)
+            return self.model(name)
         self._reconciler.bring_up(
             name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin, accept=accept
         )
+        self.rollouts.resume(name)
         return self.model(name)
+
+    def promote(self, model_name: str, *, accept: bool = False) -> Deployment:
+        """End the canary or shadow of a model: its version serves all requests, and the one before is kept for `rollback`.
+
+        The model is pinned to the version, unless it was not pinned before and its `version_policy` chooses the same one.
+
+        Args:
+            accept: also a version that its checks hold; a canary that was started so needs it no second time.
+
+        Returns:
+            The serving version.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            ConflictError: no canary or shadow is under way, or another change of the model is.
+            VersionHeldError: its checks hold it.
+        """
+        self._require_open()
+        self.rollouts.promote(model_name, accept=accept)
+        return self.model(model_name)
+
+    def rollout(self, model_name: str) -> RolloutStatus | None:
+        """Return the canary or shadow of a model that is under way, else the last one; None if there was none."""
+        return self.rollouts.status(model_name)
 
     def check_version(self, model_name: str, version: str, against: str | None = None) -> CheckReport:
         """Run the [checks](checks.md) of a version that is in service or held again, and change nothing.
@@ -724,7 +773,7 @@ class HPS:
         return recorder.lines()
 
     def rollback(self, model_name: str) -> Deployment:
-        """Roll back to the previous version, and pin the model to it.
+        """Roll back to the previous version, and pin the model to it; or end the canary or shadow that is under way.
 
         Its tables are still loaded; its caches are warmed from them. After a restart, the previous version is the one below the
         serving one; its tables are reused if they still exist. The pin is kept beside the persistent database: polling and
@@ -739,7 +788,10 @@ class HPS:
             DatabaseError, DeviceError, ModelFileError: it cannot be put into service. The serving version continues.
         """
         self._require_open()
-        self._reconciler.roll_back(model_name)
+        if self.rollouts.under_way(model_name) is not None:
+            self.rollouts.roll_back(model_name)
+        else:
+            self._reconciler.roll_back(model_name)
         return self.model(model_name)
 
     def unpin(self, model_name: str, *, progress: Progress | None = None) -> Deployment:
@@ -901,7 +953,7 @@ class HPS:
             A sentence for each violation, and for what was not checked in time. Concurrent changes may be reported.
         """
         self._require_open()
-        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
+        return self._reconciler.check_integrity() + self.rollouts.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""
@@ -919,6 +971,7 @@ class HPS:
                 return
             deployments = self.live.close(timeout_s)
             self.closed = True
+            self.rollouts.close()
             self.statistics.close()
             if self._recorder is not None:
                 self._recorder.close()

@@ -356,7 +356,7 @@ class PinStatus(BaseModel):
     """The version that somebody chose for a model in place of its `version_policy`."""
 
     version: str
-    by: Literal["rollback", "deploy"] = Field(description="The change that chose it.")
+    by: Literal["rollback", "deploy", "canary"] = Field(description="The change that chose it.")
     since: str = Field(description="Time of that change (ISO 8601, UTC).")
     text: str = Field(description="Description for people, such as `pinned by rollback, 2026-11-23`.")
     problem: str | None = Field(default=None, description="Why a restart ends the pin; absent if it outlasts one.")

@@ -196,7 +196,7 @@ def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
 def _pin(pin: DesiredVersion | None) -> schemas.PinStatus | None:
     if pin is None:
         return None
-    by = cast("Literal['rollback', 'deploy']", pin.by)
+    by = cast("Literal['rollback', 'deploy', 'canary']", pin.by)
     return schemas.PinStatus(version=pin.version, by=by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
 
 

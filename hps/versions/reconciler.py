@@ -757,7 +757,7 @@ class Reconciler:
         versions = self._live.versions(name)
         live = [table for deployment, _ in versions for table in deployment.tables] + list(loading)
         kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
-        for tags in leftovers(config, live, kept_versions, self._chain):
+        for tags in leftovers(config, live, kept_versions, self._chain, self.tried_out(name)):
             self._chain.discard(tags)
 
 

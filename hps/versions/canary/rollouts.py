@@ -261,13 +261,15 @@ class Rollouts:
         found = self._known.get(name)
         return None if found is None or not found.record.under_way else found.record
 
-    def is_loading(self, name: str) -> bool:
-        """Return True if the new version is still being loaded after a restart: until then the model is not ready.
+    def loading(self, name: str) -> str:
+        """Return why a model is not ready: the new version is being loaded after a restart; empty if it is not.
 
         Its clients would else be answered by the old version for a moment.
         """
-        found = self._known.get(name)
-        return found is not None and found.record.state == "loading"
+        record = self.under_way(name)
+        if record is None or record.state != "loading":
+            return ""
+        return f"version {record.version}, a {record.plan.mode} before the restart, is being loaded"
 
     def status(self, name: str) -> RolloutStatus | None:
         """Return the rollout of a model that is under way, or the last one; None if there was none."""
@@ -528,10 +530,3 @@ def _ms(seconds: float | None) -> float | None:
 
 def _steps_text(plan: RolloutPlan) -> str:
     return ", then ".join(f"{100 * step.share:.3g} %" for step in plan.steps)
-
-
-def is_counts(found: Mapping[str, Sequence[float]]) -> Collection[str]:
-    """Check the counts of rollouts that a frontend published, by id; raises ValueError or TypeError."""
-    for values in found.values():
-        RolloutCounts().add(values)
-    return found.keys()

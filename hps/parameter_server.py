@@ -953,7 +953,11 @@ class HPS:
             A sentence for each violation, and for what was not checked in time. Concurrent changes may be reported.
         """
         self._require_open()
-        return self._reconciler.check_integrity() + self.rollouts.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
+        return (
+            self._reconciler.check_integrity()
+            + self.rollouts.check_integrity()
+            + check_tiers(self.live, timeout_s, self.checked)
+        )
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+
 class Comparisons:
     """Requests of one frontend that wait for the other version's answer, and the one under way. *One event loop.*
 
@@ -134,7 +135,7 @@ class Comparisons:
     def encoded(self, lookup: Lookup, slot: int, deferred: int, answer: EncodedAnswer) -> None:
         """Do nothing: the exchange calls `compare`."""
 
-    def compare(self, lookup: Lookup, slot: int, ns: int, work_ns: int) -> None:
+    def compare(self, lookup: Lookup, slot: int, work_ns: int) -> None:
         """Compare the other version's answer, in this slot, with the one that the client got, and release both slots."""
         compared, region = self._current, self._exchange.region
         if compared is not None and lookup is compared.second:
@@ -143,7 +144,7 @@ class Comparisons:
             if first.version is rollout.new:
                 answers.reverse()
             else:
-                rollout.counts.new.succeeded(ns, work_ns)
+                rollout.counts.new.succeeded(work_ns, work_ns)
             rollout.counts.compared.compare(answers[0], answers[1])
             del answers
             self._end(compared)

@@ -400,7 +400,7 @@ class EngineExchange:
             if (rollout := lookup.version.rollout) is not None and lookup.target.version is None:
                 if requester is self.comparisons:
                     lookup.slot = -1
-                    self.comparisons.compare(lookup, slot, resumed - lookup.posted_ns, ended - began)
+                    self.comparisons.compare(lookup, slot, ended - began)
                     return
                 if rollout.answered(lookup, resumed - lookup.posted_ns, ended - began):
                     self.comparisons.add(rollout, lookup)

@@ -48,9 +48,14 @@ class FrontendRollout:
         return self.new if not (self._shadows or served.falls_back) and self._takes(served) else self.old
 
     def answered(self, lookup: "Lookup", ns: int, work_ns: int) -> bool:
-        """Count an answered request; return True if the other version shall answer it, too."""
+        """Count an answered request; return True if the other version shall answer it, too.
+
+        Args:
+            ns: time from its hand-over to the engine to its answer. A shadow has none to compare: it is handed over late.
+            work_ns: time in the engine.
+        """
         served, is_new = lookup.served, lookup.version is self.new
-        (self.counts.new if is_new else self.counts.old).succeeded(ns, work_ns)
+        (self.counts.new if is_new else self.counts.old).succeeded(work_ns if self._shadows else ns, work_ns)
         if served.falls_back:
             if served.falls_back < _SERVER_ERROR:  # the client's request was right: the new version alone refused it
                 self.counts.new.errors += 1

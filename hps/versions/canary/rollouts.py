@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -315,9 +315,7 @@ class Rollouts:
                 if kept.under_way and kept.serving == deployment.version:
                     kept = kept.model_copy(update={"state": "loading"})
                 elif kept.under_way:
-                    kept = kept.model_copy(
-                        update={"state": "ended", "reason": f"version {deployment.version} was deployed"}
-                    )
+                    kept = kept.model_copy(update={"state": "ended", "reason": f"version {deployment.version} was deployed"})
                 self._adopt(kept)
         for name, rollout in list(self._known.items()):
             record = rollout.record
@@ -467,9 +465,7 @@ class Rollouts:
         config = record.plan.config
         windows = []
         for seconds in _WINDOWS_S:
-            then, before = next(
-                ((at, state) for at, state in rollout.states if now - at <= seconds), (now, values)
-            )
+            then, before = next(((at, state) for at, state in rollout.states if now - at <= seconds), (now, values))
             windows.append(Window(now - then, RolloutCounts.since(values, before)))
         step_seconds = time.time() - record.step_since
         of_step = RolloutCounts.since(values, rollout.step_values or values)
@@ -517,7 +513,9 @@ class Rollouts:
             return found
         if name not in self._live.serving:
             raise UnknownModelError(f"{doing} model {name!r}: it is not deployed")
-        raise ConflictError(f"{doing} model {name!r}: no canary or shadow is under way; start one with `hps deploy {name} --canary`")
+        raise ConflictError(
+            f"{doing} model {name!r}: no canary or shadow is under way; start one with `hps deploy {name} --canary`"
+        )
 
     def _requested_by(self, name: str) -> str:
         change = self._live.requested.get(name)

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -32,6 +33,7 @@ from hps.tensors.array_checks import as_host_keys, as_host_vectors
 from hps.tensors.bags import Bags
 from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
+from hps.versions.canary.in_process import RoutedCalls, sent_by
 from hps.versions.canary.plan import RolloutMode
 from hps.versions.canary.records import ROLLOUTS, RolloutRecords
 from hps.versions.canary.rollouts import Rollouts, RolloutStatus
@@ -141,6 +143,7 @@ class HPS:
         records = RolloutRecords(kept_files(self._chain, ROLLOUTS))
         self.rollouts = Rollouts(self.live, self._reconciler, records, self.metrics)
         self._reconciler.tried_out = self.rollouts.tried_out
+        self._routed = RoutedCalls(self.rollouts, self.live, self.metrics)
         chosen_by, fleet = self._reconciler.chosen_by, self._reconciler.fleet
         self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet, self.rollouts.described)
         self._volatile_tier = self._start_volatile_tier(targets)
@@ -186,6 +189,22 @@ class HPS:
             if self.closed:
                 raise refusal(self, "the parameter server") from None
             raise
+
+    def routed(self, user: str | bytes) -> AbstractContextManager[None]:
+        """Return a context in which calls of this thread or task are for this user, whom a canary may select.
+
+            with server.routed("user-17"):
+                vectors = server.lookup_tables({"item": keys}, "ranking")
+
+        Other calls are answered by the serving version. So are captured and prepared lookups, and those of layers.
+        """
+        return sent_by(user)
+
+    def _answering(self, name: str) -> Deployment:
+        """Return the version that answers a call which names none."""
+        if self.rollouts.active and (tried := self._routed.version(name)) is not None:
+            return tried
+        return self.model(name)
 
     def in_service(self, model_name: str | None = None) -> list[Deployment]:
         """Return the deployed versions of a model, or of all models."""
@@ -247,7 +266,7 @@ class HPS:
             DatabaseError: keys are missing and the authoritative database did not answer.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         index = deployment.table_index(table_id)
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
@@ -283,7 +302,7 @@ class HPS:
             As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         session = deployment.session(device_id, tables, out)
         batch = _named(deployment, session, tables, out, return_found)
         self._answer(deployment, session, batch, start_ns, wait=wait)
@@ -326,7 +345,7 @@ class HPS:
                 default vector.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
@@ -364,7 +383,7 @@ class HPS:
             As `lookup_fromdlpack`; InvalidInputError also when the counts do not match the model or the keys.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         session = deployment.session(device_id, keys, out_tensor)
         batch, found = concatenated_batch(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
@@ -400,7 +419,7 @@ class HPS:
             As `lookup_tables`; InvalidInputError also for offsets, weights, combiner or max_norm that `Bags` does not allow.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
@@ -516,12 +535,17 @@ class HPS:
             NetworkError: the network failed, or an output is NaN.
             HPSError: as `lookup_tables`.
         """
-        deployment = self.model(model_name, version)
-        scores = network_of_model(deployment.scores, model_name)
-        request = scores.read(arrays_of(scores.opened.features, inputs))
-        device = deployment.device(device_id)
-        deployment.session(device)  # raises for an unknown device
-        return Scores(deployment.version, scores.score(request, device))
+
+        def score(deployment: Deployment) -> Scores:
+            scores = network_of_model(deployment.scores, model_name)
+            request = scores.read(arrays_of(scores.opened.features, inputs))
+            device = deployment.device(device_id)
+            deployment.session(device)  # raises for an unknown device
+            return Scores(deployment.version, scores.score(request, device))
+
+        if version is None and self.rollouts.active:
+            return self._routed.score(self._answering(model_name), score)
+        return score(self.model(model_name, version))
 
     def lookup_batch(self, deployment: Deployment, batch: Batch, device_id: int | None = None) -> int:
         """Look up several tables into arrays of the caller's layout, for the service.
@@ -544,7 +568,10 @@ class HPS:
         return device_id
 
     def _answer(self, deployment: Deployment, session: Session, batch: Batch, start_ns: int, *, wait: bool = True) -> None:
-        session.run(batch, start_ns, wait=wait)
+        if self.rollouts.active:
+            self._routed.run(deployment, session, batch, start_ns, wait=wait)
+        else:
+            session.run(batch, start_ns, wait=wait)
         if self._recorder is not None:
             self._recorder.record(deployment.tables, batch)
 
@@ -976,6 +1003,7 @@ class HPS:
             deployments = self.live.close(timeout_s)
             self.closed = True
             self.rollouts.close()
+            self._routed.close()
             self.statistics.close()
             if self._recorder is not None:
                 self._recorder.close()

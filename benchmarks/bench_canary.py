@@ -46,8 +46,7 @@ def run(report: Report, quick: bool) -> None:
         keys = np.arange(_ROWS, dtype=np.int64)
         for version in (1, 2):
             hps.write_version(repository / "m" / str(version), {"t0": (keys, _vectors(keys, version))})
-        entry = model([], [_DIM], version_policy={"specific": [1]}, checks=False)
-        entry["sparse_files"] = [f"{directory}/unused"]
+        entry = model(["t0"], [_DIM], version_policy={"specific": {"versions": [1]}}, checks=False)
         (repository / "m" / "model.json").write_text(json.dumps(entry))
         with hps_serve({**document(), "model_repository": str(repository)}, directory, fronts=1) as server:
             report.part("modes", int(60 + 8 * rounds * seconds), partial(_modes, report, server.port, rate, seconds, rounds))

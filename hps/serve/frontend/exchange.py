@@ -162,7 +162,7 @@ class EngineExchange:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.comparisons = Comparisons(self, loop.call_soon)
+        self.comparisons = Comparisons(self, loop)
         loop.add_reader(self._event, self._woken)
         self._arm()
 

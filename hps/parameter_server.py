@@ -732,13 +732,9 @@ class HPS:
         self._require_open()
         name, entry = (model, None) if isinstance(model, str) else (model.model, model)
         if canary is not None or shadow is not None or options:
-            if (canary is None) == (shadow is None) or entry is not None or force:
-                raise InvalidInputError(
-                    f"deploying model {name!r}: a canary or a shadow takes a share, such as canary=0.05, and not both, no "
-                    "configuration and no force"
-                )
-            mode: RolloutMode = "canary" if shadow is None else "shadow"
-            share = canary if shadow is None else shadow
+            if entry is not None or force:
+                raise InvalidInputError(f"deploying model {name!r}: a canary or shadow takes neither a configuration nor force")
+            mode, share = _mode_of(name, canary, shadow)
             self.rollouts.start(name, mode, share, version, options, accept=accept, progress=progress)
             return self.model(name)
         self._reconciler.bring_up(
@@ -840,15 +836,26 @@ class HPS:
         """Return the pinned version of a model, if any."""
         return self.catalog.pins.known(model_name)
 
-    def change_fleet(self, model_name: str, change: FleetChange, version: str | None = None) -> ServingDocument:
+    def change_fleet(
+        self,
+        model_name: str,
+        change: FleetChange,
+        version: str | None = None,
+        *,
+        canary: float | None = None,
+        shadow: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> ServingDocument:
         """Change the version that every replica serves: write the `serving.json` beside the model's versions.
 
         Returns when it is written; replicas follow within `repository_poll_s`, this one at the next `follow` or `poll`.
 
         Args:
-            change: `deploy`; `rollback` to the previous version, which withdraws the serving one; or `unpin`, which deploys the
-                choice of the `version_policy` among versions that are not withdrawn.
-            version: version to deploy; default: the present choice of the `version_policy`.
+            change: `deploy`; `rollback` to the previous version, which withdraws the serving one, or the version that is tried
+                out; `canary`, which tries a version out; `promote`, which lets it serve; or `unpin`, which deploys the choice
+                of the `version_policy` among versions that are not withdrawn.
+            version: version to deploy; default: the present choice of the `version_policy`; for `canary`, the newest.
+            canary, shadow, options: as for `deploy`, for the change `canary`.
 
         Raises:
             UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
@@ -856,8 +863,11 @@ class HPS:
             ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
         """
         self._require_open()
-        serving = self.live.serving.get(model_name)
-        return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version)
+        serving, plan = self.live.serving.get(model_name), None
+        if change == "canary":
+            mode, share = _mode_of(model_name, canary, shadow)
+            plan = self.rollouts.planned(model_name, mode, share, version, options, accepted=False)
+        return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version, plan)
 
     def fleet(self, model_name: str) -> FleetStatus | None:
         """Return whether this process follows the `serving.json` of a model; None if the model has none."""
@@ -869,7 +879,9 @@ class HPS:
 
     def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
         """Deploy the versions of the documents that `read_documents` has read. Returns as `poll`."""
-        return self._reconciler.reconcile(progress, documents_only=True)
+        outcome = self._reconciler.reconcile(progress, documents_only=True)
+        self.rollouts.follow_fleet()
+        return outcome
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
@@ -915,7 +927,9 @@ class HPS:
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        return self._reconciler.reconcile(progress)
+        outcome = self._reconciler.reconcile(progress)
+        self.rollouts.follow_fleet()
+        return outcome
 
     @retry_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
@@ -1063,6 +1077,15 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _mode_of(name: str, canary: float | None, shadow: float | None) -> tuple[RolloutMode, float | None]:
+    if (canary is None) == (shadow is None):
+        got = "both" if canary is not None else "none"
+        raise InvalidInputError(
+            f"deploying model {name!r}: got {got} of canary and shadow, expected one, with a share such as 0.05"
+        )
+    return ("canary", canary) if shadow is None else ("shadow", shadow)
 
 
 def _named(

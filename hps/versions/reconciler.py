@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Literal
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.canary import CanaryConfig
@@ -30,6 +31,7 @@ from hps.models.loading.table_load import LoadTargets
 from hps.models.manifest import within
 from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
+from hps.versions.canary.plan import RolloutPlan
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
 from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
@@ -275,7 +277,10 @@ class Reconciler:
         Args:
             unpin: end the pin, unless a still newer version would then serve that nobody has tried out.
         """
-        if unpin and self._catalog.to_serve(name, pinned=False)[-1] == version:
+        if self._catalog.document(name) is not None:
+            self.change_fleet(name, "promote", version)
+            self.bring_up(name, None)
+        elif unpin and self._catalog.to_serve(name, pinned=False)[-1] == version:
             self.bring_up(name, None, pin=True, accept=accept)
         else:
             self.bring_up(name, version, pin=True, accept=accept)
@@ -286,6 +291,23 @@ class Reconciler:
             return False
         self._catalog.pins.pin(name, version, "canary")
         return True
+
+    def in_fleet(self, name: str) -> bool:
+        """Return True if a serving document says what every replica serves of a model."""
+        return self._catalog.document(name) is not None
+
+    def change_fleet(self, name: str, change: Literal["promote", "rollback"], version: str) -> None:
+        """End the rollout of a version on every replica, unless the serving document has another one by now, or none."""
+        self._catalog.read_document(name)
+        document = self._catalog.document(name)
+        if document is not None and document.rollout is not None and document.rollout.version == version:
+            serving = self._live.serving.get(name)
+            self._catalog.change_fleet(name, change, None, "" if serving is None else serving.version)
+
+    def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
+        """Return the number of a model's serving document and its rollout, as last read; None if it has no document."""
+        document = self._catalog.fleet.known(name)
+        return None if document is None else (document.number, document.rollout)
 
     def newest(self, name: str) -> str:
         """Return the highest version of a model."""

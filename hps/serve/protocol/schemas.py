@@ -452,10 +452,20 @@ class FleetRequest(BaseModel):
 
     model_config = ConfigDict(json_schema_extra={"example": {"change": "rollback"}}, extra="forbid")
 
-    change: Literal["deploy", "rollback", "unpin"]
-    version: Version | None = Field(
-        default=None, description="Version to deploy; by default as chosen by the `version_policy`."
+    change: Literal["deploy", "rollback", "unpin", "canary", "promote"] = Field(
+        description="`canary` tries a version out, `promote` lets it serve; `rollback` ends a canary that is under way."
     )
+    version: Version | None = Field(
+        default=None, description="Version to deploy; by default as chosen by the `version_policy`; of a canary, the newest."
+    )
+    canary: float | None = Field(default=None, description="As of a deployment, with the change `canary`; likewise below.")
+    shadow: float | None = None
+    steps: list[dict[str, float]] | None = None
+    header: str | None = None
+    max_error_rate: float | None = None
+    max_p99_factor: float | None = None
+    max_difference: float | None = None
+    least_requests: int | None = None
 
 
 class FleetAnswer(BaseModel):
@@ -464,7 +474,7 @@ class FleetAnswer(BaseModel):
     wanted: str = Field(description="The version that every replica should serve; empty if the `version_policy` chooses.")
     previous: str = Field(description="The version to roll back to; empty if that is the next one below.")
     withdrawn: list[str] = Field(description="Versions that were rolled back from, and not deployed since.")
-    by: Literal["deploy", "rollback", "unpin"] = Field(description="The change that wrote the document.")
+    by: Literal["deploy", "rollback", "unpin", "canary", "promote"] = Field(description="The change that wrote the document.")
     since: str = Field(description="Time of that change (ISO 8601, UTC).")
     number: int = Field(description="Increases with every change.")
     serving: str = Field(description="The version that this replica serves; empty if none.")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import pydantic
 
@@ -56,6 +56,15 @@ class ChangesVersions(Protocol):
 
     def pin_to(self, name: str, version: str) -> bool:
         """Pin a model to its serving version, unless it is pinned or in a fleet; return whether it was done."""
+
+    def in_fleet(self, name: str) -> bool:
+        """Return True if a serving document says what every replica serves of a model."""
+
+    def change_fleet(self, name: str, change: Literal["promote", "rollback"], version: str) -> None:
+        """End the rollout of a version on every replica."""
+
+    def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
+        """Return the number of a model's serving document and its rollout; None if it has no document."""
 
     def newest(self, name: str) -> str:
         """Return the highest version of a model."""
@@ -169,6 +178,7 @@ class Rollouts:
         self._lock = threading.Lock()
         self._known: dict[str, LiveRollout] = {}  # the last one of each model, under way or ended
         self._leaving: dict[str, str] = {}  # by model: version to take out of service
+        self._followed: dict[str, int] = {}  # by model: number of the serving document whose rollout was begun or ended
         self._task: PeriodicTask | None = None
         self._closed = False
         live.watchers.insert(0, self.follow)  # before what publishes the versions
@@ -188,7 +198,15 @@ class Rollouts:
         progress: Progress | None = None,
     ) -> None:
         """Start a rollout, or change the share, steps and bounds of the one that is under way; see `HPS.deploy`."""
-        plan = self._planned(name, mode, share, version, options, accept)
+        if self._changes.in_fleet(name):
+            raise ConflictError(
+                f"deploying model {name!r} as a {mode}: its serving.json says what every replica serves; change it for all of "
+                "them (--fleet, or POST /v1/models/{model}/fleet)"
+            )
+        self._begin(name, self.planned(name, mode, share, version, options, accept), progress)
+
+    def _begin(self, name: str, plan: RolloutPlan, progress: Progress | None) -> None:
+        mode, accept = plan.mode, plan.accepted
         running = self._known.get(name)
         if running is not None and running.record.under_way and running.record.version != plan.version:
             raise ConflictError(
@@ -199,7 +217,7 @@ class Rollouts:
         def started(serving: str, version: str, change: Change) -> None:
             before = self._known.get(name)
             pins = self._changes.pin_to(name, serving)
-            record = RolloutRecord(model=name, plan=plan, serving=serving, pins=pins, by="")
+            record = RolloutRecord(model=name, plan=plan, serving=serving, pins=pins)
             if before is not None and before.record.under_way and before.record.plan.mode == mode:  # its counts go on
                 record = before.record.model_copy(
                     update={"plan": plan, "step": 0, "step_since": time.time(), "state": "running"}
@@ -238,8 +256,9 @@ class Rollouts:
 
     def promote(self, name: str, *, accept: bool = False, by: str = "") -> None:
         """Let the new version of a rollout serve all requests; see `HPS.promote`."""
-        found = self._under_way(name, "promoting")
-        record = found.record
+        record = self._under_way(name, "promoting").record
+        if by != ITSELF and self._changes.in_fleet(name):
+            raise ConflictError(f"promoting model {name!r}: a fleet tries it out; promote it for all replicas (--fleet)")
         if record.state != "running":
             raise NotReadyError(f"promoting model {name!r}: version {record.version} is being loaded; try again later")
         accept = accept or record.plan.accepted
@@ -249,6 +268,8 @@ class Rollouts:
     def roll_back(self, name: str, reason: str = "", by: str = "") -> None:
         """End a rollout; the serving version serves on. See `HPS.rollback`."""
         record = self._under_way(name, "rolling back").record
+        if not by and self._changes.in_fleet(name):
+            raise ConflictError(f"rolling back model {name!r}: a fleet tries a version out; end it for all replicas (--fleet)")
 
         def ended(change: Change) -> None:
             self._end(name, "rolled back", reason, by or change.by or self._requested_by(name))
@@ -306,6 +327,26 @@ class Rollouts:
         }
 
     # -- what follows -------------------------------------------------------------------------------------------------------
+
+    def follow_fleet(self) -> None:
+        """Begin and end rollouts as the last read serving documents say."""
+        for name in list(self._live.serving):
+            if (wanted := self._changes.wanted_rollout(name)) is None:
+                continue
+            (number, plan), record = wanted, self.under_way(name)
+            if self._followed.get(name) == number or (record is not None and record.state == "loading"):
+                continue
+            try:
+                if record is not None and (plan is None or plan.version != record.version):
+                    self.roll_back(name, "", "the fleet")
+                if plan is not None and (record is None or plan != record.plan):
+                    self._begin(name, plan, None)
+            except (ConflictError, NotReadyError) as error:  # another change is under way
+                _log.debug("model %r: following the fleet's rollout is retried: %s", name, error)
+                continue
+            except HPSError as error:
+                _log.error("model %r: this replica does not follow the fleet's rollout: %s", name, error)
+            self._followed[name] = number
 
     def follow(self) -> None:
         """Follow a change of the versions in service: end a rollout that it ended, and find a kept one after a restart."""
@@ -387,7 +428,7 @@ class Rollouts:
 
     # -- the steps ----------------------------------------------------------------------------------------------------------
 
-    def _planned(
+    def planned(
         self,
         name: str,
         mode: RolloutMode,
@@ -396,6 +437,11 @@ class Rollouts:
         options: Mapping[str, Any] | None,
         accepted: bool,
     ) -> RolloutPlan:
+        """Make the plan of a rollout from a request and the defaults of the model.
+
+        Raises:
+            InvalidInputError: the request is invalid.
+        """
         running = self.under_way(name)
         config = self._changes.canary_config(name) if running is None else running.plan.config
         given = {key: value for key, value in (options or {}).items() if value is not None}
@@ -478,6 +524,10 @@ class Rollouts:
             self._end(name, "rolled back", reason, ITSELF, leaves=True)
             self._live.notify_watchers()
             self._take_out_later(name, record.version)
+            try:
+                self._changes.change_fleet(name, "rollback", record.version)
+            except HPSError as error:
+                _log.error("model %r: the other replicas do not know of the roll-back: %s", name, error)
             return
         if not is_step_done(record.plan.steps[record.step], step_seconds, of_step) or record.plan.is_last(record.step):
             return

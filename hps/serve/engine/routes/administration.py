@@ -157,13 +157,22 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
     async def fleet(model: str, request: Request) -> schemas.FleetAnswer:
         """Change what every replica serves: write the `serving.json` of a model. Answers before replicas follow."""
         body = await read_object(request, schemas.FleetRequest)
-        if body.version is not None and body.change != "deploy":
+        if body.version is not None and body.change not in ("deploy", "canary"):
             raise InvalidInputError(f"reading 'version': got one with change {body.change!r}, expected it only with 'deploy'")
+        options = body.model_dump(include=_ROLLOUT_OPTIONS, exclude_none=True)
+        if body.change != "canary" and (options or body.canary is not None or body.shadow is not None):
+            raise InvalidInputError(
+                f"reading the request: got a canary or shadow with change {body.change!r}, expected 'canary'"
+            )
         served: Served = request.scope[SERVED]
         what = f"{request_line(request.scope)} {body.change} {body.version or ''}".rstrip()
         outcome, cause, began = "failed", "", time.monotonic()
         try:
-            await threads.run(lambda: lifecycle.server.change_fleet(model, body.change, body.version))
+            await threads.run(
+                lambda: lifecycle.server.change_fleet(
+                    model, body.change, body.version, canary=body.canary, shadow=body.shadow, options=options
+                )
+            )
             outcome = "done"
         except HPSError as error:
             cause = str(error)

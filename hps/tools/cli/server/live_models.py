@@ -147,9 +147,9 @@ def deploy_command(
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
     rollout = _rollout_options(canary, shadow, steps, header, max_error_rate, max_p99_factor, max_difference)
-    if fleet and (force or accept or rollout or config is not None):
+    if fleet and (force or accept or config is not None):
         raise errors.InvalidInputError(
-            "deploying on the fleet: got --force, --accept, --config, --canary or --shadow, expected none of them with --fleet"
+            "deploying on the fleet: got --force, --accept or --config, expected none of them with --fleet"
         )
     body: dict[str, Any] = {} if fleet else {"force": force}
     if accept:
@@ -158,7 +158,13 @@ def deploy_command(
         body["version"] = version
     if config is not None:
         body["config"] = _entry(config, model)
-    (_change_fleet if fleet else _change)(server, model, "deploy", body | rollout, wait=not no_wait)
+    if fleet:
+        _change_fleet(server, model, "canary" if rollout else "deploy", body | rollout, wait=not no_wait)
+        return
+    _change(server, model, "deploy", body | rollout, wait=not no_wait)
+    if rollout and not no_wait:
+        [found] = [entry for entry in server.ask("/v1/models")["models"] if entry["name"] == model]
+        typer.echo(_rollout_text(model, found["rollout"]))
 
 
 @server_command()
@@ -166,10 +172,13 @@ def promote_command(
     server: "Client",
     model: Model,
     accept: Annotated[bool, typer.Option("--accept", help="Also a version that its checks hold.")] = False,
+    fleet: Fleet = False,
     no_wait: NoWait = False,
 ) -> None:
     """Let the version of MODEL's canary or shadow serve all requests."""
-    _change(server, model, "promote", {"accept": True} if accept else {}, wait=not no_wait)
+    if fleet and accept:
+        raise errors.InvalidInputError("promoting on the fleet: got --accept, expected it without --fleet")
+    (_change_fleet if fleet else _change)(server, model, "promote", {"accept": True} if accept else {}, wait=not no_wait)
 
 
 @server_command()

@@ -1,8 +1,8 @@
 """What a canary and a shadow cost the clients: times of lookups with and without one, in turns.
 
 One service with one frontend process and 32 clients, which send `rate` lookups a second altogether, whatever the answers take.
-The modes take turns for a few seconds each, round after round, since the machine may do other things. `p50_us` and `p99_us` are of
-all requests of a mode; `p50_ratio` and `p99_ratio` are medians over the rounds of the quotient by the mode `none` of the same
+The modes take turns for a few seconds each, round after round, since the machine may do other things. `p50_us` and `p99_us` are
+of all requests of a mode; `p50_ratio` and `p99_ratio` are medians over the rounds of the quotient by the mode `none` of the same
 round. Every answer is compared with the version that it names; with a shadow that must be the serving one.
 """
 

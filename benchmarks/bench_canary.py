@@ -2,8 +2,8 @@
 
 One service with one frontend process and 32 clients, which send `rate` lookups a second altogether, whatever the answers take.
 The modes take turns for a few seconds each, round after round, since the machine may do other things. `p50_us` and `p99_us` are
-of all requests of a mode; `p50_ratio` and `p99_ratio` are medians over the rounds of the quotient by the mode `none` of the same
-round. Every answer is compared with the version that it names; with a shadow that must be the serving one.
+of all requests of a mode; `p50_ratio` and `p99_ratio` are medians over the rounds of the quotient by the mode `none` of the
+same round. Every answer is compared with the version that it names; with a shadow that must be the serving one.
 """
 
 import json
@@ -40,7 +40,7 @@ class _Taken(NamedTuple):
 
 def run(report: Report, quick: bool) -> None:
     """Measure all modes; `quick` takes few rounds."""
-    rate, seconds, rounds = 400, 1.0 if quick else 3.0, 2 if quick else 12
+    rate, seconds, rounds = 400, 1.0 if quick else 3.0, 2 if quick else 24
     with scratch("canary") as directory:
         repository = directory / "repository"
         keys = np.arange(_ROWS, dtype=np.int64)

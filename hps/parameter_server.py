@@ -880,7 +880,7 @@ class HPS:
     def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
         """Deploy the versions of the documents that `read_documents` has read. Returns as `poll`."""
         outcome = self._reconciler.reconcile(progress, documents_only=True)
-        self.rollouts.follow_fleet()
+        self.rollouts.follow_documents()
         return outcome
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
@@ -928,7 +928,7 @@ class HPS:
             ModelFileError: the models cannot be listed.
         """
         outcome = self._reconciler.reconcile(progress)
-        self.rollouts.follow_fleet()
+        self.rollouts.follow_documents()
         return outcome
 
     @retry_after_takeover

@@ -117,18 +117,19 @@ class RoutedCalls:
         counts = rollout.counts.new if is_new else rollout.counts.old
         try:
             call(deployment)
-        except NotReadyError:
-            raise  # retired: the next version answers
         except HPSError as error:
-            serving = self._live.serving.get(deployment.config.model)
-            if is_new and serving is not None and can_answer(serving):
-                call(serving)
-            elif is_new or isinstance(error, InvalidInputError):
+            serving, retired = self._live.serving.get(deployment.config.model), isinstance(error, NotReadyError)
+            if not is_new:
+                if not (retired or isinstance(error, InvalidInputError)):
+                    with rollout.lock:
+                        counts.errors += 1
                 raise
-            with rollout.lock:
-                counts.errors += 1
-            if not is_new or serving is None:
+            if serving is None or not can_answer(serving):
                 raise
+            call(serving)
+            if not retired:
+                with rollout.lock:
+                    counts.errors += 1
             return serving
         taken = perf_counter_ns() - began
         with rollout.lock:

@@ -250,6 +250,9 @@ class Rollouts:
         try:
             holds = record.plan.accepted or record.plan.mode == "shadow"
             self._changes.load_beside(name, record.version, progress=None, holds=holds, started=started)
+        except (ConflictError, NotReadyError) as error:  # another change is under way: the next poll tries again
+            _log.info("model %r: its %s goes on later: %s", name, record.plan.mode, error)
+            return
         except HPSError as error:
             self._end(name, "ended", f"version {record.version} could not be loaded after a restart: {error}", ITSELF)
         self._live.notify_watchers()
@@ -328,9 +331,10 @@ class Rollouts:
 
     # -- what follows -------------------------------------------------------------------------------------------------------
 
-    def follow_fleet(self) -> None:
-        """Begin and end rollouts as the last read serving documents say."""
+    def follow_documents(self) -> None:
+        """Continue kept rollouts, and begin and end others as the last read serving documents say."""
         for name in list(self._live.serving):
+            self.resume(name)
             if (wanted := self._changes.wanted_rollout(name)) is None:
                 continue
             (number, plan), record = wanted, self.under_way(name)

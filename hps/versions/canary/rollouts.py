@@ -568,7 +568,7 @@ class Rollouts:
         if name not in self._live.serving:
             raise UnknownModelError(f"{doing} model {name!r}: it is not deployed")
         raise ConflictError(
-            f"{doing} model {name!r}: no canary or shadow is under way; start one with `hps deploy {name} --canary`"
+            f"{doing} model {name!r}: no canary or shadow is under way; start one with `hps deploy {name} --canary 5%`"
         )
 
     def _requested_by(self, name: str) -> str:

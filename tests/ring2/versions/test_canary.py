@@ -11,11 +11,17 @@ from types import MappingProxyType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import grpc
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc as pb_grpc
+from typer.testing import CliRunner
 
 import hps
 from hps.testing.waiting import wait_until
+from hps.tools.cli.app import app
 from hps.versions.canary.plan import Selection
 from tests.fakes import entry_points
 from tests.servers.load import Load
@@ -218,3 +224,81 @@ def test_a_shadow_changes_no_answer_and_counts_what_differs(scored: Path) -> Non
         assert compared.difference == pytest.approx(0.5, rel=1e-3)
         assert compared.correlation == pytest.approx(1.0, abs=1e-6)
         wait_until(lambda: service.is_idle, "every slot is free")
+
+
+def test_every_wire_routes_alike_and_a_named_version_is_not_routed(scored: Path) -> None:
+    settings = {"service": {"model_control_mode": "explicit", "load_models": ["*"]}}
+    with running_service({**document(scored), **settings}, grpc=True) as service, Asker(service.url) as asker:
+        write(scored, 2, factor=2.0)
+        client, channel = triton.InferenceServerClient(service.grpc), grpc.insecure_channel(service.grpc)
+        load = pb_grpc.GRPCInferenceServiceStub(channel).RepositoryModelLoad
+        load(load_of(canary="0.3"))
+        keys = np.array([7, 14])
+        tensor = triton.InferInput("item", [2], "INT64")
+        tensor.set_data_from_numpy(keys)
+
+        def over_grpc(headers: dict[str, str], version: str = "") -> tuple[str, list[float]]:
+            answer = client.infer("ranker", [tensor], headers=headers, model_version=version)
+            return answer.get_response().model_version, answer.as_numpy("score").tolist()
+
+        def over_http(headers: dict[str, str], version: str = "") -> tuple[str, list[float]]:
+            place = f"/v2/models/ranker{f'/versions/{version}' if version else ''}/infer"
+            body = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [2], "data": keys.tolist()}]}
+            status, answer = asker.ask(place, body, headers)
+            assert status == 200, answer
+            return answer["model_version"], answer["outputs"][0]["data"]
+
+        def as_rows(headers: dict[str, str]) -> tuple[str, list[float]]:
+            status, answer = asker.ask("/v1/models/ranker/score", {"items": [{"item": 7}, {"item": 14}]}, headers)
+            assert status == 200, answer
+            return answer["version"], answer["outputs"]["score"]
+
+        selection = Selection("ranker", "2", 0.3)
+        for number in range(20):
+            wanted = "2" if selection.takes(b"user-%d" % number) else "1"
+            for name in ("x-user-id", "x-request-id"):
+                for wire in (over_grpc, over_http, as_rows):
+                    version, scores = wire({name: f"user-{number}"})
+                    assert version == wanted
+                    np.testing.assert_allclose(np.ravel(scores), SCORES * int(version), rtol=1e-4)
+            for wire in (over_grpc, over_http):
+                assert wire({"x-user-id": f"user-{number}"}, "1")[0] == "1"
+        assert service.app.lifecycle.server.rollout("ranker").counts.old.requests > 0
+        load(load_of(promote=True))
+        assert over_grpc({})[0] == "2"
+        client.close()
+        channel.close()
+
+
+def load_of(**parameters: Any) -> Any:
+    request = pb.RepositoryModelLoadRequest(model_name="ranker")
+    for name, value in parameters.items():
+        setattr(request.parameters[name], "bool_param" if value is True else "string_param", value)
+    return request
+
+
+def test_the_commands_begin_change_and_end_a_canary(tmp_path: Path) -> None:
+    home = tmp_path / "repository" / "ranker"
+    write(home, 1)
+    (home / "model.json").write_text(json.dumps(model_of("ranker", ["item"], {"item": DIM})))
+
+    def run(*arguments: str) -> str:
+        return " ".join(CliRunner().invoke(app, arguments, env={"COLUMNS": "300", "HPS_URL": service.url}).output.split())
+
+    with running_service(document(home)) as service:
+        assert "no canary or shadow is under way; start one with `hps deploy ranker --canary 5%`" in run("promote", "ranker")
+        write(home, 2, factor=-1.0)
+        assert "`hps deploy ranker --canary 5% --accept`" in run("deploy", "ranker", "--canary", "5%")
+        began = run("deploy", "ranker", "--canary", "5%", "--accept", "--max-error-rate", "2%")
+        assert began.startswith("ranker: version 1 serves (deploy")
+        assert "ranker: canary of version 2 gets 5 % of the requests; version 1 0 requests" in began
+        assert "gets 50 % of the requests, step 1 of 2" in run("deploy", "ranker", "--steps", "50%:1h:10,100%")
+        write(home, 3, factor=1.0)
+        told = run("deploy", "ranker", "--version", "3", "--canary", "5%")
+        assert "`hps promote ranker` or `hps rollback ranker` ends it" in told
+        assert run("rollback", "ranker").startswith("ranker: version 1 serves (rollback")
+        assert "canary of version 2 is rolled back by 127.0.0.1" in run("models")
+        assert "shadow of version 3 gets 5 % of the requests" in run("deploy", "ranker", "--shadow", "5%")
+        assert run("promote", "ranker").startswith("ranker: version 3 serves (promote")
+        assert "expected a share such as 5% or 0.05" in run("deploy", "ranker", "--canary", "many")
+        assert "expected a time such as 10m" in run("deploy", "ranker", "--steps", "5%:x")

@@ -27,6 +27,8 @@ class RolloutRecord(pydantic.BaseModel):
         since, step_since: begin of the rollout and of its step, in seconds since the epoch.
         step: index of the current step.
         by, reason: who ended it, and why.
+        stopped: the process was stopped meanwhile, rather than that it crashed.
+        crashes: how often it crashed since the rollout began.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +44,8 @@ class RolloutRecord(pydantic.BaseModel):
     state: RolloutState = "running"
     by: str = ""
     reason: str = ""
+    stopped: bool = False
+    crashes: int = pydantic.Field(default=0, ge=0)
 
     @property
     def version(self) -> str:

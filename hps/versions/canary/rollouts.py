@@ -28,6 +28,7 @@ from hps.versions.live_models import LiveModels
 _log = logging.getLogger(__name__)
 ITSELF: Final = "itself"
 _TICK_S: Final = 0.5
+_MOST_CRASHES: Final = 3
 _WINDOWS_S: Final = (5.0, 60.0)  # beside the current step
 
 Figures = Iterable[tuple[str, Sequence[float]]]
@@ -358,7 +359,7 @@ class Rollouts:
         for name, deployment in serving.items():
             if name not in self._known and (kept := self._records.read(name)) is not None:
                 if kept.under_way and kept.serving == deployment.version:
-                    kept = kept.model_copy(update={"state": "loading"})
+                    kept = _continued(kept)
                 elif kept.under_way:
                     kept = kept.model_copy(update={"state": "ended", "reason": f"version {deployment.version} was deployed"})
                 self._adopt(kept)
@@ -416,7 +417,9 @@ class Rollouts:
         """Stop judging. Rollouts go on after a restart."""
         with self._lock:
             self._closed, task, self._task = True, self._task, None
-            self.active = {}
+            self.active, under_way = {}, [found.record for found in self._known.values() if found.record.under_way]
+        for record in under_way:
+            self._records.write(record.model_copy(update={"stopped": True}))
         if task is not None:
             task.abandon()
 
@@ -574,6 +577,16 @@ class Rollouts:
     def _requested_by(self, name: str) -> str:
         change = self._live.requested.get(name)
         return change.by if change is not None and change.under_way else ""
+
+
+def _continued(kept: RolloutRecord) -> RolloutRecord:
+    """Return the record of a rollout that a restart continues, unless the new version may be what ends the process."""
+    crashes = kept.crashes + (not kept.stopped)
+    update: dict[str, Any] = {"state": "loading", "stopped": False, "crashes": crashes}
+    if crashes >= _MOST_CRASHES:
+        update |= {"state": "rolled back", "by": ITSELF}
+        update["reason"] = f"the process crashed {crashes} times while version {kept.version} was tried out"
+    return kept.model_copy(update=update)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -145,6 +145,25 @@ def test_a_restart_continues_a_canary_with_the_same_users(document: Make, write:
         assert versions(server) == {"1": "serving"}
 
 
+def test_a_process_that_crashes_again_and_again_gives_the_canary_up(document: Make, write: Write, tmp_path: Path) -> None:
+    described = document(**UNCHECKED)
+    with hps.HPS(described) as server:
+        write(2, retrained())
+        server.deploy("ranker", canary=0.25)
+        [kept] = (tmp_path / "rocksdb").glob("hps-rollouts/*.json")
+        crashed = kept.read_text()
+    for crashes in (1, 2):
+        kept.write_text(crashed)
+        with hps.HPS(described) as server:
+            assert ended(server) == ("running", "")
+            assert json.loads(kept.read_text())["crashes"] == crashes
+            crashed = kept.read_text()
+    kept.write_text(crashed)
+    with hps.HPS(described) as server:
+        assert ended(server) == ("rolled back", "the process crashed 3 times while version 2 was tried out")
+        assert versions(server) == {"1": "serving"}
+
+
 def test_a_canary_that_cannot_be_loaded_after_a_restart_ends_and_the_model_serves(
     document: Make, write: Write, home: Path
 ) -> None:

@@ -1,9 +1,9 @@
 """What a canary and a shadow cost the clients: times of lookups with and without one, in turns.
 
-One service with one frontend process and 32 clients, which send `rate` lookups a second altogether, whatever the answers take.
-The modes take turns for a second each, round after round. Since the machine may do other things, `p50_us` and `p99_us` are the
-first quartiles of those of the rounds, and `p50_ratio` and `p99_ratio` their quotients by those of the mode `none`. Every answer
-is compared with the version that it names; with a shadow that must be the serving one.
+One service with one frontend process and 32 clients, which send `rate` lookups a second altogether, whatever the answers
+take. The modes take turns for a second each, round after round. Since the machine may do other things, `p50_us` and `p99_us`
+are the first quartiles of those of the rounds, and `p50_ratio` and `p99_ratio` their quotients by those of the mode `none`.
+Every answer is compared with the version that it names; with a shadow that must be the serving one.
 """
 
 import json

@@ -174,13 +174,17 @@ class EngineExchange:
         self._follow_engine()
         clock, limit = time.perf_counter(), self.settings.request_timeout_s
         for lookup in list(self.pending.values()):
-            waits = self._connected and lookup.version.rollout is not None
-            if waits and lookup.due - clock < limit / 2 and self._falls_back(lookup, 504):
+            rollout = lookup.version.rollout
+            tried = self._connected and rollout is not None and lookup.version is rollout.new
+            if tried and lookup.due - clock < limit / 2 and self._falls_back(lookup, 504):
+                lookup.version.counts.failed(lookup.began_ns)
                 # The slot stays the engine's until it is completed.
                 self.pending[lookup.slot] = replace(lookup, requester=None)
                 self._repeat(lookup)
             elif lookup.due < clock and (requester := lookup.requester) is not None:
                 lookup.version.counts.failed(lookup.began_ns)
+                if self._connected:  # else the engine is gone, which is no version's failure
+                    self._falls_back(lookup, 504)
                 requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
             lookup, requester = self._waiting.popleft()
@@ -479,11 +483,7 @@ class EngineExchange:
         rollout = lookup.version.rollout
         if rollout is None or lookup.requester in (None, self.comparisons) or lookup.target.version is not None:
             return False
-        if not rollout.failed(lookup, status):
-            return False
-        if status == 504:
-            lookup.version.counts.failed(lookup.began_ns)
-        return True
+        return rollout.failed(lookup, status)
 
     def _take_body(self, lookup: Lookup) -> None:
         """Take the body of a lookup out of its slot, which is the caller's from then on."""

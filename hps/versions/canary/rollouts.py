@@ -247,6 +247,8 @@ class Rollouts:
         def started(serving: str, version: str, change: Change) -> None:
             if serving == record.serving:
                 self._adopt(record.model_copy(update={"state": "running"}))
+            else:
+                self._end(name, "ended", f"version {serving} was deployed", ITSELF, leaves=True)
 
         try:
             holds = record.plan.accepted or record.plan.mode == "shadow"
@@ -471,6 +473,8 @@ class Rollouts:
             raise InvalidInputError(f"deploying model {name!r} as a shadow: got a step that promotes; `hps promote` does")
         if version is None:
             version = self._changes.newest(name) if running is None else running.version
+        if running is not None and running.version == version:
+            accepted = accepted or running.plan.accepted
         return RolloutPlan(mode=mode, version=version, steps=steps, config=config, accepted=accepted)
 
     def _adopt(self, record: RolloutRecord) -> None:

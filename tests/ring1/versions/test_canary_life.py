@@ -224,6 +224,7 @@ def test_a_held_version_is_tried_out_only_if_a_person_wants_it(document: Make, w
             server.promote("ranker")
         server.deploy("ranker", canary=0.25, accept=True)
         assert answering(server)["2"] > 50
+        server.deploy("ranker", canary=0.5)  # accepted before
         assert server.promote("ranker").version == "2"
 
 

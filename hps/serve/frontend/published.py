@@ -67,7 +67,8 @@ class FrontendVersion:
     def uncounted(self) -> "FrontendVersion":
         """Return it for requests whose answers no client gets: they have counts of their own."""
         version = FrontendVersion(self.tables, self.deployment_ids, InferenceCounts(), rollout=self.rollout)
-        version.devices = self.devices
+        self.turn += 1
+        version.devices, version.turn = self.devices, self.turn
         return version
 
     def device(self, device: int | None) -> int:

@@ -47,7 +47,7 @@ class Comparisons:
 
     def add(self, rollout: FrontendRollout, lookup: Lookup) -> None:
         """Queue an answered request, before its requester has its slot."""
-        size = self._exchange.slots.size_of(lookup.slot)
+        size = self._exchange.slots.size_of(lookup.slot) + len(lookup.body)
         full = len(self._queue) >= rollout.queue_requests or self._bytes + size > rollout.queue_bytes
         if full or self._exchange.slots.crowded:
             rollout.counts.compared.dropped += 1

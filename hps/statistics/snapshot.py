@@ -1,6 +1,7 @@
 """Statistics of a parameter server as plain data, for use without Prometheus."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class ModelStatistics:
         tables: in the order of their ids.
         pinned: description of what the fleet serves, or else of the pin of the model to a version; empty if there is none.
         shard: the share of every table that this server holds, `index/of`; empty for all rows.
+        rollout: the canary or shadow that is under way, or the last one, as `/v1/models` has it; None if there was none.
     """
 
     name: str
@@ -156,6 +158,7 @@ class ModelStatistics:
     tables: tuple[TableStatistics, ...]
     pinned: str = ""
     shard: str = ""
+    rollout: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

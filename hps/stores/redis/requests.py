@@ -106,6 +106,31 @@ end
 return table.concat(made)
 """
 )
+# Removes rows, and their sequences, whose last change is not above a sequence. Reports per row if it was removed (1), has a
+# later change (2), or has none (0).
+_EXPIRE: Final = (
+    _SEQUENCE
+    + """
+local fields, found, due = {}, {}, {}
+for i = 3, #ARGV do fields[#fields + 1] = ARGV[i] end
+local known = redis.call('hmget', KEYS[3], unpack(fields))
+for i, field in ipairs(fields) do
+    if not known[i] then
+        found[i] = '0'
+    elseif above(known[i], ARGV[2]) then
+        found[i] = '2'
+    else
+        found[i] = '1'
+        due[#due + 1] = field
+    end
+end
+if #due > 0 then
+    redis.call('hdel', KEYS[2], unpack(due))
+    redis.call('hdel', KEYS[3], unpack(due))
+end
+return table.concat(found)
+"""
+)
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
@@ -382,6 +407,29 @@ class ApplyRows(Request):
         flags = b"1" * self.order.size if self.reply == 1 else self.reply
         applied: BoolArray = np.frombuffer(flags, np.uint8) == ord("1")
         return applied
+
+
+class ExpireRows(SendKeys):
+    """Removes the rows whose last change has at most this sequence, and their place in the order of changes.
+
+    The reply is -1 with another mark.
+
+    Args:
+        guard: required mark, with the hash of the order of changes.
+        order: (count,) int64: positions of the sent keys, 1 to `MOST_ORDERED`. Other arguments as for `SendKeys`.
+    """
+
+    once = True
+
+    def __init__(self, slot: int, key: bytes, guard: Guard, keys: KeyArray, order: IndexArray, sequence: int) -> None:
+        self.order = order
+        keys_of = (guard.key, key, guard.sequences)
+        super().__init__(slot, ("EVAL", _EXPIRE, 3, *keys_of, guard.mark, sequence.to_bytes(8)), keys, order)
+
+    def found(self) -> Bytes:
+        """Return 1 for each removed row, 2 for each with a later change, and 0 for the others, (count,)."""
+        digits: Bytes = np.frombuffer(self.reply, np.uint8) - ord("0")
+        return digits
 
 
 class FetchRows(SendKeys):

@@ -13,7 +13,7 @@ import numpy as np
 from hps.engine.circuit_breaker import CircuitBreaker
 from hps.engine.fences import TableFence
 from hps.engine.misplaced import refuse_misplaced
-from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownTableError
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError, ReadOnlyError, UnknownTableError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.rows import decode, encode
 from hps.ground.threads.thread_pool import POOL
@@ -21,8 +21,10 @@ from hps.ground.threads.workers import WorkQueue
 from hps.statistics.metrics import TIERS, Metrics
 from hps.statistics.tracing import current, ended
 from hps.stores.base import (
+    AgingRows,
     Database,
     DeviceReadable,
+    ExpiredRows,
     LogPosition,
     OrderedWrites,
     Partition,
@@ -30,7 +32,7 @@ from hps.stores.base import (
     RowChanges,
     SharedDatabase,
 )
-from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
@@ -638,6 +640,60 @@ class DatabaseChain:
 
         self._modify(table, changes.keys, write, finish, changing)
         return latest[0]
+
+    def order_by_time(self, table: TableSpec) -> None:
+        """Let the authoritative database keep the times of a table's changes; see `AgingRows.order_by_time`.
+
+        Raises:
+            DatabaseError: there is no such database, or it cannot, or is read-only.
+        """
+        self._aging(table).order_by_time(self._tiers[-1].tag(table))
+
+    def changed_rows(self, table: TableSpec) -> Iterator[tuple[KeyArray, IndexArray]]:
+        """Read all changes of a table that the authoritative database remembers; see `AgingRows.changed_rows_of`."""
+        return self._aging(table).changed_rows_of(self._tiers[-1].tag(table))
+
+    def expire(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        sequence: int,
+        then: Callable[[KeyArray, bool], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> ExpiredRows:
+        """Remove rows from every database whose last change has at most this sequence; the authoritative one decides.
+
+        Args:
+            then: called last, before fills of an upper tier continue, with the keys to erase from the embedding caches, and
+                whether these are known to be removed: after a failure they may remain.
+            changing: as for `insert`.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each row remains or is removed.
+        """
+        aging, expired = self._aging(table), list[ExpiredRows]()
+
+        def write(tier: _Tier) -> None:
+            if tier is self._tiers[-1]:
+                expired.append(aging.expire(tier.tag(table), keys, sequence))
+            elif (gone := keys[~expired[0].kept]).size:
+                tier.database.delete(tier.tag(table), gone)
+
+        def finish(written: bool) -> None:
+            then(keys[~expired[0].kept] if written else keys, written)
+
+        self._modify(table, keys, write, finish, changing)
+        return expired[0]
+
+    def _aging(self, table: TableSpec) -> AgingRows:
+        if not self._tiers or not isinstance(authority := self._tiers[-1].database, AgingRows):
+            kind = self._tiers[-1].database.kind if self._tiers else "none"
+            raise DatabaseError(
+                f"removing old rows of table {table.tag}: databases of type {kind} do not keep the times of rows"
+            )
+        if authority.read_only:
+            raise ReadOnlyError(f"removing old rows of table {table.tag}: the database is read-only (persistent_db.read_only)")
+        return authority
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued promotions; return False on timeout."""

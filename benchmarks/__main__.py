@@ -23,6 +23,7 @@ CASES = {  # name: what is measured, and beside what
     "client": "hps.connect beside a raw socket, urllib3, httpx and tritonclient; sockets beside shared memory",
     "writes": "lookups beside online writes over HTTP",
     "updates": "updates from Kafka and Redis Streams: delay, rate, lookups beside them",
+    "aging": "rows that expire: processor time, memory, lookups beside them (row_ttl_s)",
     "refresh": "lookups beside a refresh (GPU or CPU)",
     "plan": "predicted and measured hit rates (GPU or CPU)",
     "row_formats": "the AUC of a DLRM with rows in fewer bits, beside float32",

@@ -7,6 +7,9 @@ replicas and every restart agree about it, and nothing else is stored.
 an upper tier brings one back. The database compares the sequences: a row that was written again lives on. A calendar in memory
 says which rows to ask it about.
 
+If many rows expire at once, or a database cannot remove them, those that are left are *hidden*: erased from what is fast to
+erase from, and compared with the authoritative database where a lookup finds one.
+
 **Lookups trust the tiers until `valid_until_ns`**, which each round of the sweeper moves on. A lookup that comes later, since
 the machine is busy or a database failed, sweeps first, or fails: an expired row is never answered later than `GRACE_US`.
 """
@@ -16,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -38,12 +41,24 @@ FUTURE_US: Final = 1_000_000
 
 _EVERY_S: Final = 0.1  # between two rounds of the sweeper
 _MARGIN_US: Final = 100_000  # of the grace
+_HIDE_US: Final = 300_000  # behind, after which remaining rows are hidden
 _PIECE_ROWS: Final = 8192  # writers and fills of the table wait while these are removed
 _MOST_CHANGES: Final = 1 << 22  # in a calendar; 64 MiB
 _SHARE: Final = 8  # of a table's rows, one in so many may be in the calendar if that is more
 _READING_S: Final = 0.05  # of a round for reading a database again
 _READ_AHEAD_US: Final = 10_000_000  # before the calendar ends, or twice as long as the last reading took
 _WAIT_S: Final = 10.0  # of a lookup for the sweeper
+_LOOK_S: Final = 0.02  # between its looks
+
+
+class AgingTiers(Protocol):
+    """All tiers of a deployment, its caches included. *Thread-safe.*"""
+
+    def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
+        """Remove the rows of a table, by index, from every tier whose last change has at most this sequence."""
+
+    def hide(self, index: int, keys: KeyArray, sequence: int) -> bool:
+        """Answer these rows as absent until they are removed; see `DatabaseChain.hide`."""
 
 
 @dataclass(slots=True)
@@ -57,7 +72,8 @@ class _AgingTable:
     adding: threading.Lock = field(default_factory=threading.Lock)
     highest: int = 0  # time of a change so far
     swept: int = 0  # no row with a change up to this time is left
-    due: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # taken from the calendar, perhaps expired
+    due: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # taken from the calendar, perhaps expired; ascending
+    hidden: bool = False
     reading: Iterator[tuple[KeyArray, IndexArray]] | None = None  # of the database, for the calendar
     reading_began_us: int = 0
     reading_us: int = 0  # duration of the last reading
@@ -69,7 +85,6 @@ class RowAging:
 
     Args:
         ttls_s: time to live by table, in seconds; 0: rows do not age.
-        expire: removes the rows of a table, by index, from every tier whose last change has at most this sequence.
 
     Attributes:
         valid_until_ns: by `time.time_ns`: until then lookups may trust the tiers.
@@ -80,7 +95,7 @@ class RowAging:
         tables: Sequence[TableSpec],
         ttls_s: Sequence[float],
         chain: DatabaseChain,
-        expire: Callable[[int, KeyArray, int], ExpiredRows],
+        tiers: AgingTiers,
         *,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -93,7 +108,7 @@ class RowAging:
         }
         self._model = tables[0].model_name
         self._chain = chain
-        self._expire = expire
+        self._tiers = tiers
         self._clock_ns = clock_ns
         self._latest_us = 0
         self._sweeping = threading.Lock()
@@ -183,15 +198,21 @@ class RowAging:
         Raises:
             DatabaseError: a database failed, or is too slow: expired rows could be answered.
         """
-        if not self._sweeping.acquire(timeout=_WAIT_S):
-            raise DatabaseTimeoutError(
-                f"looking up model {self._model!r}: removing expired rows has not ended for {_WAIT_S:g} s; retry"
-            )
-        try:
-            if self._clock_ns() > self.valid_until_ns:
-                self._sweep_all()
-        finally:
-            self._sweeping.release()
+        deadline = time.monotonic() + _WAIT_S
+        while self._clock_ns() > self.valid_until_ns:
+            if self._sweeping.acquire(timeout=_LOOK_S):
+                try:
+                    if self._clock_ns() > self.valid_until_ns:
+                        self._sweep_all()
+                except HPSError:
+                    if self._clock_ns() > self.valid_until_ns:
+                        raise
+                finally:
+                    self._sweeping.release()
+            elif time.monotonic() > deadline:
+                raise DatabaseTimeoutError(
+                    f"looking up model {self._model!r}: removing expired rows has not ended for {_WAIT_S:g} s; retry"
+                )
 
     def _round(self) -> None:
         with self._sweeping:
@@ -210,19 +231,42 @@ class RowAging:
             raise error
 
     def _sweep(self, table: _AgingTable) -> None:
-        until = self._now() - table.ttl_us
-        while True:
-            with table.adding:
-                until = min(until, table.calendar.horizon - 1)
-                due = table.calendar.take(until)
-                table.due = due if not table.due.size else np.union1d(table.due, due)
-                if not table.due.size:
-                    table.swept = max(table.swept, until)
-                    return
+        until = self._take_due(table)
+        try:
             while table.due.size:
-                expired = self._expire(table.index, table.due[:_PIECE_ROWS], until)
+                expired = self._tiers.expire(table.index, table.due[:_PIECE_ROWS], until)
                 self._count(table, expired.removed)
                 table.due = table.due[_PIECE_ROWS:]
+                if self._now() - table.ttl_us - until > _HIDE_US:
+                    until = self._take_due(table)
+                    self._hide(table, until)
+        except HPSError:
+            self._hide(table, self._take_due(table))
+            raise
+        if table.hidden:
+            table.hidden = False
+            self._chain.show(table.spec)
+        self._swept(table, until)
+
+    def _take_due(self, table: _AgingTable) -> int:
+        """Take further keys from the calendar, and return up to which time all changes were taken."""
+        with table.adding:
+            until = min(self._now() - table.ttl_us, table.calendar.horizon - 1)
+            due = table.calendar.take(until)
+        table.due = due if not table.due.size else np.union1d(table.due, due)
+        return until
+
+    def _hide(self, table: _AgingTable, until: int) -> None:
+        """Let lookups go on while many rows are removed, or cannot be: those that are left count as absent."""
+        if 0 < table.due.size <= table.calendar.most_changes and self._tiers.hide(table.index, table.due, until):
+            table.hidden = True
+            self._swept(table, until)
+
+    def _swept(self, table: _AgingTable, until: int) -> None:
+        with table.adding:
+            earliest = table.calendar.earliest_up_to(until)  # noted meanwhile
+            table.swept = max(table.swept, until) if earliest is None else earliest - 1
+            self._move_on()
 
     def _move_on(self) -> None:
         earliest = min(table.swept + table.ttl_us for table in self._tables.values())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -202,6 +202,13 @@ class _FinalRows:
             self._landed(self._rows, self._found.size)
 
 
+class _HiddenRows(NamedTuple):
+    """Rows that are about to be removed, but for those with a later change."""
+
+    keys: KeyArray  # ascending
+    sequence: int
+
+
 class DatabaseChain:
     """Fetches from the volatile, then from the persistent database. *Thread-safe.*
 
@@ -255,6 +262,7 @@ class DatabaseChain:
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
         self.failed_above = False
+        self._hidden: dict[str, _HiddenRows] = {}  # by tag
         self._recorded: set[str] = set()  # tags whose quarantine the persistent database has on record
         self._healing = threading.Lock()
         self._promotions = (
@@ -391,6 +399,7 @@ class DatabaseChain:
             self._unopened.discard(table.tag)
             self._quarantined.discard(table.tag)
             self._recorded.discard(table.tag)
+            self._hidden.pop(table.tag, None)
             with suppress(KeyError):
                 self.metrics.table_quarantined.remove(table.tag)
 
@@ -490,9 +499,13 @@ class DatabaseChain:
             if final:
                 final.absent_is_final = last
             exact: FloatArray | None = np.empty((keys.size, table.dim), np.float32) if tier.is_exact(table) else None
+            hidden = self._hidden.get(table.tag)
+            read = found.copy() if hidden else found
             began = perf_counter_ns()
-            fetched = final.fetched if final and exact is None else None
+            fetched = final.fetched if final and exact is None and hidden is None else None
             error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=fetched, exact=exact)
+            if hidden:
+                self._leave_out_hidden(table, hidden, keys, found, ~read)
             spent = ended(tier.name, table.table_name, began, before) - began
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, before - after, 0 if error else after, spent)
@@ -527,6 +540,8 @@ class DatabaseChain:
                 continue
             exact: FloatArray | None = np.empty((1, table.dim), np.float32) if tier.is_exact(table) else None
             error = tier.fetch(table, key, out, found, missing=1, open_lost=False, exact=exact)
+            if found[0] and (hidden := self._hidden.get(table.tag)):
+                self._leave_out_hidden(table, hidden, key, found, found.copy())
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:
@@ -684,6 +699,59 @@ class DatabaseChain:
 
         self._modify(table, keys, write, finish, changing)
         return expired[0]
+
+    def hide(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        sequence: int,
+        then: Callable[[], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> bool:
+        """Answer rows as absent whose last change has at most this sequence, until they are removed or `show` is called.
+
+        Args:
+            keys: all keys to hide, ascending; replaces those before.
+            then: drops them from the embedding caches.
+            changing: as for `insert`.
+
+        Returns:
+            False if a device may read them in place in the authoritative database.
+
+        Raises:
+            DatabaseError: earlier work on the table did not end in time.
+        """
+        if self._in_place is not None and self._in_place is self._tiers[-1] and changing is not None:
+            return False
+        with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
+            self._hidden[table.tag] = _HiddenRows(keys, sequence)
+            upper = self._volatile if self._persistent and table.tag not in self._quarantined | self._unopened else None
+            if upper and upper.attempt(table, lambda: upper.database.delete(upper.tag(table), keys)):
+                self._quarantine(table)
+            then()
+        return True
+
+    def show(self, table: TableSpec) -> None:
+        """Hide no rows of a table: all were removed."""
+        self._hidden.pop(table.tag, None)
+
+    def _leave_out_hidden(
+        self, table: TableSpec, hidden: _HiddenRows, keys: KeyArray, found: BoolArray, among: BoolArray
+    ) -> None:
+        """Unmark found rows that are hidden.
+
+        Args:
+            among: (n,), rows to consider.
+
+        Raises:
+            DatabaseError: the authoritative database failed.
+        """
+        doubtful = np.flatnonzero(found & among)
+        doubtful = doubtful[np.isin(keys[doubtful], hidden.keys)]
+        if doubtful.size:
+            distinct, back = np.unique(keys[doubtful], return_inverse=True)
+            last = self._aging(table).last_changes(self._tiers[-1].tag(table), distinct)
+            found[doubtful[last[back] <= hidden.sequence]] = False
 
     def _aging(self, table: TableSpec) -> AgingRows:
         if not self._tiers or not isinstance(authority := self._tiers[-1].database, AgingRows):

@@ -80,6 +80,13 @@ class ExpiryCalendar:
             del self._periods[heapq.heappop(self._order)]
         return np.unique(np.concatenate(taken)) if taken else np.empty(0, np.int64)
 
+    def earliest_up_to(self, until: int) -> int | None:
+        """Return the earliest time of a change if it is not after this one; None otherwise."""
+        if not self._order or self._order[0] > until // PERIOD_US:
+            return None
+        earliest = min(int(times.min()) for _, times in self._periods[self._order[0]])
+        return earliest if earliest <= until else None
+
     def start_reading(self) -> None:
         """Accept all changes: those of the database are about to be added."""
         self._limit = _NEVER

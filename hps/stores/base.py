@@ -461,8 +461,8 @@ class AgingRows(OrderedWrites):
     def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
         """Remove the rows whose last change has at most this sequence, as durably as a `delete`.
 
-        The caller refuses older changes from then on, so that a database forgets these where it can. Rows that only a load wrote
-        stay.
+        The caller refuses older changes from then on, so that a database forgets these where it can. Rows that only a load
+        wrote stay.
 
         Args:
             keys: (n,) int64, distinct.

@@ -152,7 +152,7 @@ class Deployment:
             self.config.cache_refresh_percentage_per_iteration,
         )
         ages = any(self.config.row_ttl_s)
-        self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self._expire) if ages else None
+        self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self) if ages else None
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
         if self.network is not None and self.config.dense is not None:
@@ -413,8 +413,8 @@ class Deployment:
             for session in dict.fromkeys(self.sessions.values()):
                 session.aging = self.aging
 
-    def _expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
-        """Remove rows of a table from every tier whose last change has at most this sequence."""
+    def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
+        """Remove rows of a table from every tier whose last change has at most this sequence; see `AgingRows.expire`."""
 
         def update_caches(gone: KeyArray, known: bool) -> None:
             for cache in self._all_caches():
@@ -427,6 +427,19 @@ class Deployment:
         with self.changes:
             self.modified.set()
             return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index))
+
+    def hide(self, index: int, keys: KeyArray, sequence: int) -> bool:
+        """Answer such rows as absent until they are removed; see `DatabaseChain.hide`."""
+        caches = self._all_caches()
+
+        def drop() -> None:
+            for cache in caches:
+                with cache.unless_lost():
+                    cache.drop(index, keys)
+
+        in_place = any(isinstance(cache, HostTableReads) for cache in caches)
+        with self.changes:
+            return self.chain.hide(self.tables[index], keys, sequence, drop, self._changing(index) if in_place else None)
 
     @contextmanager
     def _changing(self, index: int, keys: KeyArray | None = None, sequences: IndexArray | None = None) -> Iterator[None]:

@@ -85,7 +85,7 @@ class _Served:
             raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
 
     def _trust_until(self, valid_until_ns: int) -> None:
-        """Answer without Python only until then, by `time.time_ns`: expired rows are removed by then, or Python removes them."""
+        """Answer without Python only until then, by `time.time_ns`; see `RowAging`."""
         until_ns = time.perf_counter_ns() + valid_until_ns - time.time_ns()
         for loop_state in self._loop_states:
             loop_state.trust_until(self.deployment_id, until_ns)

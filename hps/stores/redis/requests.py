@@ -275,6 +275,7 @@ class SendKeys(Request):
         value: value of every key; empty if keys have none, or if a subclass writes them.
         value_bytes: encoded bytes of one key's value, if a subclass writes it.
         reply_bytes: maximum bytes of the reply per key.
+        last_word: of `words`, if it differs from call to call.
         guard: required mark; with another mark Redis refuses the command, and the reply is None or -1.
     """
 
@@ -288,6 +289,7 @@ class SendKeys(Request):
         *,
         value_bytes: int = 0,
         reply_bytes: int = 0,
+        last_word: bytes = b"",
         guard: Guard | None = None,
     ) -> None:
         self._keys = keys
@@ -298,11 +300,15 @@ class SendKeys(Request):
         if guard and guard.sequences:
             command, key = words
             keys_of = (guard.key, key, guard.sequences)
-            words, self.once, guard = ("EVAL", _LAST, 3, *keys_of, guard.mark, command, guard.highest), True, None
+            last_word = guard.highest
+            words, self.once, guard = ("EVAL", _LAST, 3, *keys_of, guard.mark, command), True, None
         elif guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, but scripts may delete
             command, key = words
             words, self.once, guard = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True, None
-        self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
+        count = len(words) + bool(last_word) + (2 if value_bytes else 1) * self.count
+        self._start = b"*%d%b" % (count, _packed(words))
+        if last_word:
+            self._start += b"$%d\r\n%b\r\n" % (len(last_word), last_word)
         self._end = b""
         if guard:
             self._start, self._end = guard.start + self._start, guard.end
@@ -424,7 +430,7 @@ class ExpireRows(SendKeys):
     def __init__(self, slot: int, key: bytes, guard: Guard, keys: KeyArray, order: IndexArray, sequence: int) -> None:
         self.order = order
         keys_of = (guard.key, key, guard.sequences)
-        super().__init__(slot, ("EVAL", _EXPIRE, 3, *keys_of, guard.mark, sequence.to_bytes(8)), keys, order)
+        super().__init__(slot, ("EVAL", _EXPIRE, 3, *keys_of, guard.mark), keys, order, last_word=sequence.to_bytes(8))
 
     def found(self) -> Bytes:
         """Return 1 for each removed row, 2 for each with a later change, and 0 for the others, (count,)."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.errors import ConfigError, DatabaseError
+from hps.errors import DatabaseError, ReadOnlyError
 from hps.stores.base import RowChanges
 from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.running_service import document_of, model_of
@@ -39,12 +39,12 @@ def start(tmp_path):
     hps.write_sparse_model(tmp_path / "a", (FILED, vectors_of(FILED)))
     with ExitStack() as opened:
 
-        def start(tiers="hash_map", ttl_s=TTL_S, **changes):
+        def start(tiers="hash_map", ttl_s=TTL_S, *, read_only=False, **changes):
             settings = {"gpucacheper": 2.0, "default_value_for_each_table": [DEFAULT], "row_ttl_s": ttl_s} | changes
             document = document_of(model_of("m", [tmp_path / "a"], {"a": DIM}, **settings))
             options = dict(TIERS[tiers])
             if kind := options.pop("persistent", None):
-                options["persistent_db"] = {"type": kind, "path": str(tmp_path / kind)}
+                options["persistent_db"] = {"type": kind, "path": str(tmp_path / kind), "read_only": read_only}
             return opened.enter_context(hps.HPS({**document, **options}))
 
         start.opened = opened
@@ -77,14 +77,6 @@ def follow(server, keys, written_us, until):
         if until(there):
             return
         assert time.monotonic() < deadline
-
-
-def answers(server):
-    """Return whether the server answers at all."""
-    try:
-        return found(server, FILED[:1]).all()
-    except DatabaseError:
-        return False
 
 
 def sample(server, name):
@@ -183,25 +175,47 @@ def test_a_lookup_removes_expired_rows_itself_where_the_sweeper_is_late(start, t
     follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
 
 
-def test_a_database_that_cannot_remove_them_fails_lookups_rather_than_answer_expired_rows(start, monkeypatch):
-    server = start("rocks_db")
-    deployment = server.model("m")
-    database = deployment.chain.databases[-1]
-    written = now_us() - TTL_US + 300_000
-    apply(server, ONLINE, written)
+@pytest.mark.parametrize("tiers", ["rocks_db", "rocks_db_alone"])
+def test_rows_that_a_database_cannot_remove_are_answered_as_absent(start, monkeypatch, tiers):
+    server = start(tiers)
+    database = server.model("m").chain.databases[-1]
+    times = np.where(np.arange(ONLINE.size) < 50, now_us() - TTL_US + 300_000, now_us())
+    apply(server, ONLINE, times)
 
     def fail(*arguments):
         raise DatabaseError("no room")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(database, "expire", fail)
-        deadline = time.monotonic() + PATIENCE_S
-        with pytest.raises(DatabaseError):
-            while time.monotonic() < deadline:
-                before = now_us()
-                there = found(server, ONLINE)
-                assert before < written + TTL_US + GRACE_US or not there.any()
-    wait_until(lambda: answers(server), "its breaker has closed again")
+    monkeypatch.setattr(database, "expire", fail)
+    follow(server, ONLINE, times, lambda there: not there[:50].any())
+    assert found(server, ONLINE[50:]).all()
+    assert found(server, FILED).all()
+    assert sample(server, "expired_rows") == 0
+    monkeypatch.undo()
+    wait_until(lambda: sample(server, "expired_rows") == 50, "they are removed")
+
+
+def test_lookups_fail_rather_than_answer_rows_that_can_neither_be_removed_nor_hidden(start, monkeypatch):
+    server = start("rocks_db")
+    written = now_us() - TTL_US + 300_000
+    apply(server, ONLINE, np.full(ONLINE.size, written))
+
+    def fail(*arguments):
+        raise DatabaseError("no room")
+
+    for method in ("expire", "hide"):
+        monkeypatch.setattr(server.model("m").chain, method, fail)
+
+    def refused():
+        before = now_us()
+        try:
+            there = found(server, ONLINE)
+        except DatabaseError:
+            return True
+        assert before < written + TTL_US + GRACE_US or not there.any()
+        return False
+
+    wait_until(refused, "lookups fail")
+    monkeypatch.undo()
     follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
 
 
@@ -215,6 +229,8 @@ def test_a_change_of_settings_keeps_the_times(start):
     follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
 
 
-def test_a_model_without_a_database_for_its_rows_is_refused(start):
-    with pytest.raises((ConfigError, DatabaseError), match=r"row_ttl_s|times of rows"):
-        start(embedding_cache_type="stochastic")
+def test_a_database_that_may_not_be_written_to_is_refused(start, tmp_path):
+    start("rocks_db_alone")
+    start.opened.close()
+    with pytest.raises(ReadOnlyError, match=r"removing old rows of table .*persistent_db\.read_only"):
+        start("rocks_db_alone", read_only=True)

@@ -102,10 +102,13 @@ def _look(server: hps.HPS, rng: np.random.Generator, rows: int, expires_us: int)
 def _expiry(report: Report, tiers: str, rows: int) -> None:
     rng = np.random.default_rng(report.seed)
     with scratch("aging") as directory, _server(directory, tiers, TTL_S, rows) as server:
-        expires_us = time.time_ns() // 1000 + round((30 if rows > 100_000 else 8) * 1e6)
+        began = time.perf_counter()
+        _write(server, rows // 10, time.time_ns() // 1000)
+        lead_s = IDLE_S + 20 * (time.perf_counter() - began)
+        expires_us = time.time_ns() // 1000 + round(lead_s * 1e6)
         _write(server, rows, expires_us - round(TTL_S * 1e6))
         if time.time_ns() // 1000 > expires_us - 2_000_000:
-            raise AssertionError("writing took too long")
+            raise AssertionError(f"writing took longer than {lead_s} s")
         times: dict[str, list[float]] = {"idle": [], "beside": []}
         gone_s = cpu_s = 0.0
         used_before = time.process_time() - time.thread_time()

@@ -42,7 +42,8 @@ FUTURE_US: Final = 1_000_000
 _EVERY_S: Final = 0.1  # between two rounds of the sweeper
 _MARGIN_US: Final = 100_000  # of the grace
 _HIDE_US: Final = 300_000  # behind, after which remaining rows are hidden
-_PIECE_ROWS: Final = 8192  # writers and fills of the table wait while these are removed
+_MANY_ROWS: Final = 8192  # more are hidden before they are removed from a database outside this process's memory
+_PIECE_ROWS: Final = 1 << 15  # writers of the table wait while these are removed
 _MOST_CHANGES: Final = 1 << 22  # in a calendar; 64 MiB
 _SHARE: Final = 8  # of a table's rows, one in so many may be in the calendar if that is more
 _READING_S: Final = 0.05  # of a round for reading a database again
@@ -57,7 +58,7 @@ class AgingTiers(Protocol):
     def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
         """Remove the rows of a table, by index, from every tier whose last change has at most this sequence."""
 
-    def hide(self, index: int, keys: KeyArray, sequence: int) -> bool:
+    def hide(self, index: int, keys: KeyArray, fresh: KeyArray, sequence: int) -> bool:
         """Answer these rows as absent until they are removed; see `DatabaseChain.hide`."""
 
 
@@ -231,36 +232,47 @@ class RowAging:
             raise error
 
     def _sweep(self, table: _AgingTable) -> None:
-        until = self._take_due(table)
+        _, until = self._take_due(table)
         try:
+            if table.due.size > _MANY_ROWS and not self._chain.databases[-1].in_process:
+                until = self._hide(table)
             while table.due.size:
                 expired = self._tiers.expire(table.index, table.due[:_PIECE_ROWS], until)
                 self._count(table, expired.removed)
                 table.due = table.due[_PIECE_ROWS:]
                 if self._now() - table.ttl_us - until > _HIDE_US:
-                    until = self._take_due(table)
-                    self._hide(table, until)
+                    until = self._hide(table)
         except HPSError:
-            self._hide(table, self._take_due(table))
+            self._hide(table)
             raise
         if table.hidden:
             table.hidden = False
             self._chain.show(table.spec)
         self._swept(table, until)
 
-    def _take_due(self, table: _AgingTable) -> int:
-        """Take further keys from the calendar, and return up to which time all changes were taken."""
+    def _take_due(self, table: _AgingTable) -> tuple[KeyArray, int]:
+        """Take further keys from the calendar. Return them, and up to which time all changes were taken."""
         with table.adding:
             until = min(self._now() - table.ttl_us, table.calendar.horizon - 1)
-            due = table.calendar.take(until)
-        table.due = due if not table.due.size else np.union1d(table.due, due)
-        return until
+            new = table.calendar.take(until)
+        if new.size:
+            table.due = np.union1d(table.due, new) if table.due.size else new
+        return new, until
 
-    def _hide(self, table: _AgingTable, until: int) -> None:
-        """Let lookups go on while many rows are removed, or cannot be: those that are left count as absent."""
-        if 0 < table.due.size <= table.calendar.most_changes and self._tiers.hide(table.index, table.due, until):
-            table.hidden = True
+    def _hide(self, table: _AgingTable) -> int:
+        """Let lookups go on while many rows are removed, or cannot be: those that are left count as absent.
+
+        Returns:
+            Up to which time all changes were taken from the calendar.
+        """
+        new, until = self._take_due(table)
+        fresh = new if table.hidden else table.due
+        if table.due.size > table.calendar.most_changes:
+            return until
+        if not fresh.size or self._tiers.hide(table.index, table.due, fresh, until):
+            table.hidden = table.hidden or bool(fresh.size)
             self._swept(table, until)
+        return until
 
     def _swept(self, table: _AgingTable, until: int) -> None:
         with table.adding:

@@ -704,6 +704,7 @@ class DatabaseChain:
         self,
         table: TableSpec,
         keys: KeyArray,
+        fresh: KeyArray,
         sequence: int,
         then: Callable[[], None],
         changing: AbstractContextManager[object] | None = None,
@@ -712,7 +713,8 @@ class DatabaseChain:
 
         Args:
             keys: all keys to hide, ascending; replaces those before.
-            then: drops them from the embedding caches.
+            fresh: those of them that were not hidden before.
+            then: drops the fresh ones from the embedding caches.
             changing: as for `insert`.
 
         Returns:
@@ -726,7 +728,7 @@ class DatabaseChain:
         with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
             self._hidden[table.tag] = _HiddenRows(keys, sequence)
             upper = self._volatile if self._persistent and table.tag not in self._quarantined | self._unopened else None
-            if upper and upper.attempt(table, lambda: upper.database.delete(upper.tag(table), keys)):
+            if upper and upper.attempt(table, lambda: upper.database.delete(upper.tag(table), fresh)):
                 self._quarantine(table)
             then()
         return True
@@ -747,7 +749,9 @@ class DatabaseChain:
             DatabaseError: the authoritative database failed.
         """
         doubtful = np.flatnonzero(found & among)
-        doubtful = doubtful[np.isin(keys[doubtful], hidden.keys)]
+        if hidden.keys.size:
+            place = np.minimum(np.searchsorted(hidden.keys, keys[doubtful]), hidden.keys.size - 1)
+            doubtful = doubtful[hidden.keys[place] == keys[doubtful]]
         if doubtful.size:
             distinct, back = np.unique(keys[doubtful], return_inverse=True)
             last = self._aging(table).last_changes(self._tiers[-1].tag(table), distinct)

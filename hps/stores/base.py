@@ -459,7 +459,7 @@ class AgingRows(OrderedWrites):
 
     @abstractmethod
     def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
-        """Remove the rows whose last change has at most this sequence, as durably as a `delete`.
+        """Remove the rows whose last change has at most this sequence. A crash may undo it.
 
         The caller refuses older changes from then on, so that a database forgets these where it can. Rows that only a load
         wrote stay.

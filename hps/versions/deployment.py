@@ -428,18 +428,19 @@ class Deployment:
             self.modified.set()
             return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index))
 
-    def hide(self, index: int, keys: KeyArray, sequence: int) -> bool:
+    def hide(self, index: int, keys: KeyArray, fresh: KeyArray, sequence: int) -> bool:
         """Answer such rows as absent until they are removed; see `DatabaseChain.hide`."""
         caches = self._all_caches()
 
         def drop() -> None:
             for cache in caches:
                 with cache.unless_lost():
-                    cache.drop(index, keys)
+                    cache.drop(index, fresh)
 
         in_place = any(isinstance(cache, HostTableReads) for cache in caches)
         with self.changes:
-            return self.chain.hide(self.tables[index], keys, sequence, drop, self._changing(index) if in_place else None)
+            changing = self._changing(index) if in_place else None
+            return self.chain.hide(self.tables[index], keys, fresh, sequence, drop, changing)
 
     @contextmanager
     def _changing(self, index: int, keys: KeyArray | None = None, sequences: IndexArray | None = None) -> Iterator[None]:

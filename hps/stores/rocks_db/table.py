@@ -46,6 +46,8 @@ _ROWS_WORTH_A_THREAD = 1024
 _COLD_ROWS = 16  # of a multi-get that waits for the disk for each row
 _COLD_SHARE = 32  # one row of so many that is read from the disk makes a fetch cold
 _BLOCKS_A_ROW = BLOCK_BYTES // 512
+_FEW_TIMES = 128  # in the memtable, which RocksDB sorts for each read of a key
+_UNKNOWN = 1 << 62
 _EXACT_ROWS = 1 << 17  # tables up to this size are counted, which takes some 50 ms
 
 
@@ -84,6 +86,7 @@ class RocksTable:
         self._writer_waits = False  # to be stored once the disk has room
         self._keeps_deletions = keeps_deletions
         self._by_time = False
+        self._unflushed = _UNKNOWN  # entries in the memtable of the times family
         self._sealed = engine.family(SEALED + tag)
         self._order = ChangeOrder(engine, tag, always=keeps_deletions)
         # That C code holds the interpreter lock, so the table works in pieces, between which other threads can run.
@@ -252,6 +255,7 @@ class RocksTable:
         with self._alone(doing):
             self._mark_modified()
             written = self._changed_now(keys)
+            self._unflushed += keys.size
             for piece, values in self._sorted_pieces(keys, vectors, self._write_rows):  # a fifth faster than unsorted
                 self._engine.write({self.tag: (piece, values), TIMES + self.tag: (piece, written)}, {}, doing)
             self._engine.sync(doing)
@@ -267,6 +271,7 @@ class RocksTable:
             for rows in pieces(distinct.size, self._write_rows):
                 batch = _key_list(distinct[rows])
                 present = self._present(batch, doing)
+                self._unflushed += len(batch)
                 if self._order.next:
                     self._engine.write({times: (batch, written)}, {self.tag: present}, doing)
                 else:
@@ -305,7 +310,7 @@ class RocksTable:
         if self._times is not None:
             order = np.argsort(_ranks(keys))
             doing = f"reading the changes of table {self.tag}"
-            self._engine.flush(self._times, doing)  # as in `_are_latest`
+            self._flush_times(doing)
             for rows in pieces(keys.size, self._fetch_rows):
                 values = self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
                 changed[order[rows]] = np.fromiter(_presence(values), np.bool_, len(values))
@@ -321,7 +326,7 @@ class RocksTable:
                 self._sealed = self._engine.create(SEALED + self.tag)
             stored: list[bytes | None] = []
             if self._sealed is not None:
-                self._engine.flush(self._times, doing)  # as in `_are_latest`
+                self._flush_times(doing)
                 for rows in pieces(keys.size, self._fetch_rows):
                     stored += self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
             for rows in pieces(keys.size, self._write_rows):
@@ -329,6 +334,7 @@ class RocksTable:
                 values = stored[rows]
                 known = [*_presence(values)]
                 puts = {SEALED + self.tag: (list(compress(batch, known)), list(compress(values, known)))} if known else {}
+                self._unflushed += len(batch)
                 self._engine.write(puts, {self.tag: batch, times: batch}, doing)  # type: ignore[arg-type]
             self._engine.sync(doing)
 
@@ -389,15 +395,22 @@ class RocksTable:
         doing = f"reading the last changes of table {self.tag}"
         last: IndexArray = np.zeros(keys.size, np.int64)
         order = np.argsort(_ranks(keys))
-        if self._times is not None and keys.size:
-            self._engine.flush(self._times, doing)  # as in `_are_latest`
+        if keys.size:
+            self._flush_times(doing)
         for piece in pieces(keys.size, self._fetch_rows):
             rows = order[piece]
             last[rows] = _sequences(self._last_changes(_key_list(keys[rows]), doing))
         return last
 
+    def _flush_times(self, doing: str) -> None:
+        """Write the times family's memtable to a file before keys are read from it, unless it has only a few."""
+        if self._times is not None and self._unflushed > _FEW_TIMES:
+            self._unflushed = 0  # before: what is written meanwhile counts
+            self._engine.flush(self._times, doing)
+
     def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
         """As `AgingRows.expire`."""
+        # Not synced: what a crash undoes is expired at the next start, too.
         doing, removed = f"expiring rows of table {self.tag}", 0
         keys = check_keys(doing, keys)
         with self._alone(doing):
@@ -413,10 +426,10 @@ class RocksTable:
             for rows in pieces(due.size, self._write_rows):
                 batch = _key_list(due[rows])
                 present = self._present(batch, doing)
+                self._unflushed += due.size
                 self._engine.write({}, {self.tag: present} | dict.fromkeys(records, batch), doing)
                 removed += len(present)
-            if due.size:
-                self._engine.sync(doing)
+            self._flush_times(doing)  # here, and not in the next lookup
         return ExpiredRows(kept, removed)
 
     def _are_latest(self, keys: KeyArray, sequences: IndexArray, doing: str) -> BoolArray:
@@ -426,7 +439,7 @@ class RocksTable:
             # The memtable of the times is an unsorted vector, which RocksDB sorts for each read of a key. So it is written to a
             # file first. That also starts a new log each time, and logs with unflushed rows of other families stay: these are
             # flushed once there are many.
-            self._engine.flush(self._times, doing)
+            self._flush_times(doing)
             if self._engine.logs_pile_up:
                 for family in (self._family, self._engine.family(DEFAULT)):
                     self._engine.flush(family, doing)
@@ -454,6 +467,7 @@ class RocksTable:
         }
         if records:
             puts[DEFAULT] = _unzipped(records)
+        self._unflushed += len(keys)
         self._engine.write(puts, {self.tag: removed}, doing)
 
     def load(
@@ -527,6 +541,7 @@ class RocksTable:
         for keys in self.changed_keys():
             batch = _key_list(keys)
             times = _CHANGE.pack(time.time_ns() // 1000, 1)
+            self._unflushed += len(batch)
             self._engine.write({TIMES + self.tag: (batch, [times] * len(batch))}, {}, doing)
 
     def settle(self) -> None:
@@ -541,6 +556,7 @@ class RocksTable:
         self._engine, self._records = engine, records
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._sealed = self._engine.family(SEALED + self.tag)
+        self._unflushed = _UNKNOWN
         self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions, by_time=self._by_time)
         self._loading = False  # the engine merges by itself again
         if self._writer_waits and not self._engine.in_view:

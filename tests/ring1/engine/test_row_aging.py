@@ -9,7 +9,7 @@ import pytest
 import hps
 from hps.errors import DatabaseError, ReadOnlyError
 from hps.stores.base import RowChanges
-from hps.testing.waiting import PATIENCE_S, wait_until
+from hps.testing.waiting import wait_until
 from tests.servers.running_service import document_of, model_of
 
 DIM, DEFAULT, TTL_S = 4, -2.0, 100.0
@@ -66,17 +66,18 @@ def found(server, keys):
 
 
 def follow(server, keys, written_us, until):
-    """Look keys up until the answers satisfy `until`; each must agree with the time at which the rows were written."""
-    expires, deadline = np.asarray(written_us) + TTL_US, time.monotonic() + PATIENCE_S
-    while True:
+    """Look keys up until an answer satisfies `until`; each must agree with the times at which the rows were written."""
+    expires = np.asarray(written_us) + TTL_US
+
+    def judged():
         before = now_us()
         there = found(server, keys)
         after = now_us()
         assert there[after < expires].all(), "expired early"
         assert not there[before > expires + GRACE_US].any(), "answered too late"
-        if until(there):
-            return
-        assert time.monotonic() < deadline
+        return until(there)
+
+    wait_until(judged, "rows come and go")
 
 
 def sample(server, name):
@@ -131,8 +132,7 @@ def test_rows_that_expire_while_the_process_is_down_are_gone_when_it_starts(star
     apply(server, ONLINE, written)
     follow(server, ONLINE, written, lambda there: there.all())
     start.opened.close()
-    while now_us() < written[0] + TTL_US:  # the time of a row, not of the test
-        time.sleep(0.05)
+    wait_until(lambda: now_us() > written[0] + TTL_US, "rows expire meanwhile")
     server = start(tiers)
     follow(server, ONLINE, written, lambda there: not there[:50].any())
     assert found(server, ONLINE[50:]).all()
@@ -143,9 +143,7 @@ def test_times_ahead_of_the_clock_count_as_written_on_arrival(start):
     server = start(ttl_s=0.5)
     apply(server, ONLINE, now_us() + 3_600_000_000)
     assert sample(server, "future_rows") == ONLINE.size
-    deadline = time.monotonic() + PATIENCE_S
-    while found(server, ONLINE).any():
-        assert time.monotonic() < deadline
+    wait_until(lambda: not found(server, ONLINE).any(), "they expire")
     apply(server, ONLINE[:1], now_us(), 2)
     assert found(server, ONLINE[:1]).all()
 
@@ -157,9 +155,7 @@ def test_direct_writes_age_and_tables_without_a_time_to_live_do_not(start, tmp_p
     for table in ("a", "b"):
         server.insert(ONLINE, vectors_of(ONLINE), "m", table)
     server.delete(FILED[:5], "m", "a")
-    deadline = time.monotonic() + PATIENCE_S
-    while server.lookup(ONLINE, "m", "a", return_found=True)[1].any():
-        assert time.monotonic() < deadline
+    wait_until(lambda: not server.lookup(ONLINE, "m", "a", return_found=True)[1].any(), "they expire")
     assert server.lookup(ONLINE, "m", "b", return_found=True)[1].all()
     assert not server.lookup(FILED[:5], "m", "a", return_found=True)[1].any()  # a deletion is not undone
 

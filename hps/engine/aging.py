@@ -129,7 +129,12 @@ class RowAging:
                 while not self._stop.is_set():
                     self._read_again(table)
                     self._advance_reading(table, None)
-                    self._sweep(table)
+                    try:
+                        self._sweep(table)
+                    except HPSError as error:
+                        if not table.hidden:
+                            raise
+                        _log.warning("removing expired rows of table %s: %s; they are hidden meanwhile", table.spec.tag, error)
                     if table.calendar.horizon > self._now() - table.ttl_us:  # else more have expired than it holds
                         break
             self._move_on()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.engine import aging
 from hps.errors import DatabaseError, ReadOnlyError
 from hps.stores.base import RowChanges
 from hps.testing.waiting import wait_until
@@ -163,11 +164,11 @@ def test_direct_writes_age_and_tables_without_a_time_to_live_do_not(start, tmp_p
 @pytest.mark.parametrize("tiers", ["hash_map", "rocks_db"])
 def test_a_lookup_removes_expired_rows_itself_where_the_sweeper_is_late(start, tiers):
     server = start(tiers)
-    aging = server.model("m").aging
+    sweeper = server.model("m").aging
     written = now_us() - TTL_US + 300_000
     apply(server, ONLINE, written)
     assert found(server, ONLINE).all()
-    aging.close()  # as if its thread got no processor
+    sweeper.close()  # as if its thread got no processor
     follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
 
 
@@ -223,6 +224,39 @@ def test_a_change_of_settings_keeps_the_times(start):
     server.deploy(server.model("m").config.model_copy(update={"hit_rate_threshold": 1.2}))
     assert server.model("m") is not before
     follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
+
+
+def test_rows_that_expire_while_their_version_is_kept_are_gone_after_a_roll_back(start):
+    server = start("hash_map_above_row_files")
+    config = server.model("m").config
+    written = now_us() - TTL_US + np.where(np.arange(ONLINE.size) < 50, 1_000_000, 60_000_000)
+    apply(server, ONLINE, written)
+    assert found(server, ONLINE).all()
+    server.deploy(config.model_copy(update={"version": "2"}))
+    assert not found(server, ONLINE).any()
+    wait_until(lambda: now_us() > written[0] + TTL_US, "rows expire meanwhile")
+    server.roll_back("m")
+    assert server.model("m").version == "1"
+    assert found(server, ONLINE).tolist() == [False] * 50 + [True] * 50
+    assert found(server, FILED).all()
+
+
+def test_rows_beyond_the_calendar_are_read_again_from_the_database(start, monkeypatch):
+    monkeypatch.setattr(aging, "_MOST_CHANGES", 60)
+    server = start("rocks_db")
+    written = now_us() - TTL_US + np.linspace(300_000, 30_000_000, ONLINE.size).astype(np.int64)
+    for part in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):
+        apply(server, ONLINE[part], written[part])
+    (table,) = server.model("m").aging._tables.values()
+    wait_until(lambda: not table.calendar.complete and len(table.calendar) <= 60, "later changes are dropped")
+    moved = [int(table.calendar.horizon)]
+
+    def read_again():
+        follow(server, ONLINE, written, lambda there: True)
+        moved.append(int(table.calendar.horizon))
+        return moved[-1] > moved[0]
+
+    wait_until(read_again, "the horizon has moved")
 
 
 def test_a_database_that_may_not_be_written_to_is_refused(start, tmp_path):

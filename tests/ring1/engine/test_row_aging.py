@@ -235,7 +235,7 @@ def test_rows_that_expire_while_their_version_is_kept_are_gone_after_a_roll_back
     server.deploy(config.model_copy(update={"version": "2"}))
     assert not found(server, ONLINE).any()
     wait_until(lambda: now_us() > written[0] + TTL_US, "rows expire meanwhile")
-    server.roll_back("m")
+    server.rollback("m")
     assert server.model("m").version == "1"
     assert found(server, ONLINE).tolist() == [False] * 50 + [True] * 50
     assert found(server, FILED).all()

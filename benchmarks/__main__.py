@@ -25,6 +25,7 @@ CASES = {  # name: what is measured, and beside what
     "writes": "lookups beside online writes over HTTP",
     "updates": "updates from Kafka and Redis Streams: delay, rate, lookups beside them",
     "checks": "checks of a version: duration, share of a core, lookups beside them",
+    "aging": "rows that expire: processor time, memory, lookups beside them (row_ttl_s)",
     "refresh": "lookups beside a refresh (GPU or CPU)",
     "plan": "predicted and measured hit rates (GPU or CPU)",
     "row_formats": "the AUC of a DLRM with rows in fewer bits, beside float32",

@@ -451,6 +451,20 @@ def _sharing_traffic() -> list[str]:
     )
 
 
+def _aging() -> list[str]:
+    """What it costs that many rows expire at one moment."""
+    return _table(
+        rows_of("aging", work="expiry"),
+        ("1 M rows expire at once, dim 16, two shared cores (`python -m benchmarks aging`)", "`{tiers}`"),
+        ("removed after", "{removed_after_s:r} s"),
+        ("background CPU", "{background_cpu_s:r} s"),
+        (
+            "lookups of 256 keys meanwhile, p50 / worst",
+            lambda row: f"{_round(row.beside_p50_ms)} / {_round(row.beside_worst_ms)} ms",
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": _sharing_traffic,
     "clients": _clients,
@@ -467,6 +481,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "scores-once": _scores_once,
     "sparse-stage": sparse_stage,
     "updates": _updates,
+    "aging": _aging,
     "planning": _planning,
     "cold-start": _cold_start,
 }

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from hps.cache.base import CacheLookup, EmbeddingCache, GraphPart, GraphParts, LookupGraph, MissedKeys
+from hps.engine.aging import RowAging
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
 from hps.engine.misplaced import refuse_misplaced
@@ -42,6 +43,9 @@ class Session(Protocol):
 
     lost: bool
     """True once a lookup found its device lost."""
+
+    aging: RowAging | None
+    """Removes expired rows from the tiers; None if no table ages."""
 
     @property
     def refuses(self) -> str:
@@ -160,7 +164,10 @@ class SessionSettings:
 class RecordedLookup:
     """A lookup of fixed tensors captured in a CUDA graph; each launch is counted. *One per thread.*"""
 
-    def __init__(self, graph: LookupGraph, batch: Batch, stream_ordered: StreamOrderedLookups) -> None:
+    def __init__(
+        self, graph: LookupGraph, batch: Batch, stream_ordered: StreamOrderedLookups, sweep_if_late: Callable[[], None]
+    ) -> None:
+        self._sweep_if_late = sweep_if_late
         self._graph = graph
         self._batch = batch
         self._stream_ordered = stream_ordered
@@ -169,8 +176,9 @@ class RecordedLookup:
         """Launch the graph on the current stream of the keys' framework.
 
         Raises:
-            DatabaseError: keys of an earlier launch could not be read.
+            DatabaseError: keys of an earlier launch could not be read, or expired rows not be removed.
         """
+        self._sweep_if_late()
         self._stream_ordered.check(self._batch)
         self._graph.launch()
         self._stream_ordered.count(self._batch)
@@ -206,12 +214,14 @@ class GraphLookups:
         check: Callable[[Batch], None],
         count: Callable[[GraphKeys], None],
         forget_misses: Callable[[], None],
+        is_late: Callable[[], bool],
     ) -> None:
         self.order = part.order
         self._part = part
         self._check = check
         self._count = count
         self._forget_misses = forget_misses
+        self._is_late = is_late
 
     def prepare(self, batch: Batch) -> None:
         """See `GraphPart.prepare`. Raises TooManyKeysError, too: a table has more keys than its `max_keys`."""
@@ -236,7 +246,7 @@ class GraphLookups:
             keys: by table, keys that count.
             launched: by table, keys that were looked up: also those that fill a batch up.
         """
-        if (absent := self._part.absent()) is None:
+        if (absent := self._part.absent()) is None or self._is_late():
             return False
         found = {table: n * keys[table] // launched[table] for table, n in absent.items() if n}
         self._count(GraphKeys(keys, found, self._part.counts))
@@ -244,10 +254,11 @@ class GraphLookups:
 
 
 class _TableLimits:
-    """Tables of a session with their limits on keys."""
+    """Tables of a session with their limits on keys and the age of their rows."""
 
     def __init__(self, tables: Sequence[TableSpec]) -> None:
         self.tables = tuple(tables)
+        self.aging: RowAging | None = None
         self._max_keys = [table.max_keys for table in self.tables]
 
     def check(self, batch: Batch) -> None:
@@ -262,6 +273,15 @@ class _TableLimits:
                 )
         if batch.kept:
             batch.checked = self
+
+    def is_late(self) -> bool:
+        """Return whether the removal of expired rows is overdue, so that tiers must not answer."""
+        return self.aging is not None and time.time_ns() > self.aging.valid_until_ns
+
+    def sweep_if_late(self) -> None:
+        """Remove expired rows if that is overdue. Raises DatabaseError: as `RowAging.catch_up`."""
+        if self.is_late() and self.aging is not None:
+            self.aging.catch_up()
 
 
 class CachedSession(_TableLimits):
@@ -336,6 +356,8 @@ class CachedSession(_TableLimits):
 
     def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
+        if self.aging is not None:
+            self.sweep_if_late()
         if batch.checked is not self:
             self.check(batch)
         if not wait:
@@ -434,12 +456,14 @@ class CachedSession(_TableLimits):
     def record(self, batch: Batch) -> RecordedLookup:
         self.check(batch)
         self._stream_ordered.check(batch)
-        return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
+        return RecordedLookup(
+            self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered, self.sweep_if_late
+        )
 
     def graph_lookups(self) -> GraphLookups | None:
         if not isinstance(self.cache, GraphParts):
             return None
-        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph, self._stream_ordered.forget)
+        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph, self._stream_ordered.forget, self.is_late)
 
     def _count_graph(self, counted: GraphKeys) -> None:
         keys, absent = counted.keys, counted.absent
@@ -467,6 +491,7 @@ class CachedSession(_TableLimits):
         return sum(int(np.count_nonzero(self._fill(table, keys[start : start + _PREFETCH_ROWS]))) for start in starts)
 
     def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        self.sweep_if_late()
         found = np.zeros(keys.size, np.bool_)
         lookup = self._lookups.take()
         try:
@@ -686,6 +711,8 @@ class DirectSession(_TableLimits):
 
     def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
+        if self.aging is not None:
+            self.sweep_if_late()
         if not wait:
             raise self._refusal()
         if batch.checked is not self:

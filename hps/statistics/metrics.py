@@ -245,6 +245,14 @@ class Metrics(Collector):
         self.update_skipped_rows = self._counter(
             "hps_update_skipped_rows", "Rows of the update log that belong to other shares of the table.", *_TABLE
         )
+        self.expired_rows = self._counter(
+            "hps_expired_rows", "Rows removed, or not stored on arrival, since they were not written for row_ttl_s.", *_TABLE
+        )
+        self.future_rows = self._counter(
+            "hps_future_rows",
+            "Rows of an aging table whose time was more than a second ahead: they count as written on arrival.",
+            *_TABLE,
+        )
         self.update_future_times = self._counter(
             "hps_update_future_times", "Messages that claimed a time more than a second ahead of this machine's clock.", *_TABLE
         )

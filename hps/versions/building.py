@@ -114,6 +114,7 @@ def load_deployment(
             log_positions=positions,
             network=network,
         )
+        deployment.start_aging()
         _mark_complete(deployment)
         share = config.share
         chain.metrics.model_shard.labels(config.model).set(share.index if share else 0)
@@ -184,6 +185,7 @@ def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
             for index, table in enumerate(successor.tables):
                 successor.chain.settle(table)
                 refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
+        successor.start_aging()
         _mark_complete(successor)
     except BaseException:
         current.successors.remove(successor)

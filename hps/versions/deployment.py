@@ -14,6 +14,7 @@ import numpy as np
 
 from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
+from hps.engine.aging import RowAging
 from hps.engine.chain import DatabaseChain
 from hps.engine.misplaced import refuse_misplaced
 from hps.engine.refresh import RefreshReport
@@ -36,10 +37,10 @@ from hps.models.files import joint_fingerprint
 from hps.models.loading.warm_up import last_rows
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.statistics.metrics import TIERS
-from hps.stores.base import LogPosition, Partition, RowChanges
+from hps.stores.base import ExpiredRows, LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
 from hps.tensors.transforms import Transform
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 from hps.versions.checks.report import CheckReport
 
 _log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Deployment:
         changes: modifications and refreshes in progress.
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
+        aging: removes rows that were not written for long; None if no table ages.
         successors: deployments that take over the same tables; writes reach their caches too.
         lookups_ended: set once it has closed and the last of its lookups has ended.
     """
@@ -130,6 +132,7 @@ class Deployment:
     one_device: int | None = field(init=False, repr=False)
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
+    aging: RowAging | None = field(init=False, repr=False)
     successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
     lookups_ended: threading.Event = field(init=False, repr=False)
 
@@ -151,6 +154,8 @@ class Deployment:
             self.config.refresh_device_share,
             self.config.cache_refresh_percentage_per_iteration,
         )
+        ages = any(self.config.row_ttl_s)
+        self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self) if ages else None
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
         transform = self.config.transform
@@ -303,7 +308,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.insert(table, keys, rows, apply, self._changing(index), vectors)
+            self.chain.insert(table, keys, rows, apply, self._changing(index, keys), vectors)
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
@@ -320,7 +325,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.delete(self.tables[index], keys, apply, self._changing(index))
+            self.chain.delete(self.tables[index], keys, apply, self._changing(index, keys))
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
         """Return the log position a table starts from, by partition; see `OrderedWrites.follow_log`."""
@@ -350,6 +355,8 @@ class Deployment:
         if table.row_dtype != "float32":
             rows = encode(f"updating {table.tag}", changes.vectors, table.row_dtype, changes.keys)
             changes = replace(changes, vectors=rows, exact=changes.vectors)
+        if self.aging is not None:
+            changes = self.aging.admit(index, changes)
 
         def update_caches(latest: BoolArray | None) -> None:
             if latest is None:
@@ -369,7 +376,8 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            latest = self.chain.apply(table, changes, positions, update_caches, self._changing(index))
+            changing = self._changing(index, changes.keys, changes.sequences)
+            latest = self.chain.apply(table, changes, positions, update_caches, changing)
             return int(np.count_nonzero(latest)) + skipped
 
     def row(self, index: int, key: int) -> StoredRow:
@@ -399,13 +407,68 @@ class Deployment:
         """Reload the vectors of all resident keys; see `HPS.refresh`."""
         return self.refresher.refresh(share)
 
+    def start_aging(self) -> None:
+        """Remove rows that have expired from now on, and those that already have before returning. Called before it serves.
+
+        Raises:
+            DatabaseError: the authoritative database failed, cannot keep the times of rows, or is read-only.
+        """
+        if self.aging is not None:
+            self.aging.start()
+            for session in dict.fromkeys(self.sessions.values()):
+                session.aging = self.aging
+
+    def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
+        """Remove rows of a table from every tier whose last change has at most this sequence; see `AgingRows.expire`."""
+
+        def update_caches(gone: KeyArray, known: bool) -> None:
+            for cache in self._all_caches():
+                with cache.unless_lost():
+                    if known:
+                        cache.erase(index, gone)
+                    else:
+                        cache.drop(index, gone)
+
+        with self.changes:
+            self.modified.set()
+            return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index))
+
+    def hide(self, index: int, keys: KeyArray, fresh: KeyArray, sequence: int) -> bool:
+        """Answer such rows as absent until they are removed; see `DatabaseChain.hide`."""
+        caches = self._all_caches()
+
+        def drop() -> None:
+            for cache in caches:
+                with cache.unless_lost():
+                    cache.drop(index, fresh)
+
+        in_place = any(isinstance(cache, HostTableReads) for cache in caches)
+        with self.changes:
+            changing = self._changing(index) if in_place else None
+            return self.chain.hide(self.tables[index], keys, fresh, sequence, drop, changing)
+
     @contextmanager
-    def _changing(self, index: int) -> Iterator[None]:
+    def _changing(self, index: int, keys: KeyArray | None = None, sequences: IndexArray | None = None) -> Iterator[None]:
+        """Span a modification: devices admit no rows that they read during it; aging deployments hear of these changes.
+
+        Args:
+            keys: of changes; None if they expire.
+            sequences: of changes of a log; None for direct writes.
+        """
+        aging = [each.aging for each in (self, *self.successors) if each.aging is not None and keys is not None]
         with ExitStack() as stack:
             for cache in self._all_caches():
                 if isinstance(cache, HostTableReads):
                     stack.enter_context(cache.changing(index))
-            yield
+            if keys is not None and sequences is not None:
+                for each in aging:
+                    each.note(index, keys, sequences)
+            try:
+                yield
+            finally:
+                if keys is not None and sequences is None:
+                    for each in aging:
+                        each.note(index, keys)
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
@@ -445,6 +508,8 @@ class Deployment:
                 return False
             self.stop_following.clear()
         self.refresher.stop()
+        if self.aging is not None:
+            self.aging.stop()
         if self.scores is not None and not self.scores.close(DRAIN_S):
             return False
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]

@@ -214,7 +214,7 @@ class Reconciler:
             def select(versions: list[str]) -> list[str]:
                 return [version for version in versions if version != serving.version]
 
-            deployed = kept[-1].renewed(kept[-1].config)
+            deployed = self._renewed(kept[-1], kept[-1].config)
             try:
                 self._updates.start(deployed)  # without waiting: the serving version is worse than late updates
                 self._live.serve(deployed, select, "keep" if serving.config.keep_versions else "drop", kept[-1])
@@ -762,7 +762,9 @@ class Reconciler:
     def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
         if _same_settings(current.config, config):
-            return current.renewed(current.config)
+            renewed = current.renewed(current.config)
+            renewed.start_aging()
+            return renewed
         check_transform(config, self._targets().sources)
         return reconfigure(current, config)
 

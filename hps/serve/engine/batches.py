@@ -78,9 +78,17 @@ class _Served:
         }
         with self._settling:
             ended, self._ended = self._ended, False
+        if deployment.aging is not None:
+            deployment.aging.watch(self._trust_until)
         if ended:  # the session has closed meanwhile, and its cache may be gone; no frontend knows the id yet
             self.end(0.0)
             raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
+
+    def _trust_until(self, valid_until_ns: int) -> None:
+        """Answer without Python only until then, by `time.time_ns`; see `RowAging`."""
+        until_ns = time.perf_counter_ns() + valid_until_ns - time.time_ns()
+        for loop_state in self._loop_states:
+            loop_state.trust_until(self.deployment_id, until_ns)
 
     def end(self, timeout_s: float) -> bool:
         """Remove the deployment from every loop. Return False if one is still using it."""

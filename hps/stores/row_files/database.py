@@ -45,12 +45,13 @@ from hps.stores.base import (
     LOAD_ADVICE,
     Adoption,
     AdoptsRowFiles,
+    AgingRows,
     DatabaseReport,
     DeviceReadable,
+    ExpiredRows,
     LoadRecord,
     LogPosition,
     MergesRows,
-    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -80,7 +81,7 @@ _LOAD_POLL_S: Final = 0.02
 _PROGRESS_S: Final = 0.5
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, MergesRows, AdoptsRowFiles):
+class RowFilesDatabase(PersistentDatabase, AgingRows, DeviceReadable, MergesRows, AdoptsRowFiles):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -425,6 +426,22 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
     def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         with self._calls:
             return self._table(tag).apply(changes, positions)
+
+    def order_by_time(self, tag: str) -> None:
+        self._table(tag)
+        self._changes.order_by_time(tag)
+
+    def changed_rows_of(self, tag: str) -> Iterator[tuple[KeyArray, IndexArray]]:
+        self._table(tag)
+        return self._changes.changed_rows_of(tag)
+
+    def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
+        self._table(tag)
+        return self._changes.last_changes(tag, keys)
+
+    def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
+        with self._calls:
+            return self._table(tag).expire(keys, sequence)
 
     def seal(self, tag: str) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""

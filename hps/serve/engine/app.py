@@ -37,7 +37,7 @@ from hps.serve.http.memory_budget import MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.targets import row_target
 from hps.serve.logs.changes import log_change, request_line
-from hps.serve.logs.lines import RecentProblems
+from hps.serve.logs.problems import RecentProblems
 from hps.serve.logs.requests import POLLED, SERVED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 
@@ -164,7 +164,7 @@ class Application:
                 files = RowFileRoutes(lifecycle, lifecycle.configuration.model_source.peers, self._files)
                 routers = [
                     admin_routes(lifecycle, self._reports, ERRORS),
-                    status_routes(lifecycle, metrics, self.problems, self._history, texts, ERRORS),
+                    status_routes(lifecycle, metrics, self.problems, self._history, self.authorization, texts, ERRORS),
                     shared_memory_routes(self.link.shared_memory, ERRORS),
                     files.router(ERRORS),
                 ]

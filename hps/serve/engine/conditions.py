@@ -1,0 +1,80 @@
+"""The conditions of a server that need a person, worst first: the badge and the banner of the page at `/`, and `hps top`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from hps.serve.logs.problems import Problem
+from hps.serve.protocol.schemas import ModelStatus
+from hps.statistics.metrics import TIERS
+from hps.statistics.snapshot import ModelStatistics, ServerStatistics
+
+READY: Final = "ready"
+_RECENT_S: Final = 600.0  # how long a logged error counts
+_LATE_S: Final = 60.0  # as in the alert HPSUpdatesLate
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Something that needs a person. *Immutable.*"""
+
+    level: Literal["error", "warning"]  # error: requests fail; warning: answers are right
+    name: str  # a few words, for a badge
+    text: str  # what is wrong, where, and why
+    model: str = ""  # empty if it is of the server
+
+
+def conditions(
+    *,
+    not_ready: str,
+    broken: str,
+    degraded: str,
+    models: Sequence[ModelStatus],
+    server: ServerStatistics | None,
+    problems: Sequence[Problem],
+    now_s: float,
+) -> list[Condition]:
+    """Return the conditions of a server, worst first.
+
+    Args:
+        not_ready, degraded: reasons, as in `GET /v2/health/ready`.
+        broken: why the process must be restarted; empty otherwise.
+        models: models that serve or are to serve.
+        server: None while the databases are being opened.
+        problems: latest first.
+        now_s: seconds since 1970.
+    """
+    served = () if server is None else server.models
+    late = {} if server is None else {name: lag for name, lag in server.updates.items() if lag is not None and lag > _LATE_S}
+    found = [Condition("error", "not ready", not_ready)] if not_ready else []
+    found += [Condition("error", "restart needed", broken)] if broken else []
+    found += [condition for model in served for condition in _unread(model)]
+    if not not_ready:  # which names them
+        failed = (model for model in models if model.state == "failed")
+        found += [Condition("error", "model failed", model.reason or "loading failed", model.name) for model in failed]
+    found += [Condition("warning", "degraded", degraded)] if degraded else []
+    found += [condition for model in served for condition in _held(model)]
+    if late:
+        text = ", ".join(f"{name} {lag:.0f} s" for name, lag in sorted(late.items(), key=lambda late: -late[1]))
+        found.append(Condition("warning", "updates late", f"behind the log of updates: {text}"))
+    errors = [problem for problem in problems if problem.level != "warning" and problem.time_s > now_s - _RECENT_S]
+    if errors and not found:
+        kinds = f"{len(errors)} kinds of errors were" if len(errors) > 1 else "an error was"
+        found.append(Condition("warning", "errors", f"{kinds} logged in the last ten minutes: {errors[0].text}"))
+    return found
+
+
+def _unread(model: ModelStatistics) -> Iterator[Condition]:
+    """Yield a condition if no database answers for some tables."""
+    databases = {table.name: [tier.available for tier in table.tiers if tier.tier != TIERS[0]] for table in model.tables}
+    if names := [name for name, available in databases.items() if available and not any(available)]:
+        text = f"no database answers for {', '.join(names)}: lookups of keys that the cache lacks fail"
+        yield Condition("error", "lookups fail", text, model.name)
+
+
+def _held(model: ModelStatistics) -> Iterator[Condition]:
+    held = {version for version, state in model.versions if state == "held"}
+    for checks in model.checks:
+        if checks.version in held:
+            causes = "; ".join(map(str, checks.failed))
+            yield Condition("warning", "version held", f"version {checks.version} is held by its checks: {causes}", model.name)

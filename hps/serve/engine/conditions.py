@@ -1,15 +1,19 @@
 """The conditions of a server that need a person, worst first: the badge and the banner of the page at `/`, and `hps top`."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from hps.serve.logs.problems import Problem
+from hps.ground.threads.workers import THREADS, PeriodicTask
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.logs.problems import Problem, RecentProblems
 from hps.serve.protocol.schemas import ModelStatus
 from hps.statistics.metrics import TIERS
 from hps.statistics.snapshot import ModelStatistics, ServerStatistics
 
-READY: Final = "ready"
+_EVERY_S: Final = 5.0
 _RECENT_S: Final = 600.0  # how long a logged error counts
 _LATE_S: Final = 60.0  # as in the alert HPSUpdatesLate
 
@@ -22,6 +26,7 @@ class Condition:
     name: str  # a few words, for a badge
     text: str  # what is wrong, where, and why
     model: str = ""  # empty if it is of the server
+    since_s: float = 0.0  # first seen without a gap, in seconds since 1970
 
 
 def conditions(
@@ -62,6 +67,43 @@ def conditions(
         kinds = f"{len(errors)} kinds of errors were" if len(errors) > 1 else "an error was"
         found.append(Condition("warning", "errors", f"{kinds} logged in the last ten minutes: {errors[0].text}"))
     return found
+
+
+class ConditionWatch:
+    """Finds the conditions of a server, and since when each lasts. *Thread-safe.*"""
+
+    def __init__(self, lifecycle: Lifecycle, problems: RecentProblems, clock: Callable[[], float] = time.time) -> None:
+        self._lifecycle, self._problems, self._clock = lifecycle, problems, clock
+        self._since: dict[tuple[str, str], float] = {}  # by name and model
+        self._lock = threading.Lock()
+        self._task: PeriodicTask | None = None
+
+    def start(self) -> None:
+        """Look every five seconds, also while nobody asks."""
+        self._task = PeriodicTask("conditions", self._look, _EVERY_S)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.abandon()
+
+    def _look(self) -> None:
+        self.find(opened.stats() if (opened := self._lifecycle.opened) is not None else None)
+
+    def find(self, server: ServerStatistics | None) -> list[Condition]:
+        """Return the conditions now, worst first. server: current statistics; None while the databases are being opened."""
+        lifecycle, now_s = self._lifecycle, self._clock()
+        found = conditions(
+            not_ready=lifecycle.not_ready_reason,
+            broken=THREADS.problem,
+            degraded=lifecycle.degraded,
+            models=lifecycle.states.models(),
+            server=server,
+            problems=self._problems.entries(),
+            now_s=now_s,
+        )
+        with self._lock:
+            self._since = {key: self._since.get(key, now_s) for key in ((entry.name, entry.model) for entry in found)}
+            return [replace(entry, since_s=self._since[entry.name, entry.model]) for entry in found]
 
 
 def _unread(model: ModelStatistics) -> Iterator[Condition]:

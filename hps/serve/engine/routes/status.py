@@ -8,9 +8,8 @@ from typing import Any, Final
 import orjson
 from fastapi import APIRouter, Response
 
-from hps.ground.threads.workers import THREADS
 from hps.serve.engine.call_threads import CallThreads
-from hps.serve.engine.conditions import conditions
+from hps.serve.engine.conditions import ConditionWatch
 from hps.serve.engine.history import History
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.engine.routes.administration import change_status
@@ -36,6 +35,7 @@ def status_routes(
     lifecycle: Lifecycle,
     metrics: HTTPMetrics,
     problems: RecentProblems,
+    watch: ConditionWatch,
     history: History,
     authorization: Authorization,
     threads: CallThreads,
@@ -74,16 +74,6 @@ def status_routes(
         opened, now_s = lifecycle.opened, time.time()
         server = opened.stats() if opened is not None else None
         reason, degraded = lifecycle.not_ready_reason, lifecycle.degraded
-        models, kinds = lifecycle.states.models(), problems.entries()
-        found = conditions(
-            not_ready=reason,
-            broken=THREADS.problem,
-            degraded=degraded,
-            models=models,
-            server=server,
-            problems=kinds,
-            now_s=now_s,
-        )
         changes = sorted(lifecycle.live.requested.values(), key=lambda change: -change.number)[:_MOST_CHANGES]
         state = {
             "at_s": time.monotonic(),
@@ -97,10 +87,10 @@ def status_routes(
                 "requests": metrics.requests(),
                 **metrics.gauges(),
             },
-            "conditions": found,
-            "models": [model.model_dump(exclude_none=True) for model in models],
+            "conditions": watch.find(server),
+            "models": [model.model_dump(exclude_none=True) for model in lifecycle.states.models()],
             "changes": [change_status(change, degraded).model_dump(exclude_none=True) for change in changes],
-            "problems": kinds,
+            "problems": problems.entries(),
         }
         return orjson.dumps(state)
 
